@@ -1,0 +1,131 @@
+"""Every way in which shardwise refuses, one type per cause.
+
+An error always says three things: what was *asked*, what was *found*, and what to *do*. Programs read the
+same facts, and the values behind them, from attributes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ShardingError(RuntimeError):
+    """Base of all errors that shardwise raises on purpose.
+
+    ``asked``, ``found`` and ``do`` are the three sentences of the message; every further keyword is kept in
+    ``fields`` and readable as an attribute.
+    """
+
+    def __init__(self, *, asked: str, found: str, do: str, **fields: Any) -> None:
+        super().__init__(f"{asked}: {found}. {do}")
+        self.asked = asked
+        self.found = found
+        self.do = do
+        self.fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        fields: dict[str, Any] = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {sorted(fields)}")
+
+    def __reduce__(self) -> Any:
+        # Errors cross process borders (the worker pool); keyword-only arguments need a builder to unpickle.
+        return _rebuild, (type(self), self.asked, self.found, self.do, _picklable(self.fields))
+
+
+def _rebuild(cls: type[ShardingError], asked: str, found: str, do: str, fields: dict[str, Any]) -> ShardingError:
+    return cls(asked=asked, found=found, do=do, **fields)
+
+
+def _picklable(fields: dict[str, Any]) -> dict[str, Any]:
+    plain = (str, int, float, bool, type(None), tuple, list, dict)
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in fields.items()}
+
+
+# -- layouts ---------------------------------------------------------------------------------------------------
+
+
+class PlacementError(ShardingError):
+    """A placement that the tensor cannot have: a shard dim out of range, an unknown pending kind."""
+
+
+class PlacementCountError(PlacementError):
+    """The number of placements is not the number of mesh dims."""
+
+
+class LayoutError(ShardingError):
+    """A layout that cannot be said in shardwise's placements, or a local tensor that does not fit its layout."""
+
+
+class MeshMismatchError(ShardingError):
+    """Operands of one op lie on different meshes."""
+
+
+class DeviceMismatchError(ShardingError):
+    """A tensor lies on another device type than the mesh."""
+
+
+class PlainTensorError(ShardingError):
+    """A plain tensor met a MeshTensor in one op."""
+
+
+# -- ops -------------------------------------------------------------------------------------------------------
+
+
+class NoRuleError(ShardingError):
+    """No installed plugin has a rule for the op."""
+
+
+class NoStrategyError(ShardingError):
+    """The op has a rule, but none of its rows is legal for this call."""
+
+
+class InPlaceError(NoStrategyError):
+    """The tensor that an in-place or ``out=`` op writes cannot keep its placements."""
+
+
+class ViewError(NoStrategyError):
+    """A view would need data from another rank."""
+
+
+class ItemError(ShardingError):
+    """``.item()`` was called on a tensor that does not have exactly one element."""
+
+
+class ListLengthError(ShardingError):
+    """Tensor lists that are zipped (foreach, fused) have unequal lengths."""
+
+
+class RankDisagreementError(ShardingError):
+    """Ranks of one mesh do not agree on something that they must agree on."""
+
+
+# -- rules and plugins -----------------------------------------------------------------------------------------
+
+
+class RuleError(ShardingError):
+    """A rule is malformed: found when the rule is made, or when it meets a call that it does not fit."""
+
+
+class NotationError(RuleError):
+    """A notation string is malformed."""
+
+
+class RuleArgumentError(RuleError):
+    """A rule names an argument that its op lacks."""
+
+
+class RuleConflictError(ShardingError):
+    """Two plugins supply a rule for one op and nothing says which wins."""
+
+
+class PluginLoadError(ShardingError):
+    """A plugin could not be imported, validated or registered."""
+
+
+# -- processes -------------------------------------------------------------------------------------------------
+
+
+class WorkerError(ShardingError):
+    """A worker process raised, died or stopped answering."""

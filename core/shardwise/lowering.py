@@ -1,0 +1,92 @@
+"""Lowerings: a rule's own way of running the local op, where "the same op on the shards" is not enough.
+
+There are two, and a rule may have both. ``local_args`` runs once, when a plan is made, and replaces static arguments (a
+view's local shape, a factory's local size). ``lowering`` runs at every call, on local tensors, and may communicate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from attrs import frozen
+
+from shardwise.placements import Shard
+from shardwise.signature import Call, Kind
+from shardwise.spec import TensorSpec
+
+__all__ = ["Comm", "LocalArgs", "LocalCall", "Lowering"]
+
+
+class Comm(Protocol):
+    """Communication among the ranks of one mesh; every rank of the mesh dim must call it alike."""
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:
+        """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is left as it is."""
+        ...
+
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
+        """The tensors of all ranks along one mesh dim; shapes may differ between ranks."""
+        ...
+
+    def all_to_all(self, tensors: Sequence[torch.Tensor], mesh_dim: int) -> list[torch.Tensor]:
+        """Send ``tensors[i]`` to rank ``i`` of the mesh dim and return what each rank sent here; any shapes."""
+        ...
+
+    def shift(self, tensor: torch.Tensor, mesh_dim: int, by: int = 1) -> torch.Tensor:
+        """Send to the rank ``by`` further along the mesh dim (wrapping round), return what came; like shapes."""
+        ...
+
+
+@frozen(eq=False)
+class LocalCall:
+    """What a lowering knows about its call: global metas, the specs in force, this rank's place, communication.
+
+    ``inputs`` are the specs of the tensor operands after redistribution (lists flattened, ``out=`` excluded, ``None``
+    where absent) and ``outputs`` those of the tensor results.
+    """
+
+    call: Call
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec | None, ...]
+    coordinate: tuple[int, ...]
+    comm: Comm
+
+    def arg(self, name: str) -> Any:
+        """A static argument's global value."""
+        return self.call.args[name]
+
+    def spec(self, name: str) -> TensorSpec:
+        """The spec of a tensor operand by name (``self``, ``tensors[0]``)."""
+        found = self.inputs[self.call.operand_names.index(name)]
+        if found is None:
+            raise KeyError(f"operand {name!r} is absent in {self.call}")
+        return found
+
+    def specs(self, name: str) -> tuple[TensorSpec | None, ...]:
+        """The specs of a list operand by name."""
+        arg = next(a for a in self.call.signature.tensor_args if a.name == name)
+        if arg.kind is not Kind.TENSORS:
+            return (self.spec(name),)
+        return tuple(
+            s for s, n in zip(self.inputs, self.call.operand_names, strict=True) if n.rpartition("[")[0] == name
+        )
+
+    def local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
+        return spec.local_shape(self.coordinate)
+
+    def offset(self, spec: TensorSpec) -> tuple[int, ...]:
+        """Where this rank's shard starts in the global tensor, per tensor dim."""
+        return spec.local_offset(self.coordinate)
+
+    def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
+        """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""
+        wanted = [d % spec.ndim for d in dims] if dims else range(spec.ndim)
+        return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
+
+
+# (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in, with
+# local tensors in place of global ones; keyword-only ones come as keywords.
+Lowering = Callable[..., Any]
+LocalArgs = Callable[[LocalCall], Mapping[str, Any]]

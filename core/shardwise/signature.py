@@ -1,0 +1,237 @@
+"""What an op's schema says about its arguments and results, read once per op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch._ops import OpOverload
+
+from shardwise.errors import RuleError
+from shardwise.private_torch import schema_of
+from shardwise.spec import TensorMeta
+
+__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "op_name", "signature"]
+
+Op = OpOverload
+
+
+class Kind(Enum):
+    """What an argument is to the planner."""
+
+    TENSOR = "tensor"
+    TENSORS = "list of tensors"
+    BY_VALUE = "static, by value"
+    BY_TYPE = "static, by type"
+
+
+@frozen
+class Arg:
+    """One argument of an op schema."""
+
+    name: str
+    kind: Kind
+    kwarg_only: bool
+    is_out: bool
+    written: bool
+    is_list: bool
+    has_default: bool
+    default: Any
+
+
+@frozen
+class Result:
+    """One return of an op schema; ``alias`` is the index of the argument that it is, when it is one."""
+
+    is_tensor: bool
+    is_list: bool
+    alias: int | None
+    written: bool
+
+
+@frozen(eq=False)
+class Signature:
+    """The arguments and results of one op, in schema order."""
+
+    name: str
+    args: tuple[Arg, ...]
+    results: tuple[Result, ...]
+
+    @property
+    def positional(self) -> tuple[Arg, ...]:
+        return tuple(a for a in self.args if not a.kwarg_only)
+
+    @property
+    def tensor_args(self) -> tuple[Arg, ...]:
+        """Arguments that hold tensors, ``out=`` ones included."""
+        return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
+
+    def index(self, name: str) -> int | None:
+        return next((i for i, a in enumerate(self.args) if a.name == name), None)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """One value per schema argument, defaults filled in."""
+        values = list(args)
+        for arg in self.args[len(args) :]:
+            values.append(kwargs[arg.name] if arg.name in kwargs else arg.default)
+        return values
+
+    def unbind(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inverse of :meth:`bind`: positional arguments and keyword-only ones."""
+        positional = tuple(v for v, a in zip(values, self.args, strict=True) if not a.kwarg_only)
+        return positional, {a.name: v for v, a in zip(values, self.args, strict=True) if a.kwarg_only}
+
+
+# Types whose value seldom changes how an op may be sharded; all other non-tensor arguments are keyed by value.
+_BY_TYPE = ("number", "Scalar", "float", "List[number]", "List[float]", "Generator")
+
+
+def _kind(type_text: str) -> Kind:
+    core = type_text.removeprefix("Optional[").removesuffix("]") if type_text.startswith("Optional[") else type_text
+    if core == "Tensor":
+        return Kind.TENSOR
+    if core in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return Kind.TENSORS
+    return Kind.BY_TYPE if core in _BY_TYPE else Kind.BY_VALUE
+
+
+@cache
+def signature(op: Op) -> Signature:
+    """The signature of an op, cached for the life of the process."""
+    schema = schema_of(op)
+    args = tuple(
+        Arg(
+            name=a.name,
+            kind=_kind(str(a.type)),
+            kwarg_only=a.kwarg_only,
+            is_out=a.is_out,
+            written=bool(a.alias_info and a.alias_info.is_write),
+            is_list="List[" in str(a.type),
+            has_default=a.has_default_value(),
+            default=a.default_value if a.has_default_value() else None,
+        )
+        for a in schema.arguments
+    )
+    aliases = {
+        label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set
+    }
+    results = tuple(_result(r, aliases) for r in schema.returns)
+    return Signature(op_name(op), args, results)
+
+
+def _result(returned: Any, aliases: Mapping[str, int]) -> Result:
+    kind = _kind(str(returned.type))
+    info = returned.alias_info
+    labels = sorted(info.before_set) if info else []
+    return Result(
+        is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
+        is_list=kind is Kind.TENSORS,
+        alias=aliases.get(labels[0]) if labels else None,
+        written=bool(info and info.is_write),
+    )
+
+
+def op_name(op: Op) -> str:
+    """``aten.mm.default`` for ``torch.ops.aten.mm.default``."""
+    return str(op)
+
+
+class ByType:
+    """Stands for a static argument that is keyed by its type, so that a rule cannot read its value."""
+
+    __slots__ = ("name", "type")
+
+    def __init__(self, name: str, of: type) -> None:
+        self.name = name
+        self.type = of
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuleError(
+            asked=f"read the value of argument {self.name!r} in a rule",
+            found=f"it is keyed by its type ({self.type.__name__}), so a plan is shared by all its values",
+            do=f"Declare it: static=({self.name!r},).",
+            argument=self.name,
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse
+
+    def __eq__(self, other: object) -> bool:
+        # `is None` and comparison with another stand-in are decided by type; anything else needs the value.
+        if isinstance(other, ByType):
+            return self.name == other.name and self.type is other.type
+        return bool(self._refuse())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.type))
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.type.__name__}>"
+
+
+@frozen(eq=False)
+class Call:
+    """One call as a rule sees it: metas in place of tensors, no mesh, no placements.
+
+    ``args`` maps every schema argument to a :class:`TensorMeta`, a tuple of them, ``None``, a static value, or a
+    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened.
+    """
+
+    op: Op
+    args: Mapping[str, Any]
+    outputs: tuple[TensorMeta | None, ...]
+
+    @property
+    def signature(self) -> Signature:
+        return signature(self.op)
+
+    def _tensors(self) -> Iterator[tuple[str, TensorMeta | None, bool]]:
+        for arg in self.signature.tensor_args:
+            value = self.args[arg.name]
+            if arg.kind is Kind.TENSORS and not isinstance(value, TensorMeta):
+                yield from ((f"{arg.name}[{i}]", meta, arg.is_out) for i, meta in enumerate(value or ()))
+            else:
+                yield arg.name, value, arg.is_out
+
+    @property
+    def length(self) -> int:
+        """Positions of the tensor lists of a zipped call: the length of the longest list."""
+        lists = (self.args[a.name] for a in self.signature.tensor_args if a.kind is Kind.TENSORS)
+        return max((len(value) for value in lists if value), default=0)
+
+    def position(self, i: int) -> Call:
+        """The call of one position of the zipped lists: element ``i`` in place of each list, ``None`` for an empty one."""
+        args = dict(self.args)
+        for arg in self.signature.tensor_args:
+            if arg.kind is Kind.TENSORS:
+                args[arg.name] = args[arg.name][i] if args[arg.name] else None
+        lists = sum(r.is_list for r in self.signature.results)
+        return Call(self.op, args, tuple(self.outputs[k * self.length + i] for k in range(lists)))
+
+    @property
+    def operands(self) -> tuple[TensorMeta | None, ...]:
+        """Metas of all tensor arguments in schema order, lists flattened, ``out=`` excluded."""
+        return tuple(meta for _, meta, is_out in self._tensors() if not is_out)
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names that go with :attr:`operands`: ``self``, ``tensors[0]``."""
+        return tuple(name for name, _, is_out in self._tensors() if not is_out)
+
+    @property
+    def out_operands(self) -> tuple[TensorMeta | None, ...]:
+        """Metas of the ``out=`` tensors."""
+        return tuple(meta for _, meta, is_out in self._tensors() if is_out)
+
+    def __str__(self) -> str:
+        shown = ", ".join("-" if m is None else str(m) for m in self.operands)
+        return f"{op_name(self.op)}({shown})"
+
+
+def scalar_type(value: Any) -> type:
+    """What a by-type argument contributes to the key."""
+    return torch.SymInt if isinstance(value, torch.SymInt) else type(value)

@@ -1,0 +1,259 @@
+"""Specs: how one tensor lies on a mesh, and the arithmetic of its shards.
+
+The layout is DTensor's, bit for bit: mesh dims split a tensor dim from left to right, each split is
+``torch.chunk``'s (ceil-sized pieces, the last ones smaller or empty).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from attrs import field, frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
+
+__all__ = ["AbstractMesh", "Mesh", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
+
+
+@frozen(cache_hash=True)
+class AbstractMesh:
+    """The shape of a mesh without devices: for planning, explaining and the oracle. No process group."""
+
+    shape: tuple[int, ...] = field(converter=lambda s: tuple(int(n) for n in s))
+    device_type: str = "cpu"
+    mesh_dim_names: tuple[str, ...] | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks, of the whole mesh or along one mesh dim."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Coordinates of all ranks, in row-major order."""
+        grid: list[tuple[int, ...]] = [()]
+        for n in self.shape:
+            grid = [(*head, i) for head in grid for i in range(n)]
+        return grid
+
+
+Mesh = DeviceMesh | AbstractMesh
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` does."""
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return min(size, start + step) - start, start
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name used in tables: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+@frozen(cache_hash=True)
+class TensorMeta:
+    """Global shape, stride (in elements) and dtype of a tensor."""
+
+    shape: torch.Size = field(converter=torch.Size)
+    stride: tuple[int, ...] = field(converter=tuple)
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size or stride is a ``torch.SymInt`` (under ``torch.compile`` with dynamic shapes)."""
+        return any(isinstance(n, torch.SymInt) for n in (*self.shape, *self.stride))
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+        """The meta of a freshly made row-major tensor."""
+        stride, step = [], 1
+        for n in reversed(shape):
+            stride.append(step)
+            step *= max(n, 1)
+        return cls(torch.Size(shape), tuple(reversed(stride)), dtype)
+
+    def to_meta_tensor(self) -> torch.Tensor:
+        """A tensor on the meta device with this shape, stride and dtype."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+class _Interned(type):
+    """One object per value, so that specs hash and compare by identity on the hot path."""
+
+    _known: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+
+    def __call__(
+        cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+    ) -> Any:
+        # The class is in the key because attrs builds a slotted class from a first, slotless one.
+        key = (cls, mesh, tuple(placements), tensor_meta, is_copy)
+        try:
+            return _Interned._known[key]
+        except KeyError:
+            pass
+        checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
+        normal = (cls, mesh, checked, tensor_meta, is_copy)
+        spec = _Interned._known.get(normal)
+        if spec is None:
+            spec = _Interned._known[normal] = super().__call__(mesh, checked, tensor_meta, is_copy)
+        return spec
+
+
+@frozen(eq=False, repr=False)
+class TensorSpec(metaclass=_Interned):
+    """Mesh, one placement per mesh dim, and the global tensor meta. Equal specs are one object.
+
+    ``is_copy`` marks the result of a view op whose operand had to be redistributed: it does not share memory with its base,
+    so writing to it is refused.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta
+    is_copy: bool = False
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+        ) -> None: ...
+
+    # -- the tensor --
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor_meta.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.tensor_meta.stride
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor_meta.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor_meta.ndim
+
+    # -- the mesh --
+    @cached_property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    @cached_property
+    def dim_map(self) -> tuple[tuple[int, ...], ...]:
+        """Per tensor dim, the mesh dims that split it, in the order in which they do."""
+        found: list[list[int]] = [[] for _ in range(self.ndim)]
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                found[placement.dim].append(mesh_dim)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def shards_per_dim(self) -> tuple[int, ...]:
+        """Per tensor dim, into how many pieces it is split."""
+        return tuple(math.prod(self.mesh_shape[m] for m in mesh_dims) for mesh_dims in self.dim_map)
+
+    @property
+    def num_shards(self) -> int:
+        """How many different shards the tensor has over the whole mesh."""
+        return math.prod(self.shards_per_dim)
+
+    @cached_property
+    def pending(self) -> dict[int, str]:
+        """Mesh dim -> pending kind, for each mesh dim with a ``Partial``."""
+        return {m: p.reduce_op for m, p in enumerate(self.placements) if isinstance(p, Partial)}
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    # -- one rank's part --
+    def coordinate(self) -> tuple[int, ...]:
+        """This process's coordinate on the mesh; raises when the mesh is abstract or the rank is not on it."""
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError("an AbstractMesh has no own coordinate; pass one")
+        found = self.mesh.get_coordinate()
+        if found is None:
+            raise ValueError("this rank is not part of the mesh")
+        return tuple(found)
+
+    def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Shape of the local tensor of the rank at ``coordinate`` (default: this process)."""
+        return self.local_shape_and_offset(coordinate)[0]
+
+    def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Where that rank's shard starts in the global tensor, per tensor dim."""
+        return self.local_shape_and_offset(coordinate)[1]
+
+    def local_shape_and_offset(
+        self, coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and start of one rank's shard, per tensor dim, in elements."""
+        where = self.coordinate() if coordinate is None else coordinate
+        sizes, starts = list(self.shape), [0] * self.ndim
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                d = placement.dim
+                sizes[d], start = chunk(sizes[d], self.mesh_shape[mesh_dim], where[mesh_dim])
+                starts[d] += start
+        return tuple(sizes), tuple(starts)
+
+    @cached_property
+    def max_local_numel(self) -> int:
+        """Elements of the largest shard."""
+        sizes = list(self.shape)
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = -(-sizes[placement.dim] // self.mesh_shape[mesh_dim])
+        return math.prod(sizes)
+
+    # -- derived --
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        return TensorSpec(self.mesh, placements, self.tensor_meta)
+
+    def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
+        return TensorSpec(self.mesh, self.placements, tensor_meta)
+
+    def __str__(self) -> str:
+        return f"{self.tensor_meta} {show_all(self.placements)}"
+
+    def __repr__(self) -> str:
+        mesh = "x".join(map(str, self.mesh_shape))
+        return f"TensorSpec({self.tensor_meta}, {show_all(self.placements)}, mesh={mesh})"
+
+    def __reduce__(self) -> Any:
+        return TensorSpec, (self.mesh, self.placements, self.tensor_meta, self.is_copy)

@@ -1,0 +1,82 @@
+"""Each private name of torch that the project uses still does what it is used for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import frozen
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise import private_torch
+from shardwise.errors import MeshMismatchError
+from shardwise.placements import REPLICATE
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+
+aten = torch.ops.aten
+
+
+@frozen
+class Holder:
+    tensor_meta: TensorMeta
+
+
+class Wrapper(torch.Tensor):
+    __torch_function__ = private_torch.disabled_torch_function
+    seen: list = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+        return None
+
+
+@pytest.mark.parametrize("make", [private_torch.new_wrapper, private_torch._portable_wrapper], ids=["fast", "portable"])
+def test_a_wrapper_has_the_global_meta_and_the_local_tensor(make):
+    local = torch.ones(2, 3, dtype=torch.bfloat16)
+    spec = TensorSpec(AbstractMesh((2,)), [REPLICATE], TensorMeta((4, 3), (1, 4), torch.bfloat16))
+    made = make(Wrapper, local, spec, False)
+    assert type(made) is Wrapper
+    assert (made.shape, made.stride(), made.dtype, made.device) == ((4, 3), (1, 4), torch.bfloat16, local.device)
+    assert made._local_tensor is local
+    assert made._spec is spec
+    assert not made.requires_grad
+    assert make(Wrapper, local, spec, True).requires_grad
+
+
+def test_torch_function_is_off_and_torch_dispatch_is_on():
+    made = private_torch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    Wrapper.seen.clear()
+    torch.neg(made)
+    assert Wrapper.seen == [aten.neg.default]
+
+
+def test_the_schema_of_an_op_is_readable():
+    schema = private_torch.schema_of(aten.mm.default)
+    assert [a.name for a in schema.arguments] == ["self", "mat2"]
+    assert len(schema.returns) == 1
+
+
+def test_the_direct_call_computes_what_the_op_does():
+    x = torch.randn(3, 4)
+    assert torch.equal(private_torch.direct_call(aten.mul.Tensor)(x, x), x * x)
+    assert torch.equal(private_torch.direct_call(aten.sum.dim_IntList)(x, [1], keepdim=True), x.sum(1, keepdim=True))
+
+
+def test_composite_ops_are_told_from_others():
+    assert private_torch.is_composite(aten.linear.default)
+    assert not private_torch.is_composite(aten.mm.default)
+
+
+def test_without_a_mesh_in_force_the_error_says_what_to_do():
+    with pytest.raises(MeshMismatchError, match="Pass device_mesh="):
+        private_torch.current_mesh()
+
+
+def entered_mesh(shape):
+    mesh = init_device_mesh("cpu", shape)
+    with mesh:
+        return private_torch.current_mesh() == mesh
+
+
+def test_the_mesh_in_force_is_found(pool):
+    assert pool.run(entered_mesh, (2, 2)) == [True] * 4
