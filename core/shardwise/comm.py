@@ -1,0 +1,161 @@
+"""Communication for lowerings, and the few agreements that ranks must come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import collectives
+from shardwise.collectives import group_of
+from shardwise.errors import RankDisagreementError
+from shardwise.placements import Replicate
+from shardwise.spec import Mesh, TensorSpec
+
+__all__ = ["MeshComm", "agree_on_generator", "broadcast_whole", "check_agreement"]
+
+_MAX_NDIM = 62
+
+
+@frozen
+class MeshComm:
+    """The communication of a lowering (:class:`shardwise.lowering.Comm`) over a mesh's process groups."""
+
+    mesh: Any
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:
+        """The reduction over some mesh dims; ``tensor`` is left as it is."""
+        dims = tuple(m for m in mesh_dims if self.mesh.size(m) > 1)
+        return collectives.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
+
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
+        """The tensors of all ranks along a mesh dim; the shapes may differ."""
+        group = group_of(self.mesh, (mesh_dim,))
+        if group.size == 1:
+            return [tensor]
+        shapes = _shapes(group.all_gather(self._row(tensor)))
+        return _exchange(group, [tensor] * group.size, shapes)
+
+    def all_to_all(self, tensors: Sequence[torch.Tensor], mesh_dim: int) -> list[torch.Tensor]:
+        """Send ``tensors[i]`` to rank ``i`` of the mesh dim; any shapes."""
+        group = group_of(self.mesh, (mesh_dim,))
+        if group.size == 1:
+            return list(tensors)
+        shapes = _shapes(group.all_to_all(torch.stack([self._row(t) for t in tensors])))
+        return _exchange(group, tensors, shapes)
+
+    def _row(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(_shape_row(tensor.shape), device=self.mesh.device_type)
+
+    def shift(self, tensor: torch.Tensor, mesh_dim: int, by: int = 1) -> torch.Tensor:
+        """Send to the rank ``by`` further along the mesh dim, return what came from the rank ``by`` before."""
+        n, group = self.mesh.size(mesh_dim), self.mesh.get_group(mesh_dim)
+        if by % n == 0:
+            return tensor
+        here = self.mesh.get_local_rank(mesh_dim)
+        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        ops = [
+            dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(here + by) % n),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(here - by) % n),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        return received
+
+
+def _shape_row(shape: Sequence[int]) -> list[int]:
+    """A shape in a buffer of fixed length, so that ranks with different shapes still exchange them."""
+    return [len(shape), *shape, *[0] * (_MAX_NDIM - len(shape))]
+
+
+def _shapes(rows: torch.Tensor) -> list[list[int]]:
+    return [row[1 : 1 + row[0]] for row in rows.tolist()]
+
+
+def _exchange(group: collectives.Group, sent: Sequence[torch.Tensor], shapes: list[list[int]]) -> list[torch.Tensor]:
+    counts = [torch.Size(s).numel() for s in shapes]
+    flat = group.exchange(torch.cat([t.reshape(-1) for t in sent]), [t.numel() for t in sent], counts)
+    return [part.reshape(s) for part, s in zip(flat.split(counts), shapes, strict=True)]
+
+
+# -- agreements --------------------------------------------------------------------------------------------------
+
+
+def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> torch.Tensor:
+    """A whole tensor as the rank with coordinate ``src`` on every mesh dim has it; checks first that shapes agree.
+
+    Raises :class:`RankDisagreementError` on every rank when shapes or dtypes differ.
+    """
+    _check_alike(tensor, mesh, "distribute a tensor")
+    found = tensor.clone(memory_format=torch.contiguous_format)
+    for mesh_dim in range(mesh.ndim):
+        if mesh.size(mesh_dim) > 1:
+            dist.broadcast(found, group=mesh.get_group(mesh_dim), group_src=src)
+    # Keep the order of the strides: a channels-last or transposed tensor must not come back row-major.
+    return torch.empty_like(tensor).copy_(found)
+
+
+def _check_alike(tensor: torch.Tensor, mesh: DeviceMesh, asked: str) -> None:
+    described = [*_shape_row(tensor.shape), sum(map(ord, str(tensor.dtype)))]
+    mine = torch.tensor(described, device=mesh.device_type)
+    _raise_if_unlike(mine, mesh, asked, f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+
+
+def _raise_if_unlike(mine: torch.Tensor, mesh: DeviceMesh, asked: str, here: str) -> None:
+    comm, dims = MeshComm(mesh), range(mesh.ndim)
+    least, most = comm.all_reduce(mine, "min", dims), comm.all_reduce(mine, "max", dims)
+    if not torch.equal(least, most):
+        raise RankDisagreementError(
+            asked=asked,
+            found=f"the ranks of the mesh do not agree; this rank has {here}",
+            do="Make the call with alike arguments on every rank.",
+        )
+
+
+def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
+    """Ranks must agree on the global shape, and replicated copies must be alike; raises on every rank if not."""
+    mesh: Any = spec.mesh
+    shape = [*_shape_row(spec.shape), sum(map(ord, str(spec.dtype)))]
+    _raise_if_unlike(
+        torch.tensor(shape, device=mesh.device_type), mesh, "make a MeshTensor of local tensors", str(spec)
+    )
+    alike = 1
+    for mesh_dim, placement in enumerate(spec.placements):
+        if isinstance(placement, Replicate) and mesh.size(mesh_dim) > 1:
+            first = local.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(first, group=mesh.get_group(mesh_dim), group_src=0)
+            same = torch.equal(first, local) or bool(torch.allclose(first, local, rtol=0, atol=0, equal_nan=True))
+            alike &= int(same)
+    flag = torch.tensor([alike], device=mesh.device_type)
+    if int(MeshComm(mesh).all_reduce(flag, "min", range(mesh.ndim))) == 0:
+        raise RankDisagreementError(
+            asked=f"make a MeshTensor {spec} of local tensors",
+            found="copies that should be replicated differ between ranks",
+            do="Pass the same values on every rank, or Partial() where the parts are to be added.",
+        )
+
+
+_agreed: WeakSet[Any] = WeakSet()
+
+
+def agree_on_generator(mesh: Mesh) -> None:
+    """Give all ranks of a mesh the generator state of its first one, once per mesh.
+
+    Random values are drawn alike on every rank; ranks that were seeded differently would drift apart in silence.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh in _agreed:
+        return
+    _agreed.add(mesh)
+    if mesh.size() == 1:
+        return
+    on_cpu = mesh.device_type == "cpu"
+    module = torch if on_cpu else torch.get_device_module(mesh.device_type)
+    state = module.get_rng_state().to(mesh.device_type)
+    for mesh_dim in range(mesh.ndim):
+        dist.broadcast(state, group=mesh.get_group(mesh_dim), group_src=0)
+    module.set_rng_state(state.cpu())

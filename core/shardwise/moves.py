@@ -1,0 +1,246 @@
+"""Moves: which single steps lead from one layout of a tensor to another, and what each costs.
+
+A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)``, ``-1 - k`` is a ``Partial`` of the
+``k``-th pending kind. The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search
+starts or ends, so distances in it obey the triangle inequality. The one exception, steps that make a pending kind
+(``fills``), only ever end a way: to reduce again what was just made pending never pays.
+
+Legal steps follow from the two laws of ``layout``. Mesh dims split a tensor dim from left to right, so only the
+right-most mesh dims of a tensor dim can be gathered or exchanged, and a shard is only added right of those that are
+there. Pending kinds are reduced from the last mesh dim to the first, so a kind waits for later mesh dims whose kind it
+does not commute with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import combinations, pairwise, product
+
+import torch
+
+from shardwise.cost import Links, StepCosts, step_costs
+from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, Shard, partial, shard
+from shardwise.spec import TensorMeta, TensorSpec
+
+__all__ = ["Edge", "Layout", "Moves", "decode", "encode", "memory_order", "moves_of"]
+
+Layout = tuple[int, ...]
+Dims = tuple[int, ...]
+#: Cost in seconds, the layout that the step leads to, its kind, the mesh dims of its group, the bytes of a rank.
+Edge = tuple[float, Layout, str, Dims, int]
+
+_LINEAR = frozenset({"sum", "avg"})
+_MAX_LAYOUTS = 512  # per kind of tensor, before what was found is dropped: about 2 MB
+
+
+def encode(placement: Placement) -> int:
+    """The code of a placement; see the module."""
+    if isinstance(placement, Shard):
+        return placement.dim + 1
+    return -1 - PENDING_KINDS.index(placement.reduce_op) if isinstance(placement, Partial) else 0
+
+
+def decode(code: int) -> Placement:
+    """The inverse of :func:`encode`."""
+    if code > 0:
+        return shard(code - 1)
+    return partial(PENDING_KINDS[-1 - code]) if code else REPLICATE
+
+
+def commute(kind: str, other: str) -> bool:
+    """Whether reducing by two pending kinds gives the same in either order."""
+    return kind == other or (kind in _LINEAR and other in _LINEAR)
+
+
+def reducible(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a pending kind can be reduced in a dtype: bools have no average, complex numbers no order."""
+    if dtype == torch.bool:
+        return kind != "avg"
+    return not (dtype.is_complex and kind in ("max", "min"))
+
+
+def memory_order(meta: TensorMeta) -> Dims:
+    """The tensor dims from the outermost in memory to the innermost; as they are for an expanded tensor."""
+    dims = range(meta.ndim)
+    real = [d for d in dims if meta.shape[d] > 1]
+    ascending = all(meta.stride[a] >= meta.stride[b] for a, b in pairwise(real))
+    if ascending or any(meta.stride[d] == 0 for d in real):
+        return tuple(dims)
+    return tuple(sorted(dims, key=lambda d: (-meta.stride[d], d)))
+
+
+class Moves:
+    """The legal steps of one kind of tensor on one mesh; ``edges`` and ``fills`` are the graph."""
+
+    def __init__(self, mesh_shape: Sequence[int], costs: StepCosts, meta: TensorMeta) -> None:
+        self.mesh_shape = tuple(mesh_shape)
+        self.costs = costs
+        self.shape = tuple(meta.shape)
+        self.dtype = meta.dtype
+        self.itemsize = meta.dtype.itemsize
+        self.numel = meta.numel
+        # Per tensor dim, the dims that lie outside it in memory: a shard of a dim is one block only if they are 1.
+        order = memory_order(meta)
+        self._outer = tuple(order[: order.index(d)] for d in range(meta.ndim))
+        self._sizes: dict[Layout, Dims] = {}
+        self._edges: dict[Layout, list[Edge]] = {}
+
+    def sizes(self, layout: Layout) -> Dims:
+        """The largest local shape: that of the rank at coordinate 0 of every mesh dim."""
+        known = self._sizes.get(layout)
+        if known is None:
+            found = list(self.shape)
+            for n, code in zip(self.mesh_shape, layout, strict=True):
+                if code > 0:
+                    found[code - 1] = -(-found[code - 1] // n)
+            known = self._sizes[layout] = tuple(found)
+        return known
+
+    def nbytes(self, layout: Layout) -> int:
+        """Bytes of the largest local tensor."""
+        return math.prod(self.sizes(layout)) * self.itemsize
+
+    def edges(self, layout: Layout) -> list[Edge]:
+        """Every step out of a layout but the fills."""
+        known = self._edges.get(layout)
+        if known is None:
+            if len(self._edges) >= _MAX_LAYOUTS:
+                self._edges.clear()
+                self._sizes.clear()
+            sharders = self._sharders(layout)
+            known = [
+                *self._slices(layout, sharders),
+                *self._gathers(layout, sharders),
+                *self._exchanges(layout, sharders),
+                *self._reductions(layout, sharders),
+            ]
+            self._edges[layout] = known
+        return known
+
+    def fills(self, layout: Layout, target: Layout) -> Iterator[Edge]:
+        """The local steps that make a mesh dim pending as it is in ``target``."""
+        for m, code in enumerate(target):
+            here = layout[m]
+            if code >= 0 or here < 0:
+                continue
+            kind = PENDING_KINDS[-1 - code]
+            later = {PENDING_KINDS[-1 - c] for c in layout[m + 1 :] if c < 0}
+            if here == 0:
+                legal = kind != "product" or "sum" not in later
+            else:
+                last = here not in layout[m + 1 :]
+                legal = last and self._embeds(kind) and all(commute(kind, other) for other in later)
+            if legal:
+                after = _with(layout, (m,), code)
+                yield self.costs.copy(self.nbytes(after)), after, "fill", (m,), self.nbytes(after)
+
+    def _embeds(self, kind: str) -> bool:
+        """Whether a shard may become pending by neutral values around it.
+
+        Not for max and min: their neutral values are the extremes of the dtype, which overflow or turn to NaN in the
+        arithmetic that a pending tensor may still go through.
+        """
+        return kind not in ("max", "min") and reducible(kind, self.dtype)
+
+    def _sharders(self, layout: Layout) -> list[list[int]]:
+        """Per tensor dim, the mesh dims that shard it."""
+        found: list[list[int]] = [[] for _ in self.shape]
+        for m, code in enumerate(layout):
+            if code > 0:
+                found[code - 1].append(m)
+        return found
+
+    def _slices(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
+        for m, code in enumerate(layout):
+            if code:
+                continue
+            for d, there in enumerate(sharders):
+                if not there or there[-1] < m:
+                    after = _with(layout, (m,), d + 1)
+                    nbytes = self.nbytes(after)
+                    yield self.costs.copy(nbytes), after, "slice", (m,), nbytes
+
+    def _gathers(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
+        # Any right-most mesh dims of any tensor dims may go together: only like kinds share a collective.
+        suffixes = [[there[i:] for i in range(len(there), -1, -1)] for there in sharders if there]
+        nbytes = self.nbytes(layout)
+        for chosen in product(*suffixes):
+            dims = tuple(sorted(m for suffix in chosen for m in suffix))
+            if not dims:
+                continue
+            after = _with(layout, dims, 0)
+            cost = self.costs.all_gather(dims, nbytes)
+            if not self._one_block(layout, after, dims):
+                cost += self.costs.copy(self.nbytes(after))
+            yield cost, after, "all_gather", dims, nbytes
+
+    def _exchanges(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
+        before = self.sizes(layout)
+        for d, there in enumerate(sharders):
+            for first in range(len(there)):
+                dims = tuple(there[first:])
+                for e, others in enumerate(sharders):
+                    if e == d or (others and others[-1] > dims[0]):
+                        continue
+                    after = _with(layout, dims, e + 1)
+                    piece = self.sizes(after)[e] * self.itemsize * math.prod(before[:e]) * math.prod(before[e + 1 :])
+                    cost = self.costs.all_to_all(dims, piece) + self.costs.copy(self.nbytes(layout))
+                    yield cost + self.costs.copy(self.nbytes(after)), after, "all_to_all", dims, piece
+
+    def _reductions(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
+        waiting: dict[str, list[int]] = {}
+        later: set[str] = set()
+        for m in reversed(range(len(layout))):
+            if layout[m] < 0:
+                kind = PENDING_KINDS[-1 - layout[m]]
+                if reducible(kind, self.dtype) and all(commute(kind, other) for other in later):
+                    waiting.setdefault(kind, []).insert(0, m)
+                later.add(kind)
+        for ready in waiting.values():
+            for dims in _subsets(ready):
+                yield from self._reduction(layout, sharders, dims)
+
+    def _reduction(self, layout: Layout, sharders: list[list[int]], dims: Dims) -> Iterator[Edge]:
+        whole = _with(layout, dims, 0)
+        nbytes = self.nbytes(layout)
+        yield self.costs.all_reduce(dims, nbytes), whole, "all_reduce", dims, nbytes
+        for d, there in enumerate(sharders):
+            if not there or there[-1] < dims[0]:
+                after = _with(layout, dims, d + 1)
+                cost = self.costs.reduce_scatter(dims, self.nbytes(after))
+                if not self._one_block(after, whole, dims):
+                    cost += self.costs.copy(nbytes)
+                yield cost, after, "reduce_scatter", dims, self.nbytes(after)
+
+    def _one_block(self, sharded: Layout, whole: Layout, dims: Dims) -> bool:
+        """Whether the shards over ``dims`` lie one behind the other in the whole's memory."""
+        d = sharded[dims[0]] - 1
+        if any(sharded[m] != d + 1 for m in dims):
+            return False
+        small, large = self.sizes(sharded), self.sizes(whole)
+        even = small[d] * math.prod(self.mesh_shape[m] for m in dims) == large[d]
+        return even and all(small[o] == 1 for o in self._outer[d])
+
+
+def _with(layout: Layout, dims: Iterable[int], code: int) -> Layout:
+    changed = list(layout)
+    for m in dims:
+        changed[m] = code
+    return tuple(changed)
+
+
+def _subsets(items: Sequence[int]) -> Iterator[Dims]:
+    for size in range(1, len(items) + 1):
+        yield from combinations(items, size)
+
+
+@lru_cache(maxsize=64)
+def _moves(mesh_shape: Dims, links: Links, meta: TensorMeta) -> Moves:
+    return Moves(mesh_shape, step_costs(mesh_shape, links), meta)
+
+
+def moves_of(spec: TensorSpec, links: Links) -> Moves:
+    """The moves of tensors of the spec's meta on the spec's mesh, by these links."""
+    return _moves(spec.mesh_shape, links, spec.tensor_meta)

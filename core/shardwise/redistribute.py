@@ -1,0 +1,88 @@
+"""Redistribution: run a transition on this rank's local tensor.
+
+A mover is resolved once per pair of specs: groups, shapes, cuts and paddings of this rank are known before it first runs.
+Movers never modify their input and their result owns its memory: writing to one never shows in the other. They work
+below autograd, on plain local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.collectives import generation
+from shardwise.movers import Mover, make_mover
+from shardwise.moves import memory_order
+from shardwise.placements import Placement, Shard, shard
+from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.transition import Step, transition
+
+__all__ = ["Mover", "mover", "redistribute_local"]
+
+
+def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
+    """This rank's local tensor under ``dst``, from the one under ``src``; all ranks of the mesh must call it alike.
+
+    ``local`` has the shape ``src.local_shape()`` and any strides; the result has ``dst.local_shape()`` and strides in the
+    order of the global tensor's. When the placements are the same, ``local`` itself comes back. Raises what
+    :func:`shardwise.transition.transition` raises, before anything is communicated.
+    """
+    return local if src is dst else mover(src, dst)(local)
+
+
+def mover(src: TensorSpec, dst: TensorSpec) -> Mover:
+    """The function that redistributes local tensors from ``src`` to ``dst``; see :func:`redistribute_local`.
+
+    All ranks of the mesh must ask for it alike: it may have to make a process group.
+    """
+    return _mover(src, dst, generation())
+
+
+@lru_cache(maxsize=4096)
+def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
+    # The default process group is in the key: movers hold groups that end with it.
+    del default_group
+    order = memory_order(src.tensor_meta)
+    moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
+    run = moved[0] if len(moved) == 1 else _chain(moved)
+    return run if order == tuple(range(src.ndim)) or not moved else _permuted(run, order)
+
+
+def _together(steps: Sequence[Step]) -> list[list[Step]]:
+    """The steps, with slices that follow each other in one list: they are one cut."""
+    found: list[list[Step]] = []
+    for step in steps:
+        if found and step.kind == found[-1][-1].kind == "slice":
+            found[-1].append(step)
+        else:
+            found.append([step])
+    return found
+
+
+def _made(spec: TensorSpec, steps: Sequence[Step], order: tuple[int, ...]) -> Mover:
+    meta = TensorMeta.contiguous([spec.shape[d] for d in order], spec.dtype)
+    source = TensorSpec(spec.mesh, _reordered(steps[0].source, order), meta)
+    target = TensorSpec(spec.mesh, _reordered(steps[-1].target, order), meta)
+    return make_mover(steps[0].kind, source, target, steps[0].mesh_dims)
+
+
+def _reordered(placements: Sequence[Placement], order: tuple[int, ...]) -> tuple[Placement, ...]:
+    return tuple(shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements)
+
+
+def _chain(movers: Sequence[Mover]) -> Mover:
+    def run(local: Tensor) -> Tensor:
+        for move in movers:
+            local = move(local)
+        return local
+
+    return run
+
+
+def _permuted(run: Mover, order: tuple[int, ...]) -> Mover:
+    """Run in the order of memory, so that a transposed tensor stays transposed without a copy."""
+    inverse = tuple(order.index(d) for d in range(len(order)))
+    return lambda local: run(local.permute(order)).permute(inverse)

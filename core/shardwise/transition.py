@@ -1,0 +1,272 @@
+"""Transitions: the cheapest sequence of steps from one layout of a tensor to another.
+
+Pure planning: no process group, and the same answer on every rank. The search is A* over layouts; its estimate never
+exceeds the true cost, so costs are distances: not negative, zero only between equal layouts, and never more than a
+detour. Among equally cheap ways the one found first wins; the order of the search depends on layouts and figures alone.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from heapq import heappop, heappush
+
+from attrs import frozen
+
+from shardwise.cost import Links, links_of
+from shardwise.errors import LayoutError, MeshMismatchError
+from shardwise.moves import Edge, Layout, Moves, decode, encode, moves_of
+from shardwise.placements import Partial, Placement, Replicate, Shard, show_all
+from shardwise.spec import TensorSpec
+
+__all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
+
+
+@frozen
+class Step:
+    """One change of layout, on one or several mesh dims at once.
+
+    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice`` or ``fill``. ``source`` and
+    ``target`` are the placements before and after it. ``nbytes`` is what the cost counts: a rank's shard for a gather, its
+    part of the result for a reduce-scatter, its tensor for an all-reduce, one of its pieces for an all-to-all, the result
+    for local steps. ``cost`` is in seconds.
+    """
+
+    kind: str
+    mesh_dims: tuple[int, ...]
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+    nbytes: int
+    cost: float
+
+    @property
+    def tensor_dims(self) -> tuple[int, ...]:
+        """The tensor dims that the step gathers, scatters or exchanges, ascending."""
+        placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
+        return tuple(sorted({p.dim for p in placements if isinstance(p, Shard)}))
+
+    @property
+    def pending(self) -> str | None:
+        """The pending kind that the step reduces or makes."""
+        placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
+        return next((p.reduce_op for p in placements if isinstance(p, Partial)), None)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{list(self.mesh_dims)} {show_all(self.source)} -> {show_all(self.target)}"
+
+
+@frozen
+class Transition:
+    """The steps from one layout to another, and their cost in seconds."""
+
+    steps: tuple[Step, ...]
+    cost: float
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.steps)) or "nothing to do"
+
+
+def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
+    """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
+
+    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a pending
+    kind would have to be reduced that the dtype lacks (avg of bools, max and min of complex numbers).
+    """
+    found = _transition(src, dst, links_of(src.mesh))
+    if found is None:
+        kinds = sorted({*src.pending.values(), *dst.pending.values()})
+        raise LayoutError(
+            asked=f"redistribute {src} to {show_all(dst.placements)}",
+            found=f"{src.dtype} cannot be reduced by {', '.join(kinds)}",
+            do="Cast the tensor first, or keep its pending placements.",
+            src=src,
+            dst=dst,
+        )
+    return found
+
+
+def transition_cost(src: TensorSpec, dst: TensorSpec) -> float:
+    """The cost of :func:`transition` in seconds, 0 when the specs place alike, infinite when there is no way."""
+    if src is dst:
+        return 0.0
+    found = _transition(src, dst, links_of(src.mesh))
+    return math.inf if found is None else found.cost
+
+
+@lru_cache(maxsize=8192)
+def _transition(src: TensorSpec, dst: TensorSpec, links: Links) -> Transition | None:
+    _check_pair(src, dst)
+    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
+    if start == goal:
+        return Transition((), 0.0)
+    moves = moves_of(src, links)
+    edges = _search(moves, start, goal)
+    if edges is None:
+        return None
+    steps = []
+    layout = start
+    for cost, after, kind, dims, nbytes in edges:
+        steps.append(Step(kind, dims, _placements(layout), _placements(after), nbytes, cost))
+        layout = after
+    return Transition(tuple(steps), sum(step.cost for step in steps))
+
+
+def _placements(layout: Layout) -> tuple[Placement, ...]:
+    return tuple(map(decode, layout))
+
+
+def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
+    if src.mesh != dst.mesh:
+        raise MeshMismatchError(
+            asked=f"redistribute {src}",
+            found=f"the target {dst} lies on another mesh",
+            do="Redistribute within one mesh; to change meshes, take the full tensor and distribute it anew.",
+            meshes=(repr(src.mesh), repr(dst.mesh)),
+        )
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise LayoutError(
+            asked=f"redistribute {src}",
+            found=f"the target is {dst}, of another shape or dtype",
+            do="Redistribution changes placements only; reshape or cast before it or after it.",
+            src=src,
+            dst=dst,
+        )
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+def _search(moves: Moves, start: Layout, goal: Layout) -> list[Edge] | None:
+    """The edges of the cheapest way, or None when there is none."""
+    estimate = _Estimate(moves, goal)
+    best = {start: 0.0}
+    came: dict[Layout, tuple[Layout, Edge]] = {}
+    heap = [(estimate(start), 0.0, start)]
+    limit = math.inf
+    while heap:
+        _, so_far, layout = heappop(heap)
+        if layout == goal:
+            return _way(came, start, goal)
+        if so_far > best[layout]:
+            continue
+        edges = moves.edges(layout)
+        if estimate.pending:
+            edges = [*edges, *moves.fills(layout, goal)]
+        for edge in edges:
+            after = edge[1]
+            cost = so_far + edge[0]
+            if cost >= best.get(after, limit):
+                continue
+            total = cost + estimate(after)
+            if total >= limit:
+                continue
+            if after == goal:
+                limit = total
+            best[after] = cost
+            came[after] = (layout, edge)
+            heappush(heap, (total, cost, after))
+    return None
+
+
+def _way(came: dict[Layout, tuple[Layout, Edge]], start: Layout, goal: Layout) -> list[Edge]:
+    edges = []
+    layout = goal
+    while layout != start:
+        layout, edge = came[layout]
+        edges.append(edge)
+    return edges[::-1]
+
+
+# Estimates stay this much under what they bound, so that rounding never lifts them over it.
+_SAFETY = 1 - 1e-9
+
+
+class _Estimate:
+    """A lower bound on the cost from a layout to ``goal``.
+
+    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a rank
+    must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n ranks
+    takes n - 1 messages.
+    """
+
+    def __init__(self, moves: Moves, goal: Layout) -> None:
+        self.goal = goal
+        self.pending = any(code < 0 for code in goal)
+        self._moves = moves
+        self._alone = [moves.costs.alone(m) for m in range(len(goal))]
+        self._local_start = moves.costs.links.local_start
+        self._seconds_per_byte = min((a[3] for a in self._alone if a[0] > 1), default=0.0) * moves.itemsize
+        self._sizes = moves.sizes(goal)
+        # A fill makes the rest of a pending goal from nothing: only one rank's part of it needs data.
+        made = math.prod(n for n, code in zip(moves.mesh_shape, goal, strict=True) if code < 0)
+        self._needed = math.prod(self._sizes) / made
+        self._smallest = moves.numel / math.prod(moves.mesh_shape)
+        self._known: dict[Layout, float] = {goal: 0.0}
+
+    def __call__(self, layout: Layout) -> float:
+        known = self._known.get(layout)
+        if known is None:
+            known = self._known[layout] = self._compute(layout) * _SAFETY
+        return known
+
+    def _compute(self, layout: Layout) -> float:
+        start_reduce = start_gather = latency = local = 0.0
+        contributors = 1
+        for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
+            if here == there:
+                continue
+            if here < 0:
+                contributors *= n
+                latency += doubling if there else 2 * doubling
+                start_reduce = max(start_reduce, start)
+            elif here > 0 and there >= 0:
+                latency += doubling
+                start_gather = max(start_gather, start)
+            else:
+                local += self._local_start
+        received = self._received(layout, contributors) * self._seconds_per_byte
+        return start_reduce + start_gather + latency + local + received
+
+    def _received(self, layout: Layout, contributors: int) -> float:
+        """The least number of elements that the rank at coordinate 0 must receive."""
+        if contributors > 1:
+            return self._needed + (contributors - 2) * self._smallest
+        held = 1
+        for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
+            held *= min(size, wanted)
+        return max(0.0, self._needed - held)
+
+
+# -- a bound without a search ----------------------------------------------------------------------------------------
+
+
+def bound(src: TensorSpec, mesh_dim: int, target: Placement) -> float:
+    """The least that a transition costs which gives one mesh dim the placement ``target``; 0 when it has it already.
+
+    Summed over the mesh dims, bounds never exceed the transition's cost. A collective over several mesh dims starts
+    once, so each of those in ``src`` that could share it answers for its part of the start.
+    """
+    return _bound(src, mesh_dim, target, links_of(src.mesh))
+
+
+@lru_cache(maxsize=16384)
+def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> float:
+    here = src.placements[mesh_dim]
+    if here == target:
+        return 0.0
+    costs = moves_of(src, links).costs
+    # However the other mesh dims lie on the way, a rank holds at least its part of an even split over the whole mesh.
+    ranks = math.prod(src.mesh_shape) if src.ndim else 1
+    least = max(src.tensor_meta.numel / ranks, min(src.tensor_meta.numel, 1)) * src.dtype.itemsize
+    if isinstance(here, Replicate) or (isinstance(here, Shard) and isinstance(target, Partial)):
+        return costs.copy(least) * _SAFETY
+    n, start, latency, seconds_per_byte = costs.alone(mesh_dim)
+    to_whole = isinstance(target, Replicate)
+    if isinstance(here, Shard):
+        sharing = sum(isinstance(p, Shard) for p in src.placements)
+        rounds, received = 1, (n - 1) * least if to_whole else (n - 1) / n * least / sharing
+    else:
+        sharing = src.placements.count(here)
+        rounds = 2 if to_whole else 1
+        received = rounds * (n - 1) * least
+    return (start / sharing + rounds * latency + received * seconds_per_byte) * _SAFETY
