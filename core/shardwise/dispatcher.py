@@ -1,0 +1,257 @@
+"""The dispatcher: from an op on MeshTensors to its plan, and the hot path between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise.discovery import default_registry
+from shardwise.errors import DeviceMismatchError, MeshMismatchError, PlainTensorError
+from shardwise.handlers import defaults, handler_source
+from shardwise.meta import output_metas
+from shardwise.placements import REPLICATE
+from shardwise.plan import Plan, make_plan
+from shardwise.planner import check_lengths
+from shardwise.private_torch import is_composite, new_wrapper
+from shardwise.registry import Registry
+from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from shardwise.signature import Kind, Op, op_name, signature
+from shardwise.spec import Mesh, TensorMeta, TensorSpec
+
+__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class"]
+
+Handler = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+
+# Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
+PLANS_PER_OP = 4096
+
+_handlers: dict[Any, Handler] = {}
+_plan_stores: list[_PlanStore] = []
+_observers: list[Callable[[Plan], None]] = []
+_listening: set[int] = set()
+_tensor_class: list[type] = []
+
+
+def set_tensor_class(cls: type) -> None:
+    """Tell the dispatcher which class to unwrap and wrap; ``shardwise.tensor`` calls this once."""
+    _tensor_class[:] = [cls]
+
+
+def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run one op on local tensors by its plan and wrap what it returns."""
+    # Ops are keyed by identity: hashing an OpOverload runs Python code, and overloads live as long as the process.
+    key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
+    handle = _handlers.get(key)
+    if handle is None:
+        handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
+    return handle(args, kwargs or {})
+
+
+# -- observing ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
+    """Call ``callback(plan)`` at each dispatch while the context lasts."""
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def _notify(plan: Plan) -> None:
+    for callback in _observers:
+        callback(plan)
+
+
+# -- handlers ----------------------------------------------------------------------------------------------------
+
+
+def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler:
+    registry = _registry()
+    if op not in registry and is_composite(op):
+        # Under inference mode torch hands composite ops over whole; their parts have the rules.
+        return lambda args, kwargs: op.decompose(*args, **kwargs)
+    info = RuntimeSchemaInfo.of(op, registry.lookup(op).rule.static)
+    store = _PlanStore(op, info)
+    scope: dict[str, Any] = {
+        "MT": _tensor_class[0],
+        "new": new_wrapper,
+        "plans": store.hot,
+        "miss": store.miss,
+        "other": lambda name, value: _other(op, name, value),
+        "freeze": _freeze,
+        "observers": _observers,
+        "notify": _notify,
+        "wrap_results": _wrap_results,
+        "wrap_unknown": _wrap_unknown,
+        **defaults(op),
+    }
+    source = handler_source(op, positional, keywords, info)
+    exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)
+    made: Handler = scope["handle"]
+    _plan_stores.append(store)
+    return made
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
+    """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with dims."""
+    if value is None:
+        return None, None
+    if isinstance(value, _tensor_class[0]):
+        return value._spec, value._local_tensor  # type: ignore[attr-defined]
+    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
+        return value.dtype, value
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    raise PlainTensorError(
+        asked=f"run {op_name(op)} on MeshTensors",
+        found=f"its argument {name!r} is a {type(value).__name__}" + (f" of shape {shape}" if shape is not None else ""),
+        do="Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
+        "or MeshTensor.from_local(t, mesh, placements) for this rank's part.",
+        op=op_name(op),
+        argument=name,
+        shape=shape,
+    )
+
+
+def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
+    """Wrap the results of an op that returns several, lists among them."""
+    specs = iter(plan.outs)
+
+    def wrap(local: torch.Tensor | None) -> Any:
+        spec = next(specs)
+        return None if local is None else new_wrapper(_tensor_class[0], local, spec, False)
+
+    answered: list[Any] = []
+    for result, value in zip(plan.schema.signature.results, out, strict=True):
+        if result.is_list:
+            answered.append([wrap(part) for part in value])
+        else:
+            answered.append(wrap(value) if result.is_tensor else value)
+    return tuple(answered)
+
+
+def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
+    """Wrap a result without a spec: undefined, or of a shape that data decided (then every operand was whole)."""
+    if local is None:
+        return None
+    mesh = plan.schema.mesh
+    spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(local))
+    return new_wrapper(_tensor_class[0], local, spec, False)
+
+
+# -- the slow path -----------------------------------------------------------------------------------------------
+
+
+def _registry() -> Registry:
+    registry = default_registry()
+    if id(registry) not in _listening:
+        _listening.add(id(registry))
+        registry.on_change(clear_plans)
+    return registry
+
+
+def propagate(schema: OpSchema) -> OutputSharding:
+    """:meth:`Registry.propagate` of this process's registry."""
+    return _registry().propagate(schema)
+
+
+def clear_plans() -> None:
+    """Forget all plans and handlers: some rule changed."""
+    _handlers.clear()
+    for store in _plan_stores:
+        store.clear()
+    _plan_stores.clear()
+
+
+class _PlanStore:
+    """The plans of one handler by key, bounded: what was not asked for during a whole generation is dropped."""
+
+    __slots__ = ("cold", "hot", "info", "op")
+
+    def __init__(self, op: Op, info: RuntimeSchemaInfo) -> None:
+        self.op = op
+        self.info = info
+        self.hot: dict[Any, Plan] = {}
+        self.cold: dict[Any, Plan] = {}
+
+    def clear(self) -> None:
+        self.hot.clear()
+        self.cold.clear()
+
+    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
+        plan = self.cold.pop(key, None)
+        if plan is None:
+            plan = _plan_call(self.op, self.info, args, kwargs)
+        if len(self.hot) >= PLANS_PER_OP // 2:
+            # The handler holds `hot` itself, so the generations change places by content.
+            self.cold.clear()
+            self.cold.update(self.hot)
+            self.hot.clear()
+        self.hot[key] = plan
+        return plan
+
+
+def _plan_call(op: Op, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+    """Build the schema of one call, check it, and plan it."""
+    entry = _registry().lookup(op)
+    values = signature(op).bind(args, kwargs)
+    mesh = _common_mesh(op, values)
+    schema = OpSchema(op, tuple(_to_spec(op, mesh, v) for v in values), info)
+    if entry.rule.zip_lists:
+        check_lengths(schema)
+    return make_plan(entry, schema, output_metas(op, schema.values))
+
+
+def _tensors(op: Op, values: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for arg, value in zip(signature(op).args, values, strict=True):
+        if arg.kind is Kind.TENSOR and value is not None:
+            yield arg.name, value
+        elif arg.kind is Kind.TENSORS:
+            yield from ((f"{arg.name}[{i}]", t) for i, t in enumerate(value or ()) if t is not None)
+
+
+def _common_mesh(op: Op, values: Sequence[Any]) -> Mesh:
+    """The one mesh of all MeshTensors of a call; raises when they differ."""
+    cls: Any = _tensor_class[0]
+    first: tuple[str, Mesh] | None = None
+    for name, tensor in _tensors(op, values):
+        if not isinstance(tensor, cls):
+            continue
+        mesh = tensor._spec.mesh  # type: ignore[attr-defined]
+        if first is None:
+            first = (name, mesh)
+        elif mesh != first[1]:
+            raise _mesh_error(op, first, (name, mesh))
+    assert first is not None, f"{op_name(op)} was dispatched without a MeshTensor"
+    return first[1]
+
+
+def _mesh_error(op: Op, one: tuple[str, Mesh], other: tuple[str, Mesh]) -> Exception:
+    kind = DeviceMismatchError if one[1].device_type != other[1].device_type else MeshMismatchError
+    return kind(
+        asked=f"run {op_name(op)}",
+        found=f"its argument {one[0]!r} lies on {one[1]} and {other[0]!r} on {other[1]}",
+        do="Bring both to one mesh: full_tensor() on one, then distribute_tensor on the other's mesh.",
+        op=op_name(op),
+        meshes=(str(one[1]), str(other[1])),
+    )
+
+
+def _to_spec(op: Op, mesh: Mesh, value: Any) -> Any:
+    if isinstance(value, _tensor_class[0]):
+        return value._spec  # type: ignore[attr-defined]
+    if isinstance(value, torch.Tensor):
+        return TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(_to_spec(op, mesh, v) for v in value)
+    return value

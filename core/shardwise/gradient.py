@@ -1,0 +1,200 @@
+"""Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
+
+A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The default is
+the layout of the forward tensor, with pending read as replicated: each pending part has the whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import check_agreement
+from shardwise.errors import DeviceMismatchError, LayoutError
+from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
+from shardwise.private_torch import current_mesh, new_wrapper
+from shardwise.redistribute import redistribute_local
+from shardwise.spec import TensorMeta, TensorSpec
+
+__all__ = ["PLACED", "from_local", "place_grad", "redistribute", "set_tensor_class", "to_local"]
+
+# Marks a leaf whose gradients are already brought to its own layout.
+PLACED = "_shardwise_grad_placed"
+
+_tensor_class: list[type] = []
+
+
+def set_tensor_class(cls: type) -> None:
+    """Tell these functions what to wrap in; ``shardwise.tensor`` calls this once."""
+    _tensor_class[:] = [cls]
+
+
+def _wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
+    return new_wrapper(_tensor_class[0], local, spec, False)
+
+
+def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Where the gradient of a tensor with these placements lies by default."""
+    return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
+
+
+def _given(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
+    if grad_placements is None:
+        return grad_layout(spec.placements)
+    return check_placements(grad_placements, spec.mesh.ndim, spec.ndim)
+
+
+# -- one layout to another ---------------------------------------------------------------------------------------
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, target: tuple[Placement, ...], grad: tuple[Placement, ...]) -> Any:
+        ctx.grad = grad
+        spec = tensor._spec
+        moved = spec.with_placements(target)
+        local = redistribute_local(tensor._local_tensor, spec, moved)
+        # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
+        return _wrap(local.view_as(local) if local is tensor._local_tensor else local, moved)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return redistribute(grad, ctx.grad), None, None
+
+
+def redistribute(tensor: Any, target: tuple[Placement, ...], grad_placements: Sequence[Placement] | None = None) -> Any:
+    """``tensor`` under ``target``; differentiable. The tensor itself when nothing changes and nothing is asked of the gradient."""
+    spec = tensor._spec
+    if target == spec.placements and grad_placements is None:
+        return tensor
+    return _Redistribute.apply(tensor, target, _given(grad_placements, spec))
+
+
+# -- out and in --------------------------------------------------------------------------------------------------
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
+        ctx.spec, ctx.grad = tensor._spec, grad
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)  # a fresh object: autograd writes its data into it
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        spec: TensorSpec = ctx.spec
+        meta = TensorMeta.contiguous(spec.shape, grad.dtype)
+        return from_local(grad, spec.mesh, ctx.grad, False, meta.shape, meta.stride, None), None
+
+
+def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    """This rank's part; see :meth:`MeshTensor.to_local`."""
+    if not torch.is_grad_enabled() and grad_placements is None:
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)
+    found: torch.Tensor = _ToLocal.apply(tensor, _given(grad_placements, tensor._spec))
+    return found
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
+        ctx.grad = grad
+        return _wrap(local.view_as(local), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        return to_local(redistribute(grad, ctx.grad), None), None, None
+
+
+def from_local(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> Any:
+    """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
+    mesh = current_mesh() if mesh is None else mesh
+    check_device(local, mesh)
+    wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
+    given = check_placements(wanted, mesh.ndim, local.ndim)
+    spec = _spec_of_local(local, mesh, given, shape, stride)
+    if run_check:
+        check_agreement(local, spec)
+    return _FromLocal.apply(local, spec, _given(grad_placements, spec))
+
+
+def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """A tensor must lie on the device type of its mesh (the meta device is free)."""
+    if tensor.device.type in (mesh.device_type, "meta"):
+        return
+    raise DeviceMismatchError(
+        asked=f"put a tensor of shape {tuple(tensor.shape)} on a {mesh.device_type} mesh",
+        found=f"it lies on {tensor.device}",
+        do=f"Move it first: tensor.to({mesh.device_type!r}).",
+        device=str(tensor.device),
+        mesh_device=mesh.device_type,
+    )
+
+
+def _spec_of_local(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> TensorSpec:
+    if shape is None:
+        sizes, steps = _implied(local, mesh, placements)
+    else:
+        sizes, steps = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
+    meta = TensorMeta(torch.Size(sizes), tuple(steps if stride is None else stride), local.dtype)
+    spec = TensorSpec(mesh, placements, meta)
+    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
+        raise LayoutError(
+            asked=f"take a local tensor of shape {tuple(local.shape)} as this rank's part of {spec}",
+            found=f"this rank's part has shape {spec.local_shape()}",
+            do="Pass the global shape= (uneven shards need it), or placements that fit.",
+            local_shape=tuple(local.shape),
+            expected=spec.local_shape(),
+        )
+    return spec
+
+
+def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+    """Global sizes and strides when every rank's part has this local tensor's shape."""
+    sizes, steps = list(local.shape), list(local.stride())
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            n, d = mesh.size(mesh_dim), placement.dim
+            steps = [s * n if i != d and s >= steps[d] else s for i, s in enumerate(steps)]
+            sizes[d] *= n
+    return sizes, steps
+
+
+# -- into .grad --------------------------------------------------------------------------------------------------
+
+
+def place_grad(leaf: Any) -> None:
+    """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
+    if not leaf.is_leaf or PLACED in leaf.__dict__:
+        return
+    target = grad_layout(leaf._spec.placements)
+    leaf.register_hook(lambda grad: _placed(grad, target))
+    leaf.__dict__[PLACED] = True
+
+
+def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+    if not isinstance(grad, _tensor_class[0]):
+        raise LayoutError(
+            asked="accumulate the gradient of a MeshTensor",
+            found=f"a hook returned a plain {type(grad).__name__}",
+            do=f"Return a MeshTensor (placements {show_all(target)}).",
+        )
+    return redistribute(grad, target)

@@ -1,0 +1,214 @@
+"""A plan: the chosen strategy of one call signature, compiled for this rank and ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.comm import MeshComm, agree_on_generator
+from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
+from shardwise.lowering import LocalCall
+from shardwise.meta import UNKNOWN
+from shardwise.planner import cheapest, make_call, merged
+from shardwise.private_torch import direct_call
+from shardwise.redistribute import mover
+from shardwise.registry import Entry
+from shardwise.schema import OpSchema, PlacementStrategy
+from shardwise.signature import Call, Kind, op_name
+from shardwise.spec import TensorMeta, TensorSpec
+
+__all__ = ["Plan", "make_plan"]
+
+Mover = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Plan:
+    """Everything about one call signature that can be known ahead.
+
+    ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is ``None``
+    when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not ``None``.
+    ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``outs`` holds the specs of
+    the tensor results, flat; ``out`` the single one.
+    """
+
+    __slots__ = ("call", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
+
+    def __init__(
+        self,
+        schema: OpSchema,
+        entry: Entry,
+        strategies: Sequence[PlacementStrategy],
+        moves: tuple[Any, ...] | None,
+        static: tuple[Any, ...] | None,
+        call: Callable[..., Any],
+        full: bool,
+        outs: tuple[TensorSpec | None, ...],
+    ) -> None:
+        self.schema = schema
+        self.entry = entry
+        self.strategies = tuple(strategies)
+        self.moves = moves
+        self.static = static
+        self.call = call
+        self.full = full
+        self.outs = outs
+        self.out = outs[0] if len(outs) == 1 else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row taken on each mesh dim (of the first list position)."""
+        return self.strategies[0].names if self.strategies else ()
+
+    def __repr__(self) -> str:
+        chosen = "; ".join(sorted({str(s) for s in self.strategies}))
+        return f"Plan({op_name(self.schema.op)}: {chosen}, by {self.entry.origin})"
+
+
+def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
+    """Choose the strategy of a call and freeze it; raises before anything is communicated."""
+    metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is UNKNOWN else outputs
+    call = make_call(entry.rule, schema, metas)
+    chosen = cheapest(entry.rule, schema, call)
+    inputs, results = merged(schema, chosen)
+    results = _marked_copies(schema, inputs, results)
+    if outputs is UNKNOWN:
+        _check_unknown(schema, inputs)
+    _check_written(schema, metas)
+    if torch.Tag.nondeterministic_seeded in schema.op.tags:
+        agree_on_generator(schema.mesh)
+    local = _local_call(entry, schema, call, inputs, results)
+    static = _local_statics(entry, schema, local)
+    lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
+    run: Callable[..., Any] = direct_call(schema.op)
+    if lowered:
+        assert entry.rule.lowering is not None
+        run = partial(entry.rule.lowering, local)
+    full = lowered or static is not None
+    return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+
+
+def _tensor_results(schema: OpSchema) -> int:
+    return sum(r.is_tensor for r in schema.signature.results)
+
+
+def _moves(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
+    """Movers in the arrangement of the tensor arguments, or ``None`` when every operand stays."""
+    if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
+        return None
+    flat = iter(
+        None if src is None or dst is None or src is dst else mover(src, dst)
+        for src, dst in zip(schema.specs, inputs, strict=True)
+    )
+    moves: list[Any] = []
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            moves.append(next(flat))
+        elif arg.kind is Kind.TENSORS:
+            pairs = [(i, move) for i in range(len(value or ())) if (move := next(flat)) is not None]
+            moves.append(pairs or None)
+    return tuple(moves)
+
+
+def _local_call(
+    entry: Entry,
+    schema: OpSchema,
+    call: Call,
+    inputs: Sequence[TensorSpec | None],
+    results: Sequence[TensorSpec | None],
+) -> LocalCall | None:
+    if entry.rule.lowering is None and entry.rule.local_args is None:
+        return None
+    first = next(s for s in schema.specs if s is not None)
+    operands = tuple(inputs[: len(call.operands)])
+    return LocalCall(call, operands, tuple(results), first.coordinate(), MeshComm(first.mesh))
+
+
+def _local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
+    """By-value arguments of the local op in schema order when the rule replaces any, else ``None``."""
+    if entry.rule.local_args is None or local is None:
+        return None
+    replaced: Mapping[str, Any] = entry.rule.local_args(local)
+    keyed = [
+        (a.name, v) for a, v in zip(schema.signature.args, schema.values, strict=True) if a.name in schema.info.by_value
+    ]
+    unknown = set(replaced) - {name for name, _ in keyed}
+    if unknown:
+        raise RuleArgumentError(
+            asked=f"localise the arguments of {op_name(schema.op)}",
+            found=f"the rule at {entry.rule.source} replaces {sorted(unknown)}, which are not keyed by value",
+            do="Name them in static=, or correct the names.",
+            op=op_name(schema.op),
+            argument=sorted(unknown)[0],
+        )
+    local_values = tuple(replaced.get(name, value) for name, value in keyed)
+    return None if local_values == tuple(v for _, v in keyed) else local_values
+
+
+def _marked_copies(
+    schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None]
+) -> list[TensorSpec | None]:
+    """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost."""
+    found = list(results)
+    at = 0
+    views = [r for r in schema.signature.results if r.is_tensor]
+    for result in views:
+        count = len(results) - len(views) + 1 if result.is_list else 1
+        if result.alias is not None and not result.written:
+            source = _flat_index(schema, result.alias)
+            moved = schema.specs[source] is not inputs[source]
+            before = schema.specs[source]
+            if moved or (before is not None and before.is_copy):
+                found[at : at + count] = [_as_copy(spec) for spec in found[at : at + count]]
+        at += count
+    return found
+
+
+def _as_copy(spec: TensorSpec | None) -> TensorSpec | None:
+    return None if spec is None else TensorSpec(spec.mesh, spec.placements, spec.tensor_meta, True)
+
+
+def _flat_index(schema: OpSchema, arg_index: int) -> int:
+    at = 0
+    for arg, value in zip(schema.signature.args[:arg_index], schema.values[:arg_index], strict=True):
+        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
+    return at
+
+
+def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
+    if all(s is None or s.is_replicated for s in inputs):
+        return
+    raise NoStrategyError(
+        asked=f"run {schema}",
+        found="the shape of its result depends on data, and its rule shards an operand",
+        do="Give such an op only the row in which every operand is whole.",
+        op=op_name(schema.op),
+    )
+
+
+def _check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
+    """A written operand must be writable and keep its global shape."""
+    for i in schema.written:
+        spec = schema.specs[i]
+        if spec is not None and spec.is_copy:
+            raise InPlaceError(
+                asked=f"run {op_name(schema.op)} in place on {schema.operand_names[i]} = {spec}",
+                found="it came from a view whose operand had to be redistributed, so it no longer shares the memory of its base",
+                do="Write to the base itself, or clone() the view first.",
+                op=op_name(schema.op),
+            )
+    tensor_results = [r for r in schema.signature.results if r.is_tensor]
+    for result, meta in zip(tensor_results, metas, strict=False):
+        if result.written and result.alias is not None and not result.is_list:
+            before = schema.specs[_flat_index(schema, result.alias)]
+            if before is not None and meta is not None and before.shape != meta.shape:
+                raise InPlaceError(
+                    asked=f"run {op_name(schema.op)} on {before}",
+                    found=f"it would change the shape of the tensor in place, to {tuple(meta.shape)}",
+                    do="Use the out-of-place form; a MeshTensor keeps its shape.",
+                    op=op_name(schema.op),
+                )
+
+

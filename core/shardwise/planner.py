@@ -1,0 +1,259 @@
+"""The planner: the cheapest legal strategy for one call, exactly, without trying them all.
+
+Best-first search over the mesh dims: a prefix of choices costs at least the sum of :func:`transition.bound`, a law that makes
+the first complete choice taken from the heap the cheapest. Ties go to the choice whose row indices come first, mesh dim 0
+before mesh dim 1, in the order in which the rule lists its rows; nothing else decides, so every rank decides alike.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from shardwise.errors import ListLengthError, NoStrategyError, ViewError
+from shardwise.flow import Row
+from shardwise.placements import show_all
+from shardwise.rule import AnyRule, FullMeshRule, Rule, by_type
+from shardwise.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
+from shardwise.signature import Call, Kind, op_name
+from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.strategy import Choice, Problem, exhaustive, no_choice
+from shardwise.transition import bound, transition_cost
+
+__all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "strategies"]
+
+
+# -- stating the problem -----------------------------------------------------------------------------------------
+
+
+def make_call(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> Call:
+    """The call as its rule sees it: metas for specs, stand-ins for arguments that are keyed by type."""
+    shown = by_type(rule, schema.values, schema.op)
+    return Call(schema.op, {name: _metas(value) for name, value in shown.items()}, tuple(outputs))
+
+
+def _metas(value: object) -> object:
+    if isinstance(value, TensorSpec):
+        return value.tensor_meta
+    if isinstance(value, tuple) and any(isinstance(v, TensorSpec) for v in value):
+        return tuple(_metas(v) for v in value)
+    return value
+
+
+def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
+    """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule."""
+    if not rule.zip_lists:
+        return [_problem(rule, schema, rule.rows(call), schema.specs, call.outputs, schema.written)]
+    check_lengths(schema)
+    known: dict[object, Problem] = {}
+    found = []
+    for i in range(call.length):
+        at = _flat_position(schema, i)
+        specs = tuple(None if j is None else schema.specs[j] for j in at)
+        part = call.position(i)
+        key = (specs, part.outputs)
+        if key not in known:
+            written = tuple(k for k, j in enumerate(at) if j in schema.written)
+            known[key] = _problem(rule, schema, rule.rows(part), specs, part.outputs, written)
+        found.append(known[key])
+    return found
+
+
+def _problem(
+    rule: Rule,
+    schema: OpSchema,
+    rows: tuple[Row, ...],
+    specs: Sequence[TensorSpec | None],
+    outputs: Sequence[TensorMeta | None],
+    written: Sequence[int],
+) -> Problem:
+    flat = _result_arguments(schema)
+    same = tuple((i, o) for o, i in enumerate(flat) if i in written)
+    kept = tuple(written)
+    if rule.anchored:
+        kept = tuple(i for i, spec in enumerate(specs) if spec is not None)
+    return Problem(schema, rows, tuple(specs), tuple(outputs), kept, same, tuple(schema.mesh.shape))
+
+
+def _result_arguments(schema: OpSchema) -> list[int | None]:
+    """Per tensor result, the flat operand that it is (for written results), as in-place and ``out=`` ops return."""
+    starts: list[int] = []
+    at = 0
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        starts.append(at)
+        if arg.kind is Kind.TENSOR:
+            at += 1
+        elif arg.kind is Kind.TENSORS:
+            at += len(value or ())
+    return [
+        starts[r.alias] if r.alias is not None and r.written and not r.is_list else None
+        for r in schema.signature.results
+        if r.is_tensor
+    ]
+
+
+def check_lengths(schema: OpSchema) -> None:
+    """Lists that are zipped must be of one length, or empty."""
+    lengths = {
+        a.name: len(v)
+        for a, v in zip(schema.signature.args, schema.values, strict=True)
+        if a.kind is Kind.TENSORS and v
+    }
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ListLengthError(
+            asked=f"run {op_name(schema.op)}",
+            found=f"its tensor lists have unequal lengths ({shown})",
+            do="Pass lists of one length; an optional list may be empty.",
+            op=op_name(schema.op),
+            lengths=lengths,
+        )
+
+
+def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
+    """Flat operand indices of one list position; an operand that is no list is shared by all positions."""
+    found: list[int | None] = []
+    at = 0
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            found.append(at)
+            at += 1
+        elif arg.kind is Kind.TENSORS:
+            found.append(at + i if value else None)
+            at += len(value or ())
+    return found
+
+
+# -- solving it --------------------------------------------------------------------------------------------------
+
+
+def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
+    """The cheapest legal choice; see the module for ties. Raises :class:`NoStrategyError` or a kind of it."""
+    dims = range(len(problem.mesh_shape))
+    steps = [[(_bound(problem, m, r), r) for r in problem.candidates(m)] for m in dims]
+    least = [min(cost for cost, _ in step) for step in steps]
+    rest = [sum(least[m:]) for m in range(len(least) + 1)]
+    heap: list[tuple[float, bool, Choice]] = [(rest[0], False, ())]
+    while heap:
+        cost, final, choice = heapq.heappop(heap)
+        if final:
+            return choice, problem.strategy(choice)
+        if len(choice) == len(dims):
+            heapq.heappush(heap, (_exact(problem, choice), True, choice))
+            continue
+        so_far = cost - rest[len(choice)]
+        for step, r in steps[len(choice)]:
+            longer = (*choice, r)
+            if problem.allowed(longer):
+                heapq.heappush(heap, (so_far + step + rest[len(longer)], False, longer))
+    raise no_choice(problem)
+
+
+def _bound(problem: Problem, mesh_dim: int, row: int) -> float:
+    """The least that taking a row on one mesh dim can cost."""
+    total = 0.0
+    for spec, placement in zip(problem.specs, problem.rows[row].inputs, strict=True):
+        if spec is not None and placement is not None and spec.placements[mesh_dim] != placement:
+            total += bound(spec, mesh_dim, placement)
+    return total
+
+
+def _exact(problem: Problem, choice: Choice) -> float:
+    total = 0.0
+    for i, spec in enumerate(problem.specs):
+        if spec is not None:
+            target = problem.target(choice, i)
+            if target != spec.placements:
+                total += transition_cost(spec, spec.with_placements(target))
+    return total
+
+
+def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
+    """The strategy taken for a call; one per list position for a ``zip_lists`` rule."""
+    if isinstance(rule, FullMeshRule):
+        return [_cheapest_full(rule, schema)]
+    solved: dict[int, PlacementStrategy] = {}
+    found = []
+    for problem in problems(rule, schema, call):
+        if id(problem) not in solved:
+            try:
+                solved[id(problem)] = choose(problem)[1]
+            except NoStrategyError as error:
+                raise _as_view_error(rule, schema, problem, error) from None
+        found.append(solved[id(problem)])
+    return found
+
+
+def _as_view_error(
+    rule: AnyRule, schema: OpSchema, problem: Problem, error: NoStrategyError
+) -> NoStrategyError:
+    if not rule.anchored or schema.written:
+        return error
+    shown = ", ".join(str(s) for s in problem.specs if s is not None)
+    return ViewError(
+        asked=f"run {op_name(schema.op)} on {shown} with {_static_text(schema)}",
+        found="the view would need data from another rank; it may keep "
+        + ("; ".join(f"{show_all(r.inputs)} per mesh dim" for r in problem.rows)),
+        do="Redistribute the tensor first (redistribute, for example to Replicate() on the mesh dim in question).",
+        op=op_name(schema.op),
+    )
+
+
+def _static_text(schema: OpSchema) -> str:
+    pairs = zip(schema.signature.args, schema.values, strict=True)
+    return ", ".join(f"{a.name}={v}" for a, v in pairs if a.kind in (Kind.BY_VALUE, Kind.BY_TYPE))
+
+
+def _cheapest_full(rule: FullMeshRule, schema: OpSchema) -> PlacementStrategy:
+    found: OpStrategy = rule.strategies(schema.mesh, schema)
+    legal = [s for s in found.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    if not legal:
+        raise NoStrategyError(
+            asked=f"run {schema}",
+            found=f"its rule gives {len(found.strategies)} strategies and none is legal here",
+            do="Redistribute the operands, or extend the rule.",
+            op=op_name(schema.op),
+        )
+    return min(legal, key=lambda s: s.cost)
+
+
+# -- what tools ask ----------------------------------------------------------------------------------------------
+
+
+def strategies(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OpStrategy | TupleStrategy:
+    """Every legal strategy of a call with its cost, cheapest first (a :class:`TupleStrategy` for zipped lists)."""
+    if isinstance(rule, FullMeshRule):
+        listed: OpStrategy = rule.strategies(schema.mesh, schema)
+        return OpStrategy(tuple(sorted(listed.strategies, key=lambda s: s.cost)))
+    call = make_call(rule, schema, outputs)
+    found = []
+    for problem in problems(rule, schema, call):
+        ranked = sorted(exhaustive(problem), key=lambda pair: (pair[1].cost, pair[0]))
+        found.append(OpStrategy(tuple(strategy for _, strategy in ranked)))
+    return TupleStrategy(tuple(found)) if rule.zip_lists else found[0]
+
+
+def propagate(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OutputSharding:
+    """Where the outputs of a call lie, and the schema that its inputs must be redistributed to first, if any."""
+    inputs, results = merged(schema, cheapest(rule, schema, make_call(rule, schema, outputs)))
+    answer = results[0] if len(results) == 1 else tuple(results) or None
+    moved = tuple(inputs) != schema.specs
+    return OutputSharding(answer, schema.with_specs(inputs) if moved else None)
+
+
+def merged(
+    schema: OpSchema, chosen: Sequence[PlacementStrategy]
+) -> tuple[list[TensorSpec | None], list[TensorSpec | None]]:
+    """Flat input and output specs of a call from the strategies of its list positions (or its only one)."""
+    if not chosen:
+        return list(schema.specs), []
+    zipped = len(chosen) != 1 or len(chosen[0].input_specs) != len(schema.specs)
+    if not zipped:
+        return list(chosen[0].input_specs), list(chosen[0].output_specs)
+    inputs = list(schema.specs)
+    for i, strategy in enumerate(chosen):
+        for j, spec in zip(_flat_position(schema, i), strategy.input_specs, strict=True):
+            if j is not None and spec is not None:
+                inputs[j] = spec
+    lists = len(chosen[0].output_specs) if chosen else 0
+    return inputs, [s.output_specs[k] for k in range(lists) for s in chosen]

@@ -1,0 +1,261 @@
+"""``MeshTensor``: a ``torch.Tensor`` that lies on a mesh."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise import gradient
+from shardwise.dispatcher import dispatch, set_tensor_class
+from shardwise.errors import ItemError, LayoutError, MeshMismatchError
+from shardwise.placements import Placement, Replicate, check_placements, show_all
+from shardwise.private_torch import disabled_torch_function, new_wrapper
+from shardwise.spec import TensorMeta, TensorSpec
+
+__all__ = ["MeshTensor"]
+
+Self = TypeVar("Self", bound="MeshTensor")
+
+
+class MeshTensor(torch.Tensor):
+    """A global tensor of which each rank of a mesh holds a part, as its placements say.
+
+    Make one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's part) or a
+    factory (:func:`shardwise.zeros` and its like). Every torch op on it runs by a plan; see the docs.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: TensorSpec
+    __slots__ = ("_local_tensor", "_spec")
+
+    __torch_function__ = disabled_torch_function
+
+    def __new__(cls: type[Self], local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
+        made: Self = new_wrapper(cls, local, spec, False)
+        return made.requires_grad_() if requires_grad else made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Not for users: takes a local tensor and its spec as they are."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs)
+
+    # -- layout --
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        mesh: Any = self._spec.mesh
+        return mesh  # type: ignore[no-any-return]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dim."""
+        return self._spec.placements
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Mesh, placements and global meta."""
+        return self._spec
+
+    # -- in and out --
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """A MeshTensor from this rank's part; shares its memory and is differentiable.
+
+        Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs ``shape``; ``stride``
+        defaults to what the local strides imply. ``run_check`` compares shapes and replicated copies over the ranks, with
+        communication. The gradient comes back as ``grad_placements`` (default: ``placements`` with pending read as replicated).
+        Raises :class:`LayoutError` when the local shape does not fit.
+        """
+        return gradient.from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part; shares memory and is differentiable.
+
+        ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and replicated where it
+        is pending.
+        """
+        return gradient.to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank, by communication."""
+        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
+
+        ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as ``grad_placements``
+        (default: as this tensor lies, and replicated where it is pending).
+        """
+        if device_mesh is not None and device_mesh != self._spec.mesh:
+            raise MeshMismatchError(
+                asked=f"redistribute {self._spec} to {device_mesh}",
+                found=f"it lies on {self._spec.mesh}",
+                do="Take full_tensor() and distribute_tensor it on the other mesh.",
+            )
+        if placements is None:
+            return self
+        wanted = check_placements(placements, self._spec.mesh.ndim, self._spec.ndim)
+        return gradient.redistribute(self, wanted, grad_placements)
+
+    @classmethod
+    def from_dtensor(cls, tensor: DTensor) -> MeshTensor:
+        """The same layout and the same memory as a torch ``DTensor``; differentiable.
+
+        Raises :class:`LayoutError` for a layout that splits a dim in another order than from left to right.
+        """
+        placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
+        local = tensor.to_local(grad_placements=placements)
+        return cls.from_local(
+            local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride(), grad_placements=placements
+        )
+
+    def to_dtensor(self) -> DTensor:
+        """The same layout and the same memory as a torch ``DTensor``; differentiable."""
+        return DTensor.from_local(
+            self.to_local(grad_placements=self.placements),
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride(),
+            grad_placements=self.placements,
+        )
+
+    # -- gradients: a leaf's .grad lies as the leaf does --
+    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+        torch.Tensor.requires_grad_(self, requires_grad)
+        if requires_grad:
+            gradient.place_grad(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    # -- one element --
+    def item(self) -> Any:
+        """The element of a one-element tensor, the same on every rank; raises :class:`ItemError` for another size."""
+        return self._only("item()").item()
+
+    def _only(self, what: str) -> torch.Tensor:
+        if self.numel() != 1:
+            raise ItemError(
+                asked=f"take {what} of {self._spec}",
+                found=f"it has {self.numel()} elements",
+                do="Reduce it to one element first, or read full_tensor().",
+                shape=tuple(self.shape),
+            )
+        with torch.no_grad():
+            return self.full_tensor()
+
+    def __bool__(self) -> bool:
+        return bool(self._only("bool()"))
+
+    def __float__(self) -> float:
+        return float(self._only("float()"))
+
+    def __int__(self) -> int:
+        return int(self._only("int()"))
+
+    def __index__(self) -> int:
+        return self._only("index").__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self._only("complex()"))
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, by communication."""
+        with torch.no_grad():
+            return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: a part is not the tensor."""
+        raise LayoutError(
+            asked=f"turn {self._spec} into a NumPy array",
+            found="each rank holds only its part",
+            do="Use full_tensor().numpy() or to_local().numpy().",
+        )
+
+    # -- copies --
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
+        made: Self = new_wrapper(type(self), self._local_tensor.clone(), self._spec, False)
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != gradient.PLACED}, memo))
+        memo[id(self)] = made
+        if self.requires_grad:
+            made.requires_grad_()
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        kept = {k: v for k, v in self.__dict__.items() if k != gradient.PLACED}
+        meta = self._spec.tensor_meta
+        parts = (self._spec.mesh, self._spec.placements, meta.shape, meta.stride, meta.dtype)
+        return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        mesh = self._spec.mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        sizes = "x".join(map(str, self._spec.mesh_shape)) + (f" ({', '.join(names)})" if names else "")
+        extra = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        if self.grad_fn is not None:
+            extra = f", grad_fn=<{self.grad_fn.name()}>"
+        return (
+            f"MeshTensor({self._spec.tensor_meta}, {show_all(self.placements)}, mesh={sizes}, "
+            f"local={tuple(self._local_tensor.shape)} on {self._local_tensor.device}{extra})"
+        )
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    requires_grad: bool,
+    kept: dict[str, Any],
+) -> MeshTensor:
+    made = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(shape, stride, dtype)), requires_grad)
+    made.__dict__.update(kept)
+    return made
+
+
+# torch.load(weights_only=True) takes only functions and classes that are named to it.
+torch.serialization.add_safe_globals([_rebuild, MeshTensor])
+set_tensor_class(MeshTensor)
+gradient.set_tensor_class(MeshTensor)

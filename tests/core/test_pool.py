@@ -1,0 +1,191 @@
+"""The worker pool: results by rank, errors with every rank's traceback, and no process left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import PlacementError, WorkerError
+from shardwise.testing import WorkerPool, mesh
+
+SECRET = 41
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def rank_times(factor):
+    return dist.get_rank() * factor
+
+
+def test_results_come_by_rank(pool):
+    assert pool.run(rank_times, 10) == [0, 10, 20, 30]
+
+
+def test_functions_of_test_modules_travel_by_value(pool):
+    def inner(box):
+        return Box(box.value + SECRET)
+
+    assert [box.value for box in pool.run(inner, Box(1))] == [42] * 4
+
+
+def test_collectives_and_tensors(pool):
+    def total(start):
+        value = start + dist.get_rank()
+        dist.all_reduce(value)
+        return value
+
+    for result in pool.run(total, torch.ones(3)):
+        torch.testing.assert_close(result, torch.full((3,), 10.0))
+
+
+def test_state_stays_between_runs_and_meshes_are_cached(pool):
+    def mesh_identity():
+        assert mesh((2, 2)).size() == 4
+        return id(mesh((2, 2)))
+
+    pids = pool.run(os.getpid)
+    assert pool.run(mesh_identity) == pool.run(mesh_identity)
+    assert pool.run(os.getpid) == pids
+
+
+def test_workers_run_torch_on_one_thread(pool):
+    assert pool.run(torch.get_num_threads) == [1] * 4
+
+
+def test_an_error_on_every_rank_keeps_the_workers(pool):
+    def refuse():
+        raise PlacementError(asked="place it", found="no room", do="Make room.", dim=dist.get_rank())
+
+    pids = pool.run(os.getpid)
+    with pytest.raises(WorkerError, match="rank 0 raised PlacementError: place it: no room") as caught:
+        pool.run(refuse)
+    assert [failure.kind for failure in caught.value.errors] == ["PlacementError"] * 4
+    assert [failure.error.dim for failure in caught.value.errors] == [0, 1, 2, 3]
+    assert "in refuse" in str(caught.value)
+    assert pool.run(os.getpid) == pids
+
+
+class PickyError(Exception):
+    def __init__(self, *, needed):
+        super().__init__(needed)
+
+
+def test_an_error_that_cannot_be_rebuilt_arrives_as_text(pool):
+    def refuse():
+        raise PickyError(needed="words")
+
+    with pytest.raises(WorkerError, match="PickyError: words") as caught:
+        pool.run(refuse)
+    assert caught.value.errors[0].error is None
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error(pool):
+    def generator():
+        return (i for i in range(3))
+
+    with pytest.raises(WorkerError, match="TypeError: cannot pickle 'generator' object"):
+        pool.run(generator)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two workers for the tests that break them."""
+    with WorkerPool(2) as pool:
+        yield pool
+
+
+def test_one_rank_raises_while_the_other_waits_in_a_collective(pair):
+    def half():
+        if dist.get_rank() == 1:
+            raise ValueError("boom")
+        dist.all_reduce(torch.ones(1))
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 raised ValueError: boom") as caught:
+        pair.run(half)
+    assert time.monotonic() - start < 10
+    assert [failure.kind for failure in caught.value.errors] == ["hung", "ValueError"]
+    assert "all_reduce" in caught.value.errors[0].traceback
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_a_killed_worker(pair):
+    def die():
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    before = pair.run(os.getpid)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0 died: its process was killed by SIGKILL"):
+        pair.run(die)
+    assert time.monotonic() - start < 10
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_a_worker_that_exits(pair):
+    def leave():
+        if dist.get_rank() == 1:
+            os._exit(3)
+
+    with pytest.raises(WorkerError, match="rank 1 died: its process ended with exit code 3"):
+        pair.run(leave)
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_a_worker_killed_between_runs(pair):
+    os.kill(pair.run(os.getpid)[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="rank 1 died: its process was killed by SIGKILL"):
+        pair.run(dist.get_rank)
+    assert pair.run(dist.get_rank) == [0, 1]
+
+
+def test_a_hang_ends_at_the_timeout_and_shows_where(pair):
+    def sleep_well():
+        if dist.get_rank() == 1:
+            time.sleep(600)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 hung: no answer within 1\.0 s") as caught:
+        pair.run(sleep_well, timeout=1.0)
+    assert time.monotonic() - start < 5
+    assert "in sleep_well" in caught.value.errors[1].traceback
+    assert caught.value.errors[0] is None
+
+
+def test_workers_die_with_a_killed_parent(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent("""
+            import os, time
+            from shardwise.testing import WorkerPool
+
+            if __name__ == "__main__":
+                pool = WorkerPool(2)
+                print(*pool.run(os.getpid), flush=True)
+                time.sleep(600)
+        """)
+    )
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    wait_until_gone(pids)
+
+
+def wait_until_gone(pids, seconds=5.0):
+    end = time.monotonic() + seconds
+    while any(psutil.pid_exists(pid) for pid in pids):
+        assert time.monotonic() < end, f"still there: {pids}"
+        time.sleep(0.05)
