@@ -1,4 +1,4 @@
-"""Functions that make MeshTensors: from whole tensors, for whole modules, and from nothing."""
+"""Functions that make MeshTensors from what is there: whole tensors and whole modules."""
 
 from __future__ import annotations
 
@@ -10,25 +10,16 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm import agree_on_generator, broadcast_whole
+from shardwise.comm import broadcast_whole
 from shardwise.errors import PlacementCountError, PlacementError
 from shardwise.gradient import check_device
 from shardwise.layout import scatter_local
 from shardwise.placements import REPLICATE, Placement, check_placements
-from shardwise.private_torch import current_mesh, new_wrapper
+from shardwise.private_torch import current_mesh
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 
-__all__ = [
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "full",
-    "ones",
-    "rand",
-    "randn",
-    "zeros",
-]
+__all__ = ["distribute_module", "distribute_tensor"]
 
 Places = Sequence[Placement] | Mapping[str, Placement]
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
@@ -46,9 +37,10 @@ def distribute_tensor(
 ) -> MeshTensor:
     """A leaf MeshTensor from a whole tensor that every rank passes (same shape, dtype and order of calls).
 
-    The values are those of the mesh's first rank, sent to the others; ``src_data_rank=None`` takes each rank's own without
-    communication (they must be alike). Keeps ``requires_grad``; a ``Parameter`` stays one. Placements default to replicated.
-    Raises :class:`PlacementError`, :class:`PlacementCountError` or :class:`DeviceMismatchError` before it communicates.
+    The values are those of the mesh's first rank, sent to the others; ``src_data_rank=None`` takes each rank's own
+    without communication (they must be alike). Keeps ``requires_grad``; a ``Parameter`` stays one. Placements default
+    to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or :class:`DeviceMismatchError` before
+    it communicates.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if isinstance(tensor, MeshTensor):
@@ -79,10 +71,11 @@ def distribute_module(
 ) -> nn.Module:
     """Turn a module's parameters and buffers into MeshTensors, in place; returns the module.
 
-    ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per mesh dim, or a
-    mapping from mesh dim names, the rest replicated. The first pattern that fits wins; what none fits is replicated. It may also be torch's
-    ``partition_fn(name, submodule, mesh)``. ``input_fn(module, inputs, mesh)`` and ``output_fn(module, outputs, mesh)`` are run before
-    and after ``forward``. Tied parameters stay tied. Raises :class:`PlacementError` for a pattern that fits nothing.
+    ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
+    mesh dim, or a mapping from mesh dim names, the rest replicated. The first pattern that fits wins; what none fits
+    is replicated. It may also be torch's ``partition_fn(name, submodule, mesh)``. ``input_fn(module, inputs, mesh)``
+    and ``output_fn(module, outputs, mesh)`` are run before and after ``forward``. Tied parameters stay tied. Raises
+    :class:`PlacementError` for a pattern that fits nothing.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if callable(partition):
@@ -105,8 +98,7 @@ def _check_patterns(module: nn.Module, patterns: Mapping[str, Places]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise PlacementError(
                 asked=f"place the tensors {pattern!r} of a {type(module).__name__}",
-                found=f"no parameter or buffer has such a name; there are {', '.join(names[:8])}"
-                + (" ..." if len(names) > 8 else ""),
+                found=f"no parameter or buffer has such a name; there are {', '.join(names)}",
                 do="Correct the pattern (shell style, on qualified names).",
                 pattern=pattern,
             )
@@ -117,15 +109,15 @@ def _replace_tensors(
 ) -> None:
     made: dict[int, torch.Tensor] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):
-        for store in (submodule._parameters, submodule._buffers):
-            for key, tensor in store.items():
-                if tensor is None or isinstance(tensor, MeshTensor):
-                    continue
-                if id(tensor) not in made:
-                    name = f"{prefix}.{key}" if prefix else key
-                    places = _placements_for(name, tensor, mesh, patterns)
-                    made[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
-                store[key] = made[id(tensor)]  # type: ignore[assignment]
+        own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
+        for key, tensor in own:
+            if isinstance(tensor, MeshTensor):
+                continue
+            if id(tensor) not in made:
+                name = f"{prefix}.{key}" if prefix else key
+                places = _placements_for(name, tensor, mesh, patterns)
+                made[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+            setattr(submodule, key, made[id(tensor)])  # replaces the entry and keeps a buffer's persistence
 
 
 def _placements_for(
@@ -146,115 +138,3 @@ def _placements_for(
             mesh_dim=unknown[0],
         )
     return check_placements([places.get(n, REPLICATE) for n in names], mesh.ndim, tensor.ndim)
-
-
-# -- factories ---------------------------------------------------------------------------------------------------
-
-Make = Callable[..., torch.Tensor]
-
-
-def _size(size: Sequence[Any]) -> torch.Size:
-    return torch.Size(size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size)
-
-
-def _factory(
-    make: Make,
-    size: Sequence[Any],
-    dtype: torch.dtype | None,
-    requires_grad: bool,
-    device_mesh: DeviceMesh | None,
-    placements: Sequence[Placement] | None,
-    random: bool = False,
-) -> MeshTensor:
-    mesh = current_mesh() if device_mesh is None else device_mesh
-    shape = _size(size)
-    wanted = [REPLICATE] * mesh.ndim if placements is None else placements
-    meta = TensorMeta.contiguous(shape, make((0,), dtype=dtype, device="meta").dtype)
-    spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, len(shape)), meta)
-    if random or spec.pending:
-        # Random values must not depend on the mesh, so every rank draws them all; a pending tensor holds its value once.
-        if random:
-            agree_on_generator(mesh)
-        local = scatter_local(make(shape, dtype=dtype, device=mesh.device_type), spec)
-    else:
-        local = make(spec.local_shape(), dtype=dtype, device=mesh.device_type)
-    made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
-    return made.requires_grad_() if requires_grad else made
-
-
-def zeros(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """A MeshTensor of zeros of the global ``size``; replicated when no placements are given."""
-    return _factory(torch.zeros, size, dtype, requires_grad, device_mesh, placements)
-
-
-def ones(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """A MeshTensor of ones of the global ``size``; replicated when no placements are given."""
-    return _factory(torch.ones, size, dtype, requires_grad, device_mesh, placements)
-
-
-def empty(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """A MeshTensor of the global ``size`` with undefined values."""
-    return _factory(torch.empty, size, dtype, requires_grad, device_mesh, placements)
-
-
-def full(
-    size: Sequence[int],
-    fill_value: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """A MeshTensor of the global ``size`` filled with one value."""
-
-    def make(shape: Sequence[int], **kwargs: Any) -> torch.Tensor:
-        return torch.full(shape, fill_value, **kwargs)
-
-    return _factory(make, (tuple(size),), dtype, requires_grad, device_mesh, placements)
-
-
-def rand(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """Uniform values on [0, 1): those that ``torch.rand`` gives on one device from the same generator state."""
-    return _factory(torch.rand, size, dtype, requires_grad, device_mesh, placements, random=True)
-
-
-def randn(
-    *size: Any,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> MeshTensor:
-    """Normal values: those that ``torch.randn`` gives on one device from the same generator state."""
-    return _factory(torch.randn, size, dtype, requires_grad, device_mesh, placements, random=True)

@@ -1,8 +1,8 @@
 """Collectives: straight calls of the process groups behind a mesh, for contiguous tensors.
 
-A :class:`Group` is the ranks along one or several mesh dims, in row-major order of their coordinates. Its methods take what
-backends leave out upon themselves: dtypes that a backend cannot carry travel as bytes, reductions that it lacks (or, for
-max and min of floats, gets wrong: backends drop NaN) are an exchange and a local reduction, and gloo sees CPU tensors only.
+A :class:`Group` is the ranks along one or several mesh dims, in row-major order of their coordinates. Its methods make
+up for what backends leave out: dtypes that a backend cannot carry travel as bytes; reductions that it lacks or gets
+wrong (max and min of floats: backends drop NaN) are an exchange and a local reduction; gloo sees CPU tensors only.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def _carrier(flat: Tensor) -> Tensor:
 class Group:
     """The ranks along some mesh dims; ``position`` is this rank's, ``size`` their number.
 
-    All tensors handed in must be contiguous and alike in dtype on all ranks; none is modified but where a method says so.
+    All tensors handed in must be contiguous and alike in dtype on all ranks; none is modified but where a method says
+    so.
     """
 
     def __init__(
@@ -234,8 +235,8 @@ class Group:
         target = out.new_empty(out.shape, device="cpu") if self._gloo and flat.is_cuda else out
         flat = flat.to(target.device)
         if self._order:
-            share = flat.numel() // self.size
-            outs, ins = target.split(received or share), flat.split(sent or share)
+            shares = [flat.numel() // self.size] * self.size
+            outs, ins = target.split_with_sizes(received or shares), flat.split_with_sizes(sent or shares)
             ordered = [outs[i] for i in self._order], [ins[i] for i in self._order]
             self.process_group.alltoall(*ordered).wait()
         else:
@@ -291,7 +292,11 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
         raise ValueError("this rank is not part of the mesh")
     others = [m for m in range(mesh.ndim) if m not in dims]
     # mesh_dims in front, this rank's coordinate on all others: the ranks of the group, row-major.
-    ranks = mesh.mesh.permute(*dims, *others)[(..., *(where[m] for m in others))].flatten().tolist()
+    along = mesh.mesh.permute(*dims, *others).reshape(*(mesh.size(m) for m in dims), -1)
+    column = 0
+    for m in others:
+        column = column * mesh.size(m) + where[m]
+    ranks = along[..., column].flatten().tolist()
     position = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return Group(None, 1, 0, dims, "", None)

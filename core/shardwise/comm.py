@@ -80,7 +80,7 @@ def _shapes(rows: torch.Tensor) -> list[list[int]]:
 def _exchange(group: collectives.Group, sent: Sequence[torch.Tensor], shapes: list[list[int]]) -> list[torch.Tensor]:
     counts = [torch.Size(s).numel() for s in shapes]
     flat = group.exchange(torch.cat([t.reshape(-1) for t in sent]), [t.numel() for t in sent], counts)
-    return [part.reshape(s) for part, s in zip(flat.split(counts), shapes, strict=True)]
+    return [part.reshape(s) for part, s in zip(torch.split(flat, counts), shapes, strict=True)]
 
 
 # -- agreements --------------------------------------------------------------------------------------------------

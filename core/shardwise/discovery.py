@@ -1,7 +1,7 @@
 """Finding and loading plugins: entry points in, a filled registry out.
 
-``importlib.metadata`` finds, pluggy validates. Steps: enumerate, dedupe, sort by name, filter by settings, check the version,
-import, register. A broken third-party plugin is reported and left out; a broken first-party one is fatal.
+``importlib.metadata`` finds, pluggy validates. Steps: enumerate, dedupe, sort by name, filter by settings, check the
+version, import, register. A broken third-party plugin is reported and left out; a broken first-party one is fatal.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _load_one(manager: pluggy.PluginManager, found: Found, registry: Registry) -
     registrar = Registrar(found.origin)
     try:
         _register(manager, found, registrar)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # a third party may raise anything; it is reported and kept
         return _failed(found, error, registry)
     registry.accept(registrar)
     return Status(found, "loaded", ops=len(registrar.entries))
@@ -149,7 +149,7 @@ def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar)
         manager.check_pending()
         impls = [i for i in manager.hook.shardwise_register.get_hookimpls() if i.plugin_name == name]
         if not impls:
-            raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
+            _refuse_hookless(found)
         for impl in impls:
             impl.function(*(registrar for _ in impl.argnames))
     except BaseException:
@@ -157,6 +157,10 @@ def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar)
         if manager.has_plugin(name):
             manager.unregister(name=name)
         raise
+
+
+def _refuse_hookless(found: Found) -> None:
+    raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
 
 
 def _failed(found: Found, error: Exception, registry: Registry) -> Status:
@@ -220,7 +224,7 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
     """Make another registry this process's one for a while, as tests do."""
     with _process.lock:
         before, _process.registry = _process.registry, registry
-    registry._changed()
+    registry.changed()
     try:
         yield registry
     finally:
@@ -228,4 +232,4 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
             _process.registry = before
         for one in (registry, before):
             if one is not None:
-                one._changed()
+                one.changed()

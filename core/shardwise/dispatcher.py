@@ -92,7 +92,7 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
         **defaults(op),
     }
     source = handler_source(op, positional, keywords, info)
-    exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)
+    exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
     made: Handler = scope["handle"]
     _plan_stores.append(store)
     return made
@@ -103,7 +103,9 @@ def _freeze(value: Any) -> Any:
 
 
 def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
-    """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with dims."""
+    """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
+    dims.
+    """
     if value is None:
         return None, None
     if isinstance(value, _tensor_class[0]):
@@ -113,7 +115,8 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(
         asked=f"run {op_name(op)} on MeshTensors",
-        found=f"its argument {name!r} is a {type(value).__name__}" + (f" of shape {shape}" if shape is not None else ""),
+        found=f"its argument {name!r} is a {type(value).__name__}"
+        + (f" of shape {shape}" if shape is not None else ""),
         do="Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
         "or MeshTensor.from_local(t, mesh, placements) for this rank's part.",
         op=op_name(op),
@@ -227,7 +230,7 @@ def _common_mesh(op: Op, values: Sequence[Any]) -> Mesh:
     for name, tensor in _tensors(op, values):
         if not isinstance(tensor, cls):
             continue
-        mesh = tensor._spec.mesh  # type: ignore[attr-defined]
+        mesh = tensor._spec.mesh
         if first is None:
             first = (name, mesh)
         elif mesh != first[1]:

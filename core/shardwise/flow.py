@@ -53,6 +53,23 @@ class Rows:
     rows: tuple[Row, ...]
 
 
+def _operands(dims: Iterable[Dims]) -> tuple[Dims, ...]:
+    return tuple(dims)
+
+
+def _names(names: Iterable[str]) -> frozenset[str]:
+    return frozenset(names)
+
+
+def _texts(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(texts)
+
+
+def flag_or_names(value: bool | Iterable[str]) -> bool | frozenset[str]:
+    """A flag as it is, names as a set."""
+    return value if isinstance(value, bool) else frozenset(value)
+
+
 @frozen
 class Flow:
     """Named dims of the tensors of one call; see the module. ``None`` operands are whole (``R``).
@@ -63,26 +80,25 @@ class Flow:
     lowering (``True``: all but ``R``). ``nonempty`` names the dims of which every rank needs at least one element.
     """
 
-    inputs: tuple[Dims, ...] = field(converter=tuple)
-    outputs: tuple[Dims, ...] = field(converter=tuple)
+    inputs: tuple[Dims, ...] = field(converter=_operands)
+    outputs: tuple[Dims, ...] = field(converter=_operands)
     reduce: Mapping[str, str] = field(factory=dict)
-    replicate: frozenset[str] = field(factory=frozenset, converter=frozenset)
-    partial: tuple[str, ...] = field(default=(), converter=tuple)
-    lowered: bool | frozenset[str] = field(
-        default=False, converter=lambda v: v if isinstance(v, bool) else frozenset(v)
-    )
-    nonempty: frozenset[str] = field(factory=frozenset, converter=frozenset)
+    replicate: frozenset[str] = field(factory=frozenset, converter=_names)
+    partial: tuple[str, ...] = field(default=(), converter=_texts)
+    lowered: bool | frozenset[str] = field(default=False, converter=flag_or_names)
+    nonempty: frozenset[str] = field(factory=frozenset, converter=_names)
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
-        operands = call.operands
-        flow = self._fitted(call)
-        rows = [row for name in flow._names() if (row := flow._dim_row(name, operands)) is not None]
-        rows += [row for text in flow.partial for row in flow._explicit(text, operands)]
-        rows.append(flow._whole_row(operands))
+        rows = self._fitted(call)._rows(call.operands)  # noqa: SLF001  # a Flow too
         unique = {(r.inputs, r.outputs): r for r in reversed(rows)}
         kept = [r for r in rows if unique[r.inputs, r.outputs] is r]
         return Rows(tuple(_with_out(call, row) for row in kept))
+
+    def _rows(self, operands: Sequence[TensorMeta | None]) -> list[Row]:
+        rows = [row for name in self._sharded_names() if (row := self._dim_row(name, operands)) is not None]
+        rows += [row for text in self.partial for row in self._explicit(text, operands)]
+        return [*rows, self._whole_row(operands)]
 
     # -- fitting to the call --
     def _fitted(self, call: Call) -> Flow:
@@ -104,7 +120,7 @@ class Flow:
                     )
         return evolve(self, inputs=inputs, outputs=outputs)
 
-    def _names(self) -> list[str]:
+    def _sharded_names(self) -> list[str]:
         """Names that may be sharded, in order of first appearance in the inputs."""
         found: dict[str, None] = {}
         for labels in self.inputs:
@@ -137,9 +153,7 @@ class Flow:
         if not divides and any(isinstance(label, tuple) for labels in self.outputs for label in _having(labels, name)):
             i = next(i for i, p in enumerate(inputs) if p is not None and p != REPLICATE)
             divides.append((i, inputs[i].dim, size))  # type: ignore[union-attr]
-        return Row(
-            tuple(inputs), outputs, f"shard {name}", self._is_lowered(name), tuple(divides), tuple(nonempty)
-        )
+        return Row(tuple(inputs), outputs, f"shard {name}", self._is_lowered(name), tuple(divides), tuple(nonempty))
 
     def _dim_outputs(self, name: str) -> tuple[Placement | None, ...] | None:
         found: list[Placement | None] = []

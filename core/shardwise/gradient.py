@@ -1,7 +1,8 @@
 """Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
 
-A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The default is
-the layout of the forward tensor, with pending read as replicated: each pending part has the whole gradient.
+A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The
+default is the layout of the forward tensor, with pending read as replicated: each pending part has the whole
+gradient.
 """
 
 from __future__ import annotations
@@ -61,16 +62,18 @@ class _Redistribute(torch.autograd.Function):
         return _wrap(local.view_as(local) if local is tensor._local_tensor else local, moved)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return redistribute(grad, ctx.grad), None, None
 
 
 def redistribute(tensor: Any, target: tuple[Placement, ...], grad_placements: Sequence[Placement] | None = None) -> Any:
-    """``tensor`` under ``target``; differentiable. The tensor itself when nothing changes and nothing is asked of the gradient."""
+    """``tensor`` under ``target``; differentiable. The tensor itself when nothing changes and nothing is asked of the
+    gradient.
+    """
     spec = tensor._spec
     if target == spec.placements and grad_placements is None:
         return tensor
-    return _Redistribute.apply(tensor, target, _given(grad_placements, spec))
+    return _Redistribute.apply(tensor, target, _given(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -84,18 +87,18 @@ class _ToLocal(torch.autograd.Function):
         return local.view_as(local)  # a fresh object: autograd writes its data into it
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: TensorSpec = ctx.spec
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
         return from_local(grad, spec.mesh, ctx.grad, False, meta.shape, meta.stride, None), None
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
-    """This rank's part; see :meth:`MeshTensor.to_local`."""
+    """The part of this rank; see :meth:`MeshTensor.to_local`."""
     if not torch.is_grad_enabled() and grad_placements is None:
         local: torch.Tensor = tensor._local_tensor
         return local.view_as(local)
-    found: torch.Tensor = _ToLocal.apply(tensor, _given(grad_placements, tensor._spec))
+    found: torch.Tensor = _ToLocal.apply(tensor, _given(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return found
 
 
@@ -106,7 +109,7 @@ class _FromLocal(torch.autograd.Function):
         return _wrap(local.view_as(local), spec)
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Any) -> Any:
         return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
@@ -127,7 +130,7 @@ def from_local(
     spec = _spec_of_local(local, mesh, given, shape, stride)
     if run_check:
         check_agreement(local, spec)
-    return _FromLocal.apply(local, spec, _given(grad_placements, spec))
+    return _FromLocal.apply(local, spec, _given(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -86,7 +86,7 @@ class LocalCall:
         return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
 
 
-# (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in, with
-# local tensors in place of global ones; keyword-only ones come as keywords.
+# (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in,
+# with local tensors in place of global ones; keyword-only ones come as keywords.
 Lowering = Callable[..., Any]
 LocalArgs = Callable[[LocalCall], Mapping[str, Any]]

@@ -1,7 +1,7 @@
 """Movers: one function per kind of step, which resolves it for this rank and returns the function that runs it.
 
-The tensors here are row-major: ``redistribute`` hands over locals whose dims are in the order of the global tensor's memory. A
-mover never modifies its input and its result is new memory. Pieces that differ in shape between ranks travel flat.
+The tensors here are row-major: ``redistribute`` hands over locals whose dims are in the order of the global tensor's
+memory. A mover never modifies its input and its result is new memory. Pieces that differ in shape travel flat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.collectives import Group, group_of
 from shardwise.layout import IDEMPOTENT_KINDS, neutral
-from shardwise.placements import Partial, Placement, Shard
+from shardwise.placements import Placement, Shard
 from shardwise.spec import TensorSpec
 
 __all__ = ["Mover", "copied", "make_mover"]
@@ -123,8 +123,8 @@ def _even_reduce_scatter(group: Group, kind: str, dim: int, shape: Shape) -> Mov
     pieces = (group.size, *shape)
     if math.prod(shape[:dim]) == 1:
         return lambda local: group.reduce_scatter(local.contiguous().view(pieces), kind)
-    parts = (group.size, shape[dim])
-    return lambda local: group.reduce_scatter(local.unflatten(dim, parts).movedim(dim, 0).contiguous(), kind)
+    split = (*shape[:dim], group.size, *shape[dim:])
+    return lambda local: group.reduce_scatter(local.contiguous().view(split).movedim(dim, 0).contiguous(), kind)
 
 
 # -- gathers ---------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
 
 
 def _one_behind_the_other(shapes: Sequence[Shape], cuts: Sequence[Cuts], whole: Shape) -> bool:
-    """Whether the pieces, each padded to the longest, lie in the whole's memory just as they do in a gathered buffer."""
+    """Whether pieces padded to the longest lie in a gathered buffer just as they lie in the whole's memory."""
     longest = max(map(math.prod, shapes))
     for position, (shape, cut) in enumerate(zip(shapes, cuts, strict=True)):
         if math.prod(shape) == 0:
@@ -217,7 +217,7 @@ def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
     before, after = [src.local_shape(c) for c in members], [dst.local_shape(c) for c in members]
     old, new = _shard_dim(src, group), _shard_dim(dst, group)
     if len(set(before)) == 1 and len(set(after)) == 1:
-        return _even_all_to_all(group, old, new, after[0])
+        return _even_all_to_all(group, old, new, before[0], after[0])
     here = dst.local_shape()
     if sum(map(math.prod, before)) == 0:
         return lambda local: local.new_empty(here)
@@ -231,18 +231,19 @@ def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
     def run(local: Tensor) -> Tensor:
         flat = group.exchange(_pieces(local, new, lengths), send_counts, receive_counts)
         out = local.new_empty(here)
-        for place, part, shape in zip(out.split(old_lengths, old), flat.split(receive_counts), received, strict=True):
+        places, parts = out.split_with_sizes(old_lengths, old), flat.split_with_sizes(receive_counts)
+        for place, part, shape in zip(places, parts, received, strict=True):
             place.copy_(part.view(shape))
         return out
 
     return run
 
 
-def _even_all_to_all(group: Group, old: int, new: int, shape: Shape) -> Mover:
-    parts = (group.size, shape[new])
+def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Shape) -> Mover:
+    split = (*before[:new], group.size, shape[new], *before[new + 1 :])
 
     def run(local: Tensor) -> Tensor:
-        pieces = local.unflatten(new, parts).movedim(new, 0).contiguous()
+        pieces = local.contiguous().view(split).movedim(new, 0).contiguous()
         return group.all_to_all(pieces).movedim(0, old).reshape(shape)
 
     return run
@@ -281,7 +282,7 @@ def _pieces(local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
     """All elements, flat, piece by piece of a split along ``dim``."""
     if math.prod(local.shape[:dim]) == 1:
         return local.reshape(-1)
-    return torch.cat([piece.reshape(-1) for piece in local.split(list(lengths), dim)])
+    return torch.cat([piece.reshape(-1) for piece in local.split_with_sizes(list(lengths), dim)])
 
 
 def _replaced(shape: Shape, dim: int, size: int) -> Shape:

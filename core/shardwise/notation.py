@@ -106,7 +106,7 @@ def _operand(text: str, tokens: list[str]) -> Operand:
     operand = Operand(tuple(_dims(text, tokens)))
     repeated = {name for name in operand.names if operand.names.count(name) > 1}
     if repeated:
-        raise _error(text, f"{sorted(repeated)[0]!r} stands twice in one operand", "Use a name once per operand.")
+        raise _error(text, f"{min(repeated)!r} stands twice in one operand", "Use a name once per operand.")
     if sum(d == ELLIPSIS for d in operand.dims or ()) > 1:
         raise _error(text, "one operand has two '...'", "Use '...' once per operand.")
     return operand
@@ -137,7 +137,7 @@ def _dims(text: str, tokens: list[str]) -> list[Dim]:
 def _name(text: str, token: str) -> str:
     if _NAME.match(token):
         return token
-    hint = "R must stand alone as an operand." if token == "R" else "Dims are lower-case names; R, ..., 1, _ are the signs."
+    hint = "R must stand alone." if token == "R" else "Dims are lower-case names; R, ..., 1, _ are the signs."
     raise _error(text, f"{token!r} is not a dim", hint)
 
 

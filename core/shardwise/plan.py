@@ -28,10 +28,10 @@ Mover = Callable[[torch.Tensor], torch.Tensor]
 class Plan:
     """Everything about one call signature that can be known ahead.
 
-    ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is ``None``
-    when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not ``None``.
-    ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``outs`` holds the specs of
-    the tensor results, flat; ``out`` the single one.
+    ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is
+    ``None`` when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not
+    ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``outs``
+    holds the specs of the tensor results, flat; ``out`` the single one.
     """
 
     __slots__ = ("call", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
@@ -141,7 +141,7 @@ def _local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> t
             found=f"the rule at {entry.rule.source} replaces {sorted(unknown)}, which are not keyed by value",
             do="Name them in static=, or correct the names.",
             op=op_name(schema.op),
-            argument=sorted(unknown)[0],
+            argument=min(unknown),
         )
     local_values = tuple(replaced.get(name, value) for name, value in keyed)
     return None if local_values == tuple(v for _, v in keyed) else local_values
@@ -195,7 +195,7 @@ def _check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None
         if spec is not None and spec.is_copy:
             raise InPlaceError(
                 asked=f"run {op_name(schema.op)} in place on {schema.operand_names[i]} = {spec}",
-                found="it came from a view whose operand had to be redistributed, so it no longer shares the memory of its base",
+                found="it is a view whose base had to be redistributed for it, so it no longer shares the memory of its base",
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(schema.op),
             )
@@ -210,5 +210,3 @@ def _check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None
                     do="Use the out-of-place form; a MeshTensor keeps its shape.",
                     op=op_name(schema.op),
                 )
-
-

@@ -1,8 +1,9 @@
 """The planner: the cheapest legal strategy for one call, exactly, without trying them all.
 
-Best-first search over the mesh dims: a prefix of choices costs at least the sum of :func:`transition.bound`, a law that makes
-the first complete choice taken from the heap the cheapest. Ties go to the choice whose row indices come first, mesh dim 0
-before mesh dim 1, in the order in which the rule lists its rows; nothing else decides, so every rank decides alike.
+Best-first search over the mesh dims: a prefix of choices costs at least the sum of :func:`transition.bound`, a law
+that makes the first complete choice taken from the heap the cheapest. Ties go to the choice whose row indices come
+first, mesh dim 0 before mesh dim 1, in the order in which the rule lists its rows; nothing else decides, so every
+rank decides alike.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _problem(
     written: Sequence[int],
 ) -> Problem:
     flat = _result_arguments(schema)
-    same = tuple((i, o) for o, i in enumerate(flat) if i in written)
+    same = tuple((i, o) for o, i in enumerate(flat) if i is not None and i in written)
     kept = tuple(written)
     if rule.anchored:
         kept = tuple(i for i, spec in enumerate(specs) if spec is not None)
@@ -184,9 +185,7 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
     return found
 
 
-def _as_view_error(
-    rule: AnyRule, schema: OpSchema, problem: Problem, error: NoStrategyError
-) -> NoStrategyError:
+def _as_view_error(rule: AnyRule, schema: OpSchema, problem: Problem, error: NoStrategyError) -> NoStrategyError:
     if not rule.anchored or schema.written:
         return error
     shown = ", ".join(str(s) for s in problem.specs if s is not None)

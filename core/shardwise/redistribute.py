@@ -1,8 +1,8 @@
 """Redistribution: run a transition on this rank's local tensor.
 
-A mover is resolved once per pair of specs: groups, shapes, cuts and paddings of this rank are known before it first runs.
-Movers never modify their input and their result owns its memory: writing to one never shows in the other. They work
-below autograd, on plain local tensors.
+A mover is resolved once per pair of specs: groups, shapes, cuts and paddings of this rank are known before it first
+runs. Movers never modify their input and their result owns its memory: writing to one never shows in the other, and a
+slice is a copy. They work below autograd, on plain local tensors.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["Mover", "mover", "redistribute_local"]
 
 
 def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
-    """This rank's local tensor under ``dst``, from the one under ``src``; all ranks of the mesh must call it alike.
+    """The local tensor of this rank under ``dst``, from the one under ``src``; all ranks must call it alike.
 
-    ``local`` has the shape ``src.local_shape()`` and any strides; the result has ``dst.local_shape()`` and strides in the
-    order of the global tensor's. When the placements are the same, ``local`` itself comes back. Raises what
+    ``local`` has the shape ``src.local_shape()`` and any strides; the result has ``dst.local_shape()`` and strides in
+    the order of the global tensor's. When the placements are the same, ``local`` itself comes back. Raises what
     :func:`shardwise.transition.transition` raises, before anything is communicated.
     """
     return local if src is dst else mover(src, dst)(local)

@@ -98,7 +98,7 @@ class Registry:
         self.origins.append(registrar.origin)
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
-        self._changed()
+        self.changed()
 
     def reject(self, failure: Failure) -> None:
         """Record a plugin that failed; none of its rules is taken."""
@@ -110,12 +110,12 @@ class Registry:
         registrar.add(*rules)
         for entry in registrar.entries:
             self._overrides.setdefault(entry.op, []).append(entry)
-        self._changed()
+        self.changed()
 
         def undo() -> None:
             for entry in registrar.entries:
                 self._overrides[entry.op].remove(entry)
-            self._changed()
+            self.changed()
 
         return undo
 
@@ -123,7 +123,8 @@ class Registry:
         """Call ``listener`` whenever a look-up may answer differently than before (caches of plans hang on it)."""
         self._listeners.append(listener)
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Tell the listeners that a look-up may answer differently now."""
         for listener in self._listeners:
             listener()
 

@@ -1,21 +1,20 @@
 """Rules: what is legal for one op. The authoring surface that plugins import.
 
-A rule is a value. Making one checks it against the op's schema; nothing is registered until a plugin's hook hands it over.
-There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a function of the full mesh
+A rule is a value. Making one checks it against the op's schema; nothing is registered until a plugin's hook hands it
+over. There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a function of the full mesh
 (:func:`full_mesh_rule`) for an op that no per-mesh-dim row can describe.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
-from shardwise.flow import Flow, Label, Row, Rows, split_row
+from shardwise.flow import Flow, Label, Row, Rows, flag_or_names, split_row
 from shardwise.lowering import LocalArgs, LocalCall, Lowering
 from shardwise.notation import ELLIPSIS, Notation, Operand, parse, parse_operand
 from shardwise.placements import PENDING_KINDS, partial, shard
@@ -48,8 +47,9 @@ Describe = Callable[[Call], Description]
 class Rule:
     """What is legal for some ops that behave alike. Made by :func:`rule` or :func:`rule_from`, never by hand.
 
-    ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their schema
-    type. ``zip_lists`` gives each position of the tensor lists its own choice. ``anchored`` operands are never moved.
+    ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
+    schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``anchored`` operands are never
+    moved.
     """
 
     ops: tuple[Op, ...]
@@ -98,7 +98,7 @@ AnyRule = Rule | FullMeshRule
 # -- making rules ------------------------------------------------------------------------------------------------
 
 
-def rule(
+def rule(  # noqa: PLR0913  # keyword-only options of one value
     ops: Op | Iterable[Op],
     notation: str | Mapping[str, str],
     *,
@@ -115,13 +115,14 @@ def rule(
 ) -> Rule:
     """A rule in einop notation.
 
-    ``notation`` is ``"m k, k n -> m n"`` (one operand per tensor argument in schema order, one per tensor result) or a mapping
-    ``{"self other": "...", "lr": "R", "->": "..."}`` from argument names to operands (without ``"->"``, every result is
-    like the first argument named). An operand with fewer dims than named is right-aligned; a size-1 dim broadcasts.
-    ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be whole, ``partial`` further legal
-    rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim; a trailing ``, ...`` repeats the last.
-    ``lowered`` names the rows (by dim or row text) that run ``lowering``; all but ``R`` when it is not given. An
-    ``anchored`` rule's operands must lie right as they are: what would need a redistribution raises :class:`ViewError`.
+    ``notation`` is ``"m k, k n -> m n"`` (one operand per tensor argument in schema order, one per tensor result) or
+    a mapping ``{"self other": "...", "lr": "R", "->": "..."}`` from argument names to operands (without ``"->"``,
+    every result is like the first argument named). An operand with fewer dims than named is right-aligned; a size-1
+    dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
+    whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
+    a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text) that run ``lowering``; all
+    but ``R`` when it is not given. An ``anchored`` rule's operands must lie right as they are: what would need a
+    redistribution raises :class:`ViewError`.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
@@ -131,7 +132,7 @@ def rule(
         reduce=dict(reduce or {}),
         replicate=frozenset(replicate),
         partial=tuple(partial),
-        lowered=lowering is not None if lowered is None else lowered if isinstance(lowered, bool) else frozenset(lowered),
+        lowered=lowering is not None if lowered is None else flag_or_names(lowered),
         nonempty=frozenset(nonempty),
     )
     shape.check(options)
@@ -143,7 +144,7 @@ def rule(
         zip_lists=zip_lists,
         lowering=lowering,
         local_args=local_args,
-        source=_source(sys._getframe(1)),
+        source=_caller(),
         partial=options.partial,
         anchored=anchored,
     )
@@ -160,10 +161,10 @@ def rule_from(
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
-    The function takes the op's arguments in schema order (as many as it declares; keyword-only ones by name; ``out=`` never),
-    with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or :class:`Rows`. A
-    parameter named ``call`` gets the whole :class:`Call`, output metas included. Arguments that are keyed by type only
-    (floats, scalars) must be named in ``static`` before the function may read their value.
+    The function takes the op's arguments in schema order (as many as it declares; keyword-only ones by name; ``out=``
+    never), with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or
+    :class:`Rows`. A parameter named ``call`` gets the whole :class:`Call`, output metas included. Arguments that are
+    keyed by type only (floats, scalars) must be named in ``static`` before the function may read their value.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -234,7 +235,7 @@ def einop(
         dict(reduce or {}),
         frozenset(replicate),
         tuple(partial),
-        lowered if isinstance(lowered, bool) else frozenset(lowered),
+        flag_or_names(lowered),
         frozenset(nonempty),
     )
     return lambda call: _labelled(call, parsed.inputs, parsed.outputs, options)
@@ -268,15 +269,15 @@ class _Shape:
             for op in ops:
                 _check_counts(op, notation, parsed)
             return cls(str(parsed), parsed, {}, None)
-        named = {name: parse_operand(text) for names, text in notation.items() if names != "->" for name in names.split()}
+        named = {
+            name: parse_operand(text) for names, text in notation.items() if names != "->" for name in names.split()
+        }
         for op in ops:
             _check_names(op, named)
         result = notation.get("->")
         first = next(iter(named.values()))
         text = ", ".join(f"{names}: {text}" for names, text in notation.items() if names != "->")
-        return cls(
-            f"{text} -> {result or first}", None, named, parse_operand(result) if result is not None else first
-        )
+        return cls(f"{text} -> {result or first}", None, named, parse_operand(result) if result is not None else first)
 
     @property
     def operands(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
@@ -296,7 +297,11 @@ class _Shape:
                 f"{_listed(loose)} of the inputs is missing in an output",
                 "Name it in reduce= (its shards are partial results) or in replicate= (it must be whole).",
             )
-        for what, given in (("reduce", set(options.reduce)), ("replicate", options.replicate), ("nonempty", options.nonempty)):
+        for what, given in (
+            ("reduce", set(options.reduce)),
+            ("replicate", options.replicate),
+            ("nonempty", options.nonempty),
+        ):
             unknown = {n for n in given if n not in names and not n.startswith(ELLIPSIS)}
             if unknown:
                 raise self._error(f"{what}= names {_listed(unknown)}, which no input has", "Use a dim of the inputs.")
@@ -304,7 +309,9 @@ class _Shape:
         if kinds:
             raise self._error(f"{_listed(kinds)} is no pending kind", f"Use one of {', '.join(PENDING_KINDS)}.")
         if made - names:
-            raise self._error(f"the output dim {_listed(made - names)} is in no input", "Write _ for a dim made by the op.")
+            raise self._error(
+                f"the output dim {_listed(made - names)} is in no input", "Write _ for a dim made by the op."
+            )
         for text in options.partial:
             self._check_row(text, names)
 
@@ -343,7 +350,7 @@ def _check_counts(op: Op, text: str, parsed: Notation) -> None:
     if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and _has_lists(op)):
         raise NotationError(
             asked=f"make the rule {text!r} for {op_name(op)}",
-            found=f"it has {len(parsed.inputs)} inputs and the op has {len(tensors)} tensor arguments: {_listed(tensors)}",
+            found=f"it has {len(parsed.inputs)} inputs, the op {len(tensors)} tensor arguments: {_listed(tensors)}",
             do="Write one operand per tensor argument, in schema order.",
             op=op_name(op),
         )
@@ -413,7 +420,7 @@ def _expand(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any,
     else:
         extra = meta.ndim - len(dims)
         dims = dims[-meta.ndim :] if meta.ndim else []
-    if extra < 0 and ELLIPSIS in (operand.dims or ()) or len(dims) != meta.ndim:
+    if (extra < 0 and operand.has_ellipsis) or len(dims) != meta.ndim:
         raise RuleError(
             asked=f"apply a rule to {call}",
             found=f"the rule writes {str(operand)!r} for a tensor of {meta.ndim} dims: {meta}",
@@ -436,7 +443,7 @@ def _sized(call: Call, dim: Any, meta: TensorMeta | None, at: int, sizes: Mappin
             found=f"the compound dim ({' '.join(dim)}) of size {total} does not follow from {dict(sizes)}",
             do="All factors but one must be dims of other tensors of the call.",
         )
-    filled = {name: total // known if known else 0 for name in unknown}
+    filled = dict.fromkeys(unknown, total // known if known else 0)
     return tuple((name, filled.get(name, sizes.get(name, 1))) for name in dim)
 
 
@@ -472,7 +479,7 @@ def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
     if unknown:
         raise RuleArgumentError(
             asked=f"key {op_name(ops[0])} by its argument {unknown[0]!r}",
-            found=f"none of the rule's ops has it; they have {_listed(a.name for a in signature(ops[0]).args)}",
+            found=f"none of the rule's ops has it; they have {_listed([a.name for a in signature(ops[0]).args])}",
             do="Correct the name in static=.",
             op=op_name(ops[0]),
             argument=unknown[0],
@@ -493,8 +500,12 @@ def _arguments(function: Callable[..., Any], call: Call) -> dict[str, Any]:
     return given
 
 
-def _source(frame: Any) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+def _caller() -> str:
+    """File and line of the call of the public function that called this."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame.f_back if frame else None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
 
 
 def _listed(names: Iterable[str]) -> str:

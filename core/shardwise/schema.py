@@ -57,9 +57,7 @@ class OpSchema:
     info: RuntimeSchemaInfo
 
     @classmethod
-    def of(
-        cls, op: Op, *args: Any, static: frozenset[str] = frozenset(), **kwargs: Any
-    ) -> OpSchema:
+    def of(cls, op: Op, *args: Any, static: frozenset[str] = frozenset(), **kwargs: Any) -> OpSchema:
         """From arguments as in a call of the op, with specs in place of tensors."""
         return cls(op, tuple(signature(op).bind(args, kwargs)), RuntimeSchemaInfo.of(op, static))
 
@@ -147,8 +145,8 @@ class OpSchema:
 class PlacementStrategy:
     """One legal choice for a whole mesh: where inputs and outputs lie, and what moving the inputs there costs.
 
-    Specs are flat (lists flattened, ``None`` where absent); ``redistribute_cost`` has one figure in seconds per input. ``names``
-    says which row was taken on each mesh dim.
+    Specs are flat (lists flattened, ``None`` where absent); ``redistribute_cost`` has one figure in seconds per
+    input. ``names`` says which row was taken on each mesh dim.
     """
 
     input_specs: tuple[TensorSpec | None, ...]
@@ -211,7 +209,9 @@ class TupleStrategy:
 
 @frozen
 class OutputSharding:
-    """What propagation answers: output specs, and the schema to which the inputs must be redistributed first, if any."""
+    """What propagation answers: output specs, and the schema to which the inputs must be redistributed first, if
+    any.
+    """
 
     output_spec: TensorSpec | tuple[TensorSpec | None, ...] | None
     redistribute_schema: OpSchema | None = None

@@ -75,10 +75,7 @@ class Signature:
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """One value per schema argument, defaults filled in."""
-        values = list(args)
-        for arg in self.args[len(args) :]:
-            values.append(kwargs[arg.name] if arg.name in kwargs else arg.default)
-        return values
+        return [*args, *(kwargs.get(arg.name, arg.default) for arg in self.args[len(args) :])]
 
     def unbind(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inverse of :meth:`bind`: positional arguments and keyword-only ones."""
@@ -116,9 +113,7 @@ def signature(op: Op) -> Signature:
         )
         for a in schema.arguments
     )
-    aliases = {
-        label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set
-    }
+    aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
     results = tuple(_result(r, aliases) for r in schema.returns)
     return Signature(op_name(op), args, results)
 
@@ -204,7 +199,9 @@ class Call:
         return max((len(value) for value in lists if value), default=0)
 
     def position(self, i: int) -> Call:
-        """The call of one position of the zipped lists: element ``i`` in place of each list, ``None`` for an empty one."""
+        """The call of one position of the zipped lists: element ``i`` in place of each list, ``None`` for an empty
+        one.
+        """
         args = dict(self.args)
         for arg in self.signature.tensor_args:
             if arg.kind is Kind.TENSORS:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,11 +21,19 @@ from shardwise.placements import Partial, Placement, Replicate, Shard, check_pla
 __all__ = ["AbstractMesh", "Mesh", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
 
 
+def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+def _size(sizes: Sequence[int]) -> torch.Size:
+    return torch.Size(sizes)
+
+
 @frozen(cache_hash=True)
 class AbstractMesh:
     """The shape of a mesh without devices: for planning, explaining and the oracle. No process group."""
 
-    shape: tuple[int, ...] = field(converter=lambda s: tuple(int(n) for n in s))
+    shape: tuple[int, ...] = field(converter=_ints)
     device_type: str = "cpu"
     mesh_dim_names: tuple[str, ...] | None = None
 
@@ -68,8 +76,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 class TensorMeta:
     """Global shape, stride (in elements) and dtype of a tensor."""
 
-    shape: torch.Size = field(converter=torch.Size)
-    stride: tuple[int, ...] = field(converter=tuple)
+    shape: torch.Size = field(converter=_size)
+    stride: tuple[int, ...] = field(converter=_ints)
     dtype: torch.dtype
 
     @property
@@ -96,11 +104,12 @@ class TensorMeta:
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
         """The meta of a freshly made row-major tensor."""
-        stride, step = [], 1
+        stride: list[int] = []
+        step = 1
         for n in reversed(shape):
             stride.append(step)
             step *= max(n, 1)
-        return cls(torch.Size(shape), tuple(reversed(stride)), dtype)
+        return cls(shape, stride[::-1], dtype)
 
     def to_meta_tensor(self) -> torch.Tensor:
         """A tensor on the meta device with this shape, stride and dtype."""
@@ -113,7 +122,7 @@ class TensorMeta:
 class _Interned(type):
     """One object per value, so that specs hash and compare by identity on the hot path."""
 
-    _known: WeakValueDictionary[Any, Any] = WeakValueDictionary()
+    _known: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
 
     def __call__(
         cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
@@ -136,8 +145,8 @@ class _Interned(type):
 class TensorSpec(metaclass=_Interned):
     """Mesh, one placement per mesh dim, and the global tensor meta. Equal specs are one object.
 
-    ``is_copy`` marks the result of a view op whose operand had to be redistributed: it does not share memory with its base,
-    so writing to it is refused.
+    ``is_copy`` marks the result of a view op whose operand had to be redistributed: it does not share memory with its
+    base, so writing to it is refused.
     """
 
     mesh: Mesh
@@ -203,7 +212,7 @@ class TensorSpec(metaclass=_Interned):
 
     # -- one rank's part --
     def coordinate(self) -> tuple[int, ...]:
-        """This process's coordinate on the mesh; raises when the mesh is abstract or the rank is not on it."""
+        """The coordinate of this process on the mesh; raises when the mesh is abstract or the rank is not on it."""
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError("an AbstractMesh has no own coordinate; pass one")
         found = self.mesh.get_coordinate()
@@ -243,7 +252,7 @@ class TensorSpec(metaclass=_Interned):
 
     # -- derived --
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
-        return TensorSpec(self.mesh, placements, self.tensor_meta)
+        return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
 
     def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
         return TensorSpec(self.mesh, self.placements, tensor_meta)

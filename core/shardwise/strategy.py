@@ -25,8 +25,8 @@ _COMMUTING = {"sum", "avg"}
 class Problem:
     """The choice to be made for one call (or one list position): its rows, where its operands lie, what they write.
 
-    ``specs`` are flat with ``out=`` last, as ``Row.inputs`` are. ``written`` lists operands that must stay where they are.
-    ``same`` pairs a written operand with the output that it is.
+    ``specs`` are flat with ``out=`` last, as ``Row.inputs`` are. ``written`` lists operands that must stay where they
+    are. ``same`` pairs a written operand with the output that it is.
     """
 
     schema: OpSchema
@@ -58,7 +58,7 @@ class Problem:
             rows = "; ".join(map(str, self.rows))
             return InPlaceError(
                 asked=f"run {self.schema}",
-                found=f"on mesh dim {mesh_dim} no legal row keeps what the op writes where it is ({stays}); rows: {rows}",
+                found=f"no row keeps what the op writes where it is on mesh dim {mesh_dim} ({stays}); rows: {rows}",
                 do="Redistribute the written tensor first, or use the op's out-of-place form.",
                 op=op_name(self.schema.op),
                 mesh_dim=mesh_dim,
@@ -96,9 +96,9 @@ class Problem:
 
     def _divides_still(self, choice: Choice) -> bool:
         """A later mesh dim may split a dim further that an earlier row wants divided evenly."""
-        return all(
-            self._divides(choice, i, d, n) for r in choice[:-1] for i, d, n in self.rows[r].divides
-        ) and all(self._nonempty(choice, i, d) for r in choice[:-1] for i, d in self.rows[r].nonempty)
+        return all(self._divides(choice, i, d, n) for r in choice[:-1] for i, d, n in self.rows[r].divides) and all(
+            self._nonempty(choice, i, d) for r in choice[:-1] for i, d in self.rows[r].nonempty
+        )
 
     def _nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
         spec = self.specs[operand]
@@ -111,7 +111,7 @@ class Problem:
         """Pending kinds on several mesh dims must commute: all alike, or sums with averages."""
         rows = [self.rows[r] for r in choice]
         for placements in (*zip(*(r.inputs for r in rows), strict=True), *zip(*(r.outputs for r in rows), strict=True)):
-            kinds = {p.reduce_op for p in placements if p is not None and p.is_partial()}  # type: ignore[attr-defined]
+            kinds = {p.reduce_op for p in placements if p is not None and p.is_partial()}
             if len(kinds) > 1 and not kinds <= _COMMUTING:
                 return False
         return True
@@ -148,7 +148,9 @@ def _output(rows: Sequence[Row], choice: Choice, index: int) -> tuple[Placement,
 
 
 def exhaustive(problem: Problem) -> Iterator[tuple[Choice, PlacementStrategy]]:
-    """Every legal choice for the whole mesh, in the order of the rows. For tools and tests; the planner never does this."""
+    """Every legal choice for the whole mesh, in the order of the rows. For tools and tests; the planner never does
+    this.
+    """
     per_dim = [problem.candidates(m) for m in range(len(problem.mesh_shape))]
     for choice in product(*per_dim):
         if all(problem.allowed(choice[: n + 1]) for n in range(len(choice))):

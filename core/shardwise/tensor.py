@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,14 +19,12 @@ from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = ["MeshTensor"]
 
-Self = TypeVar("Self", bound="MeshTensor")
-
 
 class MeshTensor(torch.Tensor):
     """A global tensor of which each rank of a mesh holds a part, as its placements say.
 
-    Make one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's part) or a
-    factory (:func:`shardwise.zeros` and its like). Every torch op on it runs by a plan; see the docs.
+    Make one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's
+    part) or a factory (:func:`shardwise.zeros` and its like). Every torch op on it runs by a plan; see the docs.
     """
 
     _local_tensor: torch.Tensor
@@ -35,7 +33,7 @@ class MeshTensor(torch.Tensor):
 
     __torch_function__ = disabled_torch_function
 
-    def __new__(cls: type[Self], local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
+    def __new__(cls, local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
         made: Self = new_wrapper(cls, local, spec, False)
         return made.requires_grad_() if requires_grad else made
 
@@ -43,7 +41,7 @@ class MeshTensor(torch.Tensor):
         """Not for users: takes a local tensor and its spec as they are."""
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs)
@@ -78,20 +76,22 @@ class MeshTensor(torch.Tensor):
     ) -> MeshTensor:
         """A MeshTensor from this rank's part; shares its memory and is differentiable.
 
-        Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs ``shape``; ``stride``
-        defaults to what the local strides imply. ``run_check`` compares shapes and replicated copies over the ranks, with
-        communication. The gradient comes back as ``grad_placements`` (default: ``placements`` with pending read as replicated).
-        Raises :class:`LayoutError` when the local shape does not fit.
+        Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs
+        ``shape``; ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and replicated
+        copies over the ranks, with communication. The gradient comes back as ``grad_placements`` (default:
+        ``placements`` with pending read as replicated). Raises :class:`LayoutError` when the local shape does not
+        fit.
         """
-        return gradient.from_local(
+        made: MeshTensor = gradient.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
         )
+        return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part; shares memory and is differentiable.
+        """The part of this rank; shares memory and is differentiable.
 
-        ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and replicated where it
-        is pending.
+        ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and
+        replicated where it is pending.
         """
         return gradient.to_local(self, grad_placements)
 
@@ -109,8 +109,8 @@ class MeshTensor(torch.Tensor):
     ) -> MeshTensor:
         """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
 
-        ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as ``grad_placements``
-        (default: as this tensor lies, and replicated where it is pending).
+        ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as
+        ``grad_placements`` (default: as this tensor lies, and replicated where it is pending).
         """
         if device_mesh is not None and device_mesh != self._spec.mesh:
             raise MeshMismatchError(
@@ -121,7 +121,8 @@ class MeshTensor(torch.Tensor):
         if placements is None:
             return self
         wanted = check_placements(placements, self._spec.mesh.ndim, self._spec.ndim)
-        return gradient.redistribute(self, wanted, grad_placements)
+        moved: MeshTensor = gradient.redistribute(self, wanted, grad_placements)
+        return moved
 
     @classmethod
     def from_dtensor(cls, tensor: DTensor) -> MeshTensor:
@@ -132,7 +133,12 @@ class MeshTensor(torch.Tensor):
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
         local = tensor.to_local(grad_placements=placements)
         return cls.from_local(
-            local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride(), grad_placements=placements
+            local,
+            tensor.device_mesh,
+            placements,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+            grad_placements=placements,
         )
 
     def to_dtensor(self) -> DTensor:
@@ -148,14 +154,14 @@ class MeshTensor(torch.Tensor):
         )
 
     # -- gradients: a leaf's .grad lies as the leaf does --
-    def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
             gradient.place_grad(self)
         return self
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
 
     @requires_grad.setter
@@ -198,7 +204,7 @@ class MeshTensor(torch.Tensor):
         with torch.no_grad():
             return self.full_tensor().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: ARG002  # torch's signature
         """Refused: a part is not the tensor."""
         raise LayoutError(
             asked=f"turn {self._spec} into a NumPy array",
@@ -207,7 +213,7 @@ class MeshTensor(torch.Tensor):
         )
 
     # -- copies --
-    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
@@ -227,7 +233,7 @@ class MeshTensor(torch.Tensor):
         parts = (self._spec.mesh, self._spec.placements, meta.shape, meta.stride, meta.dtype)
         return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         mesh = self._spec.mesh
         names = getattr(mesh, "mesh_dim_names", None)
         sizes = "x".join(map(str, self._spec.mesh_shape)) + (f" ({', '.join(names)})" if names else "")

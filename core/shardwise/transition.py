@@ -26,10 +26,10 @@ __all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
 class Step:
     """One change of layout, on one or several mesh dims at once.
 
-    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice`` or ``fill``. ``source`` and
-    ``target`` are the placements before and after it. ``nbytes`` is what the cost counts: a rank's shard for a gather, its
-    part of the result for a reduce-scatter, its tensor for an all-reduce, one of its pieces for an all-to-all, the result
-    for local steps. ``cost`` is in seconds.
+    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice`` or ``fill``. ``source``
+    and ``target`` are the placements before and after it. ``nbytes`` is what the cost counts: a rank's shard for a
+    gather, its part of the result for a reduce-scatter, its tensor for an all-reduce, one of its pieces for an
+    all-to-all, the result for local steps. ``cost`` is in seconds.
     """
 
     kind: str
@@ -184,9 +184,9 @@ _SAFETY = 1 - 1e-9
 class _Estimate:
     """A lower bound on the cost from a layout to ``goal``.
 
-    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a rank
-    must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n ranks
-    takes n - 1 messages.
+    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a
+    rank must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n
+    ranks takes n - 1 messages.
     """
 
     def __init__(self, moves: Moves, goal: Layout) -> None:

@@ -15,7 +15,9 @@ aten = torch.ops.aten
 
 
 def on(layout, *shape, shape_of_mesh=(4,)):
-    return sw.distribute_tensor(torch.arange(float(torch.Size(shape).numel())).reshape(shape), mesh(shape_of_mesh), layout)
+    return sw.distribute_tensor(
+        torch.arange(float(torch.Size(shape).numel())).reshape(shape), mesh(shape_of_mesh), layout
+    )
 
 
 def refused(case):
@@ -114,7 +116,15 @@ def foreach_of_unequal_length():
 def fused_of_unequal_length():
     x, y = on([Shard(0)], 4, 3), on([Shard(0)], 4, 3)
     step = sw.ones((), device_mesh=mesh((4,)))
-    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False, "maximize": False}
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
     return [x, y], lambda: torch._fused_adamw_([x, y], [x], [x, y], [x, y], [], [step, step], **options)
 
 

@@ -83,11 +83,14 @@ def test_importing_shardwise_imports_no_plugin():
 def test_a_broken_plugin_is_left_out_with_a_warning_and_a_reason(tmp_path, source, cause):
     plugin(tmp_path, "acme-broken", source)
     plugin(tmp_path, "acme-kernels", GOOD)
-    code = LOOKUP + """
+    code = (
+        LOOKUP
+        + """
     for s in statuses():
         if s.found.origin.plugin.startswith("acme"):
             print(s.found.origin.plugin, s.status, s.reason)
     """
+    )
     done = run(tmp_path, code)
     assert done.returncode == 0, done.stderr
     assert "acme-kernels 1.0" in done.stdout

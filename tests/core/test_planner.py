@@ -80,9 +80,7 @@ def best_by_exhaustion(found: Problem):
 def test_the_choice_for_a_product_equals_exhaustive_search(data):
     mesh = data.draw(meshes)
     m, k, n = (data.draw(st.sampled_from([1, 5, 64, 1000])) for _ in range(3))
-    schema = OpSchema.of(
-        aten.mm.default, data.draw(specs(mesh, (m, k))), data.draw(specs(mesh, (k, n)))
-    )
+    schema = OpSchema.of(aten.mm.default, data.draw(specs(mesh, (m, k))), data.draw(specs(mesh, (k, n))))
     found = problem(MM, schema)
     choice, strategy = choose(found)
     cost, first = best_by_exhaustion(found)
@@ -94,9 +92,7 @@ def test_the_choice_for_a_product_equals_exhaustive_search(data):
 @given(st.data())
 def test_the_choice_for_a_broadcast_sum_equals_exhaustive_search(data):
     mesh = data.draw(meshes)
-    schema = OpSchema.of(
-        aten.add.Tensor, data.draw(specs(mesh, (6, 1, 8))), data.draw(specs(mesh, (7, 8)))
-    )
+    schema = OpSchema.of(aten.add.Tensor, data.draw(specs(mesh, (6, 1, 8))), data.draw(specs(mesh, (7, 8))))
     found = problem(ADD, schema)
     choice, strategy = choose(found)
     cost, first = best_by_exhaustion(found)
@@ -192,7 +188,9 @@ def test_propagate_names_the_schema_to_redistribute_to():
 
 
 def test_strategies_are_listed_cheapest_first():
-    schema = OpSchema.of(aten.mm.default, spec((2, 2), (8, 4), shard(0), REPLICATE), spec((2, 2), (4, 6), REPLICATE, shard(1)))
+    schema = OpSchema.of(
+        aten.mm.default, spec((2, 2), (8, 4), shard(0), REPLICATE), spec((2, 2), (4, 6), REPLICATE, shard(1))
+    )
     listed = registry_of(MM).strategies(schema)
     costs = [s.cost for s in listed.strategies]
     assert costs == sorted(costs)

@@ -1,0 +1,108 @@
+"""The command: options in, four local processes (or torchrun's) at work, a report and an exit code out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from rich.console import Console
+
+from shardwise.demo.report import as_json, print_report
+from shardwise.demo.run import Outcome, run_rank
+from shardwise.demo.settings import MESH_NAMES, Settings
+from shardwise.errors import WorkerError
+from shardwise.testing.pool import WorkerPool
+
+__all__ = ["demo"]
+
+DEFAULT = Settings()
+DIFFERS, WORKER_FAILED = 1, 3
+"""Exit codes; 2 is click's, for options that make no sense."""
+
+REPORT_WIDTH = 140
+"""Columns of a report that goes to a file or a pipe."""
+
+
+def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    words = value.lower().split("x")
+    if not all(word.isdigit() and int(word) for word in words) or len(words) not in MESH_NAMES:
+        raise click.BadParameter(f"{value!r} is no mesh: write 4 (tensor parallel) or 2x2 (data x tensor)", ctx, param)
+    return tuple(map(int, words))
+
+
+@click.command()
+@click.option("--mesh", callback=_mesh_shape, default=DEFAULT.mesh_text, show_default=True, help="4, or 2x2 (dp x tp).")
+@click.option("--steps", type=click.IntRange(1), default=DEFAULT.steps, show_default=True)
+@click.option("--seed", type=int, default=DEFAULT.seed, show_default=True)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Report to a file too.")
+@click.option("--layers", type=click.IntRange(1), default=DEFAULT.layers, show_default=True)
+@click.option("--width", type=click.IntRange(1), default=DEFAULT.width, show_default=True)
+@click.option("--heads", type=click.IntRange(1), default=DEFAULT.heads, show_default=True)
+@click.option("--context", type=click.IntRange(1), default=DEFAULT.context, show_default=True, help="Bytes a sequence.")
+@click.option("--batch", type=click.IntRange(1), default=DEFAULT.batch, show_default=True, help="Sequences a step.")
+@click.option("--learning-rate", type=float, default=DEFAULT.learning_rate, show_default=True)
+def demo(json_path: Path | None, device: str, **sizes: object) -> None:
+    """Train a byte-level GPT on a mesh of local processes, then on one device, and compare the two.
+
+    Runs its own processes, or under torchrun --nproc-per-node 4 -m shardwise.demo. Exits with 1 when the runs differ
+    and with 3 when a worker fails.
+    """
+    settings = Settings(**sizes)  # type: ignore[arg-type]
+    if settings.width % settings.heads:
+        raise click.UsageError(f"--width {settings.width} does not divide into --heads {settings.heads}")
+    settings = evolve(settings, device=_device(device, settings.world_size))
+    outcome = _run_under_torchrun(settings) if dist.is_torchelastic_launched() else _run_locally(settings)
+    if outcome is None:
+        return
+    # A pipe has no width of its own, and 80 columns would cut the strategies.
+    console = Console()
+    print_report(outcome, console if console.is_terminal else Console(width=REPORT_WIDTH))
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(outcome), indent=1) + "\n")
+    if not outcome.comparison.agrees:
+        raise SystemExit(DIFFERS)
+
+
+def _device(wanted: str, world_size: int) -> str:
+    if wanted == "auto":
+        return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError("--device cuda: torch finds no CUDA device here")
+    return wanted
+
+
+def _backend(settings: Settings) -> str:
+    """NCCL where every rank has a GPU of its own; gloo also carries CUDA tensors of ranks that share one."""
+    own_gpu = settings.device == "cuda" and torch.cuda.device_count() >= settings.world_size
+    return "nccl" if own_gpu else "gloo"
+
+
+def _run_locally(settings: Settings) -> Outcome | None:
+    try:
+        with WorkerPool(settings.world_size, _backend(settings)) as pool:
+            outcome: Outcome | None = pool.run(run_rank, settings, timeout=None)[0]
+            return outcome
+    except WorkerError as error:
+        click.echo(f"\nshardwise demo: {error}", err=True)
+        raise SystemExit(WORKER_FAILED) from None
+    finally:
+        # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
+        Console().show_cursor()
+
+
+def _run_under_torchrun(settings: Settings) -> Outcome | None:
+    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
+    try:
+        if dist.get_world_size() != settings.world_size:
+            raise click.UsageError(
+                f"--mesh {settings.mesh_text} wants {settings.world_size} processes and torchrun started "
+                f"{dist.get_world_size()}"
+            )
+        return run_rank(settings)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,62 @@
+"""What a person sees while the demo trains: a live bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shardwise.demo.settings import Settings
+from shardwise.demo.training import Step
+
+__all__ = ["progress", "tokens_per_second"]
+
+PLAIN_LINES = 10
+"""Lines per run where the output is no terminal."""
+
+
+@contextmanager
+def progress(title: str, settings: Settings, *, shown: bool) -> Iterator[Callable[[Step], None]]:
+    """Give the function that shows a finished step; it shows nothing where ``shown`` is false."""
+    console = Console(quiet=not shown)
+    if console.is_terminal and shown:
+        with _bar(console) as bar:
+            task = bar.add_task(title, total=settings.steps, loss="-", speed="-")
+            yield lambda step: bar.update(task, advance=1, loss=f"{step.loss:.4f}", speed=_speed(settings, step))
+    else:
+        every = max(1, settings.steps // PLAIN_LINES)
+        yield lambda step: _line(console, title, settings, step) if step.number % every == 0 else None
+
+
+def tokens_per_second(settings: Settings, steps: list[Step]) -> float:
+    """The mean speed of a run; the first step, which plans everything, is left out where there are others."""
+    timed = steps[1:] or steps
+    return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeElapsedColumn(),
+        console=console,
+        # The machine's cores are for training.
+        refresh_per_second=4,
+    )
+
+
+def _line(console: Console, title: str, settings: Settings, step: Step) -> None:
+    console.print(
+        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {_speed(settings, step)} tokens/s",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _speed(settings: Settings, step: Step) -> str:
+    return f"{settings.tokens_per_step / step.seconds:,.0f}"

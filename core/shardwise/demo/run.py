@@ -1,0 +1,101 @@
+"""One demo run as each rank lives it: train on the mesh, then (rank 0) on one device, and compare."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.demo.comparison import Comparison, compare
+from shardwise.demo.data import batches
+from shardwise.demo.model import build
+from shardwise.demo.observation import Observed, observing
+from shardwise.demo.progress import progress
+from shardwise.demo.settings import Settings
+from shardwise.demo.training import Step, train
+from shardwise.placements import REPLICATE, Placement, Shard
+
+__all__ = ["TENSOR_PARALLEL", "Outcome", "run_rank"]
+
+TENSOR_PARALLEL: dict[str, dict[str, Placement]] = {
+    "bytes.weight": {"tp": Shard(0)},
+    "blocks.*.attention.w[qkv].weight": {"tp": Shard(0)},
+    "blocks.*.attention.wo.weight": {"tp": Shard(1)},
+    "blocks.*.feed.up.weight": {"tp": Shard(0)},
+    "blocks.*.feed.down.weight": {"tp": Shard(1)},
+    "head.weight": {"tp": Shard(0)},
+}
+"""Where the weights lie: the first linear layer of each pair by rows of its weight, the second by columns."""
+
+
+@frozen
+class Outcome:
+    """What a run found: the steps on the mesh and on one device, what rank 0 saw, and how the two runs compare."""
+
+    settings: Settings
+    backend: str
+    steps: list[Step]
+    single_steps: list[Step]
+    observed: Observed
+    comparison: Comparison
+
+
+def run_rank(settings: Settings) -> Outcome | None:
+    """Run on this rank of the default process group; rank 0 gives the outcome, the others None."""
+    rank = dist.get_rank()
+    if settings.device == "cuda":
+        torch.cuda.set_device(_local_rank(rank) % torch.cuda.device_count())
+    torch.set_num_threads(max(1, _cores() // settings.world_size))
+    mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
+    steps, parameters, observed = _train_on_mesh(settings, mesh, shown=rank == 0)
+    if rank != 0:
+        return None
+    # The other ranks are done and leave the machine to this one.
+    torch.set_num_threads(_cores())
+    single_steps, single_parameters = _train_on_one(settings)
+    comparison = compare(settings, (steps, parameters), (single_steps, single_parameters))
+    return Outcome(settings, dist.get_backend(), steps, single_steps, observed, comparison)
+
+
+def _train_on_mesh(
+    settings: Settings, mesh: DeviceMesh, *, shown: bool
+) -> tuple[list[Step], dict[str, Tensor], Observed]:
+    model = sw.distribute_module(build(settings).to(settings.device), mesh, TENSOR_PARALLEL, src_data_rank=None)
+    # Every rank makes the same weights and batches from the seed, so nothing needs to be sent (src_data_rank=None).
+    batch_placements = [Shard(0) if name == "dp" else REPLICATE for name in settings.mesh_names]
+
+    def place(batch: Tensor) -> Tensor:
+        return sw.distribute_tensor(batch.to(settings.device), mesh, batch_placements, src_data_rank=None)
+
+    title = f"mesh {settings.mesh_text} ({', '.join(settings.mesh_names)})"
+    with observing() as observed, progress(title, settings, shown=shown) as tell:
+        steps = train(model, batches(settings), settings, place, tell)
+    return steps, _whole_parameters(model), observed
+
+
+def _train_on_one(settings: Settings) -> tuple[list[Step], dict[str, Tensor]]:
+    model = build(settings).to(settings.device)
+    with progress("one device", settings, shown=True) as tell:
+        steps = train(model, batches(settings), settings, lambda batch: batch.to(settings.device), tell)
+    return steps, _whole_parameters(model)
+
+
+def _whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {
+            name: (parameter.full_tensor() if isinstance(parameter, sw.MeshTensor) else parameter.detach()).cpu()
+            for name, parameter in model.named_parameters()
+        }
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _local_rank(rank: int) -> int:
+    return int(os.environ.get("LOCAL_RANK", rank))

@@ -1,0 +1,23 @@
+"""Meshes for tests: made once per worker process."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["mesh"]
+
+
+@cache
+def mesh(shape: tuple[int, ...] = (4,), names: tuple[str, ...] | None = None, device_type: str = "cpu") -> DeviceMesh:
+    """A mesh over this worker's process group, cached per process; every rank must ask for it.
+
+    ``shape`` must hold exactly the group's ranks. On ``cuda`` the ranks go round the devices, so that several may
+    share one.
+    """
+    if device_type == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)

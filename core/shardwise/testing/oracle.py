@@ -1,0 +1,202 @@
+"""The oracle: is a rule right? Scatter the inputs by its rows over simulated ranks, run, put together, compare.
+
+It needs no process group. It judges every row by itself on 1-D meshes and in combination on N-D meshes, because the
+rows of several mesh dims act on each other's shards.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from attrs import define, field, frozen
+
+from shardwise.discovery import default_registry
+from shardwise.placements import show_all
+from shardwise.planner import make_call
+from shardwise.rule import AnyRule
+from shardwise.signature import Call, Op, op_name
+from shardwise.spec import AbstractMesh, TensorSpec
+from shardwise.testing.cases import list_cases
+from shardwise.testing.judge import judge
+from shardwise.testing.report import Report, RuleRefuted
+from shardwise.testing.samples import Sample, Samples, samples_of
+from shardwise.testing.trial import Case, Illegal, Trial
+
+__all__ = ["MESHES", "Report", "RuleRefuted", "check_plugin", "check_rule"]
+
+MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (2, 3))
+
+StandIns = Mapping[Op, Callable[..., Any]]
+
+
+@frozen
+class _Settings:
+    meshes: tuple[tuple[int, ...], ...]
+    cases: int | None
+    seed: int
+    stand_ins: StandIns
+    keep_going: bool
+
+
+def check_rule(
+    rule: AnyRule,
+    samples: Samples | Sequence[Sample] | None = None,
+    *,
+    meshes: Sequence[Sequence[int]] = MESHES,
+    cases: int | None = None,
+    seed: int = 0,
+    stand_ins: StandIns | None = None,
+    keep_going: bool = False,
+) -> Report:
+    """Judge a rule on every op that it names; raises :class:`RuleRefuted` with the first wrong row.
+
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors: a list for all ops alike, or a mapping from ops to
+    functions that make lists (what is missing there is made from the schemas). ``cases`` bounds the number of cases
+    per op (a seeded choice in which every row comes first). ``stand_ins`` run in place of ops that this machine lacks.
+    With ``keep_going`` refusals are collected in the report, one per op and row.
+    """
+    settings = _Settings(tuple(map(tuple, meshes)), cases, seed, stand_ins or {}, keep_going)
+    report = Report(rules=1)
+    for op in rule.ops:
+        given = samples_of(op, samples or {}) if samples is None or isinstance(samples, Mapping) else samples
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report += _Hearing(rule, op, settings).run(given)
+    return report
+
+
+def check_plugin(plugin: str, samples: Samples | None = None, **options: Any) -> Report:
+    """:func:`check_rule` over all rules of an installed plugin; takes the same options."""
+    report = Report()
+    for rule in default_registry().rules(plugin):
+        report += check_rule(rule, samples, **options)
+    return report
+
+
+@frozen(eq=False)
+class _Candidate:
+    """A case that may be run: cheap to make, so that many can be chosen from."""
+
+    trial: Trial
+    call: Call
+    case: Case
+
+
+@define(eq=False)
+class _Hearing:
+    """The judgement of one op of a rule. ``ran`` says of every row seen whether it ran."""
+
+    rule: AnyRule
+    op: Op
+    settings: _Settings
+    ran: dict[str, bool] = field(factory=dict, init=False)
+    cases: int = field(default=0, init=False)
+    left: int = field(default=0, init=False)
+    refuted: dict[tuple[str, ...], RuleRefuted] = field(factory=dict, init=False)
+
+    def run(self, calls: Sequence[Sample]) -> Report:
+        rng = random.Random(self.settings.seed + crc32(op_name(self.op).encode()))  # noqa: S311  chance, no secret
+        trials = list(self._trials(calls))
+        meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
+        candidates = [c for trial in trials for mesh in meshes for c in self._candidates(trial, mesh, rng)]
+        for candidate in _chosen(candidates, self.settings.cases, rng):
+            if candidate.case.rows not in self.refuted:
+                self._try(candidate)
+        return Report(
+            ops=1,
+            rows=sum(self.ran.values()),
+            cases=self.cases,
+            left=self.left,
+            unexercised=tuple(f"{op_name(self.op)}: {name}" for name, ran in self.ran.items() if not ran),
+            unsampled=() if trials or self.refuted else (op_name(self.op),),
+            refuted=tuple(self.refuted.values()),
+        )
+
+    def _trials(self, calls: Sequence[Sample]) -> Iterator[Trial]:
+        run = self.settings.stand_ins.get(self.op, self.op)
+        for args, kwargs in calls:
+            try:
+                trial = Trial.of(self.rule, self.op, args, kwargs, run)
+            except Illegal:
+                continue
+            if trial.disagreement:
+                self._refuse(trial, None, trial.disagreement)
+            else:
+                yield trial
+
+    def _candidates(self, trial: Trial, mesh: AbstractMesh, rng: random.Random) -> list[_Candidate]:
+        schema = trial.schema(mesh)
+        call = make_call(self.rule, schema, trial.planned)
+        try:
+            listed = list_cases(self.rule, schema, call, mesh, rng)
+        except Exception as error:  # noqa: BLE001  a rule is a plugin's function and may raise anything
+            self._refuse(trial, None, f"the rule raises {type(error).__name__}: {error}", error)
+            return []
+        self.left += listed.left
+        for name in listed.rows:
+            self.ran.setdefault(name, False)
+        return [_Candidate(trial, call, case) for case in listed.cases]
+
+    def _try(self, candidate: _Candidate) -> None:
+        trial, case = candidate.trial, candidate.case
+        self.cases += 1
+        generator = torch.Generator().manual_seed(self.settings.seed + self.cases)
+        operands = trial.scatter(case, generator)
+        before = {at: tuple(None if t is None else t.clone() for t in ts) for at, ts in operands.items()}
+        try:
+            wrong = judge(trial, case, before, trial.locally(case, candidate.call, operands))
+            cause = None
+        except Exception as error:  # noqa: BLE001  whatever a rank raises is evidence against the row
+            wrong, cause = str(error), error
+        if wrong:
+            self._refuse(trial, case, wrong, cause)
+        self.ran.update(dict.fromkeys(case.rows, True))
+
+    def _refuse(self, trial: Trial, case: Case | None, wrong: str, cause: BaseException | None = None) -> None:
+        refusal = _refusal(self.rule, trial, case, wrong)
+        if not self.settings.keep_going:
+            raise refusal from cause
+        self.refuted.setdefault(tuple(refusal.rows), refusal)
+
+
+def _refusal(rule: AnyRule, trial: Trial, case: Case | None, wrong: str) -> RuleRefuted:
+    asked = f"the rule for {op_name(trial.op)} ({rule.source}) to {trial}"
+    mesh = placed = "-"
+    if case is not None:
+        mesh = "x".join(map(str, case.mesh.shape))
+        placed = f"{_shown(case.inputs)} -> {_shown(case.outputs)}"
+        asked = f"row {' | '.join(case.rows)!r} of {asked} on a {mesh} mesh with {placed}"
+    return RuleRefuted(
+        asked=f"apply {asked}",
+        found=wrong,
+        do="Remove or correct the row, or give it a lowering.",
+        op=op_name(trial.op),
+        source=rule.source,
+        rows=case.rows if case else (),
+        mesh=mesh,
+        sample=str(trial),
+        placements=placed,
+    )
+
+
+def _shown(specs: Sequence[TensorSpec | None]) -> str:
+    return ", ".join("-" if s is None else show_all(s.placements) for s in specs)
+
+
+def _chosen(candidates: Sequence[_Candidate], limit: int | None, rng: random.Random) -> list[_Candidate]:
+    """All candidates, or a seeded choice of some in which every row comes on every mesh as far as the limit goes."""
+    if limit is None or len(candidates) <= limit:
+        return list(candidates)
+    seen: set[tuple[int, str]] = set()
+    first: list[_Candidate] = []
+    rest: list[_Candidate] = []
+    for candidate in rng.sample(candidates, len(candidates)):
+        keys = {(candidate.case.mesh.ndim, name) for name in candidate.case.rows}
+        (rest if keys <= seen else first).append(candidate)
+        seen |= keys
+    return (first + rest)[:limit]

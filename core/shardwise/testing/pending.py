@@ -1,0 +1,135 @@
+"""Random decompositions: a whole tensor as the local tensors of simulated ranks, pending values in random pieces.
+
+Where :func:`shardwise.layout.scatter_local` makes the tamest pieces (the value and zeros), these are as wild as a
+pending tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from shardwise.placements import Partial, Shard
+from shardwise.spec import TensorSpec, chunk
+from shardwise.testing.simulated import Coordinate
+
+__all__ = ["can_be_pending", "pieces", "place"]
+
+
+def place(full: Tensor, spec: TensorSpec, generator: torch.Generator) -> dict[Coordinate, Tensor]:
+    """Local tensors by coordinate that together are ``full`` under ``spec``; each owns its memory."""
+    parts: dict[Coordinate, Tensor] = {(): full}
+    for placement, size in zip(spec.placements, spec.mesh_shape, strict=True):
+        split: dict[Coordinate, Tensor] = {}
+        for head, part in parts.items():
+            if isinstance(placement, Partial):
+                found = pieces(part, placement.reduce_op, size, generator)
+            elif isinstance(placement, Shard):
+                found = [_narrow(part, placement.dim, size, i) for i in range(size)]
+            else:
+                found = [part] * size
+            split.update({(*head, i): piece for i, piece in enumerate(found)})
+        parts = split
+    # A real local tensor may have lost the order of the strides that the whole one has.
+    dense = torch.preserve_format if torch.rand((), generator=generator) < 0.7 else torch.contiguous_format  # noqa: PLR2004
+    return {at: part.clone(memory_format=dense) for at, part in parts.items()}
+
+
+def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:
+    size, start = chunk(part.shape[dim], parts, index)
+    return part.narrow(dim, start, size)
+
+
+def can_be_pending(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can be pending in this way at all."""
+    if dtype == torch.bool:
+        return kind != "avg"
+    return not (dtype.is_complex and kind in ("max", "min"))
+
+
+def pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
+    """``count`` random tensors that reduce to ``value``; exactly but for one rounding of a sum or average."""
+    if value.dtype == torch.bool:
+        return _bool_pieces(value, kind, count, generator)
+    return _SPLITS[kind](value, count, generator)
+
+
+def _bool_pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
+    # A bool sum or maximum is an or, a product or minimum an and: the keeper holds the value, others cannot change it.
+    neutral = kind in ("min", "product")
+    noise = torch.rand((count, *value.shape), generator=generator) < 0.5  # noqa: PLR2004
+    keep = _keepers(value, count, generator)
+    others = torch.where(value == neutral, torch.full_like(value, neutral), noise)
+    return list(torch.where(keep, value, others))
+
+
+def _keepers(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Per element, one rank at random, as a mask of shape ``(count, *value.shape)``."""
+    who = torch.randint(count, value.shape, generator=generator)
+    return torch.stack([who == i for i in range(count)])
+
+
+def _step(dtype: torch.dtype) -> float:
+    """A grid on which random pieces lie, so coarse that sums of them are exact."""
+    return 0.25 if dtype.itemsize <= 2 else 0.125  # noqa: PLR2004
+
+
+def _grid(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random tensors of the value's shape on a coarse grid of both signs; small whole numbers for integers."""
+    shape = (count, *value.shape)
+    if not (value.is_floating_point() or value.is_complex()):
+        low = 0 if value.dtype == torch.uint8 else -9
+        return torch.randint(low, 10, shape, generator=generator).to(value.dtype)
+    reach = 8 if value.dtype.itemsize <= 2 else 128  # noqa: PLR2004
+    found = torch.randint(-reach, reach + 1, shape, generator=generator) * _step(value.dtype)
+    if value.is_complex():
+        imaginary = torch.randint(-reach, reach + 1, shape, generator=generator) * _step(value.dtype)
+        return torch.complex(found.double(), imaginary.double()).to(value.dtype)
+    return found.to(value.dtype)
+
+
+def _sum(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    loose = _grid(value, count - 1, generator)
+    return [*loose, value - loose.sum(0, dtype=value.dtype)]
+
+
+def _avg(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    loose = _grid(value, count - 1, generator)
+    return [*(value + loose), value - loose.sum(0, dtype=value.dtype)]
+
+
+def _extreme(sign: int) -> Callable[[Tensor, int, torch.Generator], list[Tensor]]:
+    def split(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+        beside = torch.stack([value] * count)
+        if value.is_floating_point():
+            beside = beside - sign * _grid(value, count, generator).abs()
+        else:
+            # Integers stay within their range: anything on the harmless side of the value.
+            limits = torch.iinfo(value.dtype)
+            drop = torch.randint(0, 10, beside.shape, generator=generator)
+            beside = (beside.long() - sign * drop).clamp(limits.min, limits.max).to(value.dtype)
+            beside = torch.where((beside > value) == (sign < 0), beside, value)
+        return list(torch.where(_keepers(value, count, generator), value, beside))
+
+    return split
+
+
+def _product(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
+    shape = (count - 1, *value.shape)
+    signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
+    if value.is_floating_point() or value.is_complex():
+        factors = (signs * torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, shape, generator=generator)]).to(value.dtype)
+        return [*factors, value / factors.prod(0)]
+    factors = (torch.ones_like(signs) if value.dtype == torch.uint8 else signs).to(value.dtype)
+    return [*factors, value * factors.prod(0, dtype=value.dtype)]
+
+
+_SPLITS: dict[str, Callable[[Tensor, int, torch.Generator], list[Tensor]]] = {
+    "sum": _sum,
+    "avg": _avg,
+    "max": _extreme(1),
+    "min": _extreme(-1),
+    "product": _product,
+}

@@ -1,0 +1,249 @@
+"""A pool of worker processes that stay up, so that a multi-rank test costs milliseconds and not a spawn."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from importlib.machinery import PathFinder
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from attrs import evolve, frozen
+
+from shardwise.errors import WorkerError
+from shardwise.testing.worker import Answer, RankFailure, Seat, dumps_by_value, serve
+
+__all__ = ["RankFailure", "WorkerPool"]
+
+START_TIMEOUT = 120.0
+"""Seconds for all workers to import torch and to join the group; a slow disk needs most of it."""
+
+GRACE = 5.0
+"""Seconds that the other ranks have after one rank has failed; those still busy wait for it in a collective."""
+
+NO_ANSWER = ("died", "hung")
+BLAME = {"died": 0, "hung": 2}
+
+
+@frozen
+class Worker:
+    """One worker process, as the parent sees it."""
+
+    rank: int
+    process: SpawnProcess
+    connection: Connection
+    stack_path: Path
+
+
+class WorkerPool:
+    """Local processes in one process group that run functions together, one rank each.
+
+    A context manager. The workers start with the first :meth:`run`, keep their state (meshes, caches) between runs,
+    run torch on one thread, and die with the parent. After a failure that may have left ranks out of step the
+    workers are ended, and the next run starts fresh ones.
+    """
+
+    def __init__(self, world_size: int = 4, backend: str = "gloo") -> None:
+        self.world_size = world_size
+        self.backend = backend
+        self._workers: list[Worker] = []
+        self._store: dist.TCPStore | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "up" if self._workers else "down"
+        return f"WorkerPool(world_size={self.world_size}, backend={self.backend!r}, {state})"
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids by rank; empty while no workers are up."""
+        return [worker.process.pid or 0 for worker in self._workers]
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float | None = 60.0) -> list[Any]:
+        """Call ``fn(*args)`` on every rank and give the results by rank.
+
+        ``timeout`` is in seconds, None for no limit. Arguments and results are pickled; functions of modules that a
+        fresh process cannot import (tests) travel by value. Raises :class:`WorkerError` when a rank raises, dies or
+        does not answer; its ``errors`` holds one :class:`RankFailure` or None per rank.
+        """
+        asked = f"run {getattr(fn, '__qualname__', repr(fn))} on {self.world_size} workers"
+        payload = _dumps_call(fn, args)
+        if not self._workers:
+            self._start()
+        try:
+            for worker in self._workers:
+                with suppress(OSError):  # a dead worker shows when its answer is awaited
+                    worker.connection.send_bytes(payload)
+            outcomes = self._collect(timeout)
+        except BaseException:
+            self.close()
+            raise
+        return self._results(asked, outcomes)
+
+    def close(self) -> None:
+        """End all workers at once; the next :meth:`run` starts fresh ones."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.process.close()
+            worker.connection.close()
+        self._workers = []
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
+        # The parent hosts the store: the port is free for certain, and no rank's death takes the store away.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        try:
+            for rank in range(self.world_size):
+                self._workers.append(self._spawn(rank, Path(self._folder.name), self._store.port))
+            outcomes = self._collect(START_TIMEOUT)
+        except BaseException:
+            self.close()
+            raise
+        self._results(f"start {self.world_size} workers", outcomes)
+
+    def _spawn(self, rank: int, folder: Path, port: int) -> Worker:
+        context = mp.get_context("spawn")
+        ours, theirs = context.Pipe()
+        stack_path = folder / f"stack-{rank}"
+        # Longer than any run's own timeout is likely to be: the pool judges hangs, not the group.
+        seat = Seat(rank, self.world_size, self.backend, port, os.getpid(), str(stack_path), timedelta(minutes=30))
+        process = context.Process(target=serve, args=(seat, theirs), daemon=True, name=f"rank {rank}")
+        process.start()
+        theirs.close()
+        return Worker(rank, process, ours, stack_path)
+
+    def _collect(self, timeout: float | None) -> list[Answer]:
+        """One answer per rank; a worker that died or did not answer in time gets a failure made here."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        waiting = {worker.rank: worker for worker in self._workers}
+        answers: dict[int, Answer] = {}
+        while waiting:
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            ready = wait([source for w in waiting.values() for source in (w.connection, w.process.sentinel)], left)
+            if not ready:
+                break
+            for worker in [w for w in waiting.values() if w.connection in ready or w.process.sentinel in ready]:
+                answer = answers[worker.rank] = _answer_of(worker)
+                del waiting[worker.rank]
+                if answer.failure is not None:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        hung = _hung(waiting.values(), timeout, failed=any(a.failure for a in answers.values()))
+        return [answers.get(rank) or hung[rank] for rank in range(self.world_size)]
+
+    def _results(self, asked: str, answers: list[Answer]) -> list[Any]:
+        failures = [_failure_of(answer) for answer in answers]
+        if not any(failures):
+            return [pickle.loads(answer.value) for answer in answers]
+        in_step = all(failure is not None and failure.kind not in NO_ANSWER for failure in failures)
+        if not in_step:
+            self.close()
+        raise _error(asked, failures)
+
+
+def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    package = sys.modules.get((getattr(fn, "__module__", None) or "__main__").partition(".")[0])
+    if package is None or package.__name__ == "__main__" or _importable(package.__name__):
+        return dumps_by_value((fn, args))
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(package)
+    try:
+        return dumps_by_value((fn, args))
+    finally:
+        cloudpickle.unregister_pickle_by_value(package)
+
+
+def _importable(package: str) -> bool:
+    """Whether a fresh process finds the package under its name; a folder without ``__init__.py`` does not count."""
+    spec = PathFinder.find_spec(package)
+    return package in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
+
+
+def _answer_of(worker: Worker) -> Answer:
+    try:
+        if worker.connection.poll():
+            answer: Answer = pickle.loads(worker.connection.recv_bytes())
+            return answer
+    except (EOFError, OSError):
+        pass
+    worker.process.join(timeout=GRACE)
+    return Answer(failure=RankFailure(worker.rank, "died", _describe_exit(worker.process.exitcode)))
+
+
+def _describe_exit(code: int | None) -> str:
+    if code is None:
+        return "its connection closed while the process still ran"
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    return f"its process was killed by {signal.Signals(-code).name}"
+
+
+def _hung(workers: Iterable[Worker], timeout: float | None, *, failed: bool) -> dict[int, Answer]:
+    """Failures for the workers that did not answer, each with the Python stack that it hung in."""
+    late = list(workers)
+    for worker in late:
+        os.kill(worker.process.pid or 0, signal.SIGUSR1)
+    if late:
+        time.sleep(0.2)  # writing a stack takes a few milliseconds
+    message = f"no answer {GRACE:g} s after another rank failed" if failed else f"no answer within {timeout} s"
+    return {w.rank: Answer(failure=RankFailure(w.rank, "hung", message, w.stack_path.read_text())) for w in late}
+
+
+def _failure_of(answer: Answer) -> RankFailure | None:
+    if answer.failure is None or not answer.error:
+        return answer.failure
+    try:
+        return evolve(answer.failure, error=pickle.loads(answer.error))
+    except Exception:  # noqa: BLE001 - an exception with its own constructor may not unpickle; its text remains
+        return answer.failure
+
+
+def _error(asked: str, failures: list[RankFailure | None]) -> WorkerError:
+    """One error for all ranks, led by one that died or raised: that explains the ranks that waited for it."""
+    real = sorted(filter(None, failures), key=lambda failure: (BLAME.get(failure.kind, 1), failure.rank))
+    first = real[0]
+    how = first.kind if first.kind in NO_ANSWER else f"raised {first.kind}"
+    others = f" (ranks {[failure.rank for failure in real[1:]]} failed too)" if len(real) > 1 else ""
+    error = WorkerError(
+        asked=asked,
+        found=f"rank {first.rank} {how}: {first.message}{others}",
+        do=f"Mend what the tracebacks show:\n{_tracebacks(real)}",
+        errors=failures,
+        rank=first.rank,
+    )
+    error.__cause__ = first.error
+    return error
+
+
+def _tracebacks(failures: list[RankFailure]) -> str:
+    ranks_by_text: dict[str, list[int]] = {}
+    for failure in failures:
+        ranks_by_text.setdefault(failure.traceback or failure.message, []).append(failure.rank)
+    return "\n".join(f"--- rank {', '.join(map(str, ranks))}\n{text}" for text, ranks in ranks_by_text.items())

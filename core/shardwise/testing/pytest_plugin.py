@@ -1,0 +1,32 @@
+"""Fixtures for tests of rules and programs; opt in with ``pytest_plugins = ["shardwise.testing.pytest_plugin"]``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from shardwise.testing.pool import WorkerPool
+
+PoolFactory = Callable[..., WorkerPool]
+
+
+@pytest.fixture(scope="session")
+def pool_of() -> Iterator[PoolFactory]:
+    """``pool_of(world_size, backend="gloo")``: one pool per size and backend for the whole test run."""
+    pools: dict[tuple[int, str], WorkerPool] = {}
+    with ExitStack() as stack:
+
+        def make(world_size: int, backend: str = "gloo") -> WorkerPool:
+            if (world_size, backend) not in pools:
+                pools[world_size, backend] = stack.enter_context(WorkerPool(world_size, backend))
+            return pools[world_size, backend]
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def pool(pool_of: PoolFactory) -> WorkerPool:
+    """Four gloo workers, started by the first test that runs something on them."""
+    return pool_of(4)

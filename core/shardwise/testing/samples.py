@@ -1,0 +1,145 @@
+"""Sample calls for the oracle: those that a rule's author gives, those of a related op, and generic ones by schema.
+
+A sample is ``(args, kwargs)`` of one op with small whole CPU tensors. ``Samples`` maps ops to functions that make lists
+of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.private_torch import schema_of
+from shardwise.signature import Kind, Op, op_name, signature
+
+__all__ = ["Sample", "Samples", "generic_samples", "made", "samples_of"]
+
+Sample = tuple[Sequence[Any], Mapping[str, Any]]
+Samples = Mapping[Op, Callable[[], Sequence[Sample]]]
+
+# Even and uneven over 4, 2 and 3 ranks, empty shards, size-1 and size-0 dims, none at all.
+SHAPES: tuple[tuple[int, ...], ...] = ((8, 6), (5, 7), (4, 1, 3), (1, 2), (0, 3), (9,), ())
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def made(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """A random tensor with values of both signs; the same for the same arguments."""
+    generator = torch.Generator().manual_seed(seed * 7919 + len(shape))
+    if dtype == torch.bool:
+        return torch.rand(tuple(shape), generator=generator) < 0.5  # noqa: PLR2004
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+    low = 0 if dtype == torch.uint8 else -5
+    return torch.randint(low, 6, tuple(shape), generator=generator).to(dtype)
+
+
+def samples_of(op: Op, given: Samples) -> list[Sample]:
+    """The calls to judge an op by: its own samples, else those of an overload alike, else generic ones."""
+    if op in given:
+        return list(given[op]())
+    relative = next((other for other in given if _alike(op, other)), None)
+    base = list(given[relative]()) if relative is not None else generic_samples(op)
+    return [sample for call in base if (sample := _with_out(op, call)) is not None]
+
+
+def _alike(op: Op, other: Op) -> bool:
+    """Whether a call of ``other`` is one of ``op``, in place or with ``out=`` aside."""
+    return _family(op) == _family(other)
+
+
+def _family(op: Op) -> tuple[Any, ...]:
+    name = op_name(op).split(".")[1].rstrip("_")
+    return name, tuple((a.name, a.kind, a.kwarg_only) for a in signature(op).args if not a.is_out)
+
+
+# -- out= --------------------------------------------------------------------------------------------------------
+
+
+def _with_out(op: Op, sample: Sample) -> Sample | None:
+    """The sample with ``out=`` tensors of the right shape and wrong content, where the op takes them."""
+    args, kwargs = sample
+    outs = [a for a in signature(op).args if a.is_out and a.name not in kwargs]
+    if not outs:
+        return sample
+    if any(a.kind is Kind.TENSORS for a in outs):
+        like = next(v for v in args if isinstance(v, (list, tuple)))
+        return args, {**kwargs, outs[0].name: [torch.full_like(t, 3) for t in like]}
+    own = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), DTYPES[0])
+    for dtypes in product((own, *DTYPES), repeat=len(outs)):
+        filled = {a.name: torch.empty(0, dtype=dtype) for a, dtype in zip(outs, dtypes, strict=True)}
+        if _runs(op, args, {**kwargs, **filled}):
+            return args, {**kwargs, **{name: torch.full_like(t, 1) for name, t in filled.items()}}
+    return None
+
+
+def _runs(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    try:
+        op(*args, **kwargs)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
+        return False
+    return True
+
+
+# -- generic -----------------------------------------------------------------------------------------------------
+
+
+def generic_samples(op: Op) -> list[Sample]:
+    """Calls of an elementwise-like op, from its schema alone. The op may refuse some; the oracle leaves those out."""
+    return [sample for shapes, dtype, turned in _settings(op) if (sample := _call(op, shapes, dtype, turned))]
+
+
+def _settings(op: Op) -> Iterator[tuple[tuple[tuple[int, ...], ...], torch.dtype, bool]]:
+    """Shapes per tensor argument, dtype, and whether the first is a transposed, non-contiguous tensor."""
+    count = max(1, sum(not a.is_out for a in signature(op).tensor_args))
+    in_place = any(a.written and not a.is_out for a in signature(op).args)
+    for shape in SHAPES:
+        yield (shape,) * count, torch.float32, False
+    for dtype in DTYPES[1:]:
+        yield ((5, 7),) * count, dtype, False
+    yield ((6, 8),) * count, torch.float32, True
+    if count > 1:
+        yield ((5, 7), *((7,),) * (count - 1)), torch.float32, False
+        yield ((5, 7), *((5, 1),) * (count - 1)), torch.float32, False
+        yield ((5, 7), *((),) * (count - 1)), torch.float32, False
+        if not in_place:
+            yield ((1, 7), *((5, 1),) * (count - 1)), torch.float32, False
+            yield ((6,), *((4, 6),) * (count - 1)), torch.float32, False
+
+
+def _call(op: Op, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, turned: bool) -> Sample | None:
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    left = list(shapes)
+    for seed, (arg, raw) in enumerate(zip(signature(op).args, schema_of(op).arguments, strict=True)):
+        if arg.is_out:
+            continue
+        if arg.kind is Kind.TENSOR:
+            value: Any = made(left.pop(0), dtype, seed)
+            value = value.t().contiguous().t() if turned and value.ndim > 1 else value
+        elif arg.kind is Kind.TENSORS:
+            shape = left.pop(0)
+            value = [made(s, dtype, seed + i) for i, s in enumerate((shape, (3, *shape), (5, 2)))]
+        elif arg.has_default:
+            continue
+        else:
+            value = _static_value(str(raw.type), dtype)
+        if arg.kwarg_only:
+            kwargs[arg.name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def _static_value(type_text: str, dtype: torch.dtype) -> Any:
+    whole = not dtype.is_floating_point
+    values: dict[str, Any] = {"number": 2 if whole else -1.5, "float": 0.5, "int": 1, "bool": False, "str": "none"}
+    values |= {
+        "List[number]": [2, 3, 1] if whole else [-1.5, 2.0, 0.5],
+        "List[float]": [0.5, 2.0, 1.5],
+        "List[int]": [0],
+    }
+    return values.get(type_text)

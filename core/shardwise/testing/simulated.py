@@ -1,0 +1,229 @@
+"""Simulated ranks: one process plays a whole mesh, so that a lowering may communicate without a process group.
+
+Every rank is a thread, and exactly one runs at a time. A rank runs until it asks for a collective; when all have asked,
+the answers are computed and the ranks go on. Ranks that ask for different things, or of which only some ask, are an
+error here where a real mesh would hang.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from shardwise.errors import RankDisagreementError
+from shardwise.layout import reduce_pieces
+
+__all__ = ["Coordinate", "RankError", "SilentComm", "SimulatedComm", "coordinates", "run_ranks"]
+
+Coordinate = tuple[int, ...]
+
+
+def coordinates(mesh_shape: Sequence[int]) -> list[Coordinate]:
+    """Coordinates of all ranks, in row-major order."""
+    return list(product(*map(range, mesh_shape)))
+
+
+class RankError(Exception):
+    """What a simulated rank raised; the cause is chained."""
+
+    def __init__(self, coordinate: Coordinate, cause: BaseException) -> None:
+        super().__init__(f"rank {coordinate} raised {type(cause).__name__}: {cause}")
+        self.coordinate = coordinate
+
+
+@frozen(eq=False)
+class _Request:
+    """One collective as one rank asks for it."""
+
+    name: str
+    mesh_dims: tuple[int, ...]
+    option: Any
+    tensors: tuple[Tensor, ...]
+
+    def __str__(self) -> str:
+        shapes = ", ".join(str(tuple(t.shape)) for t in self.tensors)
+        return f"{self.name}({shapes}; mesh dims {self.mesh_dims}, {self.option})"
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What must be the same on every rank of the mesh."""
+        like_shapes = self.name in ("all_reduce", "shift")
+        shapes = tuple((tuple(t.shape), t.dtype) for t in self.tensors) if like_shapes else ()
+        return self.name, self.mesh_dims, self.option, len(self.tensors), shapes
+
+
+class SimulatedComm:
+    """The communication handle that a simulated rank gives to a lowering."""
+
+    def __init__(self, ask: Callable[[_Request], Any]) -> None:
+        self._ask = ask
+
+    def all_reduce(self, tensor: Tensor, kind: str, mesh_dims: Sequence[int]) -> Tensor:
+        """See :class:`shardwise.lowering.Comm`."""
+        found: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
+        return found
+
+    def all_gather(self, tensor: Tensor, mesh_dim: int) -> list[Tensor]:
+        """See :class:`shardwise.lowering.Comm`."""
+        found: list[Tensor] = self._ask(_Request("all_gather", (mesh_dim,), None, (tensor.clone(),)))
+        return found
+
+    def all_to_all(self, tensors: Sequence[Tensor], mesh_dim: int) -> list[Tensor]:
+        """See :class:`shardwise.lowering.Comm`."""
+        sent = tuple(t.clone() for t in tensors)
+        found: list[Tensor] = self._ask(_Request("all_to_all", (mesh_dim,), None, sent))
+        return found
+
+    def shift(self, tensor: Tensor, mesh_dim: int, by: int = 1) -> Tensor:
+        """See :class:`shardwise.lowering.Comm`."""
+        found: Tensor = self._ask(_Request("shift", (mesh_dim,), by, (tensor.clone(),)))
+        return found
+
+
+def _no_collective(request: _Request) -> Any:
+    raise RankDisagreementError(
+        asked=f"run the collective {request}",
+        found="only a lowering may communicate",
+        do="Mark the row as lowered, or do without communication.",
+    )
+
+
+class SilentComm(SimulatedComm):
+    """The handle where nothing may be communicated: ``local_args`` runs while a plan is made."""
+
+    def __init__(self) -> None:
+        super().__init__(_no_collective)
+
+
+class _CancelledError(BaseException):
+    """Ends a rank's thread after another rank failed."""
+
+
+@define(eq=False)
+class _Rank:
+    """One rank: its thread, whose turn it is, and its own state of the random generator."""
+
+    coordinate: Coordinate
+    work: Callable[[SimulatedComm], Any]
+    rng: Tensor
+    turn: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
+    back: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
+    thread: threading.Thread = field(init=False)
+    request: _Request | None = field(default=None, init=False)
+    answer: Any = field(default=None, init=False)
+    result: Any = field(default=None, init=False)
+    error: BaseException | None = field(default=None, init=False)
+    cancelled: bool = field(default=False, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._main, name=f"rank {self.coordinate}", daemon=True)
+        self.thread.start()
+
+    def _main(self) -> None:
+        self.turn.acquire()
+        try:
+            if not self.cancelled:
+                self.result = self.work(SimulatedComm(self._ask))
+        except _CancelledError:
+            pass
+        except BaseException as error:  # noqa: BLE001  whatever a rule raises is evidence against it
+            self.error = error
+        self.request = None
+        self.back.release()
+
+    def _ask(self, request: _Request) -> Any:
+        self.request = request
+        self.back.release()
+        self.turn.acquire()
+        if self.cancelled:
+            raise _CancelledError
+        return self.answer
+
+    def resume(self) -> None:
+        """Let the rank run until it asks for a collective or ends."""
+        torch.set_rng_state(self.rng)
+        self.turn.release()
+        self.back.acquire()
+        self.rng = torch.get_rng_state()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.turn.release()
+        self.thread.join()
+
+
+def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedComm], Any]) -> dict[Coordinate, Any]:
+    """Run ``work(coordinate, comm)`` on every rank of a mesh and return the results by coordinate.
+
+    All ranks start with the same state of torch's generator. Raises :class:`RankError` for what a rank raised, and
+    :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same order.
+    """
+    rng = torch.get_rng_state()
+    ranks = {c: _Rank(c, _bound(work, c), rng) for c in coordinates(mesh_shape)}
+    try:
+        _run_to_the_end(tuple(mesh_shape), ranks)
+    finally:
+        for rank in ranks.values():
+            if rank.thread.is_alive():
+                rank.cancel()
+    return {c: rank.result for c, rank in ranks.items()}
+
+
+def _bound(work: Callable[[Coordinate, SimulatedComm], Any], at: Coordinate) -> Callable[[SimulatedComm], Any]:
+    return lambda comm: work(at, comm)
+
+
+def _run_to_the_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank]) -> None:
+    while True:
+        for rank in ranks.values():
+            rank.resume()
+            if rank.error is not None:
+                raise RankError(rank.coordinate, rank.error) from rank.error
+        requests = {c: rank.request for c, rank in ranks.items()}
+        if all(request is None for request in requests.values()):
+            return
+        _check_alike(requests)
+        for c, answer in _answers(mesh_shape, {c: r for c, r in requests.items() if r is not None}).items():
+            ranks[c].answer = answer
+
+
+def _check_alike(requests: dict[Coordinate, _Request | None]) -> None:
+    first_at, first = next(iter(requests.items()))
+    for at, request in requests.items():
+        if (request and request.alike) != (first and first.alike):
+            raise RankDisagreementError(
+                asked="run a collective on every rank",
+                found=f"rank {first_at} asks for {first or 'none'} and rank {at} for {request or 'none'}",
+                do="Issue the same collectives in the same order on every rank.",
+            )
+
+
+def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) -> dict[Coordinate, Any]:
+    found: dict[Coordinate, Any] = {}
+    for at, request in requests.items():
+        group = _group(mesh_shape, at, request.mesh_dims)
+        found[at] = _answer(request, [requests[c] for c in group], group.index(at))
+    return found
+
+
+def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
+    """The ranks that share all coordinates with this one but those of some mesh dims, in row-major order."""
+    return [
+        c for c in coordinates(mesh_shape) if all(c[m] == at[m] for m in range(len(mesh_shape)) if m not in mesh_dims)
+    ]
+
+
+def _answer(request: _Request, group: Sequence[_Request], index: int) -> Any:
+    if request.name == "all_reduce":
+        return reduce_pieces([r.tensors[0] for r in group], request.option)
+    if request.name == "all_gather":
+        return [r.tensors[0].clone() for r in group]
+    if request.name == "all_to_all":
+        return [r.tensors[index].clone() for r in group]
+    return group[(index - request.option) % len(group)].tensors[0].clone()

@@ -1,0 +1,270 @@
+"""One sample call, tried: the whole op's answer, and what simulated ranks make of the same call under given specs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from shardwise.errors import RuleArgumentError
+from shardwise.lowering import LocalCall
+from shardwise.meta import UNKNOWN, output_metas
+from shardwise.placements import REPLICATE
+from shardwise.rule import AnyRule
+from shardwise.schema import OpSchema, RuntimeSchemaInfo
+from shardwise.signature import Kind, Op, Signature, signature
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing.pending import place
+from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, coordinates, run_ranks
+
+__all__ = ["Answer", "Case", "Illegal", "Trial"]
+
+# Relative to the largest value in play; pending pieces round once more than one device does.
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 4e-2,
+    torch.float16: 1e-2,
+}
+_SEED = 20
+
+
+class Illegal(Exception):  # noqa: N818  not an error of anybody's: the op itself refuses the sample
+    """The op refuses the sample."""
+
+
+@frozen(eq=False)
+class Answer:
+    """What one run of an op left behind: tensor results, other results, and the tensor operands after the call."""
+
+    tensors: tuple[Tensor | None, ...]
+    others: tuple[Any, ...]
+    operands: tuple[Tensor | None, ...]
+
+
+@frozen(eq=False)
+class Case:
+    """Specs for all operands (``out=`` last) and all results of one call, and the rows that ask for them."""
+
+    inputs: tuple[TensorSpec | None, ...]
+    outputs: tuple[TensorSpec | None, ...]
+    rows: tuple[str, ...]
+    lowered: bool
+    mesh: AbstractMesh
+
+
+@frozen(eq=False)
+class Trial:
+    """One sample call of one op under one rule, and the whole op's answer. ``run`` is the op or its stand-in.
+
+    ``planned`` has the metas of the tensor results as a planner knows them: none where the shape depends on data.
+    ``disagreement`` says how those differ from the real ones, if they do.
+    """
+
+    rule: AnyRule
+    op: Op
+    values: tuple[Any, ...]
+    run: Callable[..., Any]
+    expected: Answer
+    planned: tuple[TensorMeta | None, ...]
+    disagreement: str | None
+
+    @classmethod
+    def of(
+        cls, rule: AnyRule, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], run: Callable[..., Any]
+    ) -> Trial:
+        """Run the whole op once. Raises :class:`Illegal` when the op itself refuses the call."""
+        values = tuple(signature(op).bind(args, kwargs))
+        operands = tuple(None if t is None else copied(t) for t in flat_operands(op, values))
+        torch.default_generator.manual_seed(_SEED)
+        try:
+            found = _run(run, op, with_operands(op, values, operands))
+        except Exception as error:
+            raise Illegal(str(error)) from error
+        tensors, others = split_results(op, found)
+        expected = Answer(tensors, others, operands)
+        metas = tuple(None if t is None else TensorMeta.of(t) for t in tensors)
+        return cls(rule, op, values, run, expected, *_planned(op, values, metas))
+
+    @property
+    def signature(self) -> Signature:
+        """The signature of the op."""
+        return signature(self.op)
+
+    @property
+    def operands(self) -> tuple[Tensor | None, ...]:
+        """The whole tensor operands, lists flattened, ``out=`` last."""
+        return tuple(flat_operands(self.op, self.values))
+
+    @property
+    def tolerance(self) -> float:
+        """The coarsest of the floating dtypes in the call."""
+        dtypes = [t.dtype for t in (*self.operands, *self.expected.tensors) if t is not None]
+        return max((_TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
+
+    @property
+    def random(self) -> bool:
+        """Whether the op draws from a generator."""
+        return torch.Tag.nondeterministic_seeded in self.op.tags
+
+    def schema(self, mesh: AbstractMesh) -> OpSchema:
+        """The call with every operand replicated over a mesh."""
+        return _schema(self.op, self.values, mesh, self.rule.static)
+
+    def __str__(self) -> str:
+        shown = [_shown_value(v) for v in self.values]
+        named = [f"{a.name}={v}" if a.kwarg_only else v for a, v in zip(self.signature.args, shown, strict=True)]
+        return f"({', '.join(named)})"
+
+    # -- running a case --
+    def scatter(self, case: Case, generator: torch.Generator) -> dict[Coordinate, tuple[Tensor | None, ...]]:
+        """Local operands of every rank."""
+        placed = [
+            None if full is None or spec is None else place(full, spec, generator)
+            for full, spec in zip(self.operands, case.inputs, strict=True)
+        ]
+        return {c: tuple(None if p is None else p[c] for p in placed) for c in coordinates(case.mesh.shape)}
+
+    def locally(
+        self, case: Case, call: Any, operands: Mapping[Coordinate, tuple[Tensor | None, ...]]
+    ) -> dict[Coordinate, Answer]:
+        """Run the local op or the lowering on every rank; ``operands`` are written where the op writes."""
+        torch.default_generator.manual_seed(_SEED)
+
+        def work(at: Coordinate, comm: SimulatedComm) -> Answer:
+            return self._on_rank(case, call, at, operands[at], comm)
+
+        if case.lowered and self.rule.lowering is not None:
+            return run_ranks(case.mesh.shape, work)
+        found = {}
+        for at in operands:
+            if self.random:
+                torch.default_generator.manual_seed(_SEED)
+            try:
+                found[at] = work(at, SilentComm())
+            except Exception as error:
+                raise RankError(at, error) from error
+        return found
+
+    def _on_rank(
+        self, case: Case, call: Any, at: Coordinate, operands: tuple[Tensor | None, ...], comm: SimulatedComm
+    ) -> Answer:
+        results = case.outputs
+        local = LocalCall(call, case.inputs[: len(call.operands)], results, at, comm)
+        values = with_operands(self.op, self._local_values(local), operands)
+        run: Callable[..., Any] = self.run
+        if case.lowered and self.rule.lowering is not None:
+            lowering = self.rule.lowering
+            run = lambda *args, **kwargs: lowering(local, *args, **kwargs)  # noqa: E731
+        with torch.no_grad():
+            tensors, others = split_results(self.op, _run(run, self.op, values))
+        return Answer(tensors, others, operands)
+
+    def _local_values(self, local: LocalCall) -> list[Any]:
+        if self.rule.local_args is None:
+            return list(self.values)
+        replaced = dict(self.rule.local_args(evolve(local, comm=SilentComm())))
+        by_value = RuntimeSchemaInfo.of(self.op, self.rule.static).by_value
+        unknown = sorted(set(replaced) - by_value)
+        if unknown:
+            raise RuleArgumentError(
+                asked=f"localise the arguments of {self.op}",
+                found=f"local_args replaces {unknown}, which are not keyed by value",
+                do="Name them in static=, or correct the names.",
+                argument=unknown[0],
+            )
+        return [replaced.get(a.name, v) for a, v in zip(self.signature.args, self.values, strict=True)]
+
+
+# -- arguments and results, flat and back ------------------------------------------------------------------------
+
+
+def flat_operands(op: Op, values: Sequence[Any]) -> list[Any]:
+    """What stands for tensors among the schema arguments, lists flattened; ``None`` where one is absent."""
+    found: list[Any] = []
+    for arg, value in zip(signature(op).args, values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            found.append(value)
+        elif arg.kind is Kind.TENSORS:
+            found += value or ()
+    return found
+
+
+def with_operands(op: Op, values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+    """The schema arguments with other operands (flat); the inverse of :func:`flat_operands`."""
+    left = iter(operands)
+    found: list[Any] = []
+    for arg, value in zip(signature(op).args, values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            found.append(next(left))
+        elif arg.kind is Kind.TENSORS:
+            found.append(None if value is None else [next(left) for _ in value])
+        else:
+            found.append(value)
+    return found
+
+
+def split_results(op: Op, result: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+    """Tensor results (lists flattened) and other results."""
+    described = signature(op).results
+    given = (result,) if len(described) == 1 else tuple(result or ())
+    tensors: list[Tensor | None] = []
+    others: list[Any] = []
+    for one, value in zip(described, given, strict=True):
+        if not one.is_tensor:
+            others.append(value)
+        elif one.is_list:
+            tensors += value
+        else:
+            tensors.append(value)
+    return tuple(tensors), tuple(others)
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy with the same strides and offset, overlapping ones included."""
+    storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage, tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+def _run(run: Callable[..., Any], op: Op, values: Sequence[Any]) -> Any:
+    args, kwargs = signature(op).unbind([_fresh(v) for v in values])
+    return run(*args, **kwargs)
+
+
+def _fresh(value: Any) -> Any:
+    return value.clone_state() if isinstance(value, torch.Generator) else value
+
+
+def _schema(op: Op, values: Sequence[Any], mesh: AbstractMesh, static: frozenset[str]) -> OpSchema:
+    whole = (REPLICATE,) * mesh.ndim
+    specs = [None if t is None else TensorSpec(mesh, whole, TensorMeta.of(t)) for t in flat_operands(op, values)]
+    return OpSchema(op, tuple(with_operands(op, values, specs)), RuntimeSchemaInfo.of(op, static))
+
+
+def _planned(
+    op: Op, values: Sequence[Any], metas: tuple[TensorMeta | None, ...]
+) -> tuple[tuple[TensorMeta | None, ...], str | None]:
+    try:
+        found = output_metas(op, _schema(op, values, AbstractMesh(()), frozenset()).values)
+    except Exception as error:  # noqa: BLE001  a meta kernel may raise anything
+        return metas, f"on the meta device it raises {type(error).__name__}: {error}"
+    if found is UNKNOWN:
+        return (None,) * len(metas), None
+    shown, real = ([None if m is None else (tuple(m.shape), m.dtype) for m in which] for which in (found, metas))
+    return metas, None if shown == real else f"on the meta device its results are {shown}, on data {real}"
+
+
+def _shown_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        dense = "" if value.is_contiguous() else f" strided {value.stride()}"
+        return f"{TensorMeta.of(value)}{dense}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_shown_value, value))}]"
+    return repr(value)

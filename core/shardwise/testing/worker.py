@@ -1,0 +1,136 @@
+"""The worker's side of the pool: join the process group, then run what arrives until the parent is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+
+__all__ = ["Answer", "RankFailure", "Seat", "dumps_by_value", "serve"]
+
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+PR_SET_PDEATHSIG = 1
+
+
+@frozen
+class RankFailure:
+    """What went wrong on one rank.
+
+    ``kind`` is the exception's type name, or ``died`` or ``hung``; ``error`` is the exception itself where it can be
+    pickled, else None; ``traceback`` is text, empty where none is known.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    traceback: str = ""
+    error: BaseException | None = None
+
+
+@frozen
+class Answer:
+    """One rank's answer to one run: the pickled value, or the failure with its pickled exception."""
+
+    value: bytes = b""
+    failure: RankFailure | None = None
+    error: bytes = b""
+
+
+@frozen
+class Seat:
+    """Where a worker sits: its rank, the process group that it joins, and where it writes its stack when asked."""
+
+    rank: int
+    world_size: int
+    backend: str
+    port: int
+    parent: int
+    stack_path: str
+    timeout: timedelta
+
+
+def serve(seat: Seat, connection: Connection) -> None:
+    """The worker's main function: answer every payload of the connection until it closes."""
+    _die_with_parent(seat.parent)
+    # Ctrl-C reaches the whole foreground group; the parent decides what ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with open(seat.stack_path, "w") as stacks:  # noqa: PTH123 - faulthandler wants the plain file object
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        connection.send_bytes(pickle.dumps(_attempt(seat.rank, lambda: _join_group(seat))))
+        while (payload := _receive(connection)) is not None:
+            connection.send_bytes(pickle.dumps(_attempt(seat.rank, _call(payload))))
+    # A normal exit would wait for peers that may be gone already.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle with functions and classes of test modules by value, as cloudpickle does, where it is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(value)
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def _die_with_parent(parent: int) -> None:
+    # Linux only; elsewhere the closed connection ends an idle worker. The signal follows the thread that started us.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _join_group(seat: Seat) -> None:
+    torch.set_num_threads(1)
+    if sys.platform in LOOPBACK:
+        # All workers are local; the host's name may resolve to an address that nobody can reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
+    if "nccl" in seat.backend:
+        torch.cuda.set_device(seat.rank % torch.cuda.device_count())
+    store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=seat.timeout)
+    dist.init_process_group(seat.backend, store=store, rank=seat.rank, world_size=seat.world_size, timeout=seat.timeout)
+
+
+def _receive(connection: Connection) -> bytes | None:
+    try:
+        return connection.recv_bytes() or None
+    except EOFError:
+        return None
+
+
+def _call(payload: bytes) -> Callable[[], Any]:
+    def call() -> Any:
+        fn, args = pickle.loads(payload)
+        return fn(*args)
+
+    return call
+
+
+def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
+    try:
+        return Answer(value=dumps_by_value(call()))
+    except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
+        text = "".join(traceback.format_exception(error))
+        return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=_dumps_error(error))
+
+
+def _dumps_error(error: BaseException) -> bytes:
+    try:
+        return dumps_by_value(error)
+    except Exception:  # noqa: BLE001 - an exception that cannot be pickled travels as its text
+        return b""
