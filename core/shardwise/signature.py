@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache
@@ -114,14 +115,19 @@ def signature(op: Op) -> Signature:
         for a in schema.arguments
     )
     aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
-    results = tuple(_result(r, aliases) for r in schema.returns)
+    in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
+    results = tuple(_result(r, aliases, in_lists) for r in schema.returns)
     return Signature(op_name(op), args, results)
 
 
-def _result(returned: Any, aliases: Mapping[str, int]) -> Result:
+# `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.
+_LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
+
+
+def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str]) -> Result:
     kind = _kind(str(returned.type))
     info = returned.alias_info
-    labels = sorted(info.before_set) if info else []
+    labels = list(in_lists) if kind is Kind.TENSORS else sorted(info.before_set) if info else []
     return Result(
         is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
         is_list=kind is Kind.TENSORS,

@@ -18,7 +18,12 @@ from shardwise.testing.simulated import Coordinate
 __all__ = ["can_be_pending", "pieces", "place"]
 
 
-def place(full: Tensor, spec: TensorSpec, generator: torch.Generator) -> dict[Coordinate, Tensor]:
+def place(
+    full: Tensor,
+    spec: TensorSpec,
+    generator: torch.Generator,
+    memory_format: torch.memory_format = torch.preserve_format,
+) -> dict[Coordinate, Tensor]:
     """Local tensors by coordinate that together are ``full`` under ``spec``; each owns its memory."""
     parts: dict[Coordinate, Tensor] = {(): full}
     for placement, size in zip(spec.placements, spec.mesh_shape, strict=True):
@@ -32,9 +37,7 @@ def place(full: Tensor, spec: TensorSpec, generator: torch.Generator) -> dict[Co
                 found = [part] * size
             split.update({(*head, i): piece for i, piece in enumerate(found)})
         parts = split
-    # A real local tensor may have lost the order of the strides that the whole one has.
-    dense = torch.preserve_format if torch.rand((), generator=generator) < 0.7 else torch.contiguous_format  # noqa: PLR2004
-    return {at: part.clone(memory_format=dense) for at, part in parts.items()}
+    return {at: part.clone(memory_format=memory_format) for at, part in parts.items()}
 
 
 def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:

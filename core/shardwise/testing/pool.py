@@ -122,11 +122,10 @@ class WorkerPool:
         try:
             for rank in range(self.world_size):
                 self._workers.append(self._spawn(rank, Path(self._folder.name), self._store.port))
-            outcomes = self._collect(START_TIMEOUT)
+            self._results(f"start {self.world_size} workers", self._collect(START_TIMEOUT))
         except BaseException:
             self.close()
             raise
-        self._results(f"start {self.world_size} workers", outcomes)
 
     def _spawn(self, rank: int, folder: Path, port: int) -> Worker:
         context = mp.get_context("spawn")

@@ -32,6 +32,7 @@ _TOLERANCE = {
     torch.float16: 1e-2,
 }
 _SEED = 20
+_LOSES_STRIDES = 0.3
 
 
 class Illegal(Exception):  # noqa: N818  not an error of anybody's: the op itself refuses the sample
@@ -124,8 +125,12 @@ class Trial:
     # -- running a case --
     def scatter(self, case: Case, generator: torch.Generator) -> dict[Coordinate, tuple[Tensor | None, ...]]:
         """Local operands of every rank."""
+        # A real local tensor may have lost the order of the strides that the whole one has.
+        dense = (
+            torch.contiguous_format if torch.rand((), generator=generator) < _LOSES_STRIDES else torch.preserve_format
+        )
         placed = [
-            None if full is None or spec is None else place(full, spec, generator)
+            None if full is None or spec is None else place(full, spec, generator, dense)
             for full, spec in zip(self.operands, case.inputs, strict=True)
         ]
         return {c: tuple(None if p is None else p[c] for p in placed) for c in coordinates(case.mesh.shape)}
