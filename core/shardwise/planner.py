@@ -11,6 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from attrs import evolve
+
 from shardwise.errors import ListLengthError, NoStrategyError, ViewError
 from shardwise.flow import Row
 from shardwise.placements import show_all
@@ -177,23 +179,35 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
     found = []
     for problem in problems(rule, schema, call):
         if id(problem) not in solved:
-            try:
-                solved[id(problem)] = choose(problem)[1]
-            except NoStrategyError as error:
-                raise _as_view_error(rule, schema, problem, error) from None
+            solve = _choose_anchored if rule.anchored and not schema.written else choose
+            solved[id(problem)] = solve(problem)[1]
         found.append(solved[id(problem)])
     return found
 
 
-def _as_view_error(rule: AnyRule, schema: OpSchema, problem: Problem, error: NoStrategyError) -> NoStrategyError:
-    if not rule.anchored or schema.written:
-        return error
+def _choose_anchored(problem: Problem) -> tuple[Choice, PlacementStrategy]:
+    """The choice that leaves every operand where it is.
+
+    Where only uneven shards are in the way (a batch of 7 rows on 2 ranks, flattened into its sequence as
+    ``nn.Linear`` does) the operand is redistributed; where the shards do not lie side by side in the view at all, the
+    view is refused.
+    """
+    try:
+        return choose(problem)
+    except NoStrategyError:
+        if problem.only_uneven():
+            return choose(evolve(problem, written=()))
+        raise _view_error(problem) from None
+
+
+def _view_error(problem: Problem) -> ViewError:
+    schema = problem.schema
     shown = ", ".join(str(s) for s in problem.specs if s is not None)
+    rows = ", ".join(show_all(r.inputs) for r in problem.rows)
     return ViewError(
         asked=f"run {op_name(schema.op)} on {shown} with {_static_text(schema)}",
-        found="the view would need data from another rank; it may keep "
-        + ("; ".join(f"{show_all(r.inputs)} per mesh dim" for r in problem.rows)),
-        do="Redistribute the tensor first (redistribute, for example to Replicate() on the mesh dim in question).",
+        found=f"the view would need data from another rank; on each mesh dim the operand may lie as one of {rows}",
+        do="Redistribute it first, for example to Replicate() on the mesh dim in question.",
         op=op_name(schema.op),
     )
 

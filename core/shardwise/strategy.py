@@ -116,6 +116,20 @@ class Problem:
                 return False
         return True
 
+    def only_uneven(self) -> bool:
+        """Whether every operand could stay where it is if its shards were even: each mesh dim has a row that keeps it,
+        and no dim is cut into more pieces than the factor that they would have to divide.
+        """
+        try:
+            kept = [self.candidates(m)[0] for m in range(len(self.mesh_shape))]
+        except NoStrategyError:
+            return False
+        for operand, dim, size in (d for r in kept for d in self.rows[r].divides):
+            spec = self.specs[operand]
+            if spec is not None and spec.shape[dim] != size and spec.shards_per_dim[dim] > size:
+                return False
+        return True
+
     def target(self, choice: Choice, operand: int) -> tuple[Placement, ...]:
         """Where an operand must lie under a choice for the whole mesh."""
         return tuple(p for r in choice if (p := self.rows[r].inputs[operand]) is not None)

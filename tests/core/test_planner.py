@@ -37,9 +37,9 @@ FOREACH = rule(aten._foreach_add_.List, {"self other": "..."}, zip_lists=True)
 
 
 @rule_from(aten.view.default, anchored=True)
-def SPLIT(x, size, call):
+def split_rule(x, size):
     """Only a view that cuts the last dim in two."""
-    *lead, last = (f"d{i}" for i in range(x.ndim))
+    lead = [f"d{i}" for i in range(x.ndim - 1)]
     pair = (("h", size[-2]), ("w", size[-1]))
     return Flow([(*lead, pair)], [(*lead, "h", "w")])
 
@@ -158,7 +158,7 @@ def test_an_out_tensor_keeps_its_placements():
 
 
 def test_a_compound_dim_is_sharded_only_when_its_leading_factor_divides():
-    found = problem(SPLIT, OpSchema.of(aten.view.default, spec((2, 2), (3, 8), shard(1), shard(1)), [3, 4, 2]))
+    found = problem(split_rule, OpSchema.of(aten.view.default, spec((2, 2), (3, 8), shard(1), shard(1)), [3, 4, 2]))
     assert choose(found)[1].output_specs[0].placements == (shard(1), shard(1))
 
 
@@ -172,7 +172,7 @@ def registry_of(*rules: Rule) -> Registry:
 def test_a_view_that_needs_other_ranks_is_refused():
     schema = OpSchema.of(aten.view.default, spec((2, 2), (3, 6), shard(1), shard(1)), [3, 3, 2])
     with pytest.raises(ViewError, match="data from another rank"):
-        registry_of(SPLIT).propagate(schema)
+        registry_of(split_rule).propagate(schema)
 
 
 def test_propagate_names_the_schema_to_redistribute_to():
@@ -221,3 +221,22 @@ def test_pending_kinds_that_do_not_commute_are_never_mixed():
         kinds = [set(s.pending.values()) for s in (*strategy.input_specs, *strategy.output_specs)]
         assert all(fits(k) for k in kinds)
     assert set(PENDING_KINDS) >= {"sum", "max"}
+
+
+@rule_from(aten._unsafe_view.default, anchored=True)
+def flatten_rule(x, size):
+    """Merge all dims; the first may stay sharded."""
+    first, *rest = ((f"d{i}", n) for i, n in enumerate(x.shape))
+    return Flow([tuple(f"d{i}" for i in range(x.ndim))], [((first, *rest),)])
+
+
+def test_a_view_of_uneven_shards_is_repartitioned():
+    schema = OpSchema.of(aten._unsafe_view.default, spec((2,), (7, 4), shard(0)), [28])
+    answer = registry_of(flatten_rule).propagate(schema)
+    assert answer.redistribute_schema.specs[0].placements == (REPLICATE,)
+
+
+def test_a_view_that_merges_a_sharded_inner_dim_is_refused():
+    schema = OpSchema.of(aten._unsafe_view.default, spec((2,), (4, 6), shard(1)), [24])
+    with pytest.raises(ViewError, match="data from another rank"):
+        registry_of(flatten_rule).propagate(schema)

@@ -97,6 +97,13 @@ def test_a_result_that_cannot_be_pickled_is_an_error(pool):
         pool.run(generator)
 
 
+def test_workers_that_cannot_start():
+    with WorkerPool(1, backend="carrier-pigeon") as pool:
+        with pytest.raises(WorkerError, match="start 1 workers: rank 0 raised"):
+            pool.run(dist.get_rank)
+        assert pool.pids == []
+
+
 @pytest.fixture(scope="module")
 def pair():
     """Two workers for the tests that break them."""

@@ -136,10 +136,12 @@ def difference(
         reduced, scale = _reduced(locals_, spec)
     except ShardingError as error:
         return str(error)
+    summed = spec is not None and not {"sum", "avg"}.isdisjoint(spec.pending.values())
     for at, tensor in reduced.items():
-        wrong = _wrong_values(at, tensor, _part(expected, spec, at), tolerance, scale)
-        if wrong:
-            return wrong
+        wanted = _part(expected, spec, at)
+        close = _close(tensor, wanted, tolerance * scale, either_non_finite=summed)
+        if close is not None:
+            return f"at rank {at} {_shown(close, tensor, wanted)}"
     return None
 
 
@@ -158,7 +160,7 @@ def _reduced(found: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tup
     if spec is None or not spec.pending:
         return parts, 1.0
     parts = {at: _wide(t) for at, t in parts.items()}
-    scale = max(_largest(t) for t in parts.values())
+    scale = max(1.0, *(_largest(t) for t in parts.values()))
     for mesh_dim, kind in reversed(spec.pending.items()):
         size = spec.mesh_shape[mesh_dim]
         heads = [at for at in parts if at[mesh_dim] == 0]
@@ -187,16 +189,20 @@ def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
     return expected
 
 
-def _wrong_values(at: Coordinate, found: Tensor, expected: Tensor, tolerance: float, scale: float) -> str | None:
-    if found.dtype == expected.dtype and torch.equal(found, expected):
+def _close(found: Tensor, wanted: Tensor, tolerance: float, *, either_non_finite: bool) -> Tensor | None:
+    """Where two tensors agree; ``None`` when they do everywhere.
+
+    ``either_non_finite`` takes inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
+    """
+    if found.dtype == wanted.dtype and torch.equal(found, wanted):
         return None
-    exact = not (expected.is_floating_point() or expected.is_complex())
-    wanted = expected.to(found.dtype)
-    reach = 0.0 if exact else tolerance * max(scale, 1.0, _largest(wanted))
+    exact = not (wanted.is_floating_point() or wanted.is_complex())
+    wanted = wanted.to(found.dtype)
+    reach = 0.0 if exact else tolerance * max(1.0, _largest(wanted))
     close = torch.isclose(found, wanted, rtol=0.0, atol=reach, equal_nan=True)
-    if bool(close.all()):
-        return None
-    return f"at rank {at} {_shown(close, found, wanted)}"
+    if either_non_finite:
+        close |= ~(found.isfinite() | wanted.isfinite())
+    return None if bool(close.all()) else close
 
 
 def _shown(close: Tensor, found: Tensor, wanted: Tensor) -> str:

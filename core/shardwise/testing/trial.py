@@ -87,6 +87,11 @@ class Trial:
             found = _run(run, op, with_operands(op, values, operands))
         except Exception as error:
             raise Illegal(str(error)) from error
+        if any(a is not None and a.shape != b.shape for a, b in zip(operands, flat_operands(op, values), strict=True)):
+            msg = "it changes the shape of an operand"
+            raise Illegal(msg)
+        if any(a is not None and a.shape != b.shape for a, b in zip(operands, flat_operands(op, values), strict=True)):
+            raise Illegal("it changes the shape of an operand")
         tensors, others = split_results(op, found)
         expected = Answer(tensors, others, operands)
         metas = tuple(None if t is None else TensorMeta.of(t) for t in tensors)
