@@ -1,9 +1,9 @@
 """What moving data costs: the alpha-beta model, in seconds, of every kind of step that changes a layout.
 
 A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives
-over the bandwidth of the slowest link in the group. Local work costs a start and its bytes over the memory's bandwidth.
-Every step costs more than nothing, so leaving a tensor alone always wins. The figures depend on the mesh alone,
-never on the rank or the moment: all ranks compute the same floats.
+over the bandwidth of the slowest link in the group. Local work costs a start and its bytes over the memory's bandwidth;
+adding up what a reduction receives is local work too. Every step costs more than nothing, so leaving a tensor alone
+always wins. The figures depend on the mesh alone, never on the rank or the moment: all ranks compute the same floats.
 """
 
 from __future__ import annotations
@@ -88,13 +88,15 @@ class StepCosts:
         n, start, latency, seconds_per_byte = self._group(dims)
         return start + latency + (n - 1) * shard_bytes * seconds_per_byte
 
-    # The mirror image: each rank receives the others' pieces of its own shard.
-    reduce_scatter = all_gather
+    def reduce_scatter(self, dims: tuple[int, ...], shard_bytes: int) -> float:
+        """The mirror image: each rank receives the others' pieces of its shard, and reduces them."""
+        n, start, latency, seconds_per_byte = self._group(dims)
+        return start + latency + (n - 1) * shard_bytes * seconds_per_byte + self.copy(n * shard_bytes)
 
     def all_reduce(self, dims: tuple[int, ...], nbytes: int) -> float:
         """A reduce-scatter and an all-gather of ``nbytes``, started once."""
         n, start, latency, seconds_per_byte = self._group(dims)
-        return start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte
+        return start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte + self.copy(nbytes)
 
     def all_to_all(self, dims: tuple[int, ...], piece_bytes: int) -> float:
         """Each rank sends a piece of ``piece_bytes`` to every other."""
@@ -121,16 +123,13 @@ class StepCosts:
 
 
 def _group_figures(sizes: tuple[int, ...], links: Links, dims: Iterable[int]) -> tuple[int, float, float, float]:
-    """Group size, start, latency, and seconds per byte; a group of one rank only starts a local kernel."""
-    real = [m for m in dims if sizes[m] > 1]
-    if not real:
-        return 1, links.local_start, 0.0, 0.0
+    """Group size, start, latency, and seconds per byte."""
     n = 1
     doublings = 0
-    for m in real:
+    for m in dims:
         n *= sizes[m]
         doublings += (sizes[m] - 1).bit_length()
-    used = [links.mesh_dims[m] for m in real]
+    used = [links.mesh_dims[m] for m in dims]
     start = max(link.start for link in used)
     latency = doublings * max(link.latency for link in used)
     return n, start, latency, 1 / min(link.bandwidth for link in used)

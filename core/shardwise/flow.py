@@ -74,10 +74,11 @@ def flag_or_names(value: bool | Iterable[str]) -> bool | frozenset[str]:
 class Flow:
     """Named dims of the tensors of one call; see the module. ``None`` operands are whole (``R``).
 
-    ``outputs`` with one entry serves every output, as ``inputs`` with one entry serves every operand. ``reduce`` maps a
-    name that an output lacks to the pending kind of that output. Names in ``replicate`` give no row. ``partial`` holds
-    explicit rows (``"sum, R -> sum"``, ``"sum, k, k -> sum"``). ``lowered`` names the rows that run the rule's
-    lowering (``True``: all but ``R``). ``nonempty`` names the dims of which every rank needs at least one element.
+    ``outputs`` with one entry serves every output, as ``inputs`` with one entry serves every operand. ``reduce`` maps
+    a name that an output lacks to the pending kind of that output. Names in ``replicate`` give no row. ``partial``
+    holds explicit rows (``"sum, R -> sum"``, ``"sum, k, k -> sum"``). ``lowered`` names the rows that run the rule's
+    lowering (``True``: all but ``R``; ``*`` among the names: every row). ``nonempty`` names the dims of which every
+    rank needs at least one element.
     """
 
     inputs: tuple[Dims, ...] = field(converter=_operands)
@@ -171,7 +172,10 @@ class Flow:
 
     def _whole_row(self, operands: Sequence[TensorMeta | None]) -> Row:
         return Row(
-            tuple(None if m is None else REPLICATE for m in operands), tuple(REPLICATE for _ in self.outputs), "R"
+            tuple(None if m is None else REPLICATE for m in operands),
+            tuple(REPLICATE for _ in self.outputs),
+            "R",
+            self.lowered is not True and self._is_lowered("R"),
         )
 
     def _explicit(self, text: str, operands: Sequence[TensorMeta | None]) -> Iterable[Row]:
@@ -217,7 +221,7 @@ class Flow:
         return next((n for n in sizes if n != 1), 1)
 
     def _is_lowered(self, name: str) -> bool:
-        return self.lowered if isinstance(self.lowered, bool) else name in self.lowered
+        return self.lowered if isinstance(self.lowered, bool) else bool(self.lowered & {name, "*"})
 
 
 # A name that stands inside a compound dim behind another factor: its shards are not contiguous there.

@@ -29,14 +29,12 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 def make_mover(kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> Mover:
     """The function that runs one step (see :class:`shardwise.transition.Step`) on this rank's local tensors."""
-    if kind == "slice":
+    if kind in ("slice", "relabel"):
         return _slice(src, dst)
     if kind == "fill":
         return _fill(src, dst, mesh_dims[0])
     mesh: Any = src.mesh
     group = group_of(mesh, mesh_dims)
-    if group.size == 1:
-        return copied
     if math.prod(src.shape) == 0:
         shape = dst.local_shape()
         return lambda local: local.new_empty(shape)

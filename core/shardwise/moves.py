@@ -1,9 +1,10 @@
 """Moves: which single steps lead from one layout of a tensor to another, and what each costs.
 
 A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)``, ``-1 - k`` is a ``Partial`` of the
-``k``-th pending kind. The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search
-starts or ends, so distances in it obey the triangle inequality. The one exception, steps that make a pending kind
-(``fills``), only ever end a way: to reduce again what was just made pending never pays.
+``k``-th pending kind. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
+
+The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search starts or ends, so
+distances in it obey the triangle inequality. ``fills``, which make a mesh dim pending, leave out what never pays.
 
 Legal steps follow from the two laws of ``layout``. Mesh dims split a tensor dim from left to right, so only the
 right-most mesh dims of a tensor dim can be gathered or exchanged, and a shard is only added right of those that are
@@ -32,6 +33,7 @@ Dims = tuple[int, ...]
 Edge = tuple[float, Layout, str, Dims, int]
 
 _LINEAR = frozenset({"sum", "avg"})
+_SUM = -1 - PENDING_KINDS.index("sum")
 _MAX_LAYOUTS = 512  # per kind of tensor, before what was found is dropped: about 2 MB
 
 
@@ -120,23 +122,29 @@ class Moves:
         return known
 
     def fills(self, layout: Layout, target: Layout) -> Iterator[Edge]:
-        """The local steps that make a mesh dim pending as it is in ``target``."""
-        for m, code in enumerate(target):
-            here = layout[m]
-            if code >= 0 or here < 0:
-                continue
-            kind = PENDING_KINDS[-1 - code]
-            later = {PENDING_KINDS[-1 - c] for c in layout[m + 1 :] if c < 0}
-            if here == 0:
-                legal = kind != "product" or "sum" not in later
-            else:
-                last = here not in layout[m + 1 :]
-                legal = last and self._embeds(kind) and all(commute(kind, other) for other in later)
-            if legal:
-                after = _with(layout, (m,), code)
-                yield self.costs.copy(self.nbytes(after)), after, "fill", (m,), self.nbytes(after)
+        """The local steps that make a mesh dim pending, as ``target`` has it or to reduce it again.
 
-    def _embeds(self, kind: str) -> bool:
+        A shard may pay as a pending part: it can join the reduction of another mesh dim, one collective in place of
+        two, and it no longer stands in the way of a shard to its left. A sum serves where no other kind is pending.
+        """
+        joining = {code for code in layout if code < 0} | {_SUM}
+        for m, here in enumerate(layout):
+            wanted = {target[m]} if here >= 0 > target[m] else set()
+            for code in sorted(wanted | joining if here > 0 else wanted):
+                if self._may_fill(layout, m, PENDING_KINDS[-1 - code]):
+                    after = _with(layout, (m,), code)
+                    nbytes = self.nbytes(after)
+                    yield self.costs.copy(nbytes), after, "fill", (m,), nbytes
+
+    def _may_fill(self, layout: Layout, m: int, kind: str) -> bool:
+        rest = layout[m + 1 :]
+        later = {PENDING_KINDS[-1 - code] for code in rest if code < 0}
+        if layout[m] == 0:
+            # Ranks that hold ones would add up; zeros, and the same value everywhere, are safe under every kind.
+            return kind != "product" or "sum" not in later
+        return layout[m] not in rest and self.embeds(kind) and all(commute(kind, other) for other in later)
+
+    def embeds(self, kind: str) -> bool:
         """Whether a shard may become pending by neutral values around it.
 
         Not for max and min: their neutral values are the extremes of the dtype, which overflow or turn to NaN in the
@@ -154,7 +162,7 @@ class Moves:
 
     def _slices(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
         for m, code in enumerate(layout):
-            if code:
+            if code or self.mesh_shape[m] == 1:
                 continue
             for d, there in enumerate(sharders):
                 if not there or there[-1] < m:
@@ -186,8 +194,12 @@ class Moves:
                         continue
                     after = _with(layout, dims, e + 1)
                     piece = self.sizes(after)[e] * self.itemsize * math.prod(before[:e]) * math.prod(before[e + 1 :])
-                    cost = self.costs.all_to_all(dims, piece) + self.costs.copy(self.nbytes(layout))
-                    yield cost + self.costs.copy(self.nbytes(after)), after, "all_to_all", dims, piece
+                    cost = self.costs.all_to_all(dims, piece)
+                    if not self._one_block(after, _with(layout, dims, 0), dims):
+                        cost += self.costs.copy(self.nbytes(layout))
+                    if not self._one_block(layout, _with(layout, dims, 0), dims):
+                        cost += self.costs.copy(self.nbytes(after))
+                    yield cost, after, "all_to_all", dims, piece
 
     def _reductions(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
         waiting: dict[str, list[int]] = {}

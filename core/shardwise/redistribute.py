@@ -52,9 +52,9 @@ def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
 
 
 def _together(steps: Sequence[Step]) -> list[list[Step]]:
-    """The steps, with slices that follow each other in one list: they are one cut."""
+    """The steps, slices that follow each other in one list: they are one cut. New labels are no work of their own."""
     found: list[list[Step]] = []
-    for step in steps:
+    for step in [s for s in steps if s.kind != "relabel"] or steps:
         if found and step.kind == found[-1][-1].kind == "slice":
             found[-1].append(step)
         else:

@@ -120,9 +120,9 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     every result is like the first argument named). An operand with fewer dims than named is right-aligned; a size-1
     dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
     whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
-    a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text) that run ``lowering``; all
-    but ``R`` when it is not given. An ``anchored`` rule's operands must lie right as they are: what would need a
-    redistribution raises :class:`ViewError`.
+    a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
+    ``lowering``; all but ``R`` when it is not given. An ``anchored`` rule's operands must lie right as they are: what
+    would need a redistribution raises :class:`ViewError`.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """

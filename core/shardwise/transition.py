@@ -8,6 +8,7 @@ detour. Among equally cheap ways the one found first wins; the order of the sear
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 
@@ -26,10 +27,10 @@ __all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
 class Step:
     """One change of layout, on one or several mesh dims at once.
 
-    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice`` or ``fill``. ``source``
-    and ``target`` are the placements before and after it. ``nbytes`` is what the cost counts: a rank's shard for a
-    gather, its part of the result for a reduce-scatter, its tensor for an all-reduce, one of its pieces for an
-    all-to-all, the result for local steps. ``cost`` is in seconds.
+    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice``, ``fill`` or ``relabel``
+    (other placements on mesh dims of one rank). ``source`` and ``target`` are the placements before and after it.
+    ``nbytes`` is what the cost counts: a rank's shard for a gather, its part of the result for a reduce-scatter, its
+    tensor for an all-reduce, one of its pieces for an all-to-all, the result for local steps. ``cost`` is in seconds.
     """
 
     kind: str
@@ -100,19 +101,30 @@ def _transition(src: TensorSpec, dst: TensorSpec, links: Links) -> Transition | 
     if start == goal:
         return Transition((), 0.0)
     moves = moves_of(src, links)
-    edges = _search(moves, start, goal)
+    alone = [m for m, n in enumerate(src.mesh_shape) if n == 1]
+    steps = _relabel(src, dst, tuple(m for m in alone if start[m] != goal[m]), moves)
+    edges = _search(moves, _zeroed(start, alone), _zeroed(goal, alone))
     if edges is None:
         return None
-    steps = []
-    layout = start
+    fixed = {m: dst.placements[m] for m in alone}
+    at = steps[-1].target if steps else src.placements
     for cost, after, kind, dims, nbytes in edges:
-        steps.append(Step(kind, dims, _placements(layout), _placements(after), nbytes, cost))
-        layout = after
+        target = tuple(fixed.get(m) or decode(code) for m, code in enumerate(after))
+        steps.append(Step(kind, dims, at, target, nbytes, cost))
+        at = target
     return Transition(tuple(steps), sum(step.cost for step in steps))
 
 
-def _placements(layout: Layout) -> tuple[Placement, ...]:
-    return tuple(map(decode, layout))
+def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], moves: Moves) -> list[Step]:
+    """The step for mesh dims of one rank: their placements change freely, the data stays."""
+    if not mesh_dims:
+        return []
+    target = tuple(dst.placements[m] if m in mesh_dims else p for m, p in enumerate(src.placements))
+    return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * moves.costs.copy(0))]
+
+
+def _zeroed(layout: Layout, mesh_dims: Sequence[int]) -> Layout:
+    return tuple(0 if m in mesh_dims else code for m, code in enumerate(layout))
 
 
 def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
@@ -149,10 +161,7 @@ def _search(moves: Moves, start: Layout, goal: Layout) -> list[Edge] | None:
             return _way(came, start, goal)
         if so_far > best[layout]:
             continue
-        edges = moves.edges(layout)
-        if estimate.pending:
-            edges = [*edges, *moves.fills(layout, goal)]
-        for edge in edges:
+        for edge in (*moves.edges(layout), *moves.fills(layout, goal)):
             after = edge[1]
             cost = so_far + edge[0]
             if cost >= best.get(after, limit):
@@ -184,18 +193,17 @@ _SAFETY = 1 - 1e-9
 class _Estimate:
     """A lower bound on the cost from a layout to ``goal``.
 
-    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a
-    rank must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n
-    ranks takes n - 1 messages.
+    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start, unless all
+    shards join the reduction by fills. In bytes, a rank must receive what it needs and lacks; of a pending tensor it
+    lacks all, and an element that is reduced over n ranks takes n - 1 messages.
     """
 
     def __init__(self, moves: Moves, goal: Layout) -> None:
         self.goal = goal
-        self.pending = any(code < 0 for code in goal)
         self._moves = moves
         self._alone = [moves.costs.alone(m) for m in range(len(goal))]
         self._local_start = moves.costs.links.local_start
-        self._seconds_per_byte = min((a[3] for a in self._alone if a[0] > 1), default=0.0) * moves.itemsize
+        self._seconds_per_byte = min(a[3] for a in self._alone) * moves.itemsize
         self._sizes = moves.sizes(goal)
         # A fill makes the rest of a pending goal from nothing: only one rank's part of it needs data.
         made = math.prod(n for n, code in zip(moves.mesh_shape, goal, strict=True) if code < 0)
@@ -210,7 +218,7 @@ class _Estimate:
         return known
 
     def _compute(self, layout: Layout) -> float:
-        start_reduce = start_gather = latency = local = 0.0
+        start_reduce = start_gather = latency = gather = joined = local = 0.0
         contributors = 1
         for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
             if here == there:
@@ -220,12 +228,17 @@ class _Estimate:
                 latency += doubling if there else 2 * doubling
                 start_reduce = max(start_reduce, start)
             elif here > 0 and there >= 0:
-                latency += doubling
+                gather += doubling
+                joined += self._local_start + (doubling if there else 2 * doubling)
                 start_gather = max(start_gather, start)
             else:
                 local += self._local_start
+        gather += start_gather
+        if start_reduce:
+            gather = min(gather, joined)
+            local += self._local_start
         received = self._received(layout, contributors) * self._seconds_per_byte
-        return start_reduce + start_gather + latency + local + received
+        return start_reduce + latency + gather + local + received
 
     def _received(self, layout: Layout, contributors: int) -> float:
         """The least number of elements that the rank at coordinate 0 must receive."""
@@ -255,6 +268,8 @@ def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> f
     if here == target:
         return 0.0
     costs = moves_of(src, links).costs
+    if src.mesh_shape[mesh_dim] == 1:
+        return costs.copy(0) * _SAFETY
     # However the other mesh dims lie on the way, a rank holds at least its part of an even split over the whole mesh.
     ranks = math.prod(src.mesh_shape) if src.ndim else 1
     least = max(src.tensor_meta.numel / ranks, min(src.tensor_meta.numel, 1)) * src.dtype.itemsize
@@ -265,8 +280,10 @@ def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> f
     if isinstance(here, Shard):
         sharing = sum(isinstance(p, Shard) for p in src.placements)
         rounds, received = 1, (n - 1) * least if to_whole else (n - 1) / n * least / sharing
+        # A shard may join a reduction by a fill.
+        share = min(start / sharing, costs.copy(0)) if src.pending else start / sharing
     else:
-        sharing = src.placements.count(here)
+        share = start / src.placements.count(here)
         rounds = 2 if to_whole else 1
         received = rounds * (n - 1) * least
-    return (start / sharing + rounds * latency + received * seconds_per_byte) * _SAFETY
+    return (share + rounds * latency + received * seconds_per_byte) * _SAFETY

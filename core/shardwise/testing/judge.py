@@ -139,7 +139,7 @@ def difference(
     summed = spec is not None and not {"sum", "avg"}.isdisjoint(spec.pending.values())
     for at, tensor in reduced.items():
         wanted = _part(expected, spec, at)
-        close = _close(tensor, wanted, tolerance * scale, either_non_finite=summed)
+        close = _close(tensor, wanted, tolerance, scale, either_non_finite=summed)
         if close is not None:
             return f"at rank {at} {_shown(close, tensor, wanted)}"
     return None
@@ -189,8 +189,8 @@ def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
     return expected
 
 
-def _close(found: Tensor, wanted: Tensor, tolerance: float, *, either_non_finite: bool) -> Tensor | None:
-    """Where two tensors agree; ``None`` when they do everywhere.
+def _close(found: Tensor, wanted: Tensor, tolerance: float, scale: float, *, either_non_finite: bool) -> Tensor | None:
+    """Where two tensors agree; ``None`` when they do everywhere. ``tolerance`` is relative to the largest value.
 
     ``either_non_finite`` takes inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
     """
@@ -198,7 +198,7 @@ def _close(found: Tensor, wanted: Tensor, tolerance: float, *, either_non_finite
         return None
     exact = not (wanted.is_floating_point() or wanted.is_complex())
     wanted = wanted.to(found.dtype)
-    reach = 0.0 if exact else tolerance * max(1.0, _largest(wanted))
+    reach = 0.0 if exact else tolerance * max(scale, _largest(wanted))
     close = torch.isclose(found, wanted, rtol=0.0, atol=reach, equal_nan=True)
     if either_non_finite:
         close |= ~(found.isfinite() | wanted.isfinite())

@@ -57,7 +57,7 @@ def check_rule(
 
     ``samples`` are ``(args, kwargs)`` of whole CPU tensors: a list for all ops alike, or a mapping from ops to
     functions that make lists (what is missing there is made from the schemas). ``cases`` bounds the number of cases
-    per op (a seeded choice in which every row comes first). ``stand_ins`` run in place of ops that this machine lacks.
+    per op (a seeded choice in which every row comes). ``stand_ins`` run in place of ops that this machine lacks.
     With ``keep_going`` refusals are collected in the report, one per op and row.
     """
     settings = _Settings(tuple(map(tuple, meshes)), cases, seed, stand_ins or {}, keep_going)
@@ -189,7 +189,7 @@ def _shown(specs: Sequence[TensorSpec | None]) -> str:
 
 
 def _chosen(candidates: Sequence[_Candidate], limit: int | None, rng: random.Random) -> list[_Candidate]:
-    """All candidates, or a seeded choice of some in which every row comes on every mesh as far as the limit goes."""
+    """All candidates, or a seeded choice of about ``limit`` in which every row comes on every number of mesh dims."""
     if limit is None or len(candidates) <= limit:
         return list(candidates)
     seen: set[tuple[int, str]] = set()
@@ -199,4 +199,4 @@ def _chosen(candidates: Sequence[_Candidate], limit: int | None, rng: random.Ran
         keys = {(candidate.case.mesh.ndim, name) for name in candidate.case.rows}
         (rest if keys <= seen else first).append(candidate)
         seen |= keys
-    return (first + rest)[:limit]
+    return (first + rest)[: max(limit, len(first))]

@@ -1,0 +1,18 @@
+"""The plugin: hands the rules of random ops over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Register dropout and the draws."""
+    from shardwise_random import draws, dropout
+
+    registry.add(*draws.RULES, *dropout.RULES)
