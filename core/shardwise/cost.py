@@ -1,9 +1,9 @@
 """What moving data costs: the alpha-beta model, in seconds, of every kind of step that changes a layout.
 
 A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives
-over the bandwidth of the slowest link in the group. Local work costs a start and its bytes over the memory's bandwidth;
-adding up what a reduction receives is local work too. Every step costs more than nothing, so leaving a tensor alone
-always wins. The figures depend on the mesh alone, never on the rank or the moment: all ranks compute the same floats.
+over the bandwidth of the slowest link in the group. Local work costs a start and its bytes over the memory's bandwidth.
+Every step costs more than nothing, so leaving a tensor alone always wins. The figures depend on the mesh alone, never
+on the rank or the moment: all ranks compute the same floats.
 """
 
 from __future__ import annotations
@@ -88,15 +88,13 @@ class StepCosts:
         n, start, latency, seconds_per_byte = self._group(dims)
         return start + latency + (n - 1) * shard_bytes * seconds_per_byte
 
-    def reduce_scatter(self, dims: tuple[int, ...], shard_bytes: int) -> float:
-        """The mirror image: each rank receives the others' pieces of its shard, and reduces them."""
-        n, start, latency, seconds_per_byte = self._group(dims)
-        return start + latency + (n - 1) * shard_bytes * seconds_per_byte + self.copy(n * shard_bytes)
+    # The mirror image: each rank receives the others' pieces of its own shard.
+    reduce_scatter = all_gather
 
     def all_reduce(self, dims: tuple[int, ...], nbytes: int) -> float:
         """A reduce-scatter and an all-gather of ``nbytes``, started once."""
         n, start, latency, seconds_per_byte = self._group(dims)
-        return start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte + self.copy(nbytes)
+        return start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte
 
     def all_to_all(self, dims: tuple[int, ...], piece_bytes: int) -> float:
         """Each rank sends a piece of ``piece_bytes`` to every other."""

@@ -18,7 +18,7 @@ from shardwise.planner import check_lengths
 from shardwise.private_torch import is_composite, new_wrapper
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
-from shardwise.signature import Kind, Op, op_name, signature
+from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
 __all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class"]
@@ -102,12 +102,18 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
+# A number where an op takes a tensor (`x + 1` is add.Tensor) reaches the dispatcher as it is.
+_NUMBERS = (bool, int, float, complex)
+
+
 def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
     dims.
     """
     if value is None:
         return None, None
+    if isinstance(value, _NUMBERS):
+        return type(value), value
     if isinstance(value, _tensor_class[0]):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
@@ -209,15 +215,18 @@ def _plan_call(op: Op, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Map
     entry = _registry().lookup(op)
     values = signature(op).bind(args, kwargs)
     mesh = _common_mesh(op, values)
-    schema = OpSchema(op, tuple(_to_spec(op, mesh, v) for v in values), info)
+    schema = OpSchema(op, tuple(_to_specs(op, mesh, values)), info, _number_operands(op, values))
     if entry.rule.zip_lists:
         check_lengths(schema)
-    return make_plan(entry, schema, output_metas(op, schema.values))
+    described = [
+        n if _is_number_operand(a, n) else v for a, n, v in zip(signature(op).args, values, schema.values, strict=True)
+    ]
+    return make_plan(entry, schema, output_metas(op, described))
 
 
 def _tensors(op: Op, values: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for arg, value in zip(signature(op).args, values, strict=True):
-        if arg.kind is Kind.TENSOR and value is not None:
+        if arg.kind is Kind.TENSOR and isinstance(value, torch.Tensor):
             yield arg.name, value
         elif arg.kind is Kind.TENSORS:
             yield from ((f"{arg.name}[{i}]", t) for i, t in enumerate(value or ()) if t is not None)
@@ -250,11 +259,35 @@ def _mesh_error(op: Op, one: tuple[str, Mesh], other: tuple[str, Mesh]) -> Excep
     )
 
 
-def _to_spec(op: Op, mesh: Mesh, value: Any) -> Any:
+def _is_number_operand(arg: Arg, value: Any) -> bool:
+    return arg.kind is Kind.TENSOR and isinstance(value, _NUMBERS)
+
+
+def _number_operands(op: Op, values: Sequence[Any]) -> tuple[int, ...]:
+    """Flat indices of the tensor operands that were given as Python numbers."""
+    found, at = [], 0
+    for arg, value in zip(signature(op).args, values, strict=True):
+        if _is_number_operand(arg, value):
+            found.append(at)
+        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
+    return tuple(found)
+
+
+def _to_specs(op: Op, mesh: Mesh, values: Sequence[Any]) -> Iterator[Any]:
+    """The schema values: a spec for each tensor, replicated for a plain 0-dim tensor and for a number in its place."""
+    whole = (REPLICATE,) * mesh.ndim
+    for arg, value in zip(signature(op).args, values, strict=True):
+        if _is_number_operand(arg, value):
+            yield TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(value).dtype))
+        else:
+            yield _to_spec(mesh, value)
+
+
+def _to_spec(mesh: Mesh, value: Any) -> Any:
     if isinstance(value, _tensor_class[0]):
         return value._spec  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor):
         return TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(value))
     if isinstance(value, (list, tuple)):
-        return tuple(_to_spec(op, mesh, v) for v in value)
+        return tuple(_to_spec(mesh, v) for v in value)
     return value

@@ -195,7 +195,7 @@ def _check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None
         if spec is not None and spec.is_copy:
             raise InPlaceError(
                 asked=f"run {op_name(schema.op)} in place on {schema.operand_names[i]} = {spec}",
-                found="it is a view whose base had to be redistributed for it, so it no longer shares the memory of its base",
+                found="it is a view whose base was redistributed for it, so it no longer shares the memory of its base",
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(schema.op),
             )

@@ -46,7 +46,7 @@ def _metas(value: object) -> object:
 def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
     """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule."""
     if not rule.zip_lists:
-        return [_problem(rule, schema, rule.rows(call), schema.specs, call.outputs, schema.written)]
+        return [_problem(rule, schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
     check_lengths(schema)
     known: dict[object, Problem] = {}
     found = []
@@ -56,8 +56,10 @@ def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
         part = call.position(i)
         key = (specs, part.outputs)
         if key not in known:
-            written = tuple(k for k, j in enumerate(at) if j in schema.written)
-            known[key] = _problem(rule, schema, rule.rows(part), specs, part.outputs, written)
+            written, fixed = (
+                tuple(k for k, j in enumerate(at) if j in flat) for flat in (schema.written, schema.fixed)
+            )
+            known[key] = _problem(rule, schema, rule.rows(part), specs, part.outputs, written, fixed)
         found.append(known[key])
     return found
 
@@ -69,13 +71,14 @@ def _problem(
     specs: Sequence[TensorSpec | None],
     outputs: Sequence[TensorMeta | None],
     written: Sequence[int],
+    fixed: Sequence[int],
 ) -> Problem:
     flat = _result_arguments(schema)
     same = tuple((i, o) for o, i in enumerate(flat) if i is not None and i in written)
     kept = tuple(written)
     if rule.anchored:
         kept = tuple(i for i, spec in enumerate(specs) if spec is not None)
-    return Problem(schema, rows, tuple(specs), tuple(outputs), kept, same, tuple(schema.mesh.shape))
+    return Problem(schema, rows, tuple(specs), tuple(outputs), kept, same, tuple(schema.mesh.shape), tuple(fixed))
 
 
 def _result_arguments(schema: OpSchema) -> list[int | None]:

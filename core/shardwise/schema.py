@@ -49,12 +49,15 @@ def _freeze(value: Any) -> Any:
 class OpSchema:
     """One call: the op and, per schema argument, a :class:`TensorSpec`, a tuple of them, ``None`` or a static value.
 
+    ``fixed`` lists operands (flat indices) that cannot be redistributed: Python numbers where the op takes a tensor.
+
     Two schemas are equal when their specs and exactly their static arguments (see :class:`RuntimeSchemaInfo`) are.
     """
 
     op: Op
     values: tuple[Any, ...] = field(converter=_freeze)
     info: RuntimeSchemaInfo
+    fixed: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, op: Op, *args: Any, static: frozenset[str] = frozenset(), **kwargs: Any) -> OpSchema:
@@ -128,7 +131,7 @@ class OpSchema:
                 values.append(None if value is None else tuple(next(left) for _ in value))
             else:
                 values.append(value)
-        return OpSchema(self.op, tuple(values), self.info)
+        return OpSchema(self.op, tuple(values), self.info, self.fixed)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, OpSchema) and self.key == other.key

@@ -26,7 +26,7 @@ class Problem:
     """The choice to be made for one call (or one list position): its rows, where its operands lie, what they write.
 
     ``specs`` are flat with ``out=`` last, as ``Row.inputs`` are. ``written`` lists operands that must stay where they
-    are. ``same`` pairs a written operand with the output that it is.
+    are. ``same`` pairs a written operand with the output that it is. ``fixed`` operands stay too.
     """
 
     schema: OpSchema
@@ -36,6 +36,7 @@ class Problem:
     written: tuple[int, ...]
     same: tuple[tuple[int, int], ...]
     mesh_shape: tuple[int, ...]
+    fixed: tuple[int, ...] = ()
 
     def candidates(self, mesh_dim: int) -> list[int]:
         """Indices of the rows that respect what the op writes, in the rule's order; raises when there is none."""
@@ -45,7 +46,7 @@ class Problem:
         return found
 
     def _keeps_written(self, row: Row, mesh_dim: int) -> bool:
-        for i in self.written:
+        for i in (*self.written, *self.fixed):
             spec = self.specs[i]
             if spec is not None and row.inputs[i] != spec.placements[mesh_dim]:
                 return False

@@ -199,6 +199,10 @@ class MeshTensor(torch.Tensor):
     def __complex__(self) -> complex:
         return complex(self._only("complex()"))
 
+    def __format__(self, format_spec: str) -> str:
+        # Without a format nothing is communicated: printing on one rank alone must not hang.
+        return format(self.item() if self.dim() == 0 else self, format_spec) if format_spec else repr(self)
+
     def tolist(self) -> Any:
         """The whole tensor as nested lists, by communication."""
         with torch.no_grad():

@@ -236,7 +236,6 @@ class _Estimate:
         gather += start_gather
         if start_reduce:
             gather = min(gather, joined)
-            local += self._local_start
         received = self._received(layout, contributors) * self._seconds_per_byte
         return start_reduce + latency + gather + local + received
 
