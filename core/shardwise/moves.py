@@ -87,6 +87,7 @@ class Moves:
         order = memory_order(meta)
         self._outer = tuple(order[: order.index(d)] for d in range(meta.ndim))
         self._sizes: dict[Layout, Dims] = {}
+        self._nbytes: dict[Layout, int] = {}
         self._edges: dict[Layout, list[Edge]] = {}
 
     def sizes(self, layout: Layout) -> Dims:
@@ -102,7 +103,10 @@ class Moves:
 
     def nbytes(self, layout: Layout) -> int:
         """Bytes of the largest local tensor."""
-        return math.prod(self.sizes(layout)) * self.itemsize
+        known = self._nbytes.get(layout)
+        if known is None:
+            known = self._nbytes[layout] = math.prod(self.sizes(layout)) * self.itemsize
+        return known
 
     def edges(self, layout: Layout) -> list[Edge]:
         """Every step out of a layout but the fills."""
@@ -111,6 +115,7 @@ class Moves:
             if len(self._edges) >= _MAX_LAYOUTS:
                 self._edges.clear()
                 self._sizes.clear()
+                self._nbytes.clear()
             sharders = self._sharders(layout)
             known = [
                 *self._slices(layout, sharders),

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from shardwise.errors import InPlaceError, NoStrategyError, ShardingError, ViewError
 from shardwise.flow import Row
-from shardwise.placements import Placement, Shard, show_all
+from shardwise.placements import Partial, Placement, Shard, show_all
 from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import op_name
 from shardwise.spec import TensorMeta, TensorSpec
@@ -43,7 +43,14 @@ class Problem:
         found = [i for i, row in enumerate(self.rows) if self._keeps_written(row, mesh_dim)]
         if not found:
             raise self._refusal(mesh_dim)
-        return found
+        # Turning a shard into a pending tensor moves nothing now and more later, and fills memory with zeros meanwhile.
+        return [i for i in found if not self._defers(self.rows[i], mesh_dim)] or found
+
+    def _defers(self, row: Row, mesh_dim: int) -> bool:
+        return any(
+            spec is not None and isinstance(wanted, Partial) and isinstance(spec.placements[mesh_dim], Shard)
+            for spec, wanted in zip(self.specs, row.inputs, strict=True)
+        )
 
     def _keeps_written(self, row: Row, mesh_dim: int) -> bool:
         for i in (*self.written, *self.fixed):

@@ -240,3 +240,9 @@ def test_a_view_that_merges_a_sharded_inner_dim_is_refused():
     schema = OpSchema.of(aten._unsafe_view.default, spec((2,), (4, 6), shard(1)), [24])
     with pytest.raises(ViewError, match="data from another rank"):
         registry_of(flatten_rule).propagate(schema)
+
+
+def test_a_shard_is_not_made_pending_to_put_a_collective_off():
+    schema = OpSchema.of(aten.add.Tensor, spec((4,), (8, 8), shard(0)), spec((4,), (8, 8), shard(1)))
+    _, strategy = choose(problem(ADD, schema))
+    assert not strategy.output_specs[0].pending
