@@ -235,14 +235,24 @@ class Group:
         target = out.new_empty(out.shape, device="cpu") if self._gloo and flat.is_cuda else out
         flat = flat.to(target.device)
         if self._order:
-            shares = [flat.numel() // self.size] * self.size
-            outs, ins = target.split_with_sizes(received or shares), flat.split_with_sizes(sent or shares)
-            ordered = [outs[i] for i in self._order], [ins[i] for i in self._order]
-            self.process_group.alltoall(*ordered).wait()
+            self._all_to_all_ordered(target, flat, received, sent)
         else:
             self.process_group.alltoall_base(target, flat, received, sent).wait()
         if target is not out:
             out.copy_(target)
+
+    def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> None:
+        """As the process group counts its ranks: bring the runs into that order, and back."""
+        order: Any = self._order
+        shares = [flat.numel() // self.size] * self.size
+        received, sent = received or shares, sent or shares
+        runs = flat.split_with_sizes(sent)
+        moved = torch.empty_like(out)
+        counts = [received[i] for i in order], [sent[i] for i in order]
+        self.process_group.alltoall_base(moved, torch.cat([runs[i] for i in order]), *counts).wait()
+        places = out.split_with_sizes(received)
+        for i, run in zip(order, moved.split_with_sizes(counts[0]), strict=True):
+            places[i].copy_(run)
 
 
 def _all_reduce_options(op: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.discovery import default_registry
-from shardwise.errors import DeviceMismatchError, MeshMismatchError, PlainTensorError
+from shardwise.errors import DeviceMismatchError, MeshMismatchError, PlainTensorError, ViewError
 from shardwise.handlers import defaults, handler_source
 from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
@@ -21,7 +22,7 @@ from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class"]
+__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
 
 Handler = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -68,6 +69,32 @@ def _notify(plan: Plan) -> None:
         callback(plan)
 
 
+# -- views -------------------------------------------------------------------------------------------------------
+
+
+class _Views(threading.local):
+    """Whether a view must share memory with its base here, as the ``view`` method promises."""
+
+    must_share = False
+
+
+views = _Views()
+
+
+def _guard(plan: Plan) -> None:
+    """Refuse to gather for a view that was asked for as one; ``reshape`` and what calls it may copy."""
+    if not (plan.copies and views.must_share):
+        return
+    schema = plan.schema
+    shown = ", ".join(f"{a.name}={v}" for a, v in zip(schema.signature.args, schema.values, strict=True))
+    raise ViewError(
+        asked=f"run {op_name(schema.op)} with {shown}",
+        found=f"the view would need data from another rank: the tensor would have to lie as {plan.strategies[0]}",
+        do="Call reshape, which may copy, or redistribute the tensor first.",
+        op=op_name(schema.op),
+    )
+
+
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
@@ -84,6 +111,7 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
         "plans": store.hot,
         "miss": store.miss,
         "other": lambda name, value: _other(op, name, value),
+        "guard": _guard,
         "freeze": _freeze,
         "observers": _observers,
         "notify": _notify,

@@ -6,7 +6,7 @@
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the
 tensor class, ``new`` its constructor, ``plans`` the op's plans by key, ``other`` what to do with an argument that is
-not exactly a MeshTensor, ``miss`` the slow path, ``observers`` the callbacks of ``dispatcher.observe``.
+not exactly a MeshTensor, ``miss`` the slow path, ``guard`` a check of what moves, ``observers`` the callbacks of ``dispatcher.observe``.
 """
 
 from __future__ import annotations
@@ -118,7 +118,11 @@ def _move(given: Sequence[_Given]) -> list[str]:
     tensors = [g for g in given if g.is_tensor]
     if not tensors:
         return []
-    lines = ["if plan.moves is not None:", "    " + ", ".join(f"m{g.var[1:]}" for g in tensors) + ", = plan.moves"]
+    lines = [
+        "if plan.moves is not None:",
+        "    guard(plan)",
+        "    " + ", ".join(f"m{g.var[1:]}" for g in tensors) + ", = plan.moves",
+    ]
     for g in tensors:
         n = g.var[1:]
         if not g.passed:

@@ -34,7 +34,7 @@ class Plan:
     holds the specs of the tensor results, flat; ``out`` the single one.
     """
 
-    __slots__ = ("call", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
+    __slots__ = ("call", "copies", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class Plan:
         self.full = full
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
+        self.copies = moves is not None and any(spec is not None and spec.is_copy for spec in outs)
 
     @property
     def names(self) -> tuple[str, ...]:

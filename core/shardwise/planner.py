@@ -11,11 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from attrs import evolve
-
-from shardwise.errors import ListLengthError, NoStrategyError, ViewError
+from shardwise.errors import ListLengthError, NoStrategyError
 from shardwise.flow import Row
-from shardwise.placements import show_all
 from shardwise.rule import AnyRule, FullMeshRule, Rule, by_type
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
 from shardwise.signature import Call, Kind, op_name
@@ -46,7 +43,7 @@ def _metas(value: object) -> object:
 def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
     """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule."""
     if not rule.zip_lists:
-        return [_problem(rule, schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
+        return [_problem(schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
     check_lengths(schema)
     known: dict[object, Problem] = {}
     found = []
@@ -59,13 +56,12 @@ def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
             written, fixed = (
                 tuple(k for k, j in enumerate(at) if j in flat) for flat in (schema.written, schema.fixed)
             )
-            known[key] = _problem(rule, schema, rule.rows(part), specs, part.outputs, written, fixed)
+            known[key] = _problem(schema, rule.rows(part), specs, part.outputs, written, fixed)
         found.append(known[key])
     return found
 
 
 def _problem(
-    rule: Rule,
     schema: OpSchema,
     rows: tuple[Row, ...],
     specs: Sequence[TensorSpec | None],
@@ -75,10 +71,8 @@ def _problem(
 ) -> Problem:
     flat = _result_arguments(schema)
     same = tuple((i, o) for o, i in enumerate(flat) if i is not None and i in written)
-    kept = tuple(written)
-    if rule.anchored:
-        kept = tuple(i for i, spec in enumerate(specs) if spec is not None)
-    return Problem(schema, rows, tuple(specs), tuple(outputs), kept, same, tuple(schema.mesh.shape), tuple(fixed))
+    mesh_shape = tuple(schema.mesh.shape)
+    return Problem(schema, rows, tuple(specs), tuple(outputs), tuple(written), same, mesh_shape, tuple(fixed))
 
 
 def _result_arguments(schema: OpSchema) -> list[int | None]:
@@ -182,42 +176,9 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
     found = []
     for problem in problems(rule, schema, call):
         if id(problem) not in solved:
-            solve = _choose_anchored if rule.anchored and not schema.written else choose
-            solved[id(problem)] = solve(problem)[1]
+            solved[id(problem)] = choose(problem)[1]
         found.append(solved[id(problem)])
     return found
-
-
-def _choose_anchored(problem: Problem) -> tuple[Choice, PlacementStrategy]:
-    """The choice that leaves every operand where it is.
-
-    Where only uneven shards are in the way (a batch of 7 rows on 2 ranks, flattened into its sequence as
-    ``nn.Linear`` does) the operand is redistributed; where the shards do not lie side by side in the view at all, the
-    view is refused.
-    """
-    try:
-        return choose(problem)
-    except NoStrategyError:
-        if problem.only_uneven():
-            return choose(evolve(problem, written=()))
-        raise _view_error(problem) from None
-
-
-def _view_error(problem: Problem) -> ViewError:
-    schema = problem.schema
-    shown = ", ".join(str(s) for s in problem.specs if s is not None)
-    rows = ", ".join(show_all(r.inputs) for r in problem.rows)
-    return ViewError(
-        asked=f"run {op_name(schema.op)} on {shown} with {_static_text(schema)}",
-        found=f"the view would need data from another rank; on each mesh dim the operand may lie as one of {rows}",
-        do="Redistribute it first, for example to Replicate() on the mesh dim in question.",
-        op=op_name(schema.op),
-    )
-
-
-def _static_text(schema: OpSchema) -> str:
-    pairs = zip(schema.signature.args, schema.values, strict=True)
-    return ", ".join(f"{a.name}={v}" for a, v in pairs if a.kind in (Kind.BY_VALUE, Kind.BY_TYPE))
 
 
 def _cheapest_full(rule: FullMeshRule, schema: OpSchema) -> PlacementStrategy:

@@ -48,8 +48,7 @@ class Rule:
     """What is legal for some ops that behave alike. Made by :func:`rule` or :func:`rule_from`, never by hand.
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
-    schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``anchored`` operands are never
-    moved.
+    schema type. ``zip_lists`` gives each position of the tensor lists its own choice.
     """
 
     ops: tuple[Op, ...]
@@ -61,7 +60,6 @@ class Rule:
     local_args: LocalArgs | None
     source: str
     partial: tuple[str, ...] = ()
-    anchored: bool = False
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -86,7 +84,6 @@ class FullMeshRule:
     local_args: LocalArgs | None = None
     text: str = "function of the full mesh"
     zip_lists: bool = field(default=False, init=False)
-    anchored: bool = field(default=False, init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -111,7 +108,6 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     local_args: LocalArgs | None = None,
     lowered: bool | Iterable[str] | None = None,
     nonempty: Iterable[str] = (),
-    anchored: bool = False,
 ) -> Rule:
     """A rule in einop notation.
 
@@ -121,8 +117,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
     whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
     a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
-    ``lowering``; all but ``R`` when it is not given. An ``anchored`` rule's operands must lie right as they are: what
-    would need a redistribution raises :class:`ViewError`.
+    ``lowering``; all but ``R`` when it is not given.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
@@ -146,7 +141,6 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
         local_args=local_args,
         source=_caller(),
         partial=options.partial,
-        anchored=anchored,
     )
 
 
@@ -157,7 +151,6 @@ def rule_from(
     zip_lists: bool = False,
     lowering: Lowering | None = None,
     local_args: LocalArgs | None = None,
-    anchored: bool = False,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -180,7 +173,6 @@ def rule_from(
             lowering=lowering,
             local_args=local_args,
             source=f"{code.co_filename}:{code.co_firstlineno}",
-            anchored=anchored,
         )
 
     return make

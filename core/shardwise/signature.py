@@ -179,12 +179,14 @@ class Call:
     """One call as a rule sees it: metas in place of tensors, no mesh, no placements.
 
     ``args`` maps every schema argument to a :class:`TensorMeta`, a tuple of them, ``None``, a static value, or a
-    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened.
+    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened. In the call of
+    one position of zipped lists (``is_position``), lists are replaced by their element there.
     """
 
     op: Op
     args: Mapping[str, Any]
     outputs: tuple[TensorMeta | None, ...]
+    is_position: bool = False
 
     @property
     def signature(self) -> Signature:
@@ -193,7 +195,7 @@ class Call:
     def _tensors(self) -> Iterator[tuple[str, TensorMeta | None, bool]]:
         for arg in self.signature.tensor_args:
             value = self.args[arg.name]
-            if arg.kind is Kind.TENSORS and not isinstance(value, TensorMeta):
+            if arg.kind is Kind.TENSORS and not self.is_position:
                 yield from ((f"{arg.name}[{i}]", meta, arg.is_out) for i, meta in enumerate(value or ()))
             else:
                 yield arg.name, value, arg.is_out
@@ -213,7 +215,8 @@ class Call:
             if arg.kind is Kind.TENSORS:
                 args[arg.name] = args[arg.name][i] if args[arg.name] else None
         lists = sum(r.is_list for r in self.signature.results)
-        return Call(self.op, args, tuple(self.outputs[k * self.length + i] for k in range(lists)))
+        outputs = tuple(self.outputs[k * self.length + i] for k in range(lists))
+        return Call(self.op, args, outputs, is_position=True)
 
     @property
     def operands(self) -> tuple[TensorMeta | None, ...]:

@@ -7,7 +7,7 @@ from itertools import product
 
 from attrs import frozen
 
-from shardwise.errors import InPlaceError, NoStrategyError, ShardingError, ViewError
+from shardwise.errors import InPlaceError, NoStrategyError, ShardingError
 from shardwise.flow import Row
 from shardwise.placements import Partial, Placement, Shard, show_all
 from shardwise.schema import OpSchema, PlacementStrategy
@@ -124,20 +124,6 @@ class Problem:
                 return False
         return True
 
-    def only_uneven(self) -> bool:
-        """Whether every operand could stay where it is if its shards were even: each mesh dim has a row that keeps it,
-        and no dim is cut into more pieces than the factor that they would have to divide.
-        """
-        try:
-            kept = [self.candidates(m)[0] for m in range(len(self.mesh_shape))]
-        except NoStrategyError:
-            return False
-        for operand, dim, size in (d for r in kept for d in self.rows[r].divides):
-            spec = self.specs[operand]
-            if spec is not None and spec.shape[dim] != size and spec.shards_per_dim[dim] > size:
-                return False
-        return True
-
     def target(self, choice: Choice, operand: int) -> tuple[Placement, ...]:
         """Where an operand must lie under a choice for the whole mesh."""
         return tuple(p for r in choice if (p := self.rows[r].inputs[operand]) is not None)
@@ -181,9 +167,7 @@ def exhaustive(problem: Problem) -> Iterator[tuple[Choice, PlacementStrategy]]:
 
 def no_choice(problem: Problem) -> ShardingError:
     """The error for a call whose rows never go together."""
-    view = any(r.alias is not None and not r.written for r in problem.schema.signature.results)
-    kind = ViewError if view else NoStrategyError
-    return kind(
+    return NoStrategyError(
         asked=f"run {problem.schema}",
         found="no combination of its rule's rows over the mesh dims is legal: "
         + "; ".join(f"{row.name} {show_all(row.inputs)}" for row in problem.rows),

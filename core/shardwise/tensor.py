@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import gradient
-from shardwise.dispatcher import dispatch, set_tensor_class
+from shardwise.dispatcher import dispatch, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
 from shardwise.private_torch import disabled_torch_function, new_wrapper
@@ -167,6 +167,23 @@ class MeshTensor(torch.Tensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
+
+    # -- views --
+    def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
+        """A view of another shape or dtype, sharing memory with this tensor on every rank.
+
+        Raises :class:`ViewError` where that would need data from another rank; ``reshape`` redistributes there.
+        """
+        before, views.must_share = views.must_share, True
+        try:
+            seen: MeshTensor = torch.Tensor.view(self, *size, **kwargs)
+            return seen
+        finally:
+            views.must_share = before
+
+    def view_as(self, other: torch.Tensor) -> MeshTensor:
+        """:meth:`view` with the shape of ``other``."""
+        return self.view(other.shape)
 
     # -- one element --
     def item(self) -> Any:

@@ -67,6 +67,7 @@ def test_the_source_of_a_simple_op_reads_as_documented():
         "    if observers:\n"
         "        notify(plan)\n"
         "    if plan.moves is not None:\n"
+        "        guard(plan)\n"
         "        m0, = plan.moves\n"
         "        if m0 is not None:\n"
         "            l0 = m0(l0)\n"

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import InPlaceError, ListLengthError, ViewError
+from shardwise.errors import InPlaceError, ListLengthError
 from shardwise.flow import Row
 from shardwise.meta import schema_metas
 from shardwise.placements import PENDING_KINDS, REPLICATE, partial, shard
@@ -36,7 +36,7 @@ ADDMM = rule(aten.addmm.default, "m n, m k, k n -> m n", replicate=["k"], partia
 FOREACH = rule(aten._foreach_add_.List, {"self other": "..."}, zip_lists=True)
 
 
-@rule_from(aten.view.default, anchored=True)
+@rule_from(aten.view.default)
 def split_rule(x, size):
     """Only a view that cuts the last dim in two."""
     lead = [f"d{i}" for i in range(x.ndim - 1)]
@@ -169,12 +169,6 @@ def registry_of(*rules: Rule) -> Registry:
     return registry
 
 
-def test_a_view_that_needs_other_ranks_is_refused():
-    schema = OpSchema.of(aten.view.default, spec((2, 2), (3, 6), shard(1), shard(1)), [3, 3, 2])
-    with pytest.raises(ViewError, match="data from another rank"):
-        registry_of(split_rule).propagate(schema)
-
-
 def test_propagate_names_the_schema_to_redistribute_to():
     schema = OpSchema.of(aten.mm.default, spec((4,), (8, 4), shard(0)), spec((4,), (4, 6), shard(0)))
     answer = registry_of(MM).propagate(schema)
@@ -221,25 +215,6 @@ def test_pending_kinds_that_do_not_commute_are_never_mixed():
         kinds = [set(s.pending.values()) for s in (*strategy.input_specs, *strategy.output_specs)]
         assert all(fits(k) for k in kinds)
     assert set(PENDING_KINDS) >= {"sum", "max"}
-
-
-@rule_from(aten._unsafe_view.default, anchored=True)
-def flatten_rule(x, size):
-    """Merge all dims; the first may stay sharded."""
-    first, *rest = ((f"d{i}", n) for i, n in enumerate(x.shape))
-    return Flow([tuple(f"d{i}" for i in range(x.ndim))], [((first, *rest),)])
-
-
-def test_a_view_of_uneven_shards_is_repartitioned():
-    schema = OpSchema.of(aten._unsafe_view.default, spec((2,), (7, 4), shard(0)), [28])
-    answer = registry_of(flatten_rule).propagate(schema)
-    assert answer.redistribute_schema.specs[0].placements == (REPLICATE,)
-
-
-def test_a_view_that_merges_a_sharded_inner_dim_is_refused():
-    schema = OpSchema.of(aten._unsafe_view.default, spec((2,), (4, 6), shard(1)), [24])
-    with pytest.raises(ViewError, match="data from another rank"):
-        registry_of(flatten_rule).propagate(schema)
 
 
 def test_a_shard_is_not_made_pending_to_put_a_collective_off():

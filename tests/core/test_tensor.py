@@ -280,3 +280,26 @@ def modes():
 
 def test_inference_mode_no_grad_and_autocast(pool):
     pool.run(modes)
+
+
+def reshapes():
+    full = whole(7, 2, 3)
+    x = sw.distribute_tensor(full, mesh((4,)), [Shard(0)])
+    assert torch.equal(x.reshape(14, 3).full_tensor(), full.reshape(14, 3))
+    inner = sw.distribute_tensor(whole(4, 6), mesh((4,)), [Shard(1)])
+    assert torch.equal(inner.flatten().full_tensor(), whole(24))
+    seen = []
+    for call in (lambda: inner.view(24), lambda: x.view(-1, 3)):
+        try:
+            call()
+        except sw.ShardingError as error:
+            seen.append(type(error).__name__)
+    even = sw.distribute_tensor(whole(4, 6), mesh((4,)), [Shard(0)])
+    flat = even.view(24)
+    assert flat.placements == (Shard(0),)
+    assert flat.to_local().data_ptr() == even.to_local().data_ptr()
+    return seen
+
+
+def test_reshape_may_copy_and_view_may_not(pool):
+    assert pool.run(reshapes)[0] == ["ViewError", "ViewError"]

@@ -177,7 +177,7 @@ def test_every_optimizer_steps_as_on_one_device(pool, optimizer):
 @pytest.mark.parametrize("case", ["data and tensor 2x2", "parameters over data (4,)"])
 def test_gradients_are_clipped_as_on_one_device(pool, case):
     mesh_of, partition, data = MLP_CASES[case]
-    pool.run(compare, MLP, floats(8, 6), ids(5, 8), mesh_of, partition, data, "sgd foreach", clip=0.1)
+    pool.run(compare, MLP, floats(8, 6), ids(5, 8), mesh_of, partition, data, "sgd foreach", None, 0.1)
 
 
 TENSOR = {

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 from attrs import field, frozen
 
 from shardwise import collectives, dispatcher
 from shardwise.collectives import Event
+from shardwise.placements import show_all
 from shardwise.plan import Plan
+from shardwise.schema import PlacementStrategy
 from shardwise.signature import op_name
+from shardwise.spec import TensorSpec
 
 __all__ = ["CollectiveUse", "Observed", "OperatorUse", "observing"]
+
+LONG_RUN = 8
 
 
 @frozen(order=True)
@@ -45,7 +51,7 @@ class Observed:
     def saw_plan(self, plan: Plan) -> None:
         """Count one dispatch; an operator over lists counts once for each different strategy in the list."""
         plugin, operator = plan.entry.origin.plugin, op_name(plan.schema.op)
-        for strategy in {str(strategy) for strategy in plan.strategies}:
+        for strategy in {_text(strategy) for strategy in plan.strategies}:
             self.operators[OperatorUse(plugin, operator, strategy)] += 1
 
     def saw_collective(self, event: Event) -> None:
@@ -53,6 +59,17 @@ class Observed:
         use = CollectiveUse(event.kind, tuple(event.mesh_dims), event.group_size)
         self.collectives[use] += 1
         self.nbytes[use] += event.nbytes
+
+
+def _text(strategy: PlacementStrategy) -> str:
+    return f"{_operands(strategy.input_specs)} -> {_operands(strategy.output_specs)}"
+
+
+def _operands(specs: Sequence[TensorSpec | None]) -> str:
+    """Placements of each operand; a run of equal ones, as in a list of tensors, is written once with its length."""
+    shown = ["-" if spec is None else show_all(spec.placements) for spec in specs]
+    runs = [(text, len(list(run))) for text, run in groupby(shown)]
+    return ", ".join(f"{length} x {text}" if length > LONG_RUN else ", ".join([text] * length) for text, length in runs)
 
 
 @contextmanager

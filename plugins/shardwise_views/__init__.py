@@ -1,0 +1,1 @@
+"""Views: the same elements under other dims."""

@@ -1,0 +1,18 @@
+"""The plugin's hook: rules for views and what undoes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Hand over the rules of this plugin."""
+    from shardwise_views import axes, reinterpret, shapes, strided
+
+    registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES)

@@ -1,0 +1,94 @@
+"""How the dims of one shape become those of another with the same elements in the same order.
+
+Both shapes are read as runs of factors, as in einops: ``(6, 4) -> (24,)`` is ``a b -> (a b)``, ``(8,) -> (2, 4)`` is
+``(a b) -> a b``, and ``(6, 4) -> (4, 6)`` is ``(a b) r -> (a s) t`` with ``a`` the common factor 2. A shard may stay
+where it is exactly when a factor leads its dim on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import gcd, prod
+
+from shardwise.rule import Flow
+
+__all__ = ["regroup"]
+
+_Factors = list[tuple[str, int]]
+_Named = str | tuple[tuple[str, int], ...] | None
+_ANY_PENDING = ("* -> *",)
+
+
+def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
+    """The flow of dims from a shape to another with as many elements. Every pending kind passes."""
+    if prod(before) == 0:
+        return _without_elements(before, after)
+    left: list[_Named] = [None] * len(before)
+    right: list[_Named] = [None] * len(after)
+    for i, j in _ones(before, after):
+        left[i] = right[j] = f"one{i}"
+    for dims, others in _runs(before, after):
+        ours, theirs = _common([before[i] for i in dims], [after[j] for j in others], f"d{dims[0]}")
+        for at, factors in zip(dims, ours, strict=True):
+            left[at] = _label(factors)
+        for at, factors in zip(others, theirs, strict=True):
+            right[at] = _label(factors)
+    return Flow([left], [right], partial=_ANY_PENDING)
+
+
+def _label(factors: _Factors) -> _Named:
+    return factors[0][0] if len(factors) == 1 else tuple(factors) or None
+
+
+def _without_elements(before: Sequence[int], after: Sequence[int]) -> Flow:
+    """Leading dims alike pass; a shard of any other dim has nothing to lose, so the result may be whole."""
+    alike = 0
+    while alike < min(len(before), len(after)) and before[alike] == after[alike]:
+        alike += 1
+    left = [f"d{i}" for i in range(len(before))]
+    right = [*left[:alike], *[None] * (len(after) - alike)]
+    return Flow([left], [right], reduce=dict.fromkeys(left[alike:], "R"), partial=_ANY_PENDING)
+
+
+def _ones(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Pairs of size-1 dims that stand behind equally many elements, from left to right."""
+    spare = [(prod(after[:j]), j) for j, n in enumerate(after) if n == 1]
+    for i, n in enumerate(before):
+        found = next((pair for pair in spare if n == 1 and pair[0] == prod(before[:i])), None)
+        if found:
+            spare.remove(found)
+            yield i, found[1]
+
+
+def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """The shortest runs of dims on both sides that hold equally many elements; size-1 dims are left out."""
+    ours, theirs = ([k for k, n in enumerate(shape) if n != 1] for shape in (before, after))
+    dims: list[int] = []
+    others: list[int] = []
+    while ours or theirs:
+        if prod(before[i] for i in dims) <= prod(after[j] for j in others):
+            dims.append(ours.pop(0))
+        else:
+            others.append(theirs.pop(0))
+        if prod(before[i] for i in dims) == prod(after[j] for j in others):
+            yield dims, others
+            dims, others = [], []
+
+
+def _common(before: Sequence[int], after: Sequence[int], name: str) -> tuple[list[_Factors], list[_Factors]]:
+    """Factors of the dims of a run: common ones from the left as long as there are, then what is left of each dim."""
+    left, right = list(before), list(after)
+    ours: list[_Factors] = [[] for _ in left]
+    theirs: list[_Factors] = [[] for _ in right]
+    i = j = count = 0
+    while i < len(left) and j < len(right) and (shared := gcd(left[i], right[j])) > 1:
+        factor = (f"{name}.{count}" if count else name, shared)
+        ours[i].append(factor)
+        theirs[j].append(factor)
+        left[i], right[j], count = left[i] // shared, right[j] // shared, count + 1
+        i, j = i + (left[i] == 1), j + (right[j] == 1)
+    for side, rest, factors in (("in", left, ours), ("out", right, theirs)):
+        for k, size in enumerate(rest):
+            if size > 1:
+                factors[k].append((f"{name}.{side}{k}", size))
+    return ours, theirs

@@ -1,0 +1,33 @@
+"""Views that read the same memory as another type: complex as real, one dtype as another."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import Call, Flow, rule, rule_from
+from shardwise.spec import TensorMeta
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+# Real and imaginary parts add up separately; neither products nor extremes of complex numbers go by parts.
+LINEAR = ("sum -> sum", "avg -> avg")
+
+VIEW_AS_REAL = rule(aten.view_as_real.default, {"self": "...", "->": "... _"}, partial=LINEAR)
+VIEW_AS_COMPLEX = rule(aten.view_as_complex.default, {"self": "... _", "->": "..."}, partial=LINEAR)
+CONJ = rule(aten._conj.default, "... -> ...", partial=[*LINEAR, "product -> product"])
+NEG_VIEW = rule(aten._neg_view.default, "... -> ...", partial=[*LINEAR, "max -> min", "min -> max"])
+
+
+@rule_from(aten.view.dtype)
+def VIEW_DTYPE(self: TensorMeta, call: Call) -> Flow:
+    """Bits read as another dtype: the last dim is whole unless elements keep their size; no pending passes."""
+    after = call.outputs[0]
+    assert after is not None
+    names: list[str | None] = [f"d{i}" for i in range(self.ndim)]
+    if after.dtype.itemsize != self.dtype.itemsize:
+        names[-1:] = [None]
+    return Flow([names], [names], partial=("* -> *",) if after.dtype == self.dtype else ())
+
+
+RULES = (VIEW_AS_REAL, VIEW_AS_COMPLEX, CONJ, NEG_VIEW, VIEW_DTYPE)

@@ -1,0 +1,93 @@
+"""Views that regroup dims, add or remove dims of size one, or repeat them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_views.regroup import regroup
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+ANY_PENDING = ("* -> *",)
+
+
+def _local_size(local: LocalCall) -> Mapping[str, Any]:
+    """The ``size`` argument of this rank: the shape of its part of the result."""
+    spec = local.outputs[0]
+    assert spec is not None
+    return {"size": local.local_shape(spec)}
+
+
+def _regrouped(call: Call) -> Flow:
+    before, after = call.operands[0], call.outputs[0]
+    assert before is not None
+    assert after is not None
+    return regroup(before.shape, after.shape)
+
+
+@rule_from(aten.view.default, local_args=_local_size)
+def VIEW(call: Call) -> Flow:
+    """Dims regrouped: (a b) -> a b and back; the leading factor of a compound dim may be sharded."""
+    return _regrouped(call)
+
+
+@rule_from([aten._unsafe_view.default, aten._unsafe_view.out], local_args=_local_size)
+def UNSAFE_VIEW(call: Call) -> Flow:
+    """As view; its operand is a temporary, so it may be moved."""
+    return _regrouped(call)
+
+
+@rule_from(aten.expand.default, local_args=_local_size)
+def EXPAND(self: TensorMeta, size: Sequence[int]) -> Flow:
+    """Dims that keep their size pass; new ones and those of size one that grow are whole."""
+    new = len(size) - self.ndim
+    kept = [f"d{i}" if size[new + i] in (n, -1) else None for i, n in enumerate(self.shape)]
+    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PENDING)
+
+
+@rule_from([aten.repeat.default, aten.repeat.out])
+def REPEAT(self: TensorMeta, repeats: Sequence[int]) -> Flow:
+    """Dims that are not repeated pass."""
+    new = len(repeats) - self.ndim
+    kept = [f"d{i}" if repeats[new + i] == 1 else None for i in range(self.ndim)]
+    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PENDING)
+
+
+@rule_from(aten.unsqueeze.default)
+def UNSQUEEZE(self: TensorMeta, dim: int) -> Flow:
+    """Every dim passes, around a new one."""
+    kept: list[str | None] = [f"d{i}" for i in range(self.ndim)]
+    at = dim % (self.ndim + 1)
+    return Flow([kept], [[*kept[:at], None, *kept[at:]]], partial=ANY_PENDING)
+
+
+def _squeezed(x: TensorMeta, dim: int | Sequence[int] | None) -> list[int]:
+    """The dims that squeeze removes: of those named (all, for ``None``) the ones of size one."""
+    named = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    wanted = {d % x.ndim for d in named} if x.ndim else set()
+    return [d for d in range(x.ndim) if d in wanted and x.shape[d] == 1]
+
+
+def _squeeze_locally(local: LocalCall, x: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+    # A shard may have size one where the whole tensor has not, so the global shape says what goes.
+    whole = local.spec("self").tensor_meta
+    squeezed: torch.Tensor = aten.squeeze.dims(x, _squeezed(whole, dim))
+    return squeezed
+
+
+@rule_from([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], lowering=_squeeze_locally)
+def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
+    """Dims that stay pass; one that goes is whole."""
+    gone = _squeezed(self, dim)
+    kept = [None if i in gone else f"d{i}" for i in range(self.ndim)]
+    stay = [label for i, label in enumerate(kept) if i not in gone]
+    return Flow([kept], [stay], partial=ANY_PENDING, lowered=True)
+
+
+RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)
