@@ -17,7 +17,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.layout import reduce_pieces
+from shardwise.layout import reduce_stacked
 
 __all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
 
@@ -180,7 +180,7 @@ class Group:
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
         if not _is_native(kind, stacked.dtype):
-            return reduce_pieces(stacked.unbind(), kind)
+            return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
         found = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
@@ -191,13 +191,13 @@ class Group:
         if tensor.nbytes * self.size <= _SMALL:
             gathered = tensor.new_empty((self.size, *tensor.shape))
             self._all_gather(gathered, tensor)
-            return reduce_pieces(gathered.unbind(), kind)
+            return reduce_stacked(gathered, kind)
         share = -(-tensor.numel() // self.size)
         padded = tensor.new_zeros(share * self.size)
         padded[: tensor.numel()] = tensor.view(-1)
         received = torch.empty_like(padded)
         self._all_to_all(received, padded, [], [])
-        self._all_gather(padded, reduce_pieces(received.view(self.size, share).unbind(), kind))
+        self._all_gather(padded, reduce_stacked(received.view(self.size, share), kind))
         return padded[: tensor.numel()].view(tensor.shape)
 
     # -- the process group --

@@ -16,7 +16,7 @@ from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import check_lengths
-from shardwise.private_torch import is_composite, new_wrapper
+from shardwise.private_torch import in_backward, is_composite, new_wrapper
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
@@ -146,6 +146,9 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
         return value.dtype, value
+    if isinstance(value, torch.Tensor) and in_backward() and not value.any():
+        # Autograd itself fills in plain zeros for the unused results of an op such as split; they are whole everywhere.
+        return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(
         asked=f"run {op_name(op)} on MeshTensors",

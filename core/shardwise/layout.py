@@ -18,7 +18,7 @@ from shardwise.errors import LayoutError
 from shardwise.placements import Partial, Placement, Shard
 from shardwise.spec import TensorSpec
 
-__all__ = ["assemble", "neutral", "reduce_pieces", "scatter_local"]
+__all__ = ["assemble", "neutral", "reduce_pieces", "reduce_stacked", "scatter_local"]
 
 Coordinate = tuple[int, ...]
 
@@ -112,9 +112,13 @@ def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
     """One tensor from the pending pieces of all ranks of one mesh dim, all of one shape and dtype.
 
     A bool sum is a logical or, a bool product a logical and; an integer average is cut towards zero. Max and min
-    hand NaN on, as ``torch.amax`` does.
+    hand NaN on, as ``torch.amax`` does. Floating sums are taken in float64.
     """
-    stacked = torch.stack(list(pieces))
+    return reduce_stacked(torch.stack(list(pieces)), kind)
+
+
+def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
+    """As :func:`reduce_pieces`, of pieces that are stacked along dim 0 already."""
     dtype = stacked.dtype
     if dtype == torch.bool:
         _refuse_unless(kind != "avg", kind, dtype)
@@ -128,7 +132,7 @@ def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
     total = stacked.sum(0, dtype=wide)
     if kind == "avg":
         rounding = None if dtype.is_floating_point or dtype.is_complex else "trunc"
-        total = torch.div(total, len(pieces), rounding_mode=rounding)
+        total = torch.div(total, len(stacked), rounding_mode=rounding)
     return total.to(dtype)
 
 

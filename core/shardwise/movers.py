@@ -46,6 +46,11 @@ def copied(local: Tensor) -> Tensor:
     return local.clone(memory_format=torch.contiguous_format)
 
 
+def _row_major(local: Tensor) -> Tensor:
+    """The tensor with its values in row-major memory; backends send memory, so lazy conjugation ends here."""
+    return copied(local) if local.is_conj() or local.is_neg() else local.contiguous()
+
+
 # -- local steps -----------------------------------------------------------------------------------------------------
 
 
@@ -120,9 +125,9 @@ def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
 def _even_reduce_scatter(group: Group, kind: str, dim: int, shape: Shape) -> Mover:
     pieces = (group.size, *shape)
     if math.prod(shape[:dim]) == 1:
-        return lambda local: group.reduce_scatter(local.contiguous().view(pieces), kind)
+        return lambda local: group.reduce_scatter(_row_major(local).view(pieces), kind)
     split = (*shape[:dim], group.size, *shape[dim:])
-    return lambda local: group.reduce_scatter(local.contiguous().view(split).movedim(dim, 0).contiguous(), kind)
+    return lambda local: group.reduce_scatter(_row_major(local).view(split).movedim(dim, 0).contiguous(), kind)
 
 
 # -- gathers ---------------------------------------------------------------------------------------------------------
@@ -160,7 +165,7 @@ def _gather_in_place(group: Group, shapes: Sequence[Shape], whole: Shape) -> Mov
     longest = max(map(math.prod, shapes))
     total = math.prod(whole)
     if longest * group.size == total:
-        return lambda local: group.all_gather_into(local.new_empty(whole), local.contiguous())
+        return lambda local: group.all_gather_into(local.new_empty(whole), _row_major(local))
     padded_size = longest * group.size
 
     def run(local: Tensor) -> Tensor:
@@ -179,7 +184,7 @@ def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) ->
     for d in range(len(shape)):
         axes += [axis for axis, dim in enumerate(sharded) if dim == d]
         axes.append(len(grid) + d)
-    return lambda local: group.all_gather(local.contiguous()).view(stacked).permute(axes).reshape(whole)
+    return lambda local: group.all_gather(_row_major(local)).view(stacked).permute(axes).reshape(whole)
 
 
 def _gather_uneven(group: Group, shapes: Sequence[Shape], cuts: Sequence[Cuts], whole: Shape) -> Mover:
@@ -199,7 +204,7 @@ def _gather_uneven(group: Group, shapes: Sequence[Shape], cuts: Sequence[Cuts], 
 
 def _padded(local: Tensor, length: int) -> Tensor:
     """The elements as a flat tensor of ``length``; what lies beyond them is left as it is."""
-    flat = local.reshape(-1)
+    flat = _row_major(local).view(-1)
     if flat.numel() == length:
         return flat
     padded = local.new_empty(length)
@@ -241,7 +246,7 @@ def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Sha
     split = (*before[:new], group.size, shape[new], *before[new + 1 :])
 
     def run(local: Tensor) -> Tensor:
-        pieces = local.contiguous().view(split).movedim(new, 0).contiguous()
+        pieces = _row_major(local).view(split).movedim(new, 0).contiguous()
         return group.all_to_all(pieces).movedim(0, old).reshape(shape)
 
     return run
@@ -279,7 +284,7 @@ def _cut(tensor: Tensor, cuts: Cuts) -> Tensor:
 def _pieces(local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
     """All elements, flat, piece by piece of a split along ``dim``."""
     if math.prod(local.shape[:dim]) == 1:
-        return local.reshape(-1)
+        return _row_major(local).view(-1)
     return torch.cat([piece.reshape(-1) for piece in local.split_with_sizes(list(lengths), dim)])
 
 

@@ -14,7 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import MeshMismatchError
 
-__all__ = ["current_mesh", "direct_call", "disabled_torch_function", "is_composite", "new_wrapper", "schema_of"]
+__all__ = [
+    "current_mesh",
+    "direct_call",
+    "disabled_torch_function",
+    "in_backward",
+    "is_composite",
+    "new_wrapper",
+    "schema_of",
+]
 
 
 def schema_of(op: Any) -> Any:
@@ -69,3 +77,8 @@ def current_mesh() -> DeviceMesh:
 def is_composite(op: Any) -> bool:
     """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -186,3 +186,15 @@ def recomputed(layout):
 @pytest.mark.parametrize("layout", [[Shard(0), Replicate()], [Replicate(), Replicate()]])
 def test_checkpointing_recomputes_the_same_dropout(pool, layout):
     pool.run(recomputed, layout)
+
+
+def unused_results(layout):
+    full = torch.arange(24.0).reshape(4, 6)
+    x = sw.distribute_tensor(full, mesh((4,)), layout).requires_grad_()
+    (x.split(2)[1] * 3).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.tensor([0.0, 0, 3, 3])[:, None].expand(4, 6))
+
+
+@pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)], [Replicate()]])
+def test_results_that_nothing_uses_have_no_gradient(pool, layout):
+    pool.run(unused_results, layout)

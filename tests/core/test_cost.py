@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.cost import Link, Links, default_links, links_of, step_costs, use_links
@@ -16,6 +16,7 @@ def costs():
     return step_costs(SIZES, LINKS)
 
 
+@settings(deadline=None)
 @given(nbytes=st.integers(0, 1 << 40), dims=st.sampled_from([(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)]))
 def test_every_step_costs_more_than_nothing(nbytes, dims):
     costs = step_costs(SIZES, LINKS)

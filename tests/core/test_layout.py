@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
@@ -24,6 +24,7 @@ def layouts(draw):
     return TensorSpec(AbstractMesh(mesh_shape), placements, TensorMeta.contiguous(shape, torch.float64))
 
 
+@settings(deadline=None)
 @given(layouts())
 def test_assemble_undoes_scatter(spec):
     full = torch.randn(spec.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -67,6 +67,15 @@ def test_composite_ops_are_told_from_others():
     assert not private_torch.is_composite(aten.mm.default)
 
 
+def test_a_backward_pass_is_known_from_inside():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda g: seen.append(private_torch.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not private_torch.in_backward()
+
+
 def test_without_a_mesh_in_force_the_error_says_what_to_do():
     with pytest.raises(MeshMismatchError, match="Pass device_mesh="):
         private_torch.current_mesh()

@@ -227,6 +227,7 @@ def test_the_search_finds_the_cheapest_way_there_is(specs, data):
         use_links(src.mesh, None)
 
 
+@settings(deadline=None)
 @given(some_specs(2))
 def test_steps_lead_from_one_layout_to_the_next(specs):
     src, dst = specs
@@ -242,6 +243,7 @@ def test_steps_lead_from_one_layout_to_the_next(specs):
     assert found.cost == pytest.approx(sum(step.cost for step in found.steps))
 
 
+@settings(deadline=None)
 @given(some_specs(2))
 def test_the_answer_does_not_depend_on_what_was_asked_before(specs):
     src, dst = specs
@@ -251,6 +253,7 @@ def test_the_answer_does_not_depend_on_what_was_asked_before(specs):
     assert transition(src, dst) == first
 
 
+@settings(deadline=None)
 @given(st.integers(-5, 6))
 def test_codes_stand_for_placements(code):
     assume(code >= -len(PENDING_KINDS))

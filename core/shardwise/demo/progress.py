@@ -14,7 +14,7 @@ from shardwise.demo.training import Step
 __all__ = ["progress", "tokens_per_second"]
 
 PLAIN_LINES = 10
-"""Lines per run where the output is no terminal."""
+"""Lines per run where the output is no terminal, besides the first step's."""
 
 
 @contextmanager
@@ -27,7 +27,8 @@ def progress(title: str, settings: Settings, *, shown: bool) -> Iterator[Callabl
             yield lambda step: bar.update(task, advance=1, loss=f"{step.loss:.4f}", speed=_speed(settings, step))
     else:
         every = max(1, settings.steps // PLAIN_LINES)
-        yield lambda step: _line(console, title, settings, step) if step.number % every == 0 else None
+        lines = {1, *range(every, settings.steps + 1, every)}
+        yield lambda step: _line(console, title, settings, step) if step.number in lines else None
 
 
 def tokens_per_second(settings: Settings, steps: list[Step]) -> float:

@@ -55,8 +55,6 @@ def run_rank(settings: Settings) -> Outcome | None:
     steps, parameters, observed = _train_on_mesh(settings, mesh, shown=rank == 0)
     if rank != 0:
         return None
-    # The other ranks are done and leave the machine to this one.
-    torch.set_num_threads(_cores())
     single_steps, single_parameters = _train_on_one(settings)
     comparison = compare(settings, (steps, parameters), (single_steps, single_parameters))
     return Outcome(settings, dist.get_backend(), steps, single_steps, observed, comparison)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -64,10 +65,22 @@ def check_rule(
     report = Report(rules=1)
     for op in rule.ops:
         given = samples_of(op, samples or {}) if samples is None or isinstance(samples, Mapping) else samples
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with _calm():
             report += _Hearing(rule, op, settings).run(given)
     return report
+
+
+@contextmanager
+def _calm() -> Iterator[None]:
+    """No warnings of sample calls, and one thread: waking a pool costs more than a small tensor's work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_plugin(plugin: str, samples: Samples | None = None, **options: Any) -> Report:

@@ -1,0 +1,33 @@
+"""Addition of a whole tensor or a number to a pending sum: it is added once, not once a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rule import LocalCall
+from shardwise.spec import TensorSpec
+
+__all__ = ["ADDED_ONCE", "add_once"]
+
+# By the number of tensors in the call.
+ADDED_ONCE = {1: ("sum -> sum",), 2: ("sum, R -> sum", "R, sum -> sum")}
+
+
+def add_once(local: LocalCall, x: torch.Tensor, y: Any, *rest: Any, **named: Any) -> Any:
+    """``x + y`` or ``x - y`` where one is a pending sum: the other counts on the first rank only."""
+    x_spec, y_spec = (*local.inputs, None)[:2]
+    if _is_left_out(local, x_spec, y_spec):
+        y = torch.zeros_like(y) if isinstance(y, torch.Tensor) else type(y)(0)
+    if y_spec is not None and _is_left_out(local, y_spec, x_spec):
+        x = torch.zeros_like(x)
+    return local.call.op(x, y, *rest, **named)
+
+
+def _is_left_out(local: LocalCall, pending: TensorSpec | None, other: TensorSpec | None) -> bool:
+    """Whether this rank is not the first along some mesh dim on which only the first of the two is pending."""
+    if pending is None:
+        return False
+    also = {} if other is None else other.pending
+    return any(local.coordinate[m] != 0 for m, kind in pending.pending.items() if kind == "sum" and m not in also)

@@ -1,0 +1,111 @@
+"""Rules for ops that act on each element alone: any dim may be sharded, and some pass a pending tensor on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from shardwise.lowering import Lowering
+from shardwise.placements import Partial
+from shardwise.rule import Call, Row, Rows, Rule, einop, rule_from
+from shardwise.signature import Kind, Op, signature
+
+__all__ = ["PendingRows", "elementwise", "elementwise_of", "overloads"]
+
+aten = torch.ops.aten
+
+# Rows with a pending operand, by the number of tensors in the call.
+PendingRows = Mapping[int, Sequence[str]]
+Condition = Callable[[Call], bool]
+
+
+def elementwise(
+    names: str,
+    pending: PendingRows | None = None,
+    *,
+    when: Condition | None = None,
+    lowering: Lowering | None = None,
+    lowered: PendingRows | None = None,
+) -> Rule:
+    """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
+    ops = [op for name in names.split() for op in overloads(name)]
+    return elementwise_of(ops, pending, when=when, lowering=lowering, lowered=lowered)
+
+
+def elementwise_of(
+    ops: Sequence[Op],
+    pending: PendingRows | None = None,
+    *,
+    when: Condition | None = None,
+    lowering: Lowering | None = None,
+    lowered: PendingRows | None = None,
+) -> Rule:
+    """One rule for ops that act on each element alone.
+
+    ``pending`` rows hold for all finite values, in calls for which ``when`` holds; those whose dtypes make them wrong
+    for a call are left out of it. ``lowered`` rows are such rows that run ``lowering``.
+    """
+    plain, own = pending or {}, lowered or {}
+    table = {count: (*plain.get(count, ()), *own.get(count, ())) for count in sorted({*plain, *own})}
+
+    def describe(call: Call) -> Rows:
+        present = sum(meta is not None for meta in call.operands)
+        rows = table.get(present, ()) if when is None or when(call) else ()
+        flow = einop("... -> ...", partial=rows, lowered=own.get(present, ()))(call)
+        return Rows(tuple(row for row in flow.bind(call).rows if _is_exact(row, call)))
+
+    describe.__doc__ = "..., ... -> ..." + _shown(table)
+    return rule_from(ops, lowering=lowering)(describe)
+
+
+def _shown(table: PendingRows) -> str:
+    rows = dict.fromkeys(row.replace(", ...", "") for rows in table.values() for row in rows)
+    return f" | {'; '.join(rows)}" if rows else ""
+
+
+# -- which ops ---------------------------------------------------------------------------------------------------
+
+
+def overloads(name: str) -> Iterator[Op]:
+    """The overloads of an ATen op and of its in-place form that take and return plain tensors."""
+    for packet in (getattr(aten, name, None), getattr(aten, f"{name}_", None)):
+        if packet is not None:
+            yield from (op for tag in packet.overloads() if _is_of_tensors(op := getattr(packet, tag)))
+
+
+def _is_of_tensors(op: Op) -> bool:
+    described = signature(op)
+    tensors = described.tensor_args
+    return (
+        bool(tensors)
+        and all(a.kind is Kind.TENSOR for a in tensors)
+        and all(r.is_tensor and not r.is_list for r in described.results)
+    )
+
+
+# -- which rows --------------------------------------------------------------------------------------------------
+
+
+def _is_exact(row: Row, call: Call) -> bool:
+    """Whether a row's pending operands pass through this call's dtypes unharmed."""
+    pending = [
+        (placement.reduce_op, meta.dtype)
+        for placement, meta in zip(row.inputs, call.operands, strict=False)
+        if isinstance(placement, Partial) and meta is not None
+    ]
+    made = [meta.dtype for meta in call.outputs if meta is not None]
+    return all(_passes(kind, dtype, result) for kind, dtype in pending for result in made)
+
+
+def _passes(kind: str, dtype: torch.dtype, result: torch.dtype) -> bool:
+    """Whether reducing and then computing in the result's dtype is computing and then reducing.
+
+    Integers wrap around in a sum, cut in an average and may overflow past a maximum; a sum of bools is an or. So they
+    pass only as sums and products in their own dtype.
+    """
+    if kind in ("max", "min"):
+        return dtype.is_floating_point and result.is_floating_point
+    if dtype.is_floating_point or dtype.is_complex:
+        return result.is_floating_point or result.is_complex
+    return kind in ("sum", "product") and dtype == result

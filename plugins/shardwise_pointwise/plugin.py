@@ -1,0 +1,18 @@
+"""The plugin: hands the rules of elementwise ops over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Register one rule per group of ops that pass the same pending tensors on."""
+    from shardwise_pointwise import gated, table
+
+    registry.add(*table.RULES, *gated.RULES)

@@ -1,0 +1,115 @@
+"""All elementwise ops of ATen, by the pending tensors that pass through them.
+
+A pending row stands here only where it is exact for every finite value: sums and averages pass what is linear,
+averages also what is affine, maxima and minima what never falls (and, swapped, what never rises) on the whole real
+line and hands NaN on. A logarithm, say, does not: another rank's smaller value may be negative.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise_pointwise.addition import ADDED_ONCE, add_once
+from shardwise_pointwise.division import by_one_number, divide
+from shardwise_pointwise.elementwise import elementwise, elementwise_of
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# -- no pending tensor passes ------------------------------------------------------------------------------------
+
+POWERS = "pow float_power square sqrt rsqrt reciprocal exp2 hypot"
+LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
+ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
+STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
+EXTREMES = "fmax fmin"  # they pass over NaN, which a pending maximum hands on
+INTEGERS = "gcd lcm bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"
+OPERATORS = "__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__"
+COMPARISONS = "eq ne lt le gt ge isnan isinf isfinite isneginf isposinf"
+LOGIC = "logical_and logical_or logical_xor logical_not"
+ACTIVATIONS = """
+    celu elu selu hardshrink hardsigmoid hardswish leaky_relu log_sigmoid_forward mish _prelu_kernel silu softplus
+    softshrink threshold _add_relu
+"""
+SPECIAL = """
+    digamma lgamma mvlgamma polygamma igamma igammac erfc erfinv i0 special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1
+    special_ndtri special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_xlog1py special_zeta _standard_gamma_grad _dirichlet_grad
+"""
+POLYNOMIALS = """
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w
+"""
+
+# -- some do -----------------------------------------------------------------------------------------------------
+
+LINEAR = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
+AFFINE = "avg, R, ... -> avg"
+RISING = ("max, R, ... -> max, ...", "min, R, ... -> min, ...")
+# x + y and x - y, where `alpha` may have either sign: only the first operand is sure to rise.
+ADDITIVE = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg", *RISING)
+REVERSED = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg", "R, max -> max", "R, min -> min")
+BILINEAR = (*LINEAR, "R, sum -> sum", "R, avg -> avg", "product, product -> product")
+EXTREME = (*RISING, "R, max -> max", "R, min -> min")
+
+BACKWARD = """
+    sigmoid_backward tanh_backward threshold_backward hardtanh_backward hardsigmoid_backward
+    hardswish_backward hardshrink_backward softshrink_backward leaky_relu_backward elu_backward softplus_backward
+    silu_backward mish_backward log_sigmoid_backward rrelu_with_noise_backward _prelu_kernel_backward
+"""
+
+# x + w (y - x): linear in x and y together, affine in each of the three.
+LERP = {
+    2: ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg"),
+    3: ("sum, sum, R -> sum", "avg, avg, R -> avg", "avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg"),
+}
+# x + v y z: linear in x with one of y and z, affine in each of the three.
+ADDCMUL = {
+    3: (
+        *("sum, sum, R -> sum", "sum, R, sum -> sum", "avg, avg, R -> avg", "avg, R, avg -> avg"),
+        *("avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg"),
+    )
+}
+# x + v y / z: where z is zero, an infinity is added, which an average passes on and parts of y would not agree on.
+ADDCDIV = {3: ("avg, R, R -> avg",)}
+WHERE = {
+    3: (
+        *(f"R, {kind}, {kind} -> {kind}" for kind in ("sum", "avg", "max", "min", "product")),
+        *(row for kind in ("avg", "max", "min") for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
+    )
+}
+
+RULES = (
+    elementwise(f"{POWERS} {LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
+    elementwise(f"{INTEGERS} {OPERATORS} {COMPARISONS} {LOGIC}"),
+    elementwise(ACTIVATIONS),
+    elementwise(SPECIAL),
+    elementwise(POLYNOMIALS),
+    elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", {1: RISING}),
+    elementwise("relu relu6 hardtanh ceil floor trunc round", {1: RISING}),
+    elementwise("clamp clip clamp_min clamp_max", {1: RISING, 2: RISING, 3: RISING}),
+    elementwise("deg2rad rad2deg", {1: (*LINEAR, *RISING)}),
+    elementwise("neg", {1: (*LINEAR, "max -> min", "min -> max")}),
+    elementwise("positive conj_physical _conj_physical", {1: LINEAR}),
+    elementwise("add sub", {1: (AFFINE, *RISING), 2: ADDITIVE}, lowering=add_once, lowered=ADDED_ONCE),
+    elementwise("rsub", {1: (AFFINE,), 2: REVERSED}, lowering=add_once, lowered=ADDED_ONCE),
+    elementwise("mul", {1: LINEAR, 2: BILINEAR}),
+    elementwise("div true_divide", when=by_one_number, lowering=divide, lowered={1: LINEAR, 2: LINEAR}),
+    elementwise("maximum", {2: ("max, max -> max", *EXTREME)}),
+    elementwise("minimum", {2: ("min, min -> min", *EXTREME)}),
+    elementwise("lerp", LERP),
+    elementwise("addcmul", ADDCMUL),
+    elementwise("addcdiv", ADDCDIV),
+    elementwise("where", WHERE),
+    elementwise(BACKWARD, dict.fromkeys((2, 3), LINEAR)),
+    # gelu.out and gelu_backward.grad_input are left out: on a CPU they silently leave an out= tensor as it was when
+    # its strides differ from the input's (oneDNN, torch 2.11 to 2.13), as local strides may where global ones do not.
+    elementwise_of([aten.gelu.default, aten.gelu_.default]),
+    elementwise_of([aten.gelu_backward.default], {2: LINEAR}),
+)
