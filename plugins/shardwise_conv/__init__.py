@@ -1,0 +1,1 @@
+"""Convolution, pooling, interpolation and the rearrangements that go with pictures."""

@@ -1,0 +1,86 @@
+"""Convolution and its backward: by batch, by output channels, by input channels, by groups.
+
+Positions are whole here: a shard of them would need its neighbours' edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
+    """Dims of input, weight, bias and result. Within several groups, channels may be sharded by whole groups only."""
+    x, weight, groups = call.args["input"], call.args["weight"], call.args["groups"]
+    positions = (None,) * (x.ndim - 2)
+    transposed = call.args["transposed"]
+    if groups == 1:
+        into, out = "i", "o"
+        kernel = (into, out) if transposed else (out, into)
+    else:
+        made = weight.shape[1] * groups if transposed else weight.shape[0]
+        into, out = (("g", groups), ("i", x.shape[1] // groups)), (("g", groups), ("o", made // groups))
+        kernel = (into if transposed else out, None)
+    return {
+        "input": ("n", into, *positions),
+        "weight": (*kernel, *positions),
+        "bias": (out,),
+        "result": ("n", out, *positions),
+    }
+
+
+def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
+    """The number of groups, and in the backward the size of the bias, of this rank's shards."""
+    groups = local.arg("groups")
+    if groups > 1:
+        groups //= local.spec("input").shards_per_dim[1]
+    if "bias_sizes" not in local.call.args:
+        return {"groups": groups}
+    sizes = local.arg("bias_sizes")
+    channels = local.local_shape(local.spec("grad_output"))[1]
+    return {"groups": groups, "bias_sizes": sizes and (channels,)}
+
+
+# Affine in the input and in the weight. A bias that every rank has whole would be added once per rank to a pending sum.
+AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
+
+
+@rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes)
+def convolution(call: Call) -> Rows:
+    """Batch, output channels or groups; sharded input channels leave a pending sum, of which the bias is a part."""
+    dims = _dims(call)
+    contracted = ["i, i, sum -> sum"] if call.args["groups"] == 1 else []
+    flow = Flow(
+        [dims["input"], dims["weight"], dims["bias"]],
+        [dims["result"]],
+        partial=[*contracted, *AFFINE],
+        nonempty={"o", "g"},
+    )
+    # Of no input channels at all the kernel makes nothing of the right shape.
+    rows = flow.bind(call).rows
+    return Rows(tuple(evolve(r, nonempty=((0, 1),)) if r.name in contracted else r for r in rows))
+
+
+@rule_from(aten.convolution_backward.default, local_args=_local_sizes)
+def backward(call: Call) -> Flow:
+    """The gradients of what lacks the sharded dim are pending sums; that of the bias has nothing to do with the input."""
+    dims = _dims(call)
+    return Flow(
+        [dims["result"], dims["input"], dims["weight"]],
+        [dims["input"], dims["weight"], dims["bias"]],
+        reduce={"n": "sum", "o": "sum", "i": "R"},
+        partial=["sum, R, R -> sum, ...", "avg, R, R -> avg, ..."],
+        nonempty={"o", "i", "g"},
+    )
+
+
+RULES = (convolution, backward)

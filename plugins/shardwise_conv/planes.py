@@ -1,0 +1,109 @@
+"""Ops that treat every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.signature import Op
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+UNARY = ("sum -> sum", "avg -> avg")
+# Every value of the result is one of the operand's.
+PICKING = ("* -> *",)
+LINEAR_FIRST = ("sum, R, ... -> sum", "avg, R, ... -> avg")
+
+# Torch has no working meta kernel for these.
+UNPLANNED = {("_adaptive_avg_pool3d_backward", "out")}
+
+
+def _overloads(names: str) -> Iterator[Op]:
+    """The overload of each op that returns new tensors and the one that fills given ones."""
+    for name in names.split():
+        packet = getattr(aten, name)
+        tags = ("default", "out", "grad_input")
+        yield from (getattr(packet, tag) for tag in tags if tag in packet.overloads() and (name, tag) not in UNPLANNED)
+
+
+def _sizes(local: LocalCall) -> Mapping[str, Any]:
+    """The size of the input that an interpolation's backward is told, of this rank's shard."""
+    if "input_size" not in local.call.args:
+        return {}
+    result = local.outputs[0]
+    assert result is not None
+    return {"input_size": local.local_shape(result)}
+
+
+def planes(names: str, positions: int, partial: Iterable[str] = ()) -> Rule:
+    """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through."""
+    rows = tuple(partial)
+
+    def describe(call: Call) -> Flow:
+        x = call.operands[0]
+        assert x is not None
+        lead = x.ndim - positions
+        labels = tuple(f"d{d}" if d < lead else None for d in range(x.ndim))
+        # Interpolating and averaging bytes rounds.
+        exact = rows if x.dtype.is_floating_point or rows == PICKING else ()
+        # The kernels take an empty batch, but no planes without channels.
+        return Flow([labels], [labels], partial=exact, nonempty=[d for d in labels[lead - 1 : lead] if d])
+
+    describe.__doc__ = "Batch and channels; positions are whole." + "".join(f" {row}." for row in rows)
+    return rule_from(_overloads(names), local_args=_sizes)(describe)
+
+
+def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
+    """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
+    found = []
+    for dims in (1, 2, 3):
+        there = " ".join(name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text)
+        if there:
+            found.append(planes(there, dims, partial))
+    return found
+
+
+MAX_POOLS = [
+    planes("max_pool2d_with_indices adaptive_max_pool2d", 2),
+    planes("max_pool3d_with_indices adaptive_max_pool3d", 3),
+]
+MAX_POOL_BACKWARDS = [
+    planes("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", 2, LINEAR_FIRST),
+    planes("max_pool3d_with_indices_backward adaptive_max_pool3d_backward", 3, LINEAR_FIRST),
+]
+AVERAGE_POOLS = [planes("avg_pool2d _adaptive_avg_pool2d", 2, UNARY), planes("avg_pool3d _adaptive_avg_pool3d", 3, UNARY)]
+AVERAGE_POOL_BACKWARDS = [
+    planes("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, LINEAR_FIRST),
+    planes("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, LINEAR_FIRST),
+]
+NEAREST = _each("upsample_nearest#d _upsample_nearest_exact#d", PICKING)
+NEAREST_BACKWARDS = _each("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", UNARY)
+SMOOTH = [
+    planes("upsample_linear1d upsample_linear1d_backward", 1, UNARY),
+    planes(
+        "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "
+        "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward",
+        2,
+        UNARY,
+    ),
+    planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
+]
+PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)
+PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", LINEAR_FIRST)
+
+RULES = (
+    *MAX_POOLS,
+    *MAX_POOL_BACKWARDS,
+    *AVERAGE_POOLS,
+    *AVERAGE_POOL_BACKWARDS,
+    *NEAREST,
+    *NEAREST_BACKWARDS,
+    *SMOOTH,
+    *PADDINGS,
+    *PADDING_BACKWARDS,
+)

@@ -1,0 +1,1 @@
+"""Embedding: tables sharded by column or by row, indices sharded any way."""

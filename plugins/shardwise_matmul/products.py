@@ -1,0 +1,51 @@
+"""Products of matrices and vectors. They are bilinear: one operand at a time may be a pending sum or average."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shardwise.rule import Call, Flow, einop, rule, rule_from
+from shardwise.spec import TensorMeta
+
+__all__ = ["BILINEAR", "RULES"]
+
+aten = torch.ops.aten
+BILINEAR = ("sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg")
+
+# Without dtype_out: bmm's has no meta kernel in torch 2.11, so no call of it can be planned.
+MM = rule(
+    [aten.mm.default, aten.mm.out, aten.mm.dtype],
+    "m k, k n -> m n",
+    reduce={"k": "sum"},
+    partial=BILINEAR,
+)
+
+BMM = rule(
+    [aten.bmm.default, aten.bmm.out, aten.bmm.dtype],
+    "b m k, b k n -> b m n",
+    reduce={"k": "sum"},
+    partial=BILINEAR,
+)
+
+MV = rule([aten.mv.default, aten.mv.out], "m k, k -> m", reduce={"k": "sum"}, partial=BILINEAR)
+
+DOT = rule(
+    [aten.dot.default, aten.dot.out, aten.vdot.default, aten.vdot.out],
+    "k, k -> ()",
+    reduce={"k": "sum"},
+    partial=BILINEAR,
+)
+
+
+@rule_from(aten.matmul.default)
+def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
+    """Named dims ... m k, ... k n -> ... m n, without those that a vector lacks; inference mode alone gets here."""
+    left, m = ("... m k", " m") if self.ndim > 1 else ("k", "")
+    right, n = ("... k n", " n") if other.ndim > 1 else ("k", "")
+    made = f"...{m}{n}" if m or n else "()"
+    return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, partial=BILINEAR)
+
+
+RULES = (MM, BMM, MV, DOT, MATMUL)

@@ -1,0 +1,1 @@
+"""Normalisation: layer norm, RMS norm, group norm and batch norm with their backwards."""

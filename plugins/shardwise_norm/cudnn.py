@@ -1,0 +1,72 @@
+"""Batch norm as cudnn's kernel takes and gives it.
+
+The kernel hands its backward a reserve whose size only it knows, so no plan can place it. Every row therefore runs a lowering: torch's
+own kernel, which needs no reserve, or the synchronised one where statistics are taken over several shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
+from shardwise_norm.batch import (
+    backward_flow,
+    forward_flow,
+    named_arguments,
+    pooling,
+    reserve,
+    synchronised,
+    synchronised_backward,
+)
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# Linear in the gradient, which comes second.
+LINEAR = ("R, sum, R, ... -> sum, ...", "R, avg, R, ... -> avg, ...")
+
+
+def _normalise(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
+    training = local.arg("training")
+    if training and pooling(local):
+        return synchronised(local, *args)
+    x, weight, bias, mean, variance, _, momentum, epsilon = args
+    result, *saved = aten.native_batch_norm.default(x, weight, bias, mean, variance, training, momentum, epsilon)
+    saved = saved if training else [weight.new_empty(0)] * len(saved)
+    return (result, *saved, reserve(x))
+
+
+def _differentiate(local: LocalCall, *args: Any) -> tuple[Tensor | None, ...]:
+    if pooling(local):
+        return synchronised_backward(local, *args)
+    x, gradient, weight, running_mean, running_var, mean, invstd, epsilon, _ = args
+    found: tuple[Tensor, ...] = aten.native_batch_norm_backward.default(
+        gradient, x, weight, running_mean, running_var, mean, invstd, True, epsilon, [True, True, True]
+    )
+    return found
+
+
+def _lowered(flow: Flow, call: Call) -> Rows:
+    return Rows(tuple(evolve(row, lowered=True) for row in flow.bind(call).rows))
+
+
+@rule_from(aten.cudnn_batch_norm.default, lowering=_normalise)
+def forward(call: Call) -> Rows:
+    """Channels; batch and positions, in training by the statistics of all shards."""
+    training = bool(call.args["training"])
+    unseen = call.args["running_mean"] is not None
+    return Rows(()) if training and unseen else _lowered(forward_flow(call, training), call)
+
+
+@rule_from(aten.cudnn_batch_norm_backward.default, lowering=_differentiate)
+def backward(call: Call) -> Rows:
+    """Channels; batch and positions by sums over all shards."""
+    return _lowered(backward_flow(call, training=True, linear=LINEAR), call)
+
+
+RULES = (forward, backward)

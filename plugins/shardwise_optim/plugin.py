@@ -1,0 +1,18 @@
+"""The plugin: hands the rules of optimizer ops over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Register the foreach, fused and loss scaling rules."""
+    from shardwise_optim import foreach, fused, norms, scaling
+
+    registry.add(*foreach.RULES, *fused.RULES, *norms.RULES, *scaling.RULES)

@@ -1,0 +1,101 @@
+"""Largest and smallest values, any and all: a reduced dim leaves a pending max or min."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.lowering import Lowering
+from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.signature import Op
+from shardwise_reduce.dims import ops, reduced_dims, reduction
+
+__all__ = ["RULES", "least", "most"]
+
+
+def least(dtype: torch.dtype) -> float | int | bool:
+    """The value that no maximum takes notice of."""
+    if dtype == torch.bool:
+        return False
+    return float("-inf") if dtype.is_floating_point else int(torch.iinfo(dtype).min)
+
+
+def most(dtype: torch.dtype) -> float | int | bool:
+    """The value that no minimum takes notice of."""
+    if dtype == torch.bool:
+        return True
+    return float("inf") if dtype.is_floating_point else int(torch.iinfo(dtype).max)
+
+
+NEUTRAL = {"max": least, "min": most}
+
+
+def _filled(kind: str) -> Lowering:
+    """The op itself, but on an empty shard, where it raises, the neutral value."""
+
+    def lowering(local: LocalCall, x: torch.Tensor, *args: Any, out: Any = None) -> torch.Tensor:
+        if x.numel():
+            found: torch.Tensor = local.call.op(x, *args) if out is None else local.call.op(x, *args, out=out)
+            return found
+        spec = local.outputs[0]
+        assert spec is not None
+        neutral = NEUTRAL[kind](x.dtype)
+        return x.new_full(local.local_shape(spec), neutral) if out is None else out.fill_(neutral)
+
+    return lowering
+
+
+def _extreme(of: tuple[Op, ...], kind: str) -> Rule:
+    def describe(call: Call) -> Flow:
+        return reduction(call, kind, partial=[f"{kind} -> {kind}"], lowered=True)
+
+    describe.__doc__ = f"Any dim; a reduced one leaves a pending {kind}."
+    return rule_from(of, lowering=_filled(kind))(describe)
+
+
+AMAX = _extreme(ops("amax.default amax.out max.default max.unary_out"), "max")
+AMIN = _extreme(ops("amin.default amin.out min.default min.unary_out"), "min")
+
+
+def _truth(of: tuple[Op, ...], kind: str) -> Rule:
+    def describe(call: Call) -> Flow:
+        # Truth of a maximum is a maximum of truths only where all values are truths.
+        is_truth = call.args["self"].dtype == torch.bool
+        return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_truth else [])
+
+    describe.__doc__ = f"Any dim; a reduced one leaves a pending {kind} of bools."
+    return rule_from(of)(describe)
+
+
+ANY = _truth(ops("any.default any.dim any.dims any.out any.dims_out any.all_out"), "max")
+ALL = _truth(ops("all.default all.dim all.dims all.out all.dims_out all.all_out"), "min")
+
+
+# -- both at once ------------------------------------------------------------------------------------------------
+
+
+def _both_filled(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    outs = {name: tensor for name, tensor in kwargs.items() if isinstance(tensor, torch.Tensor)}
+    if x.numel():
+        return local.call.op(x, *args, **kwargs)
+    found = []
+    for spec, neutral, out in zip(local.outputs, (most, least), outs.values() or (None, None), strict=True):
+        assert spec is not None
+        value = neutral(x.dtype)
+        found.append(x.new_full(local.local_shape(spec), value) if out is None else out.fill_(value))
+    return tuple(found)
+
+
+@rule_from(
+    ops("aminmax.default aminmax.out"),
+    lowering=_both_filled,
+)
+def aminmax(call: Call) -> Flow:
+    """Any dim; a reduced one leaves a pending min and a pending max."""
+    kept = reduction(call, "min")
+    rows = [f"d{d} -> min, max" for d in reduced_dims(call)]
+    return Flow(kept.inputs, kept.outputs, partial=rows, lowered=rows)
+
+
+RULES = (AMAX, AMIN, ANY, ALL, aminmax)

@@ -1,0 +1,64 @@
+"""Variance and standard deviation, over a sharded dim by two passes: the global mean first, then the distances to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.lowering import Lowering
+from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.signature import Op
+from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, splitting
+
+__all__ = ["RULES"]
+
+
+def _moments(local: LocalCall, x: torch.Tensor, correction: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean over the global dims, with the reduced dims kept as size one."""
+    dims, mesh_dims = reduced_dims(local.call), splitting(local)
+    shape = local.call.args["self"].shape
+    count = 1
+    for d in dims:
+        count *= shape[d]
+    total = x.sum(dims, keepdim=True, dtype=accumulator(x.dtype))
+    average = local.comm.all_reduce(total, "sum", mesh_dims) / count
+    distance = (x - average).abs().square().sum(dims, keepdim=True)
+    spread = local.comm.all_reduce(distance, "sum", mesh_dims)
+    return spread / max(0, count - (1 if correction is None else correction)), average
+
+
+def _lowering(finish: Callable[[torch.Tensor], torch.Tensor]) -> Lowering:
+    def lowering(
+        local: LocalCall,
+        x: torch.Tensor,
+        dim: Any = None,
+        *,
+        correction: float | None = None,
+        keepdim: bool = False,
+        **outs: torch.Tensor,
+    ) -> Any:
+        variance, average = _moments(local, x, correction)
+        into_ = list(outs.values()) or [None] * len(local.outputs)
+        found = zip((finish(variance), average), into_, strict=False)
+        results = tuple(into(local, tensor, out, at) for at, (tensor, out) in enumerate(found))
+        return results if len(results) > 1 else results[0]
+
+    return lowering
+
+
+def _moment(of: tuple[Op, ...], finish: Callable[[torch.Tensor], torch.Tensor]) -> Rule:
+    def describe(call: Call) -> Flow:
+        """Any dim; a reduced one by two passes over all shards."""
+        return reduction(call, "R", lowered=True)
+
+    return rule_from(of, lowering=_lowering(finish))(describe)
+
+
+VAR = _moment(
+    ops("var.correction var.correction_out var_mean.correction var_mean.correction_out"), lambda variance: variance
+)
+STD = _moment(ops("std.correction std.correction_out std_mean.correction std_mean.correction_out"), torch.sqrt)
+
+RULES = (VAR, STD)

@@ -1,0 +1,19 @@
+"""The plugin's hook: rules for reductions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Hand over the rules of this plugin."""
+    from shardwise_reduce import along, extremes, moments, norms, positions, sums
+
+    modules = (sums, extremes, moments, norms, positions, along)
+    registry.add(*(rule for module in modules for rule in module.RULES))

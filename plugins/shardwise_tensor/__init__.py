@@ -1,0 +1,1 @@
+"""Rules for copying, filling, slicing, joining and indexing tensors."""

@@ -1,0 +1,122 @@
+"""Copies, casts, fills and questions about a whole tensor."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from shardwise.placements import PENDING_KINDS
+from shardwise.rule import Call, Flow, LocalCall, like, rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.devices import stays_on_mesh
+from shardwise_tensor.dims import ANY, UNMOVED, each, kept_by_cast, labels, same_dtype
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+SAME = rule(
+    [
+        aten.clone.default,
+        aten.clone.out,
+        aten.detach.default,
+        aten.detach_.default,
+        aten.detach_copy.default,
+        aten.detach_copy.out,
+        aten.alias.default,
+        aten.alias_copy.default,
+        aten.alias_copy.out,
+        aten.lift.default,
+        aten.lift.out,
+        aten.lift_fresh.default,
+        aten.lift_fresh_copy.default,
+        aten.lift_fresh_copy.out,
+        aten._pin_memory.default,
+        aten._pin_memory.out,
+    ],
+    "... -> ...",
+    partial=ANY,
+)
+
+
+@rule_from([aten._to_copy.default, aten._to_copy.out], local_args=stays_on_mesh)
+def TO_COPY(x: TensorMeta, call: Call) -> Flow:
+    """... -> ..., and the pending kinds that commute with the cast."""
+    (result,) = call.outputs
+    kinds = PENDING_KINDS if result is None else kept_by_cast(x.dtype, result.dtype)
+    return like(x, partial=each(kinds, "k -> k"))
+
+
+@rule_from([aten.copy_.default, aten.copy.default, aten.copy.out])
+def COPY(x: TensorMeta, src: TensorMeta) -> Flow:
+    """The source follows the target, over which it broadcasts."""
+    names = labels(x.ndim)
+    return Flow(
+        [names, names[x.ndim - src.ndim :]],
+        [names],
+        partial=each(kept_by_cast(src.dtype, x.dtype), "k, k -> k") + each(UNMOVED, "k, R -> k"),
+    )
+
+
+# -- fills -------------------------------------------------------------------------------------------------------
+
+FILL = rule(aten.fill_.Scalar, "... -> ...", partial=each(UNMOVED, "k -> k"))
+
+# Every pending kind makes zero of zeros.
+ZERO = rule(aten.zero_.default, "... -> ...", partial=ANY)
+
+
+@rule_from(aten.fill_.Tensor)
+def FILL_FROM(x: TensorMeta, value: TensorMeta) -> Flow:
+    """The value is whole, or pending as the tensor is."""
+    pending = ("*, * -> *",) if same_dtype(x, value) else ()
+    names = labels(x.ndim)
+    return Flow([names, ()], [names], partial=[*pending, *each(UNMOVED, "k, R -> k")])
+
+
+@rule_from([aten.fill.Tensor, aten.fill.Tensor_out])
+def FILLED_FROM(x: TensorMeta, value: TensorMeta) -> Flow:
+    """The result is pending as the value is; what was in the tensor does not matter."""
+    pending = ("R, * -> *",) if same_dtype(x, value) else ()
+    names = labels(x.ndim)
+    return Flow([names, ()], [names], partial=["*, R -> R", *pending])
+
+
+# -- questions ---------------------------------------------------------------------------------------------------
+
+
+def _asked_everywhere(local: LocalCall, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
+    mine = torch.tensor(local.call.op(x, other, *rest), dtype=torch.int32, device=x.device)
+    return bool(local.comm.all_reduce(mine, "min", local.sharding(local.spec("self"))))
+
+
+@rule_from([aten.equal.default, aten.allclose.default], lowering=_asked_everywhere)
+def EQUAL(x: TensorMeta, other: TensorMeta) -> Flow:
+    """Operands alike; the answer is that of all ranks."""
+    if x.shape != other.shape:
+        return Flow([None], [])
+    names = labels(x.ndim)
+    return Flow([names], [], lowered=True)
+
+
+def _same_global_size(local: LocalCall, *_: Any) -> bool:
+    x, other = local.call.operands
+    return x is not None and other is not None and x.shape == other.shape
+
+
+@rule_from(aten.is_same_size.default, lowering=_same_global_size)
+def SAME_SIZE(x: TensorMeta, other: TensorMeta) -> Flow:
+    """Any placements: the global shapes answer."""
+    left, right = [f"x{d}" for d in range(x.ndim)], [f"y{d}" for d in range(other.ndim)]
+    pairs = product(["R", *PENDING_KINDS, *left], ["R", *PENDING_KINDS, *right])
+    return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered=True)
+
+
+IS_PINNED = rule(aten.is_pinned.default, "... ->", partial=["* ->"])
+
+# Every rank needs the value.
+VALUE = rule([aten._local_scalar_dense.default, aten._assert_async.default, aten._assert_async.msg], "R ->")
+
+RULES = (SAME, TO_COPY, COPY, FILL, ZERO, FILL_FROM, FILLED_FROM, EQUAL, SAME_SIZE, IS_PINNED, VALUE)

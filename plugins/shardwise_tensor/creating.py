@@ -1,0 +1,100 @@
+"""New tensors that take shape, dtype and placement from another one, and none of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rule import Flow, LocalCall, like, rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.devices import stays_on_mesh
+from shardwise_tensor.dims import labels
+
+__all__ = ["RULES", "dense_strides"]
+
+aten = torch.ops.aten
+
+LIKE = rule(
+    [
+        aten.empty_like.default,
+        aten.zeros_like.default,
+        aten.zeros_like.out,
+        aten.ones_like.default,
+        aten.ones_like.out,
+        aten.full_like.default,
+        aten.full_like.out,
+        aten.fill.Scalar,
+        aten.fill.Scalar_out,
+        aten.zero.default,
+        aten.zero.out,
+    ],
+    "... -> ...",
+    partial=["* -> R"],
+    local_args=stays_on_mesh,
+)
+
+
+def _local_size(local: LocalCall) -> Mapping[str, Any]:
+    (result,) = local.outputs
+    replaced = stays_on_mesh(local)
+    return replaced if result is None else {**replaced, "size": local.local_shape(result)}
+
+
+@rule_from(
+    [
+        aten.new_empty.default,
+        aten.new_zeros.default,
+        aten.new_zeros.out,
+        aten.new_ones.default,
+        aten.new_ones.out,
+        aten.new_full.default,
+        aten.new_full.out,
+    ],
+    local_args=_local_size,
+)
+def NEW(x: TensorMeta, size: Sequence[int]) -> Flow:
+    """As the input when the shapes agree, else whole, wherever the input lies."""
+    return like(x, partial=["* -> R"]) if tuple(size) == tuple(x.shape) else _whole(x, len(size))
+
+
+def _whole(x: TensorMeta, ndim: int) -> Flow:
+    names = labels(x.ndim)
+    return Flow([names], [(None,) * ndim], reduce={name: "R" for name in names if name}, partial=["* -> R"])
+
+
+# -- with strides ------------------------------------------------------------------------------------------------
+
+
+def dense_strides(size: Sequence[int], stride: Sequence[int], local: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of a shard in the memory order of the whole, ``None`` when the whole has gaps or overlaps."""
+    found = [0] * len(size)
+    whole_step = local_step = 1
+    for d in sorted(range(len(size)), key=lambda d: (stride[d], size[d])):
+        if size[d] > 1 and stride[d] != whole_step:
+            return None
+        found[d] = local_step
+        whole_step *= max(size[d], 1)
+        local_step *= max(local[d], 1)
+    return tuple(found)
+
+
+def _local_strides(local: LocalCall) -> Mapping[str, Any]:
+    (result,) = local.outputs
+    replaced = stays_on_mesh(local)
+    if result is None or local.local_shape(result) == tuple(result.shape):
+        return replaced
+    shape = local.local_shape(result)
+    return {**replaced, "size": shape, "stride": dense_strides(result.shape, local.arg("stride"), shape)}
+
+
+@rule_from(aten.new_empty_strided.default, local_args=_local_strides)
+def NEW_STRIDED(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> Flow:
+    """As the input when the shapes agree and the memory is dense, else whole."""
+    if tuple(size) == tuple(x.shape) and dense_strides(size, stride, size) is not None:
+        return like(x, partial=["* -> R"])
+    return _whole(x, len(size))
+
+
+RULES = (LIKE, NEW, NEW_STRIDED)

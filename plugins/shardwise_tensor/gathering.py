@@ -1,0 +1,74 @@
+"""Elements picked out along one dim. Where that dim is sharded, each rank answers for its own and zero for the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import Flow, LocalCall, rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import dim_of, labels, replaced
+from shardwise_tensor.owning import look_up, never_empty
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# Each element of the result is one element of the first operand, the same on every rank.
+PICKED = ("*, R -> *",)
+
+
+def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
+    at = dim_of(dim, x.ndim)
+    owned = look_up(local, at, index)
+    found: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
+    return found.masked_fill_(~owned.mine, 0)
+
+
+@rule_from([aten.gather.default, aten.gather.out], lowering=_gather_own)
+def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
+    """Other dims alike where the index covers them, the index also along the dim; a sharded dim is masked."""
+    if x.ndim != index.ndim or not x.ndim:
+        return Flow([None], [None], partial=PICKED)
+    at = dim_of(dim, x.ndim)
+    names = labels(x.ndim, {d for d in range(x.ndim) if x.shape[d] != index.shape[d]})
+    picked = replaced(names, at, "picked")
+    return Flow(
+        [replaced(names, at, "cut"), picked],
+        [picked],
+        reduce={"cut": "sum"},
+        partial=PICKED,
+        lowered={"cut"},
+    )
+
+
+def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
+    at = dim_of(dim, x.ndim)
+    owned = look_up(local, at, index.reshape(-1))
+    found: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
+    others = (~owned.mine).view([-1] + [1] * (x.ndim - at - 1))
+    return found.masked_fill_(others, 0)
+
+
+@rule_from([aten.index_select.default, aten.index_select.out], lowering=_select_own)
+def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
+    """Other dims pass, the index gives the dim its place in the result; a sharded dim is masked."""
+    if not x.ndim:
+        return Flow([None], [None], partial=PICKED)
+    at = dim_of(dim, x.ndim)
+    names = labels(x.ndim)
+    picked = ("picked",) if index.ndim else ()
+    return Flow(
+        [replaced(names, at, "cut"), picked],
+        [replaced(names, at, *(picked or (None,)))],
+        reduce={"cut": "sum"},
+        partial=PICKED,
+        lowered={"cut"},
+    )
+
+
+TAKE = rule([aten.take.default, aten.take.out], "R, ... -> ...", partial=PICKED)
+
+RULES = (GATHER, INDEX_SELECT, TAKE)

@@ -1,0 +1,98 @@
+"""``x[i, :, j]``: tensors as indices of some dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from shardwise.rule import Flow, LocalCall, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import Labels
+from shardwise_tensor.owning import Owned, look_up, never_empty
+
+__all__ = ["RULES", "Indexing", "is_mask", "owned_block"]
+
+aten = torch.ops.aten
+
+
+@frozen
+class Indexing:
+    """Names for all dims of one indexing: the indexed ones ``cut...``, those of the broadcast indices ``b...``.
+
+    ``first`` is where the indices' dims stand in the result: at the first indexed dim when the indexed dims are next to
+    each other, in front otherwise.
+    """
+
+    whole: Labels
+    block: Labels
+    result: Labels
+    first: int
+
+    @classmethod
+    def of(cls, ndim: int, indices: Sequence[TensorMeta | Tensor | None]) -> Indexing:
+        indexed = [d for d, index in enumerate(indices) if index is not None]
+        whole = tuple(f"cut{d}" if d in indexed else f"d{d}" for d in range(ndim))
+        block = tuple(f"b{d}" for d in range(max((i.ndim for i in indices if i is not None), default=0)))
+        rest = tuple(name for d, name in enumerate(whole) if d not in indexed)
+        adjacent = bool(indexed) and indexed == list(range(indexed[0], indexed[-1] + 1))
+        first = indexed[0] if adjacent else 0
+        return cls(whole, block, (*rest[:first], *block, *rest[first:]), first)
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        return tuple(name for name in self.whole if name is not None and name.startswith("cut"))
+
+    def of_index(self, index: TensorMeta | None) -> Labels | None:
+        """The labels of one index: the last of the block's."""
+        return None if index is None else self.block[len(self.block) - index.ndim :]
+
+
+def is_mask(index: TensorMeta | None) -> bool:
+    """Whether an index says yes or no of each element, so that the shape of the result depends on data."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def owned_block(local: LocalCall, indices: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Owned | None]:
+    """The indices made local to this rank's shard, and what of their common block it holds; ``None`` when all of it."""
+    found = list(indices)
+    block: Owned | None = None
+    for dim, index in enumerate(indices):
+        if index is None or not local.sharding(local.spec("self"), dim):
+            continue
+        owned = look_up(local, dim, index, wraps=True)
+        found[dim] = owned.at
+        block = owned if block is None else Owned(block.mine & owned.mine, owned.at, block.legal & owned.legal)
+    return found, block
+
+
+def _index_own(local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], **named: Any) -> Tensor:
+    own, block = owned_block(local, indices)
+    indexed = [d for d, index in enumerate(indices) if index is not None]
+    cut = [d for d in indexed if local.sharding(local.spec("self"), d)]
+    found: Tensor = local.call.op(never_empty(x, cut), own, **named)
+    if block is None:
+        return found
+    behind = x.ndim - len(indexed) - Indexing.of(x.ndim, indices).first
+    return found.masked_fill_(~block.mine[(..., *[None] * behind)], 0)
+
+
+@rule_from([aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor], lowering=_index_own)
+def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
+    """Dims without an index pass; the indices are pointwise among themselves; a sharded indexed dim is masked."""
+    if any(map(is_mask, indices)):
+        return Flow([None], [None])
+    names = Indexing.of(x.ndim, indices)
+    return Flow(
+        [names.whole, *map(names.of_index, indices)],
+        [names.result],
+        reduce=dict.fromkeys(names.cuts, "sum"),
+        partial=["*, R, ... -> *"],
+        lowered=names.cuts,
+    )
+
+
+RULES = (INDEX,)

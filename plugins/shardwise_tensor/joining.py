@@ -1,0 +1,41 @@
+"""Several tensors put together: all lie alike, and the dim along which they are joined is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.rule import Call, Flow, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import dim_of, labels, same_dtype
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+@rule_from([aten.cat.default, aten.cat.out])
+def CAT(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
+    """All tensors alike, the joined dim whole; tensors of shape (0,) count for nothing."""
+    ndim = next((t.ndim for t in tensors if t.shape != (0,)), 1)
+    names = labels(ndim, {dim_of(dim, ndim)})
+    inputs = [(None,) if t.shape == (0,) else names for t in tensors]
+    return Flow(inputs, [names], partial=_alike(call))
+
+
+@rule_from([aten.stack.default, aten.stack.out])
+def STACK(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
+    """All tensors alike; the new dim is whole."""
+    ndim = tensors[0].ndim
+    names = labels(ndim)
+    at = dim_of(dim, ndim + 1)
+    return Flow([names] * len(tensors), [(*names[:at], None, *names[at:])], partial=_alike(call))
+
+
+def _alike(call: Call) -> tuple[str, ...]:
+    """The pending rows: one kind for all, where no tensor is cast to the dtype of the others."""
+    return ("*, ... -> *",) if same_dtype(*call.operands, *call.outputs) else ()
+
+
+RULES = (CAT, STACK)

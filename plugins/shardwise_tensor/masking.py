@@ -1,0 +1,81 @@
+"""Masks and look-ups by value: elementwise, or whole where positions of the result depend on data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.rule import Flow, rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import UNMOVED, Labels, each, labels, same_dtype
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _broadcast(x: TensorMeta, mask: TensorMeta) -> tuple[Labels, Labels, Labels]:
+    ndim = max(x.ndim, mask.ndim)
+    names = labels(ndim)
+    return names[ndim - x.ndim :], names[ndim - mask.ndim :], names
+
+
+@rule_from([aten.masked_fill_.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Scalar_out], static=("value",))
+def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
+    """..., ... -> ...; a zero is zero in every pending kind, another value in those that equal pieces do not move."""
+    x_names, mask_names, names = _broadcast(x, mask)
+    pending = ("*, R -> *",) if value == 0 else each(UNMOVED, "k, R -> k")
+    return Flow([x_names, mask_names], [names], partial=pending)
+
+
+@rule_from([aten.masked_fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill.Tensor_out])
+def MASKED_FILL_FROM(x: TensorMeta, mask: TensorMeta, value: TensorMeta) -> Flow:
+    """..., ..., () -> ..."""
+    x_names, mask_names, names = _broadcast(x, mask)
+    pending = ("*, R, * -> *",) if same_dtype(x, value) else ()
+    return Flow([x_names, mask_names, ()], [names], partial=[*pending, *each(UNMOVED, "k, R, R -> k")])
+
+
+BUCKETIZE = rule([aten.bucketize.Tensor, aten.bucketize.Tensor_out], "..., R -> ...")
+
+
+@rule_from([aten.searchsorted.Tensor, aten.searchsorted.Tensor_out])
+def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
+    """Leading dims alike in both; the sorted dim is whole. A single sorted row serves values of any shape."""
+    names = labels(x.ndim)
+    rows = (None,) if sorted_sequence.ndim == 1 else (*names[:-1], None)
+    return Flow([rows, names, rows], [names])
+
+
+@rule_from(
+    [
+        aten.bucketize.Scalar,
+        aten.isin.Scalar_Tensor,
+        aten.isin.Scalar_Tensor_out,
+        aten.masked_scatter_.default,
+        aten.masked_scatter.default,
+        aten.masked_scatter.out,
+        aten.masked_scatter_backward.default,
+        aten.masked_select.default,
+        aten.masked_select.out,
+        aten.nonzero.default,
+        aten.nonzero.out,
+        aten.nonzero_static.default,
+        aten.nonzero_static.out,
+        aten.repeat_interleave.Tensor,
+        aten.repeat_interleave.Tensor_out,
+        aten.searchsorted.Scalar,
+        aten.searchsorted.Scalar_out,
+        aten._unique2.default,
+        aten.unique_consecutive.default,
+        aten.unique_dim.default,
+        aten.unique_dim_consecutive.default,
+    ]
+)
+def WHOLE() -> Flow:
+    """R -> R: each element of the result may depend on all elements."""
+    return Flow([None], [None])
+
+
+RULES = (MASKED_FILL, MASKED_FILL_FROM, BUCKETIZE, SEARCH_SORTED, WHOLE)

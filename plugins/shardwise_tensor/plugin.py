@@ -1,0 +1,30 @@
+"""The hook of this plugin: light, so that loading all plugins stays cheap."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardwise.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from shardwise.registry import Registrar
+
+
+@hookimpl
+def shardwise_register(registry: Registrar) -> None:
+    """Hand over the rules of all families."""
+    from shardwise_tensor import (
+        copying,
+        creating,
+        gathering,
+        indexing,
+        joining,
+        masking,
+        putting,
+        rearranging,
+        scattering,
+        slicing,
+    )
+
+    for family in (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting):
+        registry.add(*family.RULES)

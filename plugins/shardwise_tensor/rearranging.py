@@ -1,0 +1,60 @@
+"""Elements that change places along some dims, or are kept by where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rule import Flow, LocalCall, like, rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import ANY, dim_of
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+@rule_from([aten.flip.default, aten.flip.out])
+def FLIP(x: TensorMeta, dims: Sequence[int]) -> Flow:
+    """Every dim passes but the flipped ones."""
+    return like(x, whole={dim_of(d, x.ndim) for d in dims}, partial=ANY)
+
+
+@rule_from([aten.roll.default, aten.roll.out])
+def ROLL(x: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Flow:
+    """Every dim passes but the rolled ones; without dims the tensor is rolled as one line."""
+    return like(x, whole=dims or range(x.ndim), partial=ANY)
+
+
+@rule_from([aten.rot90.default, aten.rot90.out])
+def ROT90(x: TensorMeta, k: int = 1, dims: Sequence[int] = (0, 1)) -> Flow:
+    """Every dim passes but the two of the plane that turns."""
+    return like(x, whole=dims, partial=ANY)
+
+
+# -- triangles ---------------------------------------------------------------------------------------------------
+
+
+def _local_diagonal(local: LocalCall) -> Mapping[str, Any]:
+    *_, row, column = local.offset(local.spec("self"))
+    return {"diagonal": local.arg("diagonal") + row - column}
+
+
+# The part that is cut off is zero on every rank, which is what each pending kind makes of zeros.
+TRIANGLE = rule(
+    [
+        aten.tril.default,
+        aten.tril.out,
+        aten.tril_.default,
+        aten.triu.default,
+        aten.triu.out,
+        aten.triu_.default,
+    ],
+    "... -> ...",
+    partial=ANY,
+    local_args=_local_diagonal,
+)
+
+RULES = (FLIP, ROLL, ROT90, TRIANGLE)
