@@ -36,7 +36,7 @@ FLOORS = (
     {"dispatcher"},
     {"gradient"},
     {"tensor"},
-    {"api"},
+    {"api", "factories"},
     {"shardwise"},
     {"testing"},
     {"demo"},

@@ -221,3 +221,13 @@ def test_a_shard_is_not_made_pending_to_put_a_collective_off():
     schema = OpSchema.of(aten.add.Tensor, spec((4,), (8, 8), shard(0)), spec((4,), (8, 8), shard(1)))
     _, strategy = choose(problem(ADD, schema))
     assert not strategy.output_specs[0].pending
+
+
+def test_no_rank_is_empty_where_a_row_needs_every_rank_to_hold_something():
+    """7 over 2 ranks is 4 and 3, and 4 over 3 ranks is 2, 2 and 0: the first piece has the empty shard."""
+    row = Row((shard(0),), (shard(0),), "d", nonempty=((0, 0),))
+    for size, fits_both in ((7, False), (6, True)):
+        x = spec((2, 3), (size,), REPLICATE, REPLICATE)
+        schema = OpSchema.of(aten.clone.default, x)
+        found = Problem(schema, (row,), (x,), (x.tensor_meta,), (), (), (2, 3))
+        assert found.allowed((0, 0)) is fits_both

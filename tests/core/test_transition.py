@@ -61,7 +61,7 @@ def test_one_mesh_dim_takes_the_direct_step(src, dst, expected):
         ("S(0) S(0)", "S(0) R", [("all_gather", (1,))]),
         ("S(0) S(0)", "S(1) S(1)", [("all_to_all", (0, 1))]),
         ("P(sum) P(sum)", "S(0) S(0)", [("reduce_scatter", (0, 1))]),
-        ("P(sum) P(sum)", "S(0) R", [("reduce_scatter", (0, 1)), ("all_gather", (1,))]),
+        ("P(sum) P(sum)", "S(0) R", [("reduce_scatter", (0,)), ("all_reduce", (1,))]),
         ("S(0) P(sum)", "S(1) S(1)", [("fill", (0,)), ("reduce_scatter", (0, 1))]),
         ("P(sum) P(max)", "R R", [("all_reduce", (1,)), ("all_reduce", (0,))]),
         ("P(max) R", "P(max) P(sum)", [("fill", (1,))]),

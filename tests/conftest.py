@@ -1,0 +1,11 @@
+"""What every test has: the worker pool, and a skip with its reason for tests that need a GPU."""
+
+import pytest
+import torch
+
+pytest_plugins = ["shardwise.testing.pytest_plugin"]
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch finds none here")

@@ -1,0 +1,49 @@
+"""Every rule of every first-party plugin, with the samples that its authors give, for the run of the oracle."""
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from shardwise.discovery import discover, load
+from shardwise.errors import PluginLoadError
+from shardwise.registry import Registry
+from shardwise.signature import op_name
+
+HERE = Path(__file__).parent
+
+
+def first_party():
+    return [found for found in discover() if found.first_party]
+
+
+def rules_of(found):
+    """The rules of one plugin, loaded by itself, and the error that loading it gave, if any."""
+    registry = Registry()
+    try:
+        load([found], registry)
+    except PluginLoadError as error:
+        return [], error
+    return registry.rules(), None
+
+
+@cache
+def samples_file(plugin):
+    """The module ``samples_<family>.py`` beside this one, or None."""
+    name = f"samples_{plugin.removeprefix('shardwise-')}"
+    path = HERE / f"{name}.py"
+    if not path.exists():
+        return None
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def declared(plugin, what):
+    """``SAMPLES``, ``STAND_INS`` or ``UNSAMPLED`` (op -> reason) of a plugin's samples file, or nothing."""
+    return getattr(samples_file(plugin), what, {})
+
+
+def rule_id(plugin, rule):
+    more = f"+{len(rule.ops) - 1}" if len(rule.ops) > 1 else ""
+    return f"{plugin.removeprefix('shardwise-')}-{op_name(rule.ops[0]).removeprefix('aten.')}{more}"

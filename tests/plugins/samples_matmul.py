@@ -1,0 +1,328 @@
+"""Sample calls of the matmul plugin: even, uneven and empty shards, addends, grouped heads, masks, other strides."""
+
+import importlib.util
+import sys
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from shardwise.testing.samples import made
+
+
+def _kernels():
+    """The module ``cuda_kernels`` beside this one, once per process: it registers kernels."""
+    if "cuda_kernels" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("cuda_kernels", Path(__file__).with_name("cuda_kernels.py"))
+        sys.modules["cuda_kernels"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["cuda_kernels"])
+    return sys.modules["cuda_kernels"]
+
+
+cuda_kernels = _kernels()
+aten = torch.ops.aten
+F32, BF16, I64, C64 = torch.float32, torch.bfloat16, torch.int64, torch.complex64
+
+
+def turned(shape, dtype=F32, seed=0):
+    """A matrix (or a batch of them) that lies transposed in memory."""
+    return made((*shape[:-2], shape[-1], shape[-2]), dtype, seed).transpose(-1, -2)
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+SIZES = [(8, 6, 4), (5, 7, 3), (1, 9, 2), (6, 1, 5), (0, 3, 4), (3, 0, 4), (2, 5, 1)]  # m, k, n
+
+
+def factors(shapes, dtypes=(F32,)):
+    return [tuple(made(s, dtype, i) for i, s in enumerate(pair)) for pair in shapes for dtype in dtypes]
+
+
+def matrices():
+    pairs = factors([((m, k), (k, n)) for m, k, n in SIZES])
+    pairs += factors([((8, 6), (6, 5))], (BF16, I64, C64))
+    return [*pairs, (turned((8, 6)), turned((6, 4), seed=1))]
+
+
+def batches():
+    pairs = factors([((b, m, k), (b, k, n)) for (m, k, n), b in zip(SIZES, (4, 3, 1, 8, 2, 5, 0), strict=True)])
+    return [*pairs, *factors([((4, 8, 6), (4, 6, 5))], (BF16, I64)), (turned((4, 3, 6)), turned((4, 6, 5), seed=1))]
+
+
+def plain(pairs):
+    return lambda: [(list(pair), {}) for pair in pairs()]
+
+
+def wide(pairs):
+    """Of low-precision factors, with the result's dtype."""
+    return lambda: [([a.to(BF16), b.to(BF16), F32], {}) for a, b in pairs() if a.dtype == F32]
+
+
+def mv():
+    return [([a, made((a.shape[1],), a.dtype, 5)], {}) for a, _ in matrices()]
+
+
+def dot():
+    return [([made((n,), d), made((n,), d, 1)], {}) for n, d in product((8, 5, 1, 0), (F32, BF16, I64, C64))]
+
+
+def matmul():
+    shapes = [
+        ((5, 7), (7, 3)),
+        ((7,), (7,)),
+        ((8, 6), (6,)),
+        ((6,), (6, 5)),
+        ((4, 5, 6), (6, 3)),
+        ((5, 6), (4, 6, 3)),
+        ((2, 1, 5, 6), (4, 6, 3)),
+        ((4, 5, 6), (6,)),
+        ((3, 0, 4), (4, 2)),
+    ]
+    return [(list(pair), {}) for pair in factors(shapes)]
+
+
+# -- products with an addend -------------------------------------------------------------------------------------
+
+
+def scalars(dtype, i):
+    if i % 3 == 0:
+        return {}
+    return {"beta": 2, "alpha": -3} if not dtype.is_floating_point or i % 3 == 1 else {"beta": 0.5, "alpha": -1.5}
+
+
+def added(pairs, result, addends):
+    """Calls with addends of the shapes that ``addends(result shape)`` lists."""
+    calls = []
+    for i, (a, b) in enumerate(pairs):
+        shapes = addends(tuple(result(a, b).shape))
+        calls += [([made(shape, a.dtype, 7), a, b], scalars(a.dtype, i)) for shape in shapes]
+    # beta=0 says that the addend is not read, so what it holds must not spread.
+    (addend, *rest), _ = calls[0]
+    return [*calls, ([torch.full_like(addend, float("nan")), *rest], {"beta": 0})]
+
+
+def rows_and_more(shape):
+    m, n = shape[-2:]
+    return [shape, (n,), (m, 1)]
+
+
+def one(shape):
+    return [shape]
+
+
+def addmm():
+    return added(matrices(), torch.mm, lambda s: [*rows_and_more(s), (1, s[1]), ()])
+
+
+def addmm_in_place():
+    return added(matrices(), torch.mm, one)
+
+
+def baddbmm():
+    return added(batches(), torch.bmm, lambda s: [*rows_and_more(s), (s[0], 1, s[2])])
+
+
+def baddbmm_in_place():
+    return added(batches(), torch.bmm, one)
+
+
+def summed(a, b):
+    return torch.einsum("bmk,bkn->mn", a, b)
+
+
+def addbmm():
+    return added(batches(), summed, rows_and_more)
+
+
+def addbmm_in_place():
+    return added(batches(), summed, one)
+
+
+def vectors():
+    return [(a, made((a.shape[1],), a.dtype, 5)) for a, _ in matrices()]
+
+
+def addmv():
+    # Without anything to sum over, torch forgets to broadcast the addend: no sample has that.
+    broadcast = [(a, v) for a, v in vectors() if len(v)]
+    return [*added(vectors(), torch.mv, one), *added(broadcast, torch.mv, lambda _: [(1,), ()])]
+
+
+def addmv_in_place():
+    return added(vectors(), torch.mv, one)
+
+
+def outer():
+    return factors([((m,), (n,)) for m, _, n in SIZES], (F32, I64))
+
+
+def addr():
+    return added(outer(), torch.outer, lambda s: [s, (s[1],), (s[0], 1)])
+
+
+def addr_in_place():
+    return added(outer(), torch.outer, one)
+
+
+def activated():
+    kinds = [(a, b, gelu) for a, b in matrices()[:5] for gelu in (False, True)]
+    return [([made((b.shape[1],), F32, 7), a, b], {"use_gelu": gelu}) for a, b, gelu in kinds]
+
+
+def linear():
+    shapes = [((5, 6), 4), ((4, 3, 6), 5), ((2, 3, 4, 8), 6), ((6,), 4), ((0, 6), 3), ((1, 9), 2)]
+    calls = []
+    for (shape, n), dtype in product(shapes, (F32, BF16)):
+        x, weight = made(shape, dtype), made((n, shape[-1]), dtype, 1)
+        calls += [([x, weight], {}), ([x, weight, made((n,), dtype, 2)], {})]
+    return calls
+
+
+# -- padding -----------------------------------------------------------------------------------------------------
+
+
+def padded():
+    pads = [
+        ((5, 7), [1, 2]),
+        ((8, 6), [0, 0, 1, 0]),
+        ((4, 3, 5), [-1, 2]),
+        ((0, 3), [1, 1]),
+        ((6,), [0, 0]),
+        ((1, 8), [2, 0]),
+    ]
+    return [([made(s, d), pad, v], {}) for (s, pad), d, v in product(pads, (F32, I64), (0, 1, -2))]
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+# batch, query heads, key heads, query positions, key positions
+HEADS = [(4, 4, 4, 5, 6), (3, 8, 2, 4, 4), (5, 6, 1, 8, 3), (1, 3, 3, 7, 7), (2, 4, 4, 64, 3)]
+
+
+def operands(sizes, dtype=F32):
+    batch, heads, few, length, keys = sizes
+    return (
+        made((batch, heads, length, 8), dtype),
+        made((batch, few, keys, 8), dtype, 1),
+        made((batch, few, keys, 8), dtype, 2),
+    )
+
+
+def masks(sizes):
+    batch, heads, _, length, keys = sizes
+    return [None, *(made(s, seed=3) for s in ((length, keys), (batch, 1, length, keys), (1, heads, 1, keys)))]
+
+
+def biases(sizes):
+    batch, heads, _, length, keys = sizes
+    return [None, made((batch, heads, length, keys), seed=3), made((batch, 1, length, keys), seed=4)]
+
+
+def turned_heads(sizes):
+    """Heads beside positions in memory, as a model makes them of one projection."""
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in operands(sizes))
+
+
+def attention_for_cpu():
+    calls = [(list(operands(s)), {"attn_mask": mask}) for s in HEADS for mask in masks(s)]
+    calls += [([*operands(s)], {"is_causal": True}) for s in HEADS]
+    calls += [(list(operands(HEADS[0], BF16)), {"scale": 0.5}), (list(turned_heads(HEADS[1])), {})]
+    return calls
+
+
+def attention_for_cpu_backward():
+    calls = []
+    for (q, k, v), kwargs in attention_for_cpu():
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **kwargs)
+        causal = kwargs.pop("is_causal", False)
+        calls.append(([made(out.shape, out.dtype, 9), q, k, v, out, lse, 0.0, causal], kwargs))
+    return calls
+
+
+def attention_math():
+    calls = attention_for_cpu()
+    calls = [(args, {**kwargs, "enable_gqa": args[0].shape[1] != args[1].shape[1]}) for args, kwargs in calls]
+    flat = [([x[0] for x in operands(s)], {}) for s in HEADS if s[1] == s[2]]
+    return [*calls, *flat, ([made((5, 8)), made((6, 8), seed=1), made((6, 4), seed=2)], {})]
+
+
+def flash():
+    return [([*operands(s), 0.0, causal], {}) for s in HEADS for causal in (False, True)]
+
+
+def flash_backward():
+    calls = []
+    for (q, k, v, p, causal), kwargs in flash():
+        out, lse, _, _, lq, lk, seed, offset, _ = cuda_kernels.flash(q, k, v, p, causal, **kwargs)
+        calls.append(
+            ([made(out.shape, seed=9), q, k, v, out, lse, None, None, lq, lk, p, causal, seed, offset], kwargs)
+        )
+    return calls
+
+
+def efficient():
+    settings = [(s, bias, causal) for s in HEADS for bias in biases(s) for causal in (False, True)]
+    calls = [([*operands(s), bias, True, 0.0, causal], {}) for s, bias, causal in settings if s[1] == s[2]]
+    return [*calls, ([*operands(HEADS[0]), None, False], {})]
+
+
+def efficient_backward():
+    calls = []
+    for (q, k, v, bias, wanted, *rest), _ in efficient():
+        if wanted:
+            out, lse, seed, offset = cuda_kernels.efficient(q, k, v, bias, True, *rest)
+            mask = [True, True, True, bias is not None]
+            calls.append(([made(out.shape, seed=9), q, k, v, bias, out, lse, seed, offset, 0.0, mask, rest[1]], {}))
+    return calls
+
+
+def cudnn():
+    return [
+        ([*operands(s), bias, True, 0.0, causal], {})
+        for s in HEADS
+        for bias in biases(s)[:2]
+        for causal in (False, True)
+    ]
+
+
+def cudnn_backward():
+    calls = []
+    for (q, k, v, bias, _, p, causal), _ in cudnn():
+        out, lse, _, _, lq, lk, seed, offset, _ = cuda_kernels.cudnn(q, k, v, bias, True, p, causal)
+        args = [made(out.shape, seed=9), q, k, v, out, lse, seed, offset, bias, None, None, lq, lk, p, causal]
+        calls.append((args, {}))
+    return calls
+
+
+SAMPLES = {
+    aten.mm.default: plain(matrices),
+    aten.mm.dtype: wide(matrices),
+    aten.bmm.default: plain(batches),
+    aten.bmm.dtype: wide(batches),
+    aten.mv.default: mv,
+    aten.dot.default: dot,
+    aten.vdot.default: dot,
+    aten.matmul.default: matmul,
+    aten.addmm.default: addmm,
+    aten.addmm_.default: addmm_in_place,
+    aten.baddbmm.default: baddbmm,
+    aten.baddbmm_.default: baddbmm_in_place,
+    aten.addbmm.default: addbmm,
+    aten.addbmm_.default: addbmm_in_place,
+    aten.addmv.default: addmv,
+    aten.addmv_.default: addmv_in_place,
+    aten.addr.default: addr,
+    aten.addr_.default: addr_in_place,
+    aten._addmm_activation.default: activated,
+    aten.linear.default: linear,
+    aten.constant_pad_nd.default: padded,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_for_cpu_backward,
+    aten._scaled_dot_product_attention_math.default: attention_math,
+    aten._scaled_dot_product_flash_attention.default: flash,
+    aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+    aten._scaled_dot_product_efficient_attention.default: efficient,
+    aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+    aten._scaled_dot_product_cudnn_attention.default: cudnn,
+    aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+}

@@ -1,0 +1,181 @@
+"""Samples of elementwise ops where those made from the schema are illegal, or leave mixed dtypes and shapes out."""
+
+from itertools import product
+
+import torch
+
+from shardwise.testing.samples import generic_samples, made
+
+aten = torch.ops.aten
+F32, F64, BF16, I64, I32, I8, U8, BOOL, C64 = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+SHAPES = ((5, 7), (8, 6), (4, 1, 3), (1, 2), (0, 3), (9,), ())
+PAIRS = (((5, 7), (5, 7)), ((5, 7), (7,)), ((6,), (4, 6)), ((5, 1), (1, 7)), ((3, 5), ()), ((0, 3), (1, 3)))
+MIXED = (
+    *((F32, BF16), (BF16, F32), (F32, F64), (F32, I64), (I64, F32), (BOOL, F32), (F32, BOOL), (I8, F32), (I8, I64)),
+    *((I32, I64), (U8, U8), (I8, I8), (BOOL, BOOL), (BOOL, I64), (C64, F32), (F32, C64), (C64, C64), (F64, F64)),
+)
+
+
+def unary(dtypes, *more, **named):
+    """One tensor of each shape and dtype, then further arguments."""
+    return [((made(shape, dtype), *more), named) for shape in SHAPES for dtype in dtypes]
+
+
+def pairs(dtypes, *more, **named):
+    """Two tensors that broadcast, of each pair of dtypes."""
+    return [((made(a, one), made(b, other, 1), *more), named) for (a, b), (one, other) in product(PAIRS, dtypes)]
+
+
+def integers(*more):
+    return [
+        *(((made(s, dtype), *more), {}) for s in SHAPES for dtype in (I64, U8)),
+        ((made((6, 8), I32).t(), *more), {}),
+    ]
+
+
+def shifts():
+    return [((made(a, I64), made(b, I64, 1).abs()), {}) for a, b in PAIRS]
+
+
+def mixed(op):
+    """What the schema gives, and tensors of two dtypes."""
+    count = sum(str(a.type) == "Tensor" and not a.is_out for a in op._schema.arguments)
+    alike = [((made((5, 7), one), *(made((5, 7), other, i) for i in range(1, count))), {}) for one, other in MIXED]
+    return [*generic_samples(op), *alike]
+
+
+def scalars(op):
+    """What the schema gives, and every kind of number on every kind of tensor."""
+    return [
+        *generic_samples(op),
+        *(
+            ((made((5, 7), dtype), number), {})
+            for dtype in (F32, BF16, I64, I8, BOOL, C64)
+            for number in (3, -2, 0.5, 1j, 0)
+        ),
+        ((made((5, 7), BOOL), True), {}),
+    ]
+
+
+def alphas(op):
+    """:func:`mixed`, with alpha of either sign."""
+    return [*mixed(op), *((args, {"alpha": alpha}) for args, _ in pairs([(F32, F32), (I64, I64)]) for alpha in (-2, 3))]
+
+
+def chosen():
+    """``where``: the condition broadcasts too."""
+    return [
+        ((made(c, BOOL, 2), made(a, one), made(b, other, 1)), {})
+        for (a, b), c, (one, other) in product(
+            PAIRS[:3], ((), (6, 1, 1)), ((F32, F32), (F32, I64), (I64, I64), (BOOL, BOOL))
+        )
+    ] + [((made((5, 7), BOOL, 2), made((5, 7), one), made((5, 7), other, 1)), {}) for one, other in MIXED]
+
+
+def bounded():
+    """``clamp`` with either bound or both, of either type of number."""
+    return [
+        ((made(shape, dtype), low, high), {})
+        for shape in SHAPES
+        for dtype in (F32, BF16, I64)
+        for low, high in ((-1, None), (None, 1), (-0.5, 0.5), (1, -1))
+    ]
+
+
+def bounded_by_tensors():
+    return [
+        ((made((5, 7)), made(a, F32, 1), made(b, F32, 2)), {})
+        for a, b in (((5, 7), (7,)), ((5, 1), ()), ((7,), (5, 7)))
+    ] + [((made((5, 7)), made((7,), F32, 1), None), {}), ((made((5, 7)), None, made((5, 1), F32, 1)), {})]
+
+
+def rounded(samples):
+    """The same calls under each rounding mode."""
+    return [(args, {"rounding_mode": mode}) for args, _ in samples for mode in (None, "trunc", "floor")]
+
+
+def with_out(samples, dtype):
+    """The same calls with an ``out=`` of the right shape in a dtype that the generic samples do not try."""
+    found = []
+    for args, named in samples:
+        shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, torch.Tensor)))
+        found.append((args, {**named, "out": torch.full(shape, 3, dtype=dtype)}))
+    return found
+
+
+def fractions():
+    return [
+        ((made(shape),), {"mantissa": torch.full(shape, 2.0), "exponent": torch.full(shape, 9, dtype=I32)})
+        for shape in SHAPES
+    ]
+
+
+FLOATS = [(F32, F32), (F64, F64)]
+OPERATORS = (aten.__lshift__, aten.__rshift__, aten.__ilshift__, aten.__irshift__)
+HALVES = (((5, 6), 1), ((6, 5), 0), ((2, 3, 4), -1), ((0, 4), 1), ((8,), 0))
+SAMPLES = {
+    **{op: (lambda op=op: alphas(op)) for op in (aten.add.Tensor, aten.sub.Tensor)},
+    **{
+        op: (lambda op=op: mixed(op))
+        for op in (
+            *(aten.mul.Tensor, aten.div.Tensor, aten.rsub.Tensor, aten.maximum.default, aten.minimum.default),
+            *(aten.lerp.Scalar, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default),
+        )
+    },
+    **{
+        op: (lambda op=op: scalars(op))
+        for op in (aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.mul.Scalar, aten.div.Scalar)
+    },
+    aten.where.self: chosen,
+    aten.div.Tensor_mode: lambda: rounded(pairs([(F32, F32), (I64, I64)])),
+    aten.div.Scalar_mode: lambda: rounded([*unary([F32, BF16, I64], 2), *unary([F32], 0)]),
+    aten.clamp.default: bounded,
+    aten.clip.default: bounded,
+    aten.clamp.Tensor: bounded_by_tensors,
+    aten.clip.Tensor: bounded_by_tensors,
+    **{op: lambda: pairs([(I64, I64), (I32, I64)]) for op in (aten.gcd.default, aten.lcm.default)},
+    **dict.fromkeys(
+        (aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_xor.Tensor),
+        lambda: pairs([(I64, I64), (BOOL, BOOL), (U8, I32)]),
+    ),
+    aten.bitwise_not.default: lambda: unary([I64, U8, BOOL]),
+    **dict.fromkeys((aten.bitwise_left_shift.Tensor, aten.bitwise_right_shift.Tensor), shifts),
+    **dict.fromkeys((p.Tensor for p in OPERATORS), shifts),
+    **dict.fromkeys((p.Scalar for p in OPERATORS), lambda: integers(2)),
+    **dict.fromkeys(
+        (aten.bitwise_left_shift.Tensor_Scalar, aten.bitwise_right_shift.Tensor_Scalar), lambda: integers(2)
+    ),
+    aten.polygamma.default: lambda: [((n, made(shape).abs() + 0.5), {}) for n in (0, 1, 2) for shape in SHAPES],
+    aten.polygamma_.default: lambda: [((made(shape).abs() + 0.5, n), {}) for n in (0, 1, 2) for shape in SHAPES],
+    aten.mvlgamma.default: lambda: [((made(shape).abs() + 1.5, 2), {}) for shape in SHAPES],
+    aten.float_power.Tensor_Tensor_out: lambda: with_out(pairs([(F32, F32), (I64, F32)]), F64),
+    aten.float_power.Tensor_Scalar_out: lambda: with_out(unary([F32, I64], 2), F64),
+    aten.float_power.Scalar_out: lambda: [((2, *args), named) for args, named in with_out(unary([F32, I64]), F64)],
+    aten.float_power_.Tensor: lambda: pairs([(F64, F32), (F64, I64)]),
+    aten.float_power_.Scalar: lambda: unary([F64], 3),
+    aten.polar.default: lambda: pairs(FLOATS),
+    aten.polar.out: lambda: with_out(pairs([(F32, F32)]), C64),
+    aten.complex.default: lambda: pairs(FLOATS),
+    aten.complex.out: lambda: with_out(pairs([(F32, F32)]), C64),
+    aten.conj_physical.default: lambda: unary([F32, C64]),
+    aten.frexp.Tensor_out: fractions,
+    aten.isin.Tensor_Tensor: lambda: [
+        ((made(s, I64), made(t, I64, 1)), {}) for s in SHAPES for t in ((4,), (2, 3), (0,))
+    ],
+    aten.isin.Tensor_Scalar: lambda: unary([I64, F32], 2),
+    aten.glu.default: lambda: [((made(s), d), {}) for s, d in HALVES],
+    aten.glu_backward.default: lambda: [
+        ((made(half), made(s, F32, 1), d), {})
+        for half, s, d in (((5, 3), (5, 6), 1), ((3, 5), (6, 5), 0), ((2, 3, 2), (2, 3, 4), -1), ((0, 2), (0, 4), 1))
+    ],
+}

@@ -1,0 +1,505 @@
+"""Sample calls of shardwise_tensor's ops: small whole tensors, even and uneven over 2, 3 and 4 ranks."""
+
+from itertools import product
+
+import torch
+
+from shardwise.testing.samples import made
+
+aten = torch.ops.aten
+
+SHAPES = ((8, 6), (5, 7), (4, 1, 3), (1, 2), (0, 3), (9,))
+OTHER_DTYPES = (torch.bfloat16, torch.int64, torch.bool)
+
+
+def tensors():
+    """One tensor per shape in float32, one in each other dtype, and one that is not contiguous."""
+    found = [made(shape, seed=i) for i, shape in enumerate(SHAPES)]
+    found += [made((5, 7), dtype, 11) for dtype in OTHER_DTYPES]
+    return [*found, made((6, 8), seed=12).t(), made((4, 6, 5), seed=13).transpose(0, 2)]
+
+
+def index(shape, below, seed=0, low=0):
+    generator = torch.Generator().manual_seed(seed + 1)
+    return torch.randint(low, below, shape, generator=generator)
+
+
+def over(*calls):
+    """Samples of a call ``(args after self, kwargs)`` on every tensor, for what fits."""
+    return lambda: [((x, *args), dict(kwargs)) for x in tensors() for args, kwargs in calls]
+
+
+def after(*calls):
+    return over(*((args, {}) for args in calls))
+
+
+SAMPLES = {}
+UNSAMPLED = {
+    aten._pin_memory.default: "only where there is an accelerator",
+    aten._pin_memory.out: "only where there is an accelerator",
+}
+
+# -- copying -----------------------------------------------------------------------------------------------------
+
+
+def casts():
+    whole = (torch.int64, torch.int32, torch.uint8, torch.bool)
+    pairs = product((torch.float32, torch.bfloat16, torch.float64, *whole), repeat=2)
+    return [((made((5, 6), a, 3),), {"dtype": b}) for a, b in pairs] + [
+        ((made((5, 7)),), {"dtype": torch.complex64}),
+        ((made((5, 7), torch.complex64),), {"dtype": torch.complex128}),
+        ((made((2, 5, 3, 2)),), {"memory_format": torch.channels_last}),
+        ((made((6, 8)).t(),), {"dtype": torch.float64, "memory_format": torch.contiguous_format}),
+    ]
+
+
+def copies():
+    found = [((x, made(x.shape, x.dtype, 5)), {}) for x in tensors()]
+    found += [((made((5, 7)), made((5, 7), dtype, 4)), {}) for dtype in OTHER_DTYPES]
+    found += [((made((5, 7), dtype), made((5, 7), seed=4)), {}) for dtype in OTHER_DTYPES]
+    found += [((made((5, 7)), made(shape, seed=6)), {}) for shape in ((7,), (5, 1), (), (1, 7))]
+    found.append(((made((5, 7), torch.float64), made((5, 7), torch.float32, 4)), {}))
+    return [*found, ((made((0, 3)), made((1, 3))), {})]
+
+
+def fills_from():
+    found = [((x, made((), x.dtype, 7)), {}) for x in tensors()]
+    return [*found, ((made((5, 7)), made((), torch.int64, 3)), {})]
+
+
+def questions():
+    found = [((x, x.clone()), {}) for x in tensors()]
+    for x in (made((8, 6)), made((5, 7)), made((9,))):
+        changed = x.clone()
+        changed.view(-1)[-1] += 1
+        found.append(((x, changed), {}))
+    return [*found, ((made((5, 7)), made((7, 5))), {}), ((made((8, 6)), made((8,))), {}), ((made(()), made(())), {})]
+
+
+SAMPLES |= {
+    aten._to_copy.default: casts,
+    aten._to_copy.out: lambda: [
+        ((made((5, 6), a, 3),), {"out": torch.zeros(5, 6, dtype=b)})
+        for a, b in product((torch.float32, torch.bfloat16, torch.int64), repeat=2)
+    ],
+    aten.copy_.default: copies,
+    aten.fill.Scalar: after((3,), (-1.5,), (0,)),
+    aten.fill.Tensor: fills_from,
+    aten.equal.default: questions,
+    aten.is_same_size.default: questions,
+    aten.allclose.default: lambda: (
+        [(pair, {}) for pair, _ in questions()]
+        + [((x, x + 1, 0, bound), {}) for x in (made((8, 6)), made((5, 7))) for bound in (0.5, 2)]
+    ),
+    aten._assert_async.default: lambda: [((torch.tensor(value),), {}) for value in (True, 3.0)],
+    aten._assert_async.msg: lambda: [((torch.tensor(value), "no"), {}) for value in (True, 3.0)],
+    aten._local_scalar_dense.default: lambda: [((made(shape),), {}) for shape in ((1,), (), (1, 1))],
+}
+
+# -- creating ----------------------------------------------------------------------------------------------------
+
+SIZES = ((8, 6), (5, 7), (9,), (3,), (), (0, 3), (4, 1, 3))
+
+
+def strided():
+    whole = [(made((5, 7)), (5, 7), (7, 1)), (made((5, 7)), (5, 7), (1, 5)), (made((5, 7)), (5, 7), (8, 1))]
+    whole += [(made((5, 7)), (5, 7), (0, 1)), (made((4, 1, 3)), (4, 1, 3), (3, 99, 1)), (made((0, 3)), (0, 3), (3, 1))]
+    whole += [(made((8, 6)), (2, 3), (3, 1)), (made((4, 6, 5)), (4, 6, 5), (6, 1, 24))]
+    return [(call, {}) for call in whole]
+
+
+def new_into(*more):
+    return lambda: [((made((5, 7)), s, *more), {"out": torch.full(s, 9.0)}) for s in SIZES]
+
+
+SAMPLES |= {
+    aten.new_zeros.out: new_into(),
+    aten.new_ones.out: new_into(),
+    aten.new_full.out: new_into(3),
+    aten.full_like.default: after((2,), (-1.5,)),
+    aten.new_empty.default: after(*((size,) for size in SIZES)),
+    aten.new_zeros.default: over(*(((size,), {}) for size in SIZES), (((5, 7),), {"dtype": torch.float64})),
+    aten.new_ones.default: after(*((size,) for size in SIZES)),
+    aten.new_full.default: after(*((size, 3) for size in SIZES)),
+    aten.new_empty_strided.default: strided,
+}
+
+# -- slicing -----------------------------------------------------------------------------------------------------
+
+SLICES = ((0,), (0, 0, 99), (0, 1), (-1, None, -1), (1, 0, 4, 2), (0, -3, 7), (1, 2, 2), (-1, None, None, 1))
+
+
+def slice_backwards():
+    found = []
+    for shape in SHAPES:
+        for dim, start, end, step in ((0, 0, 99, 1), (0, 1, 4, 1), (len(shape) - 1, 0, 99, 2), (-1, 0, 2**63 - 1, 1)):
+            grad = aten.slice.Tensor(made(shape, seed=1), dim, start, end, step).clone()
+            found.append(((grad, list(shape), dim, start, end, step), {}))
+    return found
+
+
+def select_backwards():
+    found = []
+    for shape in ((8, 6), (5, 7), (4, 1, 3), (9,)):
+        found += [((made(shape).select(d, i).clone(), list(shape), d, i), {}) for d, i in ((0, 2), (-1, -1))]
+    return found
+
+
+def slice_scatters():
+    found = []
+    for x in (made((5, 7)), made((8, 6)), made((4, 1, 3)), made((0, 3)), made((5, 7), torch.int64)):
+        for where in SLICES:
+            part = aten.slice.Tensor(x, *where)
+            found.append(((x, made(part.shape, x.dtype, 5), *where), {}))
+    return [*found, ((made((5, 7)), made((2, 7), torch.int64), 0, 1, 3), {})]
+
+
+def select_scatters():
+    calls = (((5, 7), 0, 2), ((5, 7), 1, -1), ((8, 6), 1, 0), ((4, 1, 3), 1, 0))
+    return [((made(s), made(made(s).select(d, i).shape, seed=3), d, i), {}) for s, d, i in calls]
+
+
+def diagonal_scatters():
+    calls = (((5, 7), 0, 0, 1), ((5, 5), 1, 1, 0), ((4, 5, 6), -1, 0, 2), ((4, 5, 6), 0, -1, 1))
+    return [((made(s), made(made(s).diagonal(*at).shape, seed=3), *at), {}) for s, *at in calls]
+
+
+def splits_into(op, *calls):
+    def samples():
+        found = []
+        for args in calls:
+            for shape in ((8, 6), (5, 7), (4, 5, 3)):
+                x = made(shape)
+                if sum(args[0] if isinstance(args[0], list) else []) in (0, x.shape[args[-1]]):
+                    found.append(((x, *args), {"out": [torch.zeros_like(part) for part in op(x, *args)]}))
+        return found
+
+    return samples
+
+
+SIZED = (([2, 3], 0), ([5, 0, 1, 2], 0), ([4, 3], 1), ([1, 2, 3], -1), ([5, 0], -2), ([2, 1], -1))
+
+SAMPLES |= {
+    aten.slice.Tensor: after(*SLICES),
+    aten.slice_copy.Tensor: after(*SLICES),
+    aten.narrow_copy.default: after((0, 1, 2), (-1, 0, 1), (1, 0, 6)),
+    aten.select.int: after((0, 0), (-1, 1), (1, -1), (0, 4)),
+    aten.select_copy.int: after((0, 0), (-1, 1), (1, -1)),
+    aten.split.Tensor: after((2,), (3, 1), (99, 0), (4, -1)),
+    aten.split_copy.Tensor: after((2,), (3, 1), (4, -1)),
+    aten.unsafe_split.Tensor: after((2,), (3, 1), (4, -1)),
+    aten.split_with_sizes.default: after(*SIZED),
+    aten.split_with_sizes_copy.default: after(*SIZED),
+    aten.unsafe_split_with_sizes.default: after(*SIZED),
+    aten.split_copy.Tensor_out: splits_into(aten.split_copy.Tensor, (2, 0), (3, 1), (4, -1)),
+    aten.unsafe_split.Tensor_out: splits_into(aten.unsafe_split.Tensor, (2, 0), (3, 1), (4, -1)),
+    aten.split_with_sizes_copy.out: splits_into(aten.split_with_sizes_copy.default, *SIZED),
+    aten.unsafe_split_with_sizes.out: splits_into(aten.unsafe_split_with_sizes.default, *SIZED),
+    aten.unbind.int: after((0,), (-1,), (1,)),
+    aten.unbind_copy.int: after((0,), (-1,), (1,)),
+    aten.unbind_copy.int_out: splits_into(aten.unbind_copy.int, (0,), (-1,)),
+    aten.slice_backward.default: slice_backwards,
+    aten.select_backward.default: select_backwards,
+    aten.slice_scatter.default: slice_scatters,
+    aten.select_scatter.default: select_scatters,
+    aten.diagonal_scatter.default: diagonal_scatters,
+}
+
+# -- joining -----------------------------------------------------------------------------------------------------
+
+
+def cats():
+    lists = [
+        ([(5, 7), (2, 7)], 0),
+        ([(5, 7), (5, 1), (5, 4)], 1),
+        ([(8, 6), (8, 6)], -1),
+        ([(0,), (5, 7), (0,), (3, 7)], 0),
+        ([(0,), (5, 7)], 1),
+        ([(0, 6), (4, 6)], -2),
+        ([(4,), (0,), (5,)], 0),
+        ([(0,), (0,)], 0),
+        ([(3, 1, 6)], 1),
+    ]
+    found = [(([made(s, seed=i) for i, s in enumerate(shapes)], dim), {}) for shapes, dim in lists]
+    found += [(([made((5, 7), dtype), made((2, 7), dtype, 1)],), {}) for dtype in OTHER_DTYPES]
+    return [*found, (([made((5, 6)), made((3, 6), torch.bfloat16), made((2, 6), torch.int64)],), {})]
+
+
+def stacks():
+    found = [(([made(s, seed=i) for i in range(3)], d), {}) for s in ((5, 7), (4, 1, 3), (0, 3)) for d in (0, 1, -1)]
+    found += [(([made((8, 6)), made((8, 6), torch.int64)], 2), {}), (([made(()), made((), seed=2)],), {})]
+    return [*found, (([made((5, 7), torch.int64), made((5, 7), torch.int64, 4)], -2), {})]
+
+
+SAMPLES |= {aten.cat.default: cats, aten.stack.default: stacks}
+
+# -- rearranging, masking ----------------------------------------------------------------------------------------
+
+
+def masked_fills(values):
+    def samples():
+        found = [((x, made(x.shape, torch.bool, 5), value), {}) for x in tensors() for value in values(x.dtype)]
+        narrow = [((5, 7), mask) for mask in ((7,), (5, 1), ())]
+        for x, mask in (*narrow, ((5, 1), (5, 7)), ((6,), (4, 6)), ((1, 7), (5, 1))):
+            found += [((made(x), made(mask, torch.bool, 3), value), {}) for value in values(torch.float32)]
+        return found
+
+    return samples
+
+
+def searches():
+    rows = made((6,)).sort().values
+    found = [((rows, made(shape, seed=3)), {}) for shape in ((5, 7), (9,), (0, 3), ())]
+    many = made((5, 6)).sort(-1).values
+    found += [((many, made((5, n), seed=3)), {"right": True}) for n in (4, 7)]
+    loose = made((5, 6), seed=8)
+    return [*found, ((loose, made((5, 3), seed=3)), {"sorter": loose.argsort(-1)})]
+
+
+def masked_scatters():
+    return [((x, made(x.shape, torch.bool, 4), made((80,), x.dtype, 5)), {}) for x in tensors() if x.numel() <= 80]
+
+
+ROWS = made((5,)).sort().values
+TESTS = torch.tensor([1, -3, 4])
+
+SAMPLES |= {
+    aten.flip.default: after(([0],), ([-1],), ([0, -1],), ([],)),
+    aten.roll.default: after(([1], [0]), ([-2], [-1]), ([3],), ([1, 2], [0, 1])),
+    aten.rot90.default: after((1, [0, 1]), (2, [1, 0]), (3, [0, -1])),
+    aten.tril.default: after((), (1,), (-3,)),
+    aten.triu.default: after((), (1,), (-3,)),
+    aten.masked_fill.Scalar: masked_fills(lambda _: (0, 1, float("-inf"))),
+    aten.masked_fill.Tensor: masked_fills(lambda dtype: (made((), dtype, 2), made((), torch.int64, 3))),
+    aten.bucketize.Tensor: over(((ROWS,), {}), ((ROWS,), {"right": True, "out_int32": True})),
+    aten.bucketize.Scalar: lambda: [((0.5, ROWS), {}), ((2, ROWS), {"right": True})],
+    aten.searchsorted.Tensor: searches,
+    aten.searchsorted.Scalar: lambda: [((ROWS, 0.5), {}), ((ROWS, -9), {"right": True})],
+    aten.isin.Scalar_Tensor: lambda: [((1, TESTS), {}), ((2, TESTS), {"invert": True})],
+    aten.nonzero.default: after(()),
+    aten.nonzero_static.default: over(((), {"size": 4})),
+    aten.masked_select.default: lambda: [((x, made(x.shape, torch.bool, 4)), {}) for x in tensors()],
+    aten.masked_scatter.default: masked_scatters,
+    aten.masked_scatter_backward.default: lambda: [
+        ((made((5, 7)), made((5, 7), torch.bool, n), [6, 7]), {}) for n in (1, 2)
+    ],
+    aten._unique2.default: after((), (True, True, True)),
+    aten.unique_consecutive.default: after((), (True, True, 0)),
+    aten.unique_dim.default: after((0,), (-1, True, True, True)),
+    aten.unique_dim_consecutive.default: after((0,), (-1, True, True)),
+    aten.repeat_interleave.Tensor: lambda: [
+        ((torch.tensor(counts),), {"output_size": sum(counts)}) for counts in ([2, 0, 1, 3], [1, 1])
+    ],
+}
+
+# -- gathering, scattering ---------------------------------------------------------------------------------------
+
+# Self, dim, index: covering all of the other dims, part of them, repeating, empty, and without dims.
+ALONG = (
+    ((8, 6), 0, (8, 6)),
+    ((8, 6), 1, (8, 4)),
+    ((5, 7), 0, (9, 7)),
+    ((5, 7), -1, (5, 3)),
+    ((5, 7), 0, (2, 4)),
+    ((4, 1, 3), 1, (4, 5, 3)),
+    ((9,), 0, (4,)),
+    ((5, 7), 1, (0, 3)),
+    ((0, 3), 1, (0, 3)),
+    ((), 0, ()),
+    ((), 0, (3,)),
+    ((5,), 0, ()),
+)
+# Rows are chosen by an index per slice.
+PICKS = (
+    ((8, 6), 0, (4,)),
+    ((5, 7), 1, (9,)),
+    ((5, 7), 0, (1,)),
+    ((4, 1, 3), -1, (5,)),
+    ((9,), 0, (7,)),
+    ((5, 7), 0, (0,)),
+)
+
+
+def size_of(shape, dim):
+    return shape[dim] if shape else 1
+
+
+def gathers():
+    found = [((made(s), d, index(i, size_of(s, d))), {}) for s, d, i in ALONG]
+    return found + [((made((5, 7), dtype), 0, index((6, 7), 5)), {}) for dtype in OTHER_DTYPES]
+
+
+def scatters(value, *more, dtypes=OTHER_DTYPES, unique=True):
+    """``value(shape, dtype)`` is what is scattered. Unique indices, as duplicates leave the order open."""
+
+    def samples():
+        calls = [(s, d, i, torch.float32) for s, d, i in ALONG]
+        calls += [((5, 7), 0, (4, 7), dtype) for dtype in dtypes]
+        found = []
+        for shape, dim, at, dtype in calls:
+            if unique and at and at[dim] > size_of(shape, dim):
+                continue
+            where = unique_index(at, dim, size_of(shape, dim)) if unique else index(at, size_of(shape, dim))
+            found += [((made(shape, dtype), dim, where, source, *more), {}) for source in value(at, dtype)]
+        return found
+
+    return samples
+
+
+def unique_index(shape, dim, below):
+    """Along ``dim`` each number at most once."""
+    if not shape:
+        return torch.zeros((), dtype=torch.int64)
+    rest = [n for d, n in enumerate(shape) if d != dim % len(shape)]
+    generator = torch.Generator().manual_seed(1)
+    order = torch.rand((*rest, below), generator=generator).argsort(-1)[..., : shape[dim]]
+    return order.movedim(-1, dim)
+
+
+def sources(shape, dtype):
+    larger = tuple(n + 2 for n in shape)
+    return made(shape, dtype, 5), made(larger, dtype, 5)
+
+
+def scatter_reduces():
+    found = []
+    for reduce, include in product(("sum", "prod", "mean", "amax", "amin"), (True, False)):
+        for shape, dim, at in ALONG:
+            args = (made(shape), dim, index(at, size_of(shape, dim)), made(at, seed=4), reduce)
+            found.append((args, {"include_self": include}))
+    return found
+
+
+def scatter_operations(value):
+    base = scatters(value, dtypes=(torch.int64,), unique=False)
+    return lambda: [(args, {"reduce": reduce}) for args, _ in base() for reduce in ("add", "multiply")]
+
+
+def selects():
+    found = [((made(s), d, index(i, s[d])), {}) for s, d, i in PICKS]
+    found += [((made((5, 7), dtype), 1, index((6,), 7)), {}) for dtype in OTHER_DTYPES]
+    return [*found, ((made((5, 7)), 0, torch.tensor(3)), {}), ((made(()), 0, torch.tensor([0])), {})]
+
+
+def slice_writes(*more, unique, dtypes=(torch.int64, torch.bfloat16), **named):
+    def samples():
+        found = []
+        for dtype, (shape, dim, (count,)) in product((torch.float32, *dtypes), PICKS):
+            if unique and count > shape[dim]:
+                continue
+            where = torch.randperm(shape[dim])[:count] if unique else index((count,), shape[dim])
+            source = made((*shape[: dim % len(shape)], count, *shape[dim % len(shape) + 1 :]), dtype, 5)
+            found.append(((made(shape, dtype), dim, where, source, *more), dict(named)))
+        return [*found, ((made((5,)), 0, torch.tensor(2), made((), seed=3), *more), dict(named))]
+
+    return samples
+
+
+def index_reduces():
+    kinds = ("prod", "mean", "amax", "amin")
+    return [
+        (args, {"include_self": include})
+        for kind, include in product(kinds, (True, False))
+        for args, _ in slice_writes(kind, unique=False, dtypes=())()
+    ]
+
+
+def index_fills(value):
+    return lambda: (
+        [((made(s), d, index(i, s[d]), value), {}) for s, d, i in PICKS]
+        + [
+            ((made(()), 0, torch.tensor([0]), value), {}),
+            ((made((5, 7), torch.int64), 1, torch.tensor(-1), value), {}),
+        ]
+    )
+
+
+SAMPLES |= {
+    aten.gather.default: gathers,
+    aten.index_select.default: selects,
+    aten.take.default: lambda: [
+        ((x, index(shape, x.numel(), low=-x.numel())), {})
+        for x in tensors()
+        if x.numel()
+        for shape in ((5, 7), (9,), ())
+    ],
+    aten.scatter.src: scatters(sources),
+    aten.scatter.value: scatters(lambda *_: (1, 0), unique=False),
+    aten.scatter.reduce: scatter_operations(sources),
+    aten.scatter.value_reduce: scatter_operations(lambda *_: (2,)),
+    aten.scatter_add.default: scatters(sources, dtypes=(torch.bfloat16, torch.int64), unique=False),
+    aten.scatter_reduce.two: scatter_reduces,
+    aten.index_add.default: lambda: slice_writes(unique=False)() + slice_writes(unique=False, alpha=-2)(),
+    aten.index_copy.default: slice_writes(unique=True),
+    aten.index_reduce.default: index_reduces,
+    # Its meta kernel refuses an empty index.
+    aten.index_reduce.out: lambda: [
+        (args, {**named, "out": torch.ones_like(args[0])}) for args, named in index_reduces() if args[2].numel()
+    ],
+    aten.index_fill.int_Scalar: index_fills(3),
+    aten.index_fill.int_Tensor: index_fills(torch.tensor(2)),
+    aten.put.default: lambda: [
+        ((made((5, 7)), torch.randperm(35)[:6], made((6,), seed=2), accumulate), {}) for accumulate in (False, True)
+    ],
+}
+
+# -- indexing ----------------------------------------------------------------------------------------------------
+
+
+def indexings():
+    """Tensors with indices: one, several next to each other or apart, broadcast, 0-dim, and fewer than dims."""
+    one = [((5, 7), [index((9,), 5)]), ((5, 7), [None, index((4,), 7)]), ((8, 6), [index((3, 5), 8)])]
+    one += [((9,), [index((4, 4), 9)]), ((4, 1, 3), [None, None, index((5,), 3)]), ((5, 7), [torch.tensor(3)])]
+    one += [((5, 7), [index((0,), 5)]), ((0, 3), [None, index((4,), 3)])]
+    several = [
+        ((5, 7), [index((6,), 5), index((6,), 7, 2)]),
+        ((4, 6, 5), [index((5, 1), 4), index((3,), 6, 2)]),
+        ((4, 6, 5), [index((4,), 4), None, index((4,), 5, 2)]),
+        ((4, 6, 5), [None, index((4, 2), 6), index((4, 1), 5, 2)]),
+        ((4, 6, 5, 3), [None, index((4,), 6), None, index((), 3)]),
+    ]
+    negative = [((5, 7), [index((6,), 5, low=-5), index((6,), 7, 3, low=-7)])]
+    return one + several + negative
+
+
+def index_calls():
+    found = [((made(shape), indices), {}) for shape, indices in indexings()]
+    found += [((made((5, 7), dtype), [None, index((4,), 7)]), {}) for dtype in OTHER_DTYPES]
+    found += [((made((6, 8)).t(), [index((4,), 8)]), {}), ((made((5, 7)), [index((3,), 5).to(torch.int32)]), {})]
+    return found + [((made((5, 7)), [made(mask, torch.bool, 2)]), {}) for mask in ((5, 7), (5,))]
+
+
+def puts():
+    found = []
+    for shape, indices in indexings():
+        x = made(shape)
+        picked = aten.index.Tensor(x, indices)
+        # Values of all dims, of the last, of none; equal ones where they are not added, as duplicates have no order.
+        for values in (made(picked.shape, seed=4), made(picked.shape[-1:], seed=4), made((), seed=4)):
+            found.append(((x, indices, values, True), {}))
+            found.append(((x, indices, torch.full_like(values, 3), False), {}))
+    apart = [torch.randperm(5)[:4], torch.randperm(7)[:4]]
+    found += [((made((5, 7), dtype), apart, made((4,), dtype, 5)), {}) for dtype in (torch.float32, torch.int64)]
+    found.append(((made((4, 6, 5)), [None, torch.tensor([5, 0, 2]), None], made((4, 3, 5), seed=5)), {}))
+    return found + masked_puts()
+
+
+def masked_puts():
+    found = []
+    for accumulate in (False, True):
+        found += [((made((5, 7)), [made((5, 7), torch.bool, 2)], made((), seed=3), accumulate), {})]
+        rows = [made((8,), torch.bool, 2)]
+        found += [((made((8, 6)), rows, made(s, seed=3), accumulate), {}) for s in ((6,), (1, 6), (1,))]
+        found += [((made((4, 6, 5)), [None, made((6,), torch.bool, 2)], made((4, 1, 5), seed=3), accumulate), {})]
+        mask = made((5, 7), torch.bool, 2)
+        found += [((made((5, 7)), [mask], made((int(mask.sum()),), seed=3), accumulate), {})]
+    return found
+
+
+SAMPLES |= {
+    aten.index.Tensor: index_calls,
+    aten._unsafe_index.Tensor: lambda: index_calls()[:-2],
+    aten.index_put.default: puts,
+    aten._index_put_impl.default: puts,
+    aten._unsafe_index_put.default: puts,
+}

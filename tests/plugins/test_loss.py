@@ -1,0 +1,203 @@
+"""Rules for softmax and losses: what they print, the traps of a mean over shards, and training on real ranks."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.meta import output_metas
+from shardwise.placements import show_all
+from shardwise.planner import make_call
+from shardwise.rule import einop, rule_from
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import RuleRefuted, check_rule, mesh
+from shardwise_loss import elementwise, likelihood, margins, softmax
+
+aten = torch.ops.aten
+RULES = {op: rule for m in (softmax, likelihood, elementwise, margins) for rule in m.RULES for op in rule.ops}
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def rows(op, *args, **kwargs):
+    """The rows of a call; ``*`` marks those that run a lowering."""
+    rule = RULES[op]
+    whole = [
+        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+    schema = OpSchema.of(op, *whole, static=rule.static, **kwargs)
+    found = rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
+    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in found]
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+SCORES, TARGET = empty(6, 5), empty(6, dtype=torch.int64)
+
+# -- what rules say ----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_softmax():
+    assert rows(aten._softmax.default, empty(4, 5, 6), -2, False) == ["[S(0)] -> [S(0)]", "[S(2)] -> [S(2)]", "[R] -> [R]"]
+    assert rows(aten._log_softmax_backward_data.default, empty(4, 5), empty(4, 5), 1, torch.float32) == [
+        "[S(0), S(0)] -> [S(0)]",
+        "[P(sum), R] -> [P(sum)]",
+        "[P(avg), R] -> [P(avg)]",
+        "[R, R] -> [R]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        (NONE, "[S(0), S(0), -] -> [S(0), R]"),
+        (MEAN, "[S(0), S(0), -] -> [R, R]*"),
+        (SUM, "[S(0), S(0), -] -> [P(sum), P(sum)]"),
+    ],
+)
+def test_rows_of_likelihood(reduction, expected):
+    assert expected in rows(aten.nll_loss_forward.default, SCORES, TARGET, None, reduction, -100)
+
+
+def test_rows_of_likelihood_of_pictures():
+    found = rows(aten.nll_loss2d_forward.default, empty(4, 3, 2, 2), empty(4, 2, 2, dtype=torch.int64), None, SUM, -100)
+    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(2)", "[S(3)", "[R"]
+
+
+def test_the_gradient_of_a_mean_is_divided_by_the_total_weight_that_it_is_given():
+    found = rows(aten.nll_loss_backward.default, empty(), SCORES, TARGET, None, MEAN, -100, empty())
+    assert found[0] == "[R, S(0), S(0), -, R] -> [S(0)]"
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        (NONE, ["[S(0), S(0)] -> [S(0)]", "[S(1), S(1)] -> [S(1)]", "[R, R] -> [R]"]),
+        (MEAN, ["[S(0), S(0)] -> [P(sum)]*", "[S(1), S(1)] -> [P(sum)]*", "[R, R] -> [R]"]),
+        (SUM, ["[S(0), S(0)] -> [P(sum)]", "[S(1), S(1)] -> [P(sum)]", "[R, R] -> [R]"]),
+    ],
+)
+def test_rows_of_squares(reduction, expected):
+    assert rows(aten.mse_loss.default, empty(4, 5), empty(4, 5), reduction) == expected
+
+
+def test_tensors_of_two_shapes_are_compared_whole():
+    assert rows(aten.mse_loss.default, empty(4, 5), empty(5), MEAN) == ["[R, R] -> [R]"]
+
+
+# -- traps -------------------------------------------------------------------------------------------------------
+
+UNEVEN = torch.tensor([1, -100, 0, 2, -100, -100, 1])
+
+
+def test_a_mean_of_means_is_refused():
+    def local_means(local, *args):
+        loss, total = local.call.op(*args)
+        return loss.nan_to_num(0) / local.spec("target").num_shards, local.comm.all_reduce(total, "sum", [0])
+
+    wrong = rule_from(aten.nll_loss_forward.default, lowering=local_means)(
+        lambda: einop("n _, n, R -> (), ()", partial=["n, n, R -> sum, R"], lowered=["n, n, R -> sum, R"], replicate=["n"])
+    )
+    even = torch.tensor([0, 1, 2, 0])
+    check_rule(wrong, [((torch.randn(4, 3), even, None, MEAN, -100), {})], meshes=[(4,)])
+    with pytest.raises(RuleRefuted, match="n, n, R -> sum, R"):
+        check_rule(wrong, [((torch.randn(7, 3), UNEVEN, None, MEAN, -100), {})], meshes=[(4,)])
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([0.1, 5.0, 1.0])])
+def test_a_mean_divides_by_the_total_weight_of_all_targets(weight):
+    report = check_rule(likelihood.forward, {aten.nll_loss_forward.default: lambda: [
+        ((torch.randn(7, 3), UNEVEN, weight, MEAN, -100), {})
+    ]} | {op: list for op in likelihood.forward.ops[1:]})
+    assert report.cases
+
+
+def test_the_gradient_of_a_mean_by_local_counts_is_refused():
+    wrong = rule_from(aten.mse_loss_backward.default)(lambda: einop("(), n, n -> n"))
+    sample = (torch.tensor(1.0), torch.randn(7), torch.randn(7), MEAN)
+    with pytest.raises(RuleRefuted, match="shard n"):
+        check_rule(wrong, [(sample, {})])
+
+
+# -- on real ranks -----------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    ((4,), [Shard(0)]),
+    ((4,), [Replicate()]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Shard(0), Replicate()]),
+    ((4,), [Shard(1)]),
+]
+
+
+def numbers(*shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator)
+
+
+def compare(loss, *operands):
+    """A loss and its gradient with the first operand sharded, against one device; the others lie as the batch does."""
+    for shape, layout in LAYOUTS:
+        batch = [p if p == Shard(0) else Replicate() for p in layout]
+        full = operands[0].clone().requires_grad_()
+        x = sw.distribute_tensor(operands[0], mesh(shape), layout).requires_grad_()
+        others = [sw.distribute_tensor(t, mesh(shape), batch) for t in operands[1:]]
+        found, expected = loss(x, *others), loss(full, *operands[1:])
+        torch.testing.assert_close(found.full_tensor(), expected)
+        (found * found).sum().backward()
+        (expected * expected).sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+        assert x.grad.placements == tuple(layout)
+
+
+def cross_entropy():
+    for reduction in ("mean", "sum", "none"):
+        compare(lambda x, y: functional.cross_entropy(x, y, reduction=reduction), numbers(7, 3), UNEVEN)  # noqa: B023
+    compare(lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1), numbers(7, 3), UNEVEN)
+    pictures = torch.stack([UNEVEN, UNEVEN.flip(0)]).expand(5, 2, 7).contiguous()
+    compare(functional.cross_entropy, numbers(5, 3, 2, 7), pictures)
+    compare(functional.cross_entropy, numbers(5, 3), numbers(5, 3).softmax(1))
+
+
+def weighted_cross_entropy():
+    weight = torch.tensor([0.1, 5.0, 1.0])
+    for shape, layout in LAYOUTS[:4]:
+        x = sw.distribute_tensor(numbers(7, 3), mesh(shape), layout)
+        y = sw.distribute_tensor(UNEVEN, mesh(shape), layout)
+        w = sw.distribute_tensor(weight, mesh(shape), [Replicate()] * len(shape))
+        found = functional.cross_entropy(x, y, w)
+        torch.testing.assert_close(found.full_tensor(), functional.cross_entropy(numbers(7, 3), UNEVEN, weight))
+
+
+def comparisons():
+    losses = [
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.soft_margin_loss,
+        lambda x, y: functional.mse_loss(x, y, reduction="sum"),
+        lambda x, y: functional.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
+        lambda x, y: functional.binary_cross_entropy_with_logits(x, y.sigmoid()),
+        lambda x, y: functional.kl_div(x.log_softmax(1), y.softmax(1), reduction="batchmean"),
+    ]
+    for loss in losses:
+        compare(loss, numbers(5, 6), numbers(5, 6).flip(0))
+
+
+def a_pending_loss_is_a_number():
+    x = sw.distribute_tensor(numbers(5, 6), mesh((4,)), [Shard(0)])
+    loss = functional.mse_loss(x, torch.zeros_like(x))
+    assert loss.placements == (Partial("sum"),)
+    assert loss.item() == pytest.approx(numbers(5, 6).square().mean().item())
+
+
+@pytest.mark.parametrize(
+    "program", [cross_entropy, weighted_cross_entropy, comparisons, a_pending_loss_is_a_number]
+)
+def test_on_ranks(pool, program):
+    pool.run(program)

@@ -1,0 +1,327 @@
+"""Rules for products, attention and padding: what they print, the traps, and layers on real ranks."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.meta import output_metas
+from shardwise.planner import make_call
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import mesh
+from shardwise.testing.oracle import check_rule
+from shardwise_matmul import attention, padding, products, sums
+
+_spec = importlib.util.spec_from_file_location("samples_matmul", Path(__file__).with_name("samples_matmul.py"))
+samples_matmul = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(samples_matmul)
+
+aten = torch.ops.aten
+RULES = (*products.RULES, *sums.RULES, *attention.RULES, *padding.RULES)
+FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+FOR_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH = aten._scaled_dot_product_flash_attention.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+
+
+def rows_of(op, *args, **kwargs):
+    rule = next(r for r in RULES if op in r.ops)
+
+    def spec(value):
+        tensor = isinstance(value, torch.Tensor)
+        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value)) if tensor else value
+
+    named = {name: spec(value) for name, value in kwargs.items()}
+    schema = OpSchema.of(op, *map(spec, args), static=rule.static, **named)
+    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
+
+
+def rows(op, *args, **kwargs):
+    """The rows of a call as text, those with a pending operand aside; ``*`` marks the lowered ones."""
+    found = rows_of(op, *args, **kwargs)
+    plain = [row for row in found if not any(isinstance(p, Partial) for p in row.inputs)]
+    return [f"{row}{'*' * row.lowered}" for row in plain]
+
+
+def kinds(op, *args, **kwargs):
+    """The names of the rows with a pending operand."""
+    return [r.name for r in rows_of(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
+
+
+def empty(*shape):
+    return torch.empty(shape, device="meta")
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_mm():
+    assert rows(aten.mm.default, empty(6, 4), empty(4, 3)) == [
+        "shard m: [S(0), R] -> [S(0)]",
+        "shard k: [S(1), S(0)] -> [P(sum)]",
+        "shard n: [R, S(1)] -> [S(1)]",
+        "R: [R, R] -> [R]",
+    ]
+
+
+def test_one_pending_operand_at_a_time():
+    expected = ["sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg"]
+    assert kinds(aten.mm.default, empty(6, 4), empty(4, 3)) == expected
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ((4,), (4,), ["[S(0), S(0)] -> [P(sum)]"]),
+        ((5, 4), (4,), ["[S(0), R] -> [S(0)]", "[S(1), S(0)] -> [P(sum)]"]),
+        ((4,), (2, 4, 3), ["[S(0), S(1)] -> [P(sum)]", "[R, S(0)] -> [S(0)]", "[R, S(2)] -> [S(1)]"]),
+        (
+            (2, 5, 4),
+            (4, 3),
+            ["[S(0), R] -> [S(0)]", "[S(1), R] -> [S(1)]", "[S(2), S(0)] -> [P(sum)]", "[R, S(1)] -> [S(2)]"],
+        ),
+    ],
+)
+def test_rows_of_matmul(left, right, expected):
+    found = [row.partition(": ")[2] for row in rows(aten.matmul.default, empty(*left), empty(*right))]
+    assert found == [*expected, "[R, R] -> [R]"]
+
+
+# -- the bias trap: a whole addend is added once, not once a rank ------------------------------------------------
+
+
+def test_rows_of_addmm():
+    assert rows(aten.addmm.default, empty(3), empty(6, 4), empty(4, 3)) == [
+        "shard n: [S(0), R, S(1)] -> [S(1)]",
+        "shard m: [R, S(0), R] -> [S(0)]",
+        "shard k: [R, S(1), S(0)] -> [P(sum)]*",
+        "R: [R, R, R] -> [R]",
+    ]
+
+
+def test_a_bias_that_is_whole_goes_through_the_lowering_and_a_pending_one_does_not():
+    found = {row.name: row.lowered for row in rows_of(aten.addmm.default, empty(3), empty(6, 4), empty(4, 3))}
+    assert found["R, sum, R -> sum"]
+    assert found["R, R, sum -> sum"]
+    assert not found["sum, k, k -> sum"]
+    assert not found["avg, R, R -> avg"]
+    assert "sum, R, R -> sum" not in found
+
+
+def test_an_addend_that_addmv_would_broadcast_is_left_whole():
+    assert rows(aten.addmv.default, empty(1), empty(6, 4), empty(4)) == ["R: [R, R, R] -> [R]"]
+    assert len(rows(aten.addmv.default, empty(6), empty(6, 4), empty(4))) == 3
+
+
+def test_nothing_pending_goes_through_an_activation():
+    found = rows_of(aten._addmm_activation.default, empty(3), empty(6, 4), empty(4, 3))
+    assert not any(isinstance(p, Partial) for row in found for p in (*row.inputs, *row.outputs))
+
+
+# -- padding -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_constant_pad():
+    assert rows(aten.constant_pad_nd.default, empty(5, 7, 6), [0, 0, 1, -1]) == [
+        "shard d0: [S(0)] -> [S(0)]",
+        "shard d2: [S(2)] -> [S(2)]",
+        "R: [R] -> [R]",
+    ]
+
+
+@pytest.mark.parametrize(("value", "more"), [(0, {"sum", "product"}), (1, {"product"}), (-2.0, set())])
+def test_a_pending_tensor_is_padded_where_copies_of_the_value_reduce_to_it(value, more):
+    found = {name.partition(" ")[0] for name in kinds(aten.constant_pad_nd.default, empty(5), [1, 1], value)}
+    assert found == {"avg", "max", "min"} | more
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def qkv(batch=4, heads=8, few=8, length=6, keys=5):
+    return empty(batch, heads, length, 16), empty(batch, few, keys, 16), empty(batch, few, keys, 16)
+
+
+def plain(found):
+    return [row for row in found if not row.endswith("*")]
+
+
+def test_rows_of_attention():
+    assert plain(rows(FOR_CPU, *qkv())) == [
+        "shard b1: [S(0), S(0), S(0), -] -> [S(0), S(0)]",
+        "shard h: [S(1), S(1), S(1), -] -> [S(1), S(1)]",
+        "shard q: [S(2), R, R, -] -> [S(2), S(2)]",
+        "R: [R, R, R, -] -> [R, R]",
+    ]
+
+
+def test_a_row_with_empty_shards_goes_through_the_lowering():
+    for row in rows_of(FOR_CPU, *qkv()):
+        if any(isinstance(p, Shard) for p in row.inputs):
+            assert row.lowered == (not row.nonempty)
+
+
+def test_a_causal_mask_keeps_the_query_sequence_whole():
+    names = [row.name for row in rows_of(FOR_CPU, *qkv(), 0.0, True)]
+    assert "shard h" in names
+    assert "shard q" not in names
+
+
+def test_the_key_sequence_is_whole():
+    for mask in (None, empty(6, 5)):
+        found = rows_of(FOR_CPU, *qkv(), attn_mask=mask)
+        assert not any(p in row.inputs[1:3] for row in found for p in (Shard(2), Shard(3)))
+        assert Shard(1) not in [row.inputs[3] for row in found]
+
+
+def test_a_mask_follows_where_it_is_not_broadcast():
+    found = [row.partition(": ")[2] for row in plain(rows(FOR_CPU, *qkv(), attn_mask=empty(4, 1, 6, 5)))]
+    assert found == [
+        "[S(0), S(0), S(0), S(0)] -> [S(0), S(0)]",
+        "[S(1), S(1), S(1), R] -> [S(1), S(1)]",
+        "[S(2), R, R, S(2)] -> [S(2), S(2)]",
+        "[R, R, R, R] -> [R, R]",
+    ]
+
+
+def test_a_shard_of_query_heads_goes_with_its_own_key_heads():
+    row = next(r for r in rows_of(FOR_CPU, *qkv(heads=8, few=2)) if r.name == "shard h")
+    assert [p.dim for p in row.inputs[:3]] == [1, 1, 1]
+    assert row.divides == ((0, 1, 2),)  # two key heads: two or one shards, not four
+
+
+def test_one_key_head_serves_every_shard():
+    row = next(r for r in rows_of(FOR_CPU, *qkv(heads=6, few=1)) if r.name == "shard h")
+    assert row.inputs[:3] == (Shard(1), Replicate(), Replicate())
+    assert row.divides == ()
+
+
+def test_dropout_leaves_only_the_whole_row():
+    assert [row.name for row in rows_of(FLASH, *qkv(), 0.1)] == ["R"]
+
+
+def test_gradients_of_what_every_shard_used_are_pending_sums():
+    q, k, v = qkv(few=1)
+    found = plain(rows(FOR_CPU_BACKWARD, q, q, k, v, q, empty(4, 8, 6), 0.0, False))
+    assert [row.partition(" -> ")[2] for row in found] == [
+        "[S(0), S(0), S(0)]",
+        "[S(1), P(sum), P(sum)]",
+        "[S(2), P(sum), P(sum)]",
+        "[R, R, R]",
+    ]
+
+
+def test_lengths_and_seeds_are_whole():
+    assert "shard q: [S(2), R, R] -> [S(2), S(2), R, R, R, R, R]*" in rows(FLASH, *qkv())
+
+
+@pytest.mark.parametrize(("length", "divides"), [(128, ((0, 2, 4),)), (32, None), (100, None)])
+def test_a_padded_logsumexp_is_cut_only_between_blocks(length, divides):
+    found = [row for row in rows_of(EFFICIENT, *qkv(length=length), None, True) if row.name == "shard q"]
+    assert [row.divides[0] for row in found] == ([] if divides is None else list(divides) * len(found))
+    assert bool(found) == (divides is not None)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels are CUDA's")
+@pytest.mark.parametrize("rule", attention.RULES[::2], ids=["forward", "backward"])
+def test_the_oracle_accepts_the_real_kernels(rule):
+    flash = {op: make for op, make in samples_matmul.SAMPLES.items() if "product_flash_attention" in str(op)}
+
+    def halved(make):
+        return lambda: [([x.half() if is_float(x) else x for x in args], kwargs) for args, kwargs in make()]
+
+    def is_float(x):
+        return isinstance(x, torch.Tensor) and x.dtype == torch.float32 and x.ndim == 4
+
+    with samples_matmul.cuda_kernels.on_gpu():
+        report = check_rule(rule, {op: halved(make) for op, make in flash.items()}, cases=60)
+    assert report.cases > 60
+
+
+# -- on real ranks -----------------------------------------------------------------------------------------------
+
+LAYOUTS = [((4,), [Shard(0)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Replicate(), Shard(1)])]
+
+
+def made(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / math.sqrt(shape[-1])
+
+
+def same(found, expected):
+    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+def two_layers(x_layout, up, bias_layout, down):
+    """A block with its hidden dim sharded: the second product is a pending sum, to which the bias is added."""
+    grid = mesh((2, 2))
+    full = [made(5, 8), made(6, 8, seed=1), made(6, seed=2), made(4, 6, seed=3), made(4, seed=4)]
+    layouts = (x_layout, up, bias_layout, down, [Replicate()] * 2)
+    placed = [sw.distribute_tensor(t, grid, p) for t, p in zip(full, layouts, strict=True)]
+    for tensors in (full, placed):
+        for t in tensors:
+            t.requires_grad_()
+
+    def program(x, w1, b1, w2, b2):
+        return functional.linear(functional.linear(x, w1, b1), w2, b2)
+
+    y, expected = program(*placed), program(*full)
+    same(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    for t, f in zip(placed, full, strict=True):
+        assert t.grad.placements == t.placements
+        same(t.grad, f.grad)
+
+
+@pytest.mark.parametrize("batch", [Shard(0), Replicate()])
+def test_linear_layers(pool, batch):
+    split = [[Replicate(), Shard(d)] for d in (0, 0, 1)]
+    pool.run(two_layers, [batch, Replicate()], *split)
+
+
+def attend(shape, layout, sizes, causal):
+    batch, heads, few, length = sizes
+    full = [made(batch, n, length, 8, seed=i) for i, n in enumerate((heads, few, few))]
+    placed = [sw.distribute_tensor(t, mesh(shape), layout) for t in full]
+    for t in (*full, *placed):
+        t.requires_grad_()
+
+    def program(q, k, v):
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != few)
+
+    y, expected = program(*placed), program(*full)
+    same(y, expected)
+    (y * y).sum().backward()
+    (expected * expected).sum().backward()
+    for t, f in zip(placed, full, strict=True):
+        same(t.grad, f.grad)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 6), (5, 8, 2, 7), (2, 6, 1, 5), (1, 2, 2, 9)])
+@pytest.mark.parametrize(("shape", "layout"), [*LAYOUTS, ((4,), [Shard(2)])])
+def test_attention(pool, shape, layout, sizes, causal):
+    pool.run(attend, shape, layout, sizes, causal)
+
+
+def infer():
+    """Inference mode hands linear and matmul over whole, so a sharded sequence needs no flattening."""
+    x, w, b = made(3, 5, 8), made(6, 8, seed=1), made(6, seed=2)
+    for layout in ([Shard(1)], [Shard(2)]):
+        with torch.inference_mode():
+            xs = sw.distribute_tensor(x, mesh((4,)), layout)
+            ws = sw.distribute_tensor(w, mesh((4,)), [Shard(1)])
+            bs = sw.distribute_tensor(b, mesh((4,)), [Replicate()])
+            same(functional.linear(xs, ws, bs), functional.linear(x, w, b))
+            same(xs @ ws.t(), x @ w.t())
+
+
+def test_inference_mode(pool):
+    pool.run(infer)

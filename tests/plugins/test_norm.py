@@ -1,0 +1,199 @@
+"""Rules for normalisation: what they print, the traps of statistics over shards, and layers on real ranks."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.meta import output_metas
+from shardwise.placements import show_all
+from shardwise.planner import make_call
+from shardwise.rule import einop, rule_from
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import RuleRefuted, check_rule, mesh
+from shardwise_norm import batch, cudnn, group, layer
+
+aten = torch.ops.aten
+RULES = {op: rule for m in (batch, cudnn, group, layer) for rule in m.RULES for op in rule.ops}
+
+
+def rows_of(op, *args):
+    rule = RULES[op]
+    whole = [
+        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
+        for a in args
+    ]
+    schema = OpSchema.of(op, *whole, static=rule.static)
+    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
+
+
+def rows(op, *args):
+    """The rows of a call, pending ones aside; ``*`` marks those that run a lowering."""
+    found = [row for row in rows_of(op, *args) if not any(isinstance(p, Partial) for p in row.inputs)]
+    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in found]
+
+
+def kinds(op, *args):
+    """The names of the rows with a pending operand."""
+    return [row.name for row in rows_of(op, *args) if any(isinstance(p, Partial) for p in row.inputs)]
+
+
+def empty(*shape):
+    return torch.empty(shape, device="meta")
+
+
+W = empty(6)
+
+# -- what rules say ----------------------------------------------------------------------------------------------
+
+
+def test_rows_of_layer_norm():
+    assert rows(aten.native_layer_norm.default, empty(4, 5, 6), [6], W, W, 1e-5) == [
+        "[S(0), R, R] -> [S(0), S(0), S(0)]",
+        "[S(1), R, R] -> [S(1), S(1), S(1)]",
+        "[R, R, R] -> [R, R, R]",
+    ]
+
+
+def test_rows_of_the_backward_of_layer_norm():
+    args = (empty(4, 6), empty(4, 6), [6], empty(4, 1), empty(4, 1), W, W, [True, True, True])
+    assert rows(aten.native_layer_norm_backward.default, *args) == [
+        "[S(0), S(0), S(0), S(0), R, R] -> [S(0), P(sum), P(sum)]",
+        "[R, R, R, R, R, R] -> [R, R, R]",
+    ]
+    assert kinds(aten.native_layer_norm_backward.default, *args) == ["sum, R, ... -> sum, ...", "avg, R, ... -> avg, ..."]
+
+
+def test_a_gradient_that_is_not_wanted_is_absent():
+    args = (empty(4, 6), empty(4, 6), [6], empty(4, 1), empty(4, 1), None, None, [True, False, False])
+    on = AbstractMesh((2,))
+    specs = [TensorSpec(on, [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a for a in args]
+    schema = OpSchema.of(aten.native_layer_norm_backward.default, *specs)
+    metas = output_metas(schema.op, schema.values)
+    assert metas[1] is metas[2] is None
+    assert RULES[schema.op].rows(make_call(RULES[schema.op], schema, metas))
+
+
+def test_rows_of_group_norm():
+    args = (empty(4, 6, 5), W, W, 4, 6, 5, 3, 1e-5)
+    assert rows(aten.native_group_norm.default, *args) == [
+        "[S(0), R, R] -> [S(0), S(0), S(0)]",
+        "[S(1), S(0), S(0)] -> [S(1), S(1), S(1)]",
+        "[R, R, R] -> [R, R, R]",
+    ]
+    by_group = rows_of(aten.native_group_norm.default, *args)[1]
+    assert set(by_group.divides) == {(0, 1, 3), (1, 0, 3), (2, 0, 3)}
+
+
+def test_one_group_keeps_its_channels_together():
+    assert rows(aten.native_group_norm.default, empty(4, 6, 5), W, W, 4, 6, 5, 1, 1e-5) == [
+        "[S(0), R, R] -> [S(0), S(0), S(0)]",
+        "[R, R, R] -> [R, R, R]",
+    ]
+
+
+def test_rows_of_batch_norm_in_training():
+    assert rows(aten.native_batch_norm.default, empty(4, 6, 5), W, W, None, None, True, 0.1, 1e-5) == [
+        "[S(0), R, R, -, -] -> [S(0), R, R]*",
+        "[S(1), S(0), S(0), -, -] -> [S(1), S(0), S(0)]",
+        "[S(2), R, R, -, -] -> [S(2), R, R]*",
+        "[R, R, R, -, -] -> [R, R, R]",
+    ]
+
+
+def test_rows_of_batch_norm_in_inference():
+    assert rows(aten.native_batch_norm.default, empty(4, 6), W, W, W, W, False, 0.1, 1e-5) == [
+        "[S(0), R, R, R, R] -> [S(0), R, R]",
+        "[S(1), S(0), S(0), S(0), S(0)] -> [S(1), R, R]",
+        "[R, R, R, R, R] -> [R, R, R]",
+    ]
+
+
+def test_every_row_of_cudnn_batch_norm_makes_its_own_reserve():
+    found = rows(aten.cudnn_batch_norm.default, empty(4, 6), W, W, None, None, True, 0.1, 1e-5)
+    assert found
+    assert all(row.endswith("*") for row in found)
+
+
+# -- traps -------------------------------------------------------------------------------------------------------
+
+
+def test_local_statistics_are_refused():
+    wrong = rule_from(aten._native_batch_norm_legit.no_stats)(
+        lambda: einop("n c, R, R -> n c, R, R", partial=["n, R, R -> n, R, R"], replicate=["n", "c"])
+    )
+    with pytest.raises(RuleRefuted, match="n, R, R"):
+        check_rule(wrong, [((torch.randn(8, 3), None, None, True, 0.1, 1e-5), {})])
+
+
+def test_statistics_of_uneven_and_empty_shards_are_those_of_all():
+    for rows_ in (2, 5, 7):
+        only = rule_from(aten._native_batch_norm_legit.no_stats, lowering=batch.synchronised)(batch.forward.describe)
+        assert check_rule(only, [((torch.randn(rows_, 3) + 50, None, None, True, 0.1, 1e-5), {})]).cases
+
+
+# -- on real ranks -----------------------------------------------------------------------------------------------
+
+LAYOUTS = [
+    ((4,), [Shard(0)]),
+    ((4,), [Shard(1)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((4,), [Replicate()]),
+]
+
+
+def numbers(*shape):
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randn(shape, generator=generator)
+
+
+def compare(norm, x, size):
+    """A normalisation and all its gradients against one device, with whole parameters."""
+    for shape, layout in LAYOUTS:
+        whole = [Replicate()] * len(shape)
+        full = [numbers(*x), 1 + numbers(size), numbers(size)]
+        parts = [sw.distribute_tensor(t, mesh(shape), layout if i == 0 else whole) for i, t in enumerate(full)]
+        for t in (*full, *parts):
+            t.requires_grad_()
+        found, expected = norm(*parts), norm(*full)
+        torch.testing.assert_close(found.full_tensor(), expected)
+        found.sin().sum().backward()
+        expected.sin().sum().backward()
+        for part, one in zip(parts, full, strict=True):
+            if one.grad is None:
+                assert part.grad is None
+                continue
+            torch.testing.assert_close(part.grad.full_tensor(), one.grad, atol=1e-5, rtol=1e-4)
+            assert part.grad.placements == part.placements
+
+
+def layer_norms():
+    compare(lambda x, w, b: functional.layer_norm(x, (6,), w, b), (5, 7, 6), 6)
+    compare(lambda x, w, _: functional.layer_norm(x, (6,), w), (5, 7, 6), 6)
+    compare(lambda x, *_: functional.layer_norm(x, (7, 6)), (5, 7, 6), 6)
+
+
+def rms_norms():
+    compare(lambda x, w, _: functional.rms_norm(x, (6,), w), (5, 7, 6), 6)
+    compare(lambda x, *_: functional.rms_norm(x, (6,)), (5, 7, 6), 6)
+
+
+def group_norms():
+    compare(lambda x, w, b: functional.group_norm(x, 2, w, b), (5, 8, 3, 2), 8)
+    compare(lambda x, w, b: functional.group_norm(x, 4, w, b), (6, 8, 3), 8)
+
+
+def batch_norms_without_running_statistics():
+    compare(lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), (5, 8, 3, 2), 8)
+    compare(lambda x, w, b: functional.batch_norm(x, None, None, w, b, training=True), (7, 6), 6)
+    compare(lambda x, *_: functional.instance_norm(x), (4, 8, 3, 2), 8)
+
+
+@pytest.mark.parametrize(
+    "program", [layer_norms, rms_norms, group_norms, batch_norms_without_running_statistics]
+)
+def test_on_ranks(pool, program):
+    pool.run(program)

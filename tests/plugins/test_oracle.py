@@ -1,0 +1,52 @@
+"""The oracle over every registered rule of the first-party plugins."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shardwise.testing.oracle import check_rule
+
+_spec = importlib.util.spec_from_file_location("oracle_rules", Path(__file__).with_name("oracle_rules.py"))
+oracle_rules = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle_rules)
+
+# Cases per op in the everyday run: every row comes at least once, the rest is a seeded choice.
+EVERYDAY = 50
+
+
+def _rules():
+    for found in oracle_rules.first_party():
+        plugin = found.origin.plugin
+        rules, error = oracle_rules.rules_of(found)
+        if error is not None:
+            yield pytest.param(plugin, error, id=f"{plugin.removeprefix('shardwise-')}-loads")
+        for rule in rules:
+            yield pytest.param(plugin, rule, id=oracle_rules.rule_id(plugin, rule))
+
+
+RULES = list(_rules())
+
+
+def judged(plugin, rule, **options):
+    if isinstance(rule, Exception):
+        raise rule
+    samples, stand_ins = (oracle_rules.declared(plugin, what) for what in ("SAMPLES", "STAND_INS"))
+    return check_rule(rule, samples, stand_ins=stand_ins, keep_going=True, **options)
+
+
+@pytest.mark.parametrize(("plugin", "rule"), RULES)
+def test_the_oracle_accepts(plugin, rule, record):
+    report = judged(plugin, rule, cases=EVERYDAY)
+    record(plugin, report)
+    assert not report.refuted, "\n\n".join(map(str, report.refuted))
+    left_out = oracle_rules.declared(plugin, "UNSAMPLED")
+    assert set(report.unsampled) <= set(map(str, left_out)), "these ops need samples, or a reason in UNSAMPLED"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plugin", "rule"), RULES)
+def test_the_oracle_accepts_all_cases(plugin, rule, record):
+    report = judged(plugin, rule)
+    record(plugin, report)
+    assert not report.refuted, "\n\n".join(map(str, report.refuted))

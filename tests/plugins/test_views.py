@@ -1,0 +1,262 @@
+"""Rules for views: what they print, the traps, and views of real tensors on real ranks."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.errors import InPlaceError, NoStrategyError, ViewError
+from shardwise.meta import output_metas
+from shardwise.planner import make_call
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import mesh
+from shardwise_views import axes, reinterpret, shapes, strided
+from shardwise_views.regroup import regroup
+
+aten = torch.ops.aten
+RULES = (*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES)
+
+
+def call_of(op, *args, **kwargs):
+    rule = next(r for r in RULES if op in r.ops)
+
+    def spec(value):
+        tensor = isinstance(value, torch.Tensor)
+        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value)) if tensor else value
+
+    values = [spec(a) for a in args]
+    schema = OpSchema.of(op, *values, static=rule.static, **kwargs)
+    return rule, make_call(rule, schema, output_metas(op, schema.values))
+
+
+def rows(op, *args, **kwargs):
+    """The rows of a call as text, pending ones aside."""
+    rule, call = call_of(op, *args, **kwargs)
+    return [str(row) for row in rule.rows(call) if "P(" not in str(row)]
+
+
+def kinds(op, *args, **kwargs):
+    """The pending rows of a call, by name."""
+    rule, call = call_of(op, *args, **kwargs)
+    return [row.name for row in rule.rows(call) if "P(" in str(row)]
+
+
+def empty(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# -- what rules say ----------------------------------------------------------------------------------------------
+
+GOLDEN = [
+    ((8, 6), (48,), ["shard d0: [S(0)] -> [S(0)]", "R: [R] -> [R]"]),
+    ((48,), (8, 6), ["shard d0: [S(0)] -> [S(0)]", "R: [R] -> [R]"]),
+    ((5, 8), (5, 2, 4), ["shard d0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [S(1)]", "R: [R] -> [R]"]),
+    ((4, 1, 6), (4, 6), ["shard d0: [S(0)] -> [S(0)]", "shard d2: [S(2)] -> [S(1)]", "R: [R] -> [R]"]),
+    ((1, 6), (1, 2, 3), ["shard one0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [S(1)]", "R: [R] -> [R]"]),
+    ((2, 3, 8), (6, 8), ["shard d0: [S(0)] -> [S(0)]", "shard d2: [S(2)] -> [S(1)]", "R: [R] -> [R]"]),
+    ((3, 4), (4, 3), ["R: [R] -> [R]"]),
+    ((0, 6), (0, 2, 3), ["shard d0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [R]", "R: [R] -> [R]"]),
+]
+
+
+@pytest.mark.parametrize(("before", "after", "expected"), GOLDEN)
+def test_rows_of_view(before, after, expected):
+    assert rows(aten.view.default, empty(*before), list(after)) == expected
+
+
+def test_only_the_common_factor_of_unlike_dims_may_be_sharded():
+    rule, call = call_of(aten.view.default, empty(6, 4), [4, 6])
+    row = rule.rows(call)[0]
+    assert str(row) == "shard d0: [S(0)] -> [S(0)]"
+    assert row.divides == ((0, 0, 2),)
+
+
+def test_a_dim_that_stays_as_it_is_may_be_sharded_unevenly():
+    rule, call = call_of(aten.view.default, empty(5, 6), [5, 2, 3])
+    assert [(row.name, row.divides) for row in rule.rows(call)][:2] == [("shard d0", ()), ("shard d1", ((0, 1, 2),))]
+
+
+OTHERS = [
+    (aten.permute.default, [empty(5, 8, 3), [2, 0, -2]], ["[S(0)] -> [S(1)]", "[S(1)] -> [S(2)]", "[S(2)] -> [S(0)]"]),
+    (aten.transpose.int, [empty(5, 8, 3), 0, -1], ["[S(0)] -> [S(2)]", "[S(1)] -> [S(1)]", "[S(2)] -> [S(0)]"]),
+    (aten.t.default, [empty(5, 8)], ["[S(0)] -> [S(1)]", "[S(1)] -> [S(0)]"]),
+    (aten.expand.default, [empty(1, 5), [3, 4, -1]], ["[S(1)] -> [S(2)]"]),
+    (aten.repeat.default, [empty(6, 5), [2, 3, 1]], ["[S(1)] -> [S(2)]"]),
+    (aten.unsqueeze.default, [empty(6, 5), -2], ["[S(0)] -> [S(0)]", "[S(1)] -> [S(2)]"]),
+    (aten.squeeze.default, [empty(1, 6, 1)], ["[S(1)] -> [S(0)]"]),
+    (aten.squeeze.dim, [empty(1, 6, 1), 0], ["[S(1)] -> [S(0)]", "[S(2)] -> [S(1)]"]),
+    (aten.diagonal.default, [empty(6, 5, 6), 0, 0, 2], ["[S(1)] -> [S(0)]"]),
+    (aten.diagonal_backward.default, [empty(5, 6), [6, 5, 6], 0, 0, 2], ["[S(0)] -> [S(1)]"]),
+    (aten.unfold.default, [empty(6, 5), 0, 2, 2], ["[S(1)] -> [S(1)]"]),
+    (aten.view.dtype, [empty(6, 4), torch.int32], ["[S(0)] -> [S(0)]", "[S(1)] -> [S(1)]"]),
+    (aten.view.dtype, [empty(6, 4), torch.int16], ["[S(0)] -> [S(0)]"]),
+    (aten.as_strided.default, [empty(6, 4), [4, 3, 6], [1, 0, 4]], ["[S(0)] -> [S(2)]", "[S(1)] -> [S(0)]"]),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "expected"), OTHERS)
+def test_rows_of_other_views(op, args, expected):
+    assert [row.partition(": ")[2] for row in rows(op, *args)] == [*expected, "[R] -> [R]"]
+
+
+# -- regrouping is exactly right ---------------------------------------------------------------------------------
+
+
+@st.composite
+def shape_pairs(draw):
+    """Two shapes of one number of elements: the same prime factors, grouped in two ways, with ones put in."""
+    primes = draw(st.lists(st.sampled_from([2, 2, 3, 5]), min_size=1, max_size=5))
+
+    def grouped():
+        cuts = sorted(draw(st.sets(st.integers(1, len(primes)), max_size=3)) - {len(primes)})
+        order = primes if draw(st.booleans()) else draw(st.permutations(primes))
+        return tuple(math.prod(order[a:b]) for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True))
+
+    ones = draw(st.integers(0, 1))
+    return (*grouped(), *[1] * ones), (*[1] * ones, *grouped())
+
+
+def legal(before, after, dim, parts):
+    """The dims of the result on which the views of the parts of ``dim`` are its parts, by trying all."""
+    whole = torch.arange(math.prod(before)).view(before)
+    shards = whole.chunk(parts, dim)
+    fits = [e for e, n in enumerate(after) if n % parts == 0]
+    return [
+        e
+        for e in fits
+        if all(
+            torch.equal(shard.reshape(part.shape), part)
+            for shard, part in zip(shards, whole.view(after).chunk(parts, e), strict=True)
+        )
+    ]
+
+
+@given(shape_pairs(), st.integers(2, 6))
+def test_regroup_allows_exactly_what_needs_no_other_ranks_data(pair, parts):
+    before, after = pair
+    found = {}
+    for row in regroup(before, after).bind(call_of(aten.view.default, empty(*before), list(after))[1]).rows:
+        if isinstance(row.inputs[0], Shard) and all(n % parts == 0 for _, _, n in row.divides):
+            found[row.inputs[0].dim] = row.outputs[0].dim
+    for dim, n in enumerate(before):
+        if n % parts == 0:
+            expected = legal(before, after, dim, parts)
+            assert ([found[dim]] if dim in found else []) == expected
+
+
+# -- traps -------------------------------------------------------------------------------------------------------
+
+
+def test_every_pending_kind_passes_a_view():
+    found = [name.partition(" ")[0] for name in kinds(aten.view.default, empty(4, 6), [24])]
+    assert found == ["sum", "avg", "max", "min", "product"]
+
+
+def test_products_and_extremes_do_not_go_by_real_and_imaginary_part():
+    assert kinds(aten.view_as_real.default, empty(3, dtype=torch.complex64)) == ["sum -> sum", "avg -> avg"]
+    assert kinds(aten.view_as_complex.default, empty(3, 2)) == ["sum -> sum", "avg -> avg"]
+
+
+def test_nothing_pending_is_read_as_another_dtype():
+    assert kinds(aten.view.dtype, empty(4), torch.int32) == []
+
+
+def test_a_negated_maximum_is_a_minimum():
+    assert "max -> min" in kinds(aten._neg_view.default, empty(4))
+    assert "product -> product" not in kinds(aten._neg_view.default, empty(4))
+
+
+def test_overlapping_windows_do_not_add_up_maxima():
+    assert kinds(aten.unfold_backward.default, empty(3, 2), [4], 0, 2, 1) == ["sum -> sum", "avg -> avg"]
+
+
+def test_a_dim_of_size_one_that_goes_or_grows_is_whole():
+    assert ": [S(0)]" not in str(rows(aten.squeeze.dim, empty(1, 6), 0))
+    assert ": [S(0)]" not in str(rows(aten.expand.default, empty(1, 6), [4, 6]))
+
+
+@pytest.mark.parametrize("args", [([3, 4], [4, 1]), ([24], [1]), ([6, 4], [4, 1], 0), ([6, 4], [1, 6])])
+def test_as_strided_of_another_geometry_or_with_an_offset_has_no_row(args):
+    assert rows(aten.as_strided.default, empty(6, 4), *args) == []
+
+
+# -- on real ranks -----------------------------------------------------------------------------------------------
+
+
+def whole(*shape):
+    return torch.arange(float(math.prod(shape))).reshape(shape)
+
+
+def squeeze_where_the_shard_has_size_one():
+    for call in (lambda t: t.squeeze(), lambda t: t.squeeze(0), lambda t: t.squeeze((0, 1))):
+        x = sw.distribute_tensor(whole(4, 1, 3), mesh((4,)), [Shard(0)])
+        assert torch.equal(call(x).full_tensor(), call(whole(4, 1, 3)))
+        assert call(x).placements == (Shard(0),)
+
+
+def split_and_merge_heads():
+    for shape, layout in (((4,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((2, 2), [Shard(1), Shard(1)])):
+        full = whole(3, 8, 5).requires_grad_()
+        x = sw.distribute_tensor(whole(3, 8, 5), mesh(shape), layout).requires_grad_()
+
+        def program(t):
+            split = t.transpose(1, 2).reshape(3, 5, 4, 2).permute(0, 2, 1, 3)
+            return (split.transpose(1, 2).flatten(2) ** 2).unsqueeze(1).squeeze(1)
+
+        y, expected = program(x), program(full)
+        assert torch.equal(y.full_tensor(), expected)
+        y.sum().backward()
+        expected.sum().backward()
+        assert x.grad.placements == tuple(layout)
+        assert torch.equal(x.grad.full_tensor(), full.grad)
+
+
+def write_through_views():
+    x = sw.distribute_tensor(whole(4, 6), mesh((2, 2)), [Shard(0), Shard(1)])
+    expected = whole(4, 6)
+    for t in (x, expected):
+        t.unsqueeze(0).transpose(1, 2).mul_(2)
+        t.view(4, 2, 3).add_(1)
+        t.as_strided((6, 4), (1, 6)).neg_()
+    assert torch.equal(x.full_tensor(), expected)
+
+
+def differentiate_writes_to_views():
+    full = whole(4, 6).requires_grad_()
+    x = sw.distribute_tensor(whole(4, 6), mesh((2, 2)), [Shard(0), Replicate()]).requires_grad_()
+    for t in (x, full):
+        y = t.sin()
+        y.view(4, 2, 3).neg_()
+        y.t()[2].neg_()
+        y.unsqueeze(1).exp_()
+        y.sum().backward()
+    assert torch.allclose(x.grad.full_tensor(), full.grad)
+
+
+def refuse_views_of_other_ranks_data():
+    for layout, size in (([Shard(1)], (24,)), ([Shard(0)], (6, 4)), ([Shard(0)], (2, 2, 6))):
+        x = sw.distribute_tensor(whole(4, 6), mesh((4,)), layout)
+        with pytest.raises(ViewError, match="another rank"):
+            x.view(size)
+        assert x.redistribute(placements=[Replicate()]).view(size).shape == torch.Size(size)
+    with pytest.raises((NoStrategyError, InPlaceError)):
+        sw.distribute_tensor(whole(4, 6), mesh((4,)), [Shard(0)]).as_strided((2, 6), (6, 1), 6)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        squeeze_where_the_shard_has_size_one,
+        split_and_merge_heads,
+        write_through_views,
+        differentiate_writes_to_views,
+        refuse_views_of_other_ranks_data,
+    ],
+)
+def test_on_ranks(pool, program):
+    pool.run(program)

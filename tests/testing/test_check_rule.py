@@ -1,0 +1,410 @@
+"""The oracle accepts right rules and refuses each kind of wrong one, naming the row."""
+
+import pytest
+import torch
+
+from shardwise.placements import REPLICATE, partial, shard
+from shardwise.rule import Flow, Row, Rows, full_mesh_rule, like, rule, rule_from
+from shardwise.schema import OpStrategy, PlacementStrategy
+from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.testing.oracle import RuleRefuted, check_rule
+from shardwise.testing.samples import made
+
+aten = torch.ops.aten
+
+MATRICES = [((made((8, 4)), made((4, 6), seed=1)), {}), ((made((5, 7)), made((7, 3), seed=1)), {})]
+ONE = [((made((8, 6)),), {}), ((made((5, 7)),), {}), ((made((2, 3)),), {})]
+PAIR = [((made((8, 6)), made((8, 6), seed=1)), {}), ((made((5, 7)), made((5, 7), seed=1)), {})]
+TABLE = [((made((7, 3)), torch.tensor([[0, 6, 3], [2, 2, 5]])), {}), ((made((8, 2)), torch.tensor([7, 0, 4])), {})]
+DIM_0 = [((made((8, 6)), [0]), {}), ((made((5, 7)), [0]), {})]
+
+
+# -- right rules -------------------------------------------------------------------------------------------------
+
+
+def masked_lookup(local, weight, indices, *_):
+    """Each rank answers for its own rows of the table; the rest is zero."""
+    start = local.offset(local.spec("weight"))[0]
+    mine = (indices >= start) & (indices < start + weight.shape[0])
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
+    rows = weight[torch.where(mine, indices - start, 0)]
+    return rows * mine.unsqueeze(-1)
+
+
+def reduced_equal(local, x, y):
+    dims = local.sharding(local.spec("self"))
+    same = torch.tensor(torch.equal(x, y))
+    return bool(local.comm.all_reduce(same, "min", dims)) if dims else bool(same)
+
+
+@rule_from(aten.view.default, local_args=lambda local: {"size": local.local_shape(local.outputs[0])})
+def VIEW(x, size):
+    """The leading dim stays, the others are merged."""
+    return Flow([("a", *(None for _ in x.shape[1:]))], [("a", None)], partial=["* -> *"])
+
+
+@rule_from(aten.embedding.default, lowering=masked_lookup)
+def EMBEDDING(weight, indices):
+    """Rows of the table by masked look-up."""
+    names = tuple(f"i{d}" for d in range(indices.ndim))
+    return Flow([("v", "e"), names], [(*names, "e")], reduce={"v": "sum"}, lowered={"v"})
+
+
+GOOD = {
+    "matmul": (
+        rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "sum"}, partial=["sum, R -> sum", "R, avg -> avg"]),
+        MATRICES,
+    ),
+    "pointwise": (
+        rule([aten.add.Tensor, aten.add_.Tensor, aten.add.out], "..., ... -> ...", partial=["sum, sum -> sum"]),
+        None,
+    ),
+    "monotone": (rule(aten.exp.default, "...->...", partial=["max -> max", "min -> min"]), None),
+    "every kind": (rule(aten.t.default, "a b -> b a", partial=["* -> *"]), ONE),
+    "view": (VIEW, [((made((8, 2, 3)), [8, 6]), {}), ((made((5, 2, 1)), [5, 2]), {})]),
+    "embedding": (EMBEDDING, TABLE),
+    "communicating": (
+        rule(aten.equal.default, "..., ... ->", lowering=reduced_equal),
+        [*PAIR, *[((a[0], a[0]), {}) for a, _ in PAIR]],
+    ),
+    "zipped": (
+        rule(aten._foreach_add.List, "..., ... -> ...", zip_lists=True, partial=["sum, sum -> sum"]),
+        [(([made((8, 6)), made((5,))], [made((8, 6), seed=1), made((5,), seed=1)]), {})],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_right_rule_is_accepted_and_every_row_runs(name):
+    report = check_rule(*GOOD[name])
+    assert report.rules == 1
+    assert report.ops == len(GOOD[name][0].ops)
+    assert report.cases > report.rows > 1
+    assert report.unexercised == report.unsampled == report.refuted == ()
+
+
+# -- wrong rules -------------------------------------------------------------------------------------------------
+
+
+def rows_rule(op, *rows, lowering=None, static=()):
+    """A rule with these rows whatever the call."""
+
+    @rule_from(op, lowering=lowering, static=static)
+    def planted(call):
+        return Rows(rows)
+
+    return planted
+
+
+def row(text, inputs, outputs, lowered=False):
+    return Row(tuple(inputs), tuple(outputs), text, lowered)
+
+
+def wrong_offset(local, weight, indices, *_):
+    start = local.offset(local.spec("weight"))[0] + 1
+    mine = (indices >= start) & (indices < start + weight.shape[0])
+    return (
+        weight.new_zeros((*indices.shape, weight.shape[1]))
+        if not len(weight)
+        else (weight[torch.where(mine, indices - start, 0)] * mine.unsqueeze(-1))
+    )
+
+
+def first_mesh_dim_offset(local, weight, indices, *_):
+    """Right on a 1-D mesh only: it takes the place on mesh dim 0 for the place of the shard."""
+    size = local.spec("weight").shape[0]
+    start = min(size, local.coordinate[0] * -(-size // local.spec("weight").mesh_shape[0]))
+    mine = (indices >= start) & (indices < start + weight.shape[0])
+    return (
+        weight.new_zeros((*indices.shape, weight.shape[1]))
+        if not len(weight)
+        else (weight[torch.where(mine, indices - start, 0)] * mine.unsqueeze(-1))
+    )
+
+
+def embedding_rule(lowering):
+    @rule_from(aten.embedding.default, lowering=lowering)
+    def planted(weight, indices):
+        names = tuple(f"i{d}" for d in range(indices.ndim))
+        return Flow([("v", "e"), names], [(*names, "e")], reduce={"v": "sum"}, lowered={"v"})
+
+    return planted
+
+
+def softmax_whole(local, x, dim, half):
+    return torch.softmax(x, dim)
+
+
+def some_ranks_only(local, x, y):
+    same = torch.tensor(torch.equal(x, y))
+    return bool(local.comm.all_reduce(same, "min", (0,))) if local.coordinate[0] == 0 else bool(same)
+
+
+def adds_out_of_place(local, x, y, *, alpha):
+    return x + alpha * y
+
+
+def adds_in_place(local, x, y, *, alpha):
+    return x.add_(y, alpha=alpha)
+
+
+def forgets_out(local, x, *, out):
+    return torch.exp(x)
+
+
+def transposes_a_copy(local, x):
+    return x.t().clone()
+
+
+def sums_in_double(local, x, *, dtype):
+    return x.double().sum()
+
+
+def raises(local, x):
+    raise KeyError("no such thing")
+
+
+@rule_from(aten.view.default)
+def GLOBAL_SIZE(x, size):
+    """The local view is asked for the global shape."""
+    return Flow([("a", *(None for _ in x.shape[1:]))], [("a", None)])
+
+
+@rule_from(aten.slice.Tensor)
+def CUT(x):
+    """Every dim, the cut one too."""
+    return like(x)
+
+
+@rule_from(aten.relu.default)
+def BROKEN(x):
+    """Reads a dim that is not there."""
+    return like(x, whole={x.shape[7]})
+
+
+@full_mesh_rule(aten.mm.default)
+def WRONG_FULL(mesh, schema):
+    lhs, rhs = schema.specs
+    meta = TensorMeta.contiguous((lhs.shape[0], rhs.shape[1]), lhs.dtype)
+    by_row = [shard(0), *[REPLICATE] * (mesh.ndim - 1)]
+    return OpStrategy(
+        (
+            PlacementStrategy(
+                (lhs.with_placements(by_row), rhs),
+                (TensorSpec(mesh, [REPLICATE] * mesh.ndim, meta),),
+                (),
+                ("rows kept",),
+            ),
+        )
+    )
+
+
+S0, S1, S2, R, SUM = shard(0), shard(1), shard(2), REPLICATE, partial("sum")
+QKV = [((made((2, 4, 8, 4)), made((2, 4, 8, 4), seed=1), made((2, 4, 8, 4), seed=2), 0.0, True), {})]
+
+# What is wrong -> the rule, its samples, the row that must be named.
+WRONG = {
+    "pending kind of a contraction": (
+        rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "avg"}),
+        MATRICES,
+        "shard k",
+    ),
+    "two pending operands of a product": (
+        rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "sum"}, partial=["sum, sum -> sum"]),
+        MATRICES,
+        "sum, sum -> sum",
+    ),
+    "mean of means over uneven shards": (
+        rows_rule(aten.mean.dim, row("shard d0", [S0], [partial("avg")])),
+        DIM_0,
+        "shard d0",
+    ),
+    "bias added once per rank": (
+        rule(aten.addmm.default, "n, m k, k n -> m n", reduce={"k": "sum"}),
+        [((made((6,)), made((8, 4)), made((4, 6), seed=1)), {})],
+        "shard k",
+    ),
+    "softmax along a sharded dim": (
+        rule(aten._softmax.default, "... d -> ... d"),
+        [((made((8, 6)), 1, False), {})],
+        "shard d",
+    ),
+    "pending sum through relu": (rule(aten.relu.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
+    "pending sum through sqrt": (rule(aten.sqrt.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
+    "pending max through sqrt": (rule(aten.sqrt.default, "...->...", partial=["max -> max"]), None, "max -> max"),
+    "pending max through a negative factor": (
+        rule(aten.mul.Tensor, "..., ... -> ...", partial=["max, R -> max"]),
+        None,
+        "max, R -> max",
+    ),
+    "pending sum plus a whole tensor": (
+        rule(aten.add.Tensor, "..., ... -> ...", partial=["sum, R -> sum"]),
+        None,
+        "sum, R -> sum",
+    ),
+    "pending product through add": (
+        rule(aten.add.Tensor, "..., ... -> ...", partial=["product, product -> product"]),
+        None,
+        "product, product -> product",
+    ),
+    "pending max negated": (rule(aten.neg.default, "...->...", partial=["max -> max"]), None, "max -> max"),
+    "pending sum cut to integers": (
+        rule(aten.trunc.default, "...->...", partial=["sum -> sum"]),
+        None,
+        "sum -> sum",
+    ),
+    "dims of a transpose left as they were": (rule(aten.t.default, "a b -> a b"), ONE, "shard a"),
+    "a broadcast operand sharded": (
+        rows_rule(aten.add.Tensor, row("both", [S0, S0], [S0])),
+        [((made((8, 6)), made((1, 6), seed=1)), {})],
+        "both",
+    ),
+    "a cut dim sharded": (CUT, [((made((8, 6)), 0, 2, 7, 1), {})], "shard d0"),
+    "a masked look-up at the wrong offset": (embedding_rule(wrong_offset), TABLE, "shard v"),
+    "a lowering that is right on one mesh dim only": (
+        embedding_rule(first_mesh_dim_offset),
+        TABLE,
+        "shard v | shard v",
+    ),
+    "a missing lowering": (embedding_rule(None), TABLE, "shard v"),
+    "a missing collective": (rows_rule(aten.sum.dim_IntList, row("shard d0", [S0], [R])), DIM_0, "shard d0"),
+    "a local answer for the whole tensor": (
+        rows_rule(aten.equal.default, row("shard d0", [S0, S0], [])),
+        [((made((8, 6)), made((8, 6)).index_fill(0, torch.tensor([7]), 0)), {})],
+        "shard d0",
+    ),
+    "a collective on some ranks only": (
+        rows_rule(aten.equal.default, row("shard d0", [S0, S0], [], lowered=True), lowering=some_ranks_only),
+        PAIR,
+        "shard d0",
+    ),
+    "a view of the global shape": (GLOBAL_SIZE, [((made((8, 2, 3)), [8, 6]), {})], "shard a"),
+    "a copy where the op gives a view": (
+        rule(aten.t.default, "a b -> b a", lowering=transposes_a_copy),
+        ONE,
+        "shard a",
+    ),
+    "an in-place op that does not write": (
+        rule(aten.add_.Tensor, "..., ... -> ...", lowering=adds_out_of_place),
+        PAIR,
+        "shard",
+    ),
+    "an in-place op that keeps a wrong kind": (
+        rule(aten.mul_.Tensor, "..., ... -> ...", partial=["sum, sum -> sum"]),
+        PAIR,
+        "sum, sum -> sum",
+    ),
+    "an operand changed": (rule(aten.add.Tensor, "..., ... -> ...", lowering=adds_in_place), PAIR, "shard"),
+    "out= not written": (rule(aten.exp.out, "... -> ...", lowering=forgets_out), None, "shard"),
+    "a wrong dtype": (
+        rows_rule(aten.sum.default, row("whole", [R], [R], lowered=True), lowering=sums_in_double),
+        ONE,
+        "whole",
+    ),
+    "causal attention with a sharded query sequence": (
+        rows_rule(aten._scaled_dot_product_flash_attention_for_cpu.default, row("query", [S2, R, R, None], [S2, S2])),
+        QKV,
+        "query",
+    ),
+    "key sequence sharded": (
+        rows_rule(aten._scaled_dot_product_flash_attention_for_cpu.default, row("keys", [R, S2, S2, None], [SUM, R])),
+        QKV,
+        "keys",
+    ),
+    "a random op that draws per shard": (
+        rule(aten.bernoulli.p, "... -> ..."),
+        [((made((8, 6)), 0.5), {})],
+        "shard",
+    ),
+    "an empty shard that the op refuses": (
+        rows_rule(aten.amax.default, row("shard d0", [S0], [partial("max")])),
+        DIM_0,
+        "shard d0",
+    ),
+    "norms added up": (
+        rule(aten._foreach_norm.Scalar, {"self": "d", "->": "()"}, reduce={"d": "sum"}, zip_lists=True),
+        [(([made((8,)), made((5,))],), {})],
+        "shard d",
+    ),
+    "a lowering that raises": (rule(aten.relu.default, "...->...", lowering=raises), ONE, "shard"),
+    "a full-mesh strategy": (WRONG_FULL, MATRICES, "rows kept"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_rule_is_refused_and_its_row_named(what):
+    wrong, samples, name = WRONG[what]
+    with pytest.raises(RuleRefuted) as refused:
+        check_rule(wrong, samples)
+    message = str(refused.value)
+    assert name in " | ".join(refused.value.rows)
+    assert " | ".join(refused.value.rows) in message
+    assert str(wrong.ops[0]) in message
+    assert wrong.source in message
+    assert __file__.rpartition("/")[2] in message
+
+
+def test_a_rule_that_raises_is_refused():
+    with pytest.raises(RuleRefuted, match="the rule raises IndexError"):
+        check_rule(BROKEN, ONE)
+
+
+def test_a_row_of_the_wrong_length_is_refused():
+    with pytest.raises(RuleRefuted, match="has 1 operands and the call has 2"):
+        check_rule(rows_rule(aten.mm.default, row("short", [S0], [S0])), MATRICES)
+
+
+# -- what it reports ---------------------------------------------------------------------------------------------
+
+
+def test_a_row_that_never_applies_is_listed():
+    listed = rows_rule(
+        aten.relu.default,
+        Row((S0,), (S0,), "never", divides=((0, 0, 1),)),
+        row("R", [R], [R]),
+    )
+    assert check_rule(listed, ONE).unexercised == ("aten.relu.default: never",)
+
+
+def test_an_op_without_a_legal_sample_is_listed():
+    report = check_rule(rule(aten.mm.default, "m k, k n -> m n", replicate="k"), [((made((2, 3)), made((2, 3))), {})])
+    assert report.unsampled == ("aten.mm.default",)
+    assert report.cases == 0
+
+
+def test_keep_going_collects_each_wrong_row_once():
+    wrong = rule(aten.relu.default, "...->...", partial=["sum -> sum", "product -> product"])
+    report = check_rule(wrong, ONE, meshes=[(4,)], keep_going=True)
+    assert [r.rows for r in report.refuted] == [("sum -> sum",), ("product -> product",)]
+    assert "2 refuted" in str(report)
+
+
+def test_a_limit_of_cases_still_runs_every_row():
+    matmul = GOOD["matmul"][0]
+    everything = check_rule(matmul, MATRICES)
+    few = check_rule(matmul, MATRICES, cases=12)
+    assert few.cases == 12 < everything.cases
+    assert few.rows == everything.rows
+
+
+def test_the_choice_of_cases_is_the_same_every_time():
+    wrong = rule(aten.add.Tensor, "..., ... -> ...", partial=["sum, R -> sum", "max, max -> max"])
+    messages = {str(check_rule(wrong, PAIR, cases=30, keep_going=True).refuted) for _ in range(2)}
+    assert len(messages) == 1
+
+
+def test_a_stand_in_runs_in_place_of_the_op():
+    calls = []
+
+    def stand_in(x, y):
+        calls.append(x.shape)
+        return x @ y
+
+    report = check_rule(GOOD["matmul"][0], MATRICES, meshes=[(4,)], stand_ins={aten.mm.default: stand_in})
+    assert len(calls) == len(MATRICES) + 4 * report.cases
+
+
+def test_the_report_is_a_table():
+    table = check_rule(*GOOD["matmul"]).table()
+    assert table.row_count == 8
