@@ -12,7 +12,7 @@ from typing import Any, Literal
 from attrs import evolve, field, frozen
 
 from shardwise.errors import NotationError, RuleError
-from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, partial, shard, show_all
+from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, Shard, partial, shard, show_all
 from shardwise.signature import Call
 from shardwise.spec import TensorMeta
 
@@ -182,17 +182,25 @@ class Flow:
         left, right = split_row(text)
         ins, outs = _repeat(left, len(self.inputs), text), _repeat(right, len(self.outputs), text)
         for kind in PENDING_KINDS if "*" in left + right else ("",):
+            words = [word.replace("*", kind) for word in ins]
+            inputs = tuple(
+                None if meta is None else self._entry(word, labels, text, meta, operands)
+                for word, labels, meta in zip(words, self.inputs, operands, strict=True)
+            )
+            outputs = tuple(
+                self._entry(word.replace("*", kind), labels, text, None, operands)
+                for word, labels in zip(outs, self.outputs, strict=True)
+            )
             yield Row(
-                tuple(
-                    None if meta is None else self._entry(word.replace("*", kind), labels, text, meta, operands)
-                    for word, labels, meta in zip(ins, self.inputs, operands, strict=True)
-                ),
-                tuple(
-                    self._entry(word.replace("*", kind), labels, text, None, operands)
-                    for word, labels in zip(outs, self.outputs, strict=True)
-                ),
+                inputs,
+                outputs,
                 text.replace("*", kind),
                 self._is_lowered(text),
+                nonempty=tuple(
+                    (i, placement.dim)
+                    for i, (word, placement) in enumerate(zip(words, inputs, strict=True))
+                    if word in self.nonempty and isinstance(placement, Shard)
+                ),
             )
 
     def _entry(

@@ -12,7 +12,7 @@ from shardwise.flow import Row
 from shardwise.placements import Partial, Placement, Shard, show_all
 from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import op_name
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.spec import TensorMeta, TensorSpec, chunk
 from shardwise.transition import transition_cost
 
 __all__ = ["Problem", "exhaustive"]
@@ -110,10 +110,10 @@ class Problem:
 
     def _nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
         spec = self.specs[operand]
-        size = 1 if spec is None else spec.shape[dim]
+        sizes = {1 if spec is None else spec.shape[dim]}
         for n in self._splits(choice, operand, dim):
-            size -= min(size, -(-size // n) * (n - 1))  # the last piece is the smallest
-        return size > 0
+            sizes = {chunk(size, n, i)[0] for size in sizes for i in range(n)}
+        return 0 not in sizes
 
     def _pending_fit(self, choice: Choice) -> bool:
         """Pending kinds on several mesh dims must commute: all alike, or sums with averages."""

@@ -270,8 +270,7 @@ def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> f
     if src.mesh_shape[mesh_dim] == 1:
         return costs.copy(0) * _SAFETY
     # However the other mesh dims lie on the way, a rank holds at least its part of an even split over the whole mesh.
-    ranks = math.prod(src.mesh_shape) if src.ndim else 1
-    least = max(src.tensor_meta.numel / ranks, min(src.tensor_meta.numel, 1)) * src.dtype.itemsize
+    least = src.tensor_meta.nbytes / math.prod(src.mesh_shape)
     if isinstance(here, Replicate) or (isinstance(here, Shard) and isinstance(target, Partial)):
         return costs.copy(least) * _SAFETY
     n, start, latency, seconds_per_byte = costs.alone(mesh_dim)
