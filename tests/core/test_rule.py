@@ -257,7 +257,7 @@ def test_a_compound_dim_that_does_not_follow_is_refused():
 def test_making_a_rule_does_not_register_it():
     made = full_mesh_rule(aten.mm.default)(lambda *_: None)
     assert str(made) == "aten.mm.default: function of the full mesh"
-    assert (made.zip_lists, made.anchored, made.static) == (False, False, frozenset())
+    assert (made.zip_lists, made.static) == (False, frozenset())
 
 
 def test_a_flow_of_a_function_is_bound_to_the_call():

@@ -131,7 +131,8 @@ def test_local_statistics_are_refused():
 def test_statistics_of_uneven_and_empty_shards_are_those_of_all():
     for rows_ in (2, 5, 7):
         only = rule_from(aten._native_batch_norm_legit.no_stats, lowering=batch.synchronised)(batch.forward.describe)
-        assert check_rule(only, [((torch.randn(rows_, 3) + 50, None, None, True, 0.1, 1e-5), {})]).cases
+        sample = ((torch.randn(rows_, 3) + 50, None, None, True, 0.1, 1e-5), {})
+        assert check_rule(only, [sample], meshes=[(4,)]).cases
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
