@@ -95,6 +95,16 @@ def _guard(plan: Plan) -> None:
     )
 
 
+def _new_view_of(base: torch.Tensor) -> Callable[..., Any]:
+    """The constructor for a view under inference mode: a view of a normal tensor is a normal tensor there too."""
+    return new_wrapper if base.is_inference() else _new_normal
+
+
+def _new_normal(*parts: Any) -> Any:
+    with torch.inference_mode(False):
+        return new_wrapper(*parts)
+
+
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
@@ -112,6 +122,8 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
         "miss": store.miss,
         "other": lambda name, value: _other(op, name, value),
         "guard": _guard,
+        "inference": torch.is_inference_mode_enabled,
+        "new_view_of": _new_view_of,
         "freeze": _freeze,
         "observers": _observers,
         "notify": _notify,

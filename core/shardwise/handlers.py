@@ -173,10 +173,13 @@ def _answer(results: Sequence[Result], given: Sequence[_Given]) -> list[str]:
 def _one(result: Result, var: str, given: Sequence[_Given], spec: str = "plan.out") -> str:
     if result.written and result.alias is not None and not result.is_list:
         return given[result.alias].var
+    make = "new"
+    if result.alias is not None:
+        make = f"(new if not inference() else new_view_of({given[result.alias].var}))"
     if result.is_list:
-        return f"[new(MT, o, s, False) for o, s in zip({var}, plan.outs)]"
+        return f"[{make}(MT, o, s, False) for o, s in zip({var}, plan.outs)]"
     if result.is_tensor:
-        return f"new(MT, {var}, {spec}, False) if {spec} is not None else wrap_unknown(plan, {var})"
+        return f"{make}(MT, {var}, {spec}, False) if {spec} is not None else wrap_unknown(plan, {var})"
     return var
 
 

@@ -303,3 +303,22 @@ def reshapes():
 
 def test_reshape_may_copy_and_view_may_not(pool):
     assert pool.run(reshapes)[0] == ["ViewError", "ViewError"]
+
+
+def inference_on_normal_tensors():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.randn(3, 5, 6)
+    expected = module(x)
+    sw.distribute_module(module, mesh((4,)), {"0.*": [Shard(0)], "2.weight": [Shard(1)]})
+    spread = sw.distribute_tensor(x, mesh((4,)), [Replicate()])
+    with torch.inference_mode():
+        found = module(spread)
+        seen = [spread.transpose(0, 1), spread[0], *spread.split(2), spread.unsqueeze(0), spread.view(15, 6)]
+        assert not any(v.is_inference() for v in seen)
+        assert spread.clone()[0].is_inference()
+    torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_a_module_made_outside_runs_in_inference_mode(pool):
+    pool.run(inference_on_normal_tensors)
