@@ -4,7 +4,7 @@ A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)`
 ``k``-th pending kind. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
 
 The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search starts or ends, so
-distances in it obey the triangle inequality. ``fills``, which make a mesh dim pending, leave out what never pays.
+distances in it obey the triangle inequality. Only ``fills``, which make a mesh dim pending, leave out what never pays.
 
 Legal steps follow from the two laws of ``layout``. Mesh dims split a tensor dim from left to right, so only the
 right-most mesh dims of a tensor dim can be gathered or exchanged, and a shard is only added right of those that are
@@ -33,7 +33,7 @@ Dims = tuple[int, ...]
 Edge = tuple[float, Layout, str, Dims, int]
 
 _LINEAR = frozenset({"sum", "avg"})
-_SUM = -1 - PENDING_KINDS.index("sum")
+_JUST_UNDER = 1 - 1e-9  # a fill of a shard wins over a gather and a fill
 _MAX_LAYOUTS = 512  # per kind of tensor, before what was found is dropped: about 2 MB
 
 
@@ -127,19 +127,23 @@ class Moves:
         return known
 
     def fills(self, layout: Layout, target: Layout) -> Iterator[Edge]:
-        """The local steps that make a mesh dim pending, as ``target`` has it or to reduce it again.
+        """The local steps that make a mesh dim pending, as ``target`` has it, or to join a reduction to both its sides.
 
-        A shard may pay as a pending part: it can join the reduction of another mesh dim, one collective in place of
-        two, and it no longer stands in the way of a shard to its left. A sum serves where no other kind is pending.
+        A whole tensor costs its copy. A shard costs as much as if it were gathered first: that is what becoming pending
+        puts off, and so no reduction is cheaper for having made a shard part of it.
         """
-        joining = {code for code in layout if code < 0} | {_SUM}
         for m, here in enumerate(layout):
-            wanted = {target[m]} if here >= 0 > target[m] else set()
-            for code in sorted(wanted | joining if here > 0 else wanted):
-                if self._may_fill(layout, m, PENDING_KINDS[-1 - code]):
+            if here < 0 or self.mesh_shape[m] == 1:
+                continue
+            joined = {code for code in layout[:m] if code < 0 and code in layout[m + 1 :]}
+            for code in sorted(joined | {target[m]}):
+                if code < 0 and self._may_fill(layout, m, PENDING_KINDS[-1 - code]):
                     after = _with(layout, (m,), code)
                     nbytes = self.nbytes(after)
-                    yield self.costs.copy(nbytes), after, "fill", (m,), nbytes
+                    cost = self.costs.copy(nbytes)
+                    if here > 0:
+                        cost = (cost + self._gather(layout, (m,))[0]) * _JUST_UNDER
+                    yield cost, after, "fill", (m,), nbytes
 
     def _may_fill(self, layout: Layout, m: int, kind: str) -> bool:
         rest = layout[m + 1 :]
@@ -147,15 +151,10 @@ class Moves:
         if layout[m] == 0:
             # Ranks that hold ones would add up; zeros, and the same value everywhere, are safe under every kind.
             return kind != "product" or "sum" not in later
-        return layout[m] not in rest and self.embeds(kind) and all(commute(kind, other) for other in later)
-
-    def embeds(self, kind: str) -> bool:
-        """Whether a shard may become pending by neutral values around it.
-
-        Not for max and min: their neutral values are the extremes of the dtype, which overflow or turn to NaN in the
-        arithmetic that a pending tensor may still go through.
-        """
-        return kind not in ("max", "min") and reducible(kind, self.dtype)
+        # The neutral values of max and min are extremes, which overflow or turn to NaN in the arithmetic that a
+        # pending tensor may still go through.
+        embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
+        return embeds and layout[m] not in rest and all(commute(kind, other) for other in later)
 
     def _sharders(self, layout: Layout) -> list[list[int]]:
         """Per tensor dim, the mesh dims that shard it."""
@@ -178,16 +177,18 @@ class Moves:
     def _gathers(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
         # Any right-most mesh dims of any tensor dims may go together: only like kinds share a collective.
         suffixes = [[there[i:] for i in range(len(there), -1, -1)] for there in sharders if there]
-        nbytes = self.nbytes(layout)
         for chosen in product(*suffixes):
             dims = tuple(sorted(m for suffix in chosen for m in suffix))
-            if not dims:
-                continue
-            after = _with(layout, dims, 0)
-            cost = self.costs.all_gather(dims, nbytes)
-            if not self._one_block(layout, after, dims):
-                cost += self.costs.copy(self.nbytes(after))
-            yield cost, after, "all_gather", dims, nbytes
+            if dims:
+                yield self._gather(layout, dims)
+
+    def _gather(self, layout: Layout, dims: Dims) -> Edge:
+        after = _with(layout, dims, 0)
+        nbytes = self.nbytes(layout)
+        cost = self.costs.all_gather(dims, nbytes)
+        if not self._one_block(layout, after, dims):
+            cost += self.costs.copy(self.nbytes(after))
+        return cost, after, "all_gather", dims, nbytes
 
     def _exchanges(self, layout: Layout, sharders: list[list[int]]) -> Iterator[Edge]:
         before = self.sizes(layout)

@@ -57,7 +57,12 @@ class Registrar:
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
-        self.entries: list[Entry] = []
+        self._by_op: dict[Op, Entry] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was handed over, in that order."""
+        return list(self._by_op.values())
 
     def add(self, *rules: AnyRule) -> None:
         """Hand over rules. Raises :class:`RuleError` for something that is no rule or an op that comes twice."""
@@ -68,10 +73,11 @@ class Registrar:
                     found=f"{rule!r} is a {type(rule).__name__}",
                     do="Hand over what rule(), rule_from() or full_mesh_rule() returned.",
                 )
-            self.entries += [self._entry(op, rule) for op in rule.ops]
+            for op in rule.ops:
+                self._add(op, rule)
 
-    def _entry(self, op: Op, rule: AnyRule) -> Entry:
-        twice = next((e for e in self.entries if e.op is op), None)
+    def _add(self, op: Op, rule: AnyRule) -> None:
+        twice = self._by_op.get(op)
         if twice is not None:
             raise RuleError(
                 asked=f"register {op_name(op)} of {self.origin}",
@@ -79,7 +85,7 @@ class Registrar:
                 do="Keep one.",
                 op=op_name(op),
             )
-        return Entry(op, rule, self.origin)
+        self._by_op[op] = Entry(op, rule, self.origin)
 
 
 class Registry:

@@ -26,6 +26,7 @@ __all__ = [
     "Flow",
     "FullMeshRule",
     "LocalCall",
+    "Op",
     "Row",
     "Rows",
     "Rule",

@@ -214,7 +214,7 @@ class Call:
         for arg in self.signature.tensor_args:
             if arg.kind is Kind.TENSORS:
                 args[arg.name] = args[arg.name][i] if args[arg.name] else None
-        lists = sum(r.is_list for r in self.signature.results)
+        lists = len(self.outputs) // self.length  # an empty list has no results either
         outputs = tuple(self.outputs[k * self.length + i] for k in range(lists))
         return Call(self.op, args, outputs, is_position=True)
 

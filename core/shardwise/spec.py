@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -128,13 +129,16 @@ class _Interned(type):
         cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
     ) -> Any:
         # The class is in the key because attrs builds a slotted class from a first, slotless one.
-        key = (cls, mesh, tuple(placements), tensor_meta, is_copy)
+        # The default process group is, because a mesh that is made after a new start equals the one before, whose
+        # groups are gone.
+        world = dist.group.WORLD if isinstance(mesh, DeviceMesh) else None
+        key = (cls, mesh, tuple(placements), tensor_meta, is_copy, world)
         try:
             return _Interned._known[key]
         except KeyError:
             pass
         checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
-        normal = (cls, mesh, checked, tensor_meta, is_copy)
+        normal = (cls, mesh, checked, tensor_meta, is_copy, world)
         spec = _Interned._known.get(normal)
         if spec is None:
             spec = _Interned._known[normal] = super().__call__(mesh, checked, tensor_meta, is_copy)

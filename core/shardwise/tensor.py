@@ -131,26 +131,19 @@ class MeshTensor(torch.Tensor):
         Raises :class:`LayoutError` for a layout that splits a dim in another order than from left to right.
         """
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
-        local = tensor.to_local(grad_placements=placements)
-        return cls.from_local(
-            local,
-            tensor.device_mesh,
-            placements,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-            grad_placements=placements,
-        )
+        # Said outright: what torch takes by default for a pending tensor differs between its releases.
+        local = tensor.to_local(grad_placements=gradient.grad_layout(placements))
+        return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
     def to_dtensor(self) -> DTensor:
         """The same layout and the same memory as a torch ``DTensor``; differentiable."""
         return DTensor.from_local(
-            self.to_local(grad_placements=self.placements),
+            self.to_local(),
             self.device_mesh,
             self.placements,
             run_check=False,
             shape=self.shape,
             stride=self.stride(),
-            grad_placements=self.placements,
         )
 
     # -- gradients: a leaf's .grad lies as the leaf does --

@@ -193,9 +193,9 @@ _SAFETY = 1 - 1e-9
 class _Estimate:
     """A lower bound on the cost from a layout to ``goal``.
 
-    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start, unless all
-    shards join the reduction by fills. In bytes, a rank must receive what it needs and lacks; of a pending tensor it
-    lacks all, and an element that is reduced over n ranks takes n - 1 messages.
+    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a
+    rank must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n
+    ranks takes n - 1 messages.
     """
 
     def __init__(self, moves: Moves, goal: Layout) -> None:
@@ -205,9 +205,7 @@ class _Estimate:
         self._local_start = moves.costs.links.local_start
         self._seconds_per_byte = min(a[3] for a in self._alone) * moves.itemsize
         self._sizes = moves.sizes(goal)
-        # A fill makes the rest of a pending goal from nothing: only one rank's part of it needs data.
-        made = math.prod(n for n, code in zip(moves.mesh_shape, goal, strict=True) if code < 0)
-        self._needed = math.prod(self._sizes) / made
+        self._needed = math.prod(self._sizes)
         self._smallest = moves.numel / math.prod(moves.mesh_shape)
         self._known: dict[Layout, float] = {goal: 0.0}
 
@@ -218,7 +216,7 @@ class _Estimate:
         return known
 
     def _compute(self, layout: Layout) -> float:
-        start_reduce = start_gather = latency = gather = joined = local = 0.0
+        start_reduce = start_gather = latency = local = 0.0
         contributors = 1
         for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
             if here == there:
@@ -227,17 +225,13 @@ class _Estimate:
                 contributors *= n
                 latency += doubling if there else 2 * doubling
                 start_reduce = max(start_reduce, start)
-            elif here > 0 and there >= 0:
-                gather += doubling
-                joined += self._local_start + (doubling if there else 2 * doubling)
+            elif here > 0:
+                latency += doubling
                 start_gather = max(start_gather, start)
             else:
                 local += self._local_start
-        gather += start_gather
-        if start_reduce:
-            gather = min(gather, joined)
         received = self._received(layout, contributors) * self._seconds_per_byte
-        return start_reduce + latency + gather + local + received
+        return start_reduce + start_gather + latency + local + received
 
     def _received(self, layout: Layout, contributors: int) -> float:
         """The least number of elements that the rank at coordinate 0 must receive."""
@@ -246,7 +240,7 @@ class _Estimate:
         held = 1
         for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
             held *= min(size, wanted)
-        return max(0.0, self._needed - held)
+        return self._needed - held
 
 
 # -- a bound without a search ----------------------------------------------------------------------------------------
@@ -271,17 +265,14 @@ def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> f
         return costs.copy(0) * _SAFETY
     # However the other mesh dims lie on the way, a rank holds at least its part of an even split over the whole mesh.
     least = src.tensor_meta.nbytes / math.prod(src.mesh_shape)
-    if isinstance(here, Replicate) or (isinstance(here, Shard) and isinstance(target, Partial)):
+    if isinstance(here, Replicate):
         return costs.copy(least) * _SAFETY
     n, start, latency, seconds_per_byte = costs.alone(mesh_dim)
-    to_whole = isinstance(target, Replicate)
     if isinstance(here, Shard):
         sharing = sum(isinstance(p, Shard) for p in src.placements)
-        rounds, received = 1, (n - 1) * least if to_whole else (n - 1) / n * least / sharing
-        # A shard may join a reduction by a fill.
-        share = min(start / sharing, costs.copy(0)) if src.pending else start / sharing
+        rounds, received = 1, (n - 1) / n * least / sharing if isinstance(target, Shard) else (n - 1) * least
     else:
-        share = start / src.placements.count(here)
-        rounds = 2 if to_whole else 1
+        sharing = src.placements.count(here)
+        rounds = 2 if isinstance(target, Replicate) else 1
         received = rounds * (n - 1) * least
-    return (share + rounds * latency + received * seconds_per_byte) * _SAFETY
+    return (start / sharing + rounds * latency + received * seconds_per_byte) * _SAFETY

@@ -79,18 +79,19 @@ def test_local_tensors_are_differentiable_both_ways(pool):
     pool.run(grad_through_local)
 
 
-def grad_to_and_from_dtensor():
+def grad_to_and_from_dtensor(layout):
     m = mesh((4,))
-    x = sw.distribute_tensor(torch.ones(4, 3), m, [Shard(0)]).requires_grad_()
+    x = sw.distribute_tensor(torch.ones(4, 3), m, layout).requires_grad_()
     (x.to_dtensor() * 2).sum().full_tensor().backward()
     assert torch.equal(x.grad.full_tensor(), torch.full((4, 3), 2.0))
-    d = sw.distribute_tensor(torch.ones(4, 3), m, [Shard(0)]).to_dtensor().detach().requires_grad_()
+    d = sw.distribute_tensor(torch.ones(4, 3), m, layout).to_dtensor().detach().requires_grad_()
     (MeshTensor.from_dtensor(d) * 3).sum().backward()
     assert torch.equal(d.grad.full_tensor(), torch.full((4, 3), 3.0))
 
 
-def test_gradients_cross_to_and_from_dtensor(pool):
-    pool.run(grad_to_and_from_dtensor)
+@pytest.mark.parametrize("layout", [[Shard(0)], [Replicate()], [Partial()]])
+def test_gradients_cross_to_and_from_dtensor(pool, layout):
+    pool.run(grad_to_and_from_dtensor, layout)
 
 
 def accumulates():

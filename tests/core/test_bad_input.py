@@ -92,7 +92,7 @@ def view_across_ranks():
 
 def item_of_many():
     x = on([Shard(0)], 4, 3)
-    return [x], lambda: x.item()
+    return [x], x.item
 
 
 def float_of_many():
@@ -137,7 +137,7 @@ def local_that_does_not_fit():
 
 def numpy_of_a_part():
     x = on([Shard(0)], 4, 3)
-    return [x], lambda: x.numpy()
+    return [x], x.numpy
 
 
 def pattern_without_a_parameter():

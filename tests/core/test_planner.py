@@ -12,9 +12,8 @@ from shardwise.flow import Row
 from shardwise.meta import schema_metas
 from shardwise.placements import PENDING_KINDS, REPLICATE, partial, shard
 from shardwise.planner import choose, make_call, problems, propagate, strategies
-from shardwise.registry import Registrar, Registry
-from shardwise.registry import Origin
-from shardwise.rule import Rule, rule, rule_from, Flow
+from shardwise.registry import Origin, Registrar, Registry
+from shardwise.rule import Flow, Rule, rule, rule_from
 from shardwise.schema import OpSchema, TupleStrategy
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.strategy import Problem, exhaustive

@@ -105,10 +105,17 @@ def test_workers_that_cannot_start():
 
 
 @pytest.fixture(scope="module")
-def pair():
+def fragile():
     """Two workers for the tests that break them."""
     with WorkerPool(2) as pool:
         yield pool
+
+
+@pytest.fixture
+def pair(fragile):
+    """The same, up and running, so that a test times the failure and not the start."""
+    assert fragile.run(dist.get_rank) == [0, 1]
+    return fragile
 
 
 def test_one_rank_raises_while_the_other_waits_in_a_collective(pair):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from attrs import frozen
@@ -22,12 +24,11 @@ class Holder:
 
 class Wrapper(torch.Tensor):
     __torch_function__ = private_torch.disabled_torch_function
-    seen: list = []
+    seen: ClassVar[list] = []
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         cls.seen.append(func)
-        return None
 
 
 @pytest.mark.parametrize("make", [private_torch.new_wrapper, private_torch._portable_wrapper], ids=["fast", "portable"])
@@ -70,7 +71,7 @@ def test_composite_ops_are_told_from_others():
 def test_a_backward_pass_is_known_from_inside():
     seen = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda g: seen.append(private_torch.in_backward()))
+    x.register_hook(lambda _: seen.append(private_torch.in_backward()))
     x.sum().backward()
     assert seen == [True]
     assert not private_torch.in_backward()

@@ -330,8 +330,6 @@ def cuda_pairs(shape, dtype, kinds):
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
 def test_several_ranks_share_a_gpu_through_gloo(pool, shape, dtype):
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
     pool.run(cuda_pairs, shape, dtype, PENDING_KINDS)
 
 

@@ -322,3 +322,22 @@ def inference_on_normal_tensors():
 
 def test_a_module_made_outside_runs_in_inference_mode(pool):
     pool.run(inference_on_normal_tensors)
+
+
+def starts_anew():
+    """The default process group is replaced; meshes, specs and plans of the old one must not be used again."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    found = []
+    for _ in range(2):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        x = sw.distribute_tensor(whole(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+        found.append((x + x).spec)
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_new_process_group_takes_new_specs():
+    first, second = starts_anew()
+    assert first is not second

@@ -62,7 +62,8 @@ def test_one_mesh_dim_takes_the_direct_step(src, dst, expected):
         ("S(0) S(0)", "S(1) S(1)", [("all_to_all", (0, 1))]),
         ("P(sum) P(sum)", "S(0) S(0)", [("reduce_scatter", (0, 1))]),
         ("P(sum) P(sum)", "S(0) R", [("reduce_scatter", (0,)), ("all_reduce", (1,))]),
-        ("S(0) P(sum)", "S(1) S(1)", [("fill", (0,)), ("reduce_scatter", (0, 1))]),
+        ("S(0) P(sum)", "S(1) S(1)", [("all_to_all", (0,)), ("reduce_scatter", (1,))]),
+        ("S(0) R", "P(sum) P(sum)", [("fill", (0,)), ("fill", (1,))]),
         ("P(sum) P(max)", "R R", [("all_reduce", (1,)), ("all_reduce", (0,))]),
         ("P(max) R", "P(max) P(sum)", [("fill", (1,))]),
         ("R P(max)", "P(product) P(max)", [("fill", (0,))]),
@@ -196,10 +197,10 @@ def test_bounds_sum_to_at_most_the_cost(specs, data):
 
 
 def cheapest_without_estimate(src, dst):
-    """Dijkstra over the whole graph: every layout, every pending kind of either end made and reduced anywhere."""
+    """Dijkstra over the whole graph: every layout, and every pending kind made and reduced anywhere."""
     moves = moves_of(src, links_of(src.mesh))
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    pending = sorted({code for code in (*start, *goal) if code < 0})
+    pending = [-1 - k for k in range(len(PENDING_KINDS))]
     best, heap = {start: 0.0}, [(0.0, start)]
     while heap:
         cost, layout = heappop(heap)

@@ -65,7 +65,9 @@ def over(positions, *settings, dtypes=(torch.float32,), unbatched=True):
         shapes = PLANES[positions] if unbatched else [s for s in PLANES[positions] if len(s) == positions + 2]
         found = [((made(s, d), *args), {}) for s in shapes for args in settings for d in dtypes]
         if positions == 2:
-            found += [((made((4, 6, 6, 8)).contiguous(memory_format=torch.channels_last), *args), {}) for args in settings]
+            found += [
+                ((made((4, 6, 6, 8)).contiguous(memory_format=torch.channels_last), *args), {}) for args in settings
+            ]
         return found
 
     return make

@@ -1,4 +1,4 @@
-"""Sample calls of softmax and losses: every reduction, ignored targets, class weights, batches even, uneven and empty."""
+"""Sample calls of softmax and losses: every reduction, ignored targets, class weights, uneven and empty batches."""
 
 import torch
 
@@ -9,7 +9,17 @@ BF16 = torch.bfloat16
 NONE, MEAN, SUM = 0, 1, 2
 REDUCTIONS = (NONE, MEAN, SUM)
 
-SOFTMAX = [((8, 6), 1), ((5, 7), -1), ((5, 7), 0), ((4, 1, 3), 2), ((3, 5, 6), 1), ((9,), 0), ((), 0), ((0, 3), 1), ((1, 2), 0)]
+SOFTMAX = [
+    ((8, 6), 1),
+    ((5, 7), -1),
+    ((5, 7), 0),
+    ((4, 1, 3), 2),
+    ((3, 5, 6), 1),
+    ((9,), 0),
+    ((), 0),
+    ((0, 3), 1),
+    ((1, 2), 0),
+]
 
 
 def softmaxes(*more):

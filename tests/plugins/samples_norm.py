@@ -9,7 +9,15 @@ BF16, F64 = torch.bfloat16, torch.float64
 MASKS = ([True, True, True], [True, False, False], [False, True, False], [True, True, False])
 
 # (input, normalized_shape): even and uneven over 4, 2 and 3 ranks, empty shards, an empty batch
-LAYERS = [((8, 6), [6]), ((5, 7), [7]), ((4, 3, 6), [6]), ((5, 2, 3), [2, 3]), ((1, 4), [4]), ((0, 4), [4]), ((3, 5, 6), [6])]
+LAYERS = [
+    ((8, 6), [6]),
+    ((5, 7), [7]),
+    ((4, 3, 6), [6]),
+    ((5, 2, 3), [2, 3]),
+    ((1, 4), [4]),
+    ((0, 4), [4]),
+    ((3, 5, 6), [6]),
+]
 
 
 def weights(size, seed=1):
@@ -58,7 +66,7 @@ def rms_norm_backward(grad_out, x, normalized_shape, rstd, weight, output_mask):
     return by_input if output_mask[0] else None, by_weight if output_mask[1] and weight is not None else None
 
 
-# (input, groups)
+# Inputs and their number of groups.
 GROUPS = [((4, 8, 3), 4), ((5, 6, 2, 2), 2), ((3, 4, 5), 1), ((8, 12), 3), ((1, 12, 2), 3), ((2, 4, 3, 3), 4)]
 
 
@@ -105,7 +113,22 @@ def batch_norm_backwards():
         x, w, stats, train = made(s) + 3, weights([s[1]]), running(s[1]), i % 3 != 2
         _, mean, invstd = aten.native_batch_norm(x, w, None, *(t.clone() for t in stats), train, 0.1, 1e-5)
         mask = MASKS[:2][i % 2]
-        found.append(((made(s, seed=3), x, w if i % 4 else None, *stats, mean, invstd, train, 1e-5, mask if i % 4 else MASKS[1]), {}))
+        found.append(
+            (
+                (
+                    made(s, seed=3),
+                    x,
+                    w if i % 4 else None,
+                    *stats,
+                    mean,
+                    invstd,
+                    train,
+                    1e-5,
+                    mask if i % 4 else MASKS[1],
+                ),
+                {},
+            )
+        )
     return found
 
 

@@ -163,5 +163,6 @@ SAMPLES = {
     aten._amp_update_scale_.default: updated,
     aten._amp_update_scale.default: updated,
 }
-_ON_META = "its meta kernel refuses the tensor of scalars (torch 2.11 to 2.13), so the shape of its result is unknown"
-UNSAMPLED = {aten._foreach_addcmul.Tensor: _ON_META, aten._foreach_addcdiv.Tensor: _ON_META}
+# The meta kernel wants the tensor of scalars on the CPU (torch 2.11 to 2.13), so these cannot be planned.
+UNSAMPLED = {aten._foreach_addcmul.Tensor: "no meta kernel", aten._foreach_addcdiv.Tensor: "no meta kernel"}
+SAMPLES |= dict.fromkeys(UNSAMPLED, list)

@@ -1,4 +1,4 @@
-"""Sample calls of the reductions: dims given in every way, shapes even, uneven, of size 1 and 0, ints, bools, bf16, NaN and inf."""
+"""Sample calls of the reductions: dims in every way, even, uneven and empty shards, ints, bools, bf16, NaN and inf."""
 
 import torch
 
@@ -59,7 +59,16 @@ def ints(dtypes=(BF16, I64), keepdim=True, more=()):
     """Calls with one dim."""
 
     def make():
-        shapes = [((8, 6), 0), ((5, 7), -1), ((4, 5, 6), 1), ((4, 1, 3), 1), ((1, 2), 0), ((9,), 0), ((), 0), ((0, 3), 1)]
+        shapes = [
+            ((8, 6), 0),
+            ((5, 7), -1),
+            ((4, 5, 6), 1),
+            ((4, 1, 3), 1),
+            ((1, 2), 0),
+            ((9,), 0),
+            ((), 0),
+            ((0, 3), 1),
+        ]
         found = [(made(shape), dim) for shape, dim in shapes]
         found += [(made((5, 7), dtype), 0) for dtype in dtypes] + [(turned((6, 8)), 1)]
         return [((*args, True) if keepdim and i % 2 else args, {}) for i, args in enumerate(found)] + list(more)
@@ -72,10 +81,19 @@ INF = torch.tensor([[1.0, -float("inf"), 2.0], [float("inf"), 0.0, -1.0]])
 LOW = torch.full((5, 3), -float("inf"))
 TIES = torch.tensor([[3, 1, 3, 3, 2, 3, 1], [1, 1, 1, 1, 1, 1, 1]])
 
-SUM_FULL = lambda: [*full((BF16, I64, I32, U8, BOOL))(), ((made((5, 7)),), {"dtype": F64}), ((made((5, 7)),), {"dtype": I64})]
+SUM_FULL = lambda: [
+    *full((BF16, I64, I32, U8, BOOL))(),
+    ((made((5, 7)),), {"dtype": F64}),
+    ((made((5, 7)),), {"dtype": I64}),
+]
 SUM_DIMS = lists(
-    [((made((5, 7)), None), {}), ((made((5, 7)), []), {}), ((made((5, 7), I64), [1]), {"dtype": torch.float32}),
-     ((made((5, 7), BOOL), [0]), {}), ((made((5, 7), C64), [0]), {})],
+    [
+        ((made((5, 7)), None), {}),
+        ((made((5, 7)), []), {}),
+        ((made((5, 7), I64), [1]), {"dtype": torch.float32}),
+        ((made((5, 7), BOOL), [0]), {}),
+        ((made((5, 7), C64), [0]), {}),
+    ],
     (BF16, I64, I32),
 )
 FLOATS = (BF16, F64)
@@ -88,7 +106,9 @@ SPARSE = [((made((9, 7), I64) > 3, 0), {}), ((torch.zeros(5, 7), 1, True), {}), 
 
 
 def moments():
-    found = [((made(shape), dims), {"correction": i % 3, "keepdim": i % 2 == 1}) for i, (shape, dims) in enumerate(DIMS)]
+    found = [
+        ((made(shape), dims), {"correction": i % 3, "keepdim": i % 2 == 1}) for i, (shape, dims) in enumerate(DIMS)
+    ]
     found += [((made((5, 7), dtype), [0]), {}) for dtype in (BF16, F64, C64)]
     found += [((made((5, 7)) + 1000,), {}), ((made((5, 7)), None), {"correction": 0.5}), ((turned((6, 8)), [1]), {})]
     return [*found, ((made((1, 5)), [0]), {"correction": 1}), ((made((5, 7)), []), {})]
@@ -101,7 +121,13 @@ def vector_norms():
     found = [((made(shape), p, dims, i % 2 == 1), {}) for i, p in enumerate(ORDERS) for shape, dims in DIMS[i % 2 :: 2]]
     found += [((made((5, 7), BF16), p, [0]), {}) for p in ORDERS[:3]] + [((made((5, 7), C64), 2, [1]), {})]
     found += [((made((9,)), p), {}) for p in ORDERS] + [((made((5, 7), BF16), 2, None), {"dtype": torch.float32})]
-    return [*found, ((made((0, 3)), 2, [0]), {}), ((turned((6, 8)), 2), {}), ((NAN, 2, [0]), {}), ((made((5, 7)), 2, []), {})]
+    return [
+        *found,
+        ((made((0, 3)), 2, [0]), {}),
+        ((turned((6, 8)), 2), {}),
+        ((NAN, 2, [0]), {}),
+        ((made((5, 7)), 2, []), {}),
+    ]
 
 
 def old_norms(dims=True, dtype=None):
@@ -113,7 +139,10 @@ def old_norms(dims=True, dtype=None):
 
 
 def sums_of_exponents():
-    return [*lists([((INF, [0]), {}), ((INF, [1]), {}), ((LOW, [0]), {}), ((made((9, 3)) + 500, [0]), {})])(), ((NAN, [1]), {})]
+    return [
+        *lists([((INF, [0]), {}), ((INF, [1]), {}), ((LOW, [0]), {}), ((made((9, 3)) + 500, [0]), {})])(),
+        ((NAN, [1]), {}),
+    ]
 
 
 def positions(dims):
@@ -137,14 +166,14 @@ def kth():
     return [((made(s), k, d), {}) for s, k, d in [((8, 6), 3, 0), ((5, 7), 2, -1), ((4, 5, 6), 5, 1), ((9,), 9, 0)]]
 
 
-def with_out(calls, dtype):
+def with_out(calls, of, dtype):
     """Calls with an ``out=`` tensor of the right shape, for overloads that cannot resize one."""
+    return lambda: [(args, {**kwargs, "out": torch.zeros_like(of(*args), dtype=dtype)}) for args, kwargs in calls()]
 
-    def make():
-        shapes = [(args, kwargs, torch.count_nonzero(args[0], args[1]) if args[1] else args[0].any()) for args, kwargs in calls()]
-        return [((args[0], args[1]), {**kwargs, "out": torch.zeros_like(r, dtype=dtype)}) for args, kwargs, r in shapes]
 
-    return make
+def listed():
+    """Calls with a list of dims and nothing more."""
+    return [((made(shape), dims), {}) for shape, dims in DIMS]
 
 
 def _pairs():
@@ -155,11 +184,15 @@ SAMPLES = {
     aten.sum.default: SUM_FULL,
     aten.sum.dim_IntList: SUM_DIMS,
     aten.nansum.default: lambda: [*lists()(), ((NAN, [0]), {}), ((NAN, None), {})],
-    aten.count_nonzero.default: lambda: [((x,), {}) for x in wholes((BF16, I64, BOOL))] + [((made((5, 7), I64), 1), {})],
+    aten.count_nonzero.default: lambda: (
+        [((x,), {}) for x in wholes((BF16, I64, BOOL))] + [((made((5, 7), I64), 1), {})]
+    ),
     aten.count_nonzero.dim_IntList: lambda: [((made(s, I64), d), {}) for s, d in DIMS],
-    aten.count_nonzero.dim_IntList_out: with_out(lists(), I64),
-    aten.any.dims_out: with_out(lists(), BOOL),
-    aten.all.dims_out: with_out(lists(), BOOL),
+    aten.count_nonzero.dim_IntList_out: with_out(listed, aten.count_nonzero.dim_IntList, I64),
+    aten.any.dims_out: with_out(listed, aten.any.dims, BOOL),
+    aten.all.dims_out: with_out(listed, aten.all.dims, BOOL),
+    aten.any.out: with_out(ints(), aten.any.dim, BOOL),
+    aten.all.out: with_out(ints(), aten.all.dim, BOOL),
     aten.prod.default: full((BF16, I64, I32, BOOL)),
     aten.prod.dim_int: ints((BF16, I64, I32, BOOL)),
     aten.mean.default: MEAN_FULL,
@@ -174,7 +207,9 @@ SAMPLES = {
     aten.all.default: full(TRUTH),
     aten.all.dim: ints(TRUTH, more=SPARSE),
     aten.all.dims: lists([((made((5, 7)), []), {}), ((made((5, 7)), None), {})], TRUTH),
-    aten.aminmax.default: lambda: [((x,), {"dim": d}) for x in (made((8, 6)), made((5, 7)), NAN, made((5, 7), I64)) for d in (None, 0, 1)],
+    aten.aminmax.default: lambda: [
+        ((x,), {"dim": d}) for x in (made((8, 6)), made((5, 7)), NAN, made((5, 7), I64)) for d in (None, 0, 1)
+    ],
     aten.var.correction: moments,
     aten.std.correction: moments,
     aten.var_mean.correction: moments,
@@ -195,7 +230,9 @@ SAMPLES = {
     aten.cummin.default: ints(keepdim=False),
     aten.logcumsumexp.default: ints((BF16,), keepdim=False),
     aten.sort.default: ranked(),
-    aten.sort.stable: lambda: [((x,), {"stable": True, "dim": d}) for x in (made((8, 6)), TIES, made((5, 7))) for d in (0, -1)],
+    aten.sort.stable: lambda: [
+        ((x,), {"stable": True, "dim": d}) for x in (made((8, 6)), TIES, made((5, 7))) for d in (0, -1)
+    ],
     aten.topk.default: topk,
     aten.kthvalue.default: kth,
     aten.mode.default: ints((I64,)),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from attrs import evolve
 from torch.nn import functional
 
 import shardwise as sw
@@ -63,7 +64,10 @@ def test_rows_of_the_backward_of_layer_norm():
         "[S(0), S(0), S(0), S(0), R, R] -> [S(0), P(sum), P(sum)]",
         "[R, R, R, R, R, R] -> [R, R, R]",
     ]
-    assert kinds(aten.native_layer_norm_backward.default, *args) == ["sum, R, ... -> sum, ...", "avg, R, ... -> avg, ..."]
+    assert kinds(aten.native_layer_norm_backward.default, *args) == [
+        "sum, R, ... -> sum, ...",
+        "avg, R, ... -> avg, ...",
+    ]
 
 
 def test_a_gradient_that_is_not_wanted_is_absent():
@@ -130,7 +134,7 @@ def test_local_statistics_are_refused():
 
 def test_statistics_of_uneven_and_empty_shards_are_those_of_all():
     for rows_ in (2, 5, 7):
-        only = rule_from(aten._native_batch_norm_legit.no_stats, lowering=batch.synchronised)(batch.forward.describe)
+        only = evolve(batch.forward, ops=(aten._native_batch_norm_legit.no_stats,))
         sample = ((torch.randn(rows_, 3) + 50, None, None, True, 0.1, 1e-5), {})
         assert check_rule(only, [sample], meshes=[(4,)]).cases
 
@@ -193,8 +197,6 @@ def batch_norms_without_running_statistics():
     compare(lambda x, *_: functional.instance_norm(x), (4, 8, 3, 2), 8)
 
 
-@pytest.mark.parametrize(
-    "program", [layer_norms, rms_norms, group_norms, batch_norms_without_running_statistics]
-)
+@pytest.mark.parametrize("program", [layer_norms, rms_norms, group_norms, batch_norms_without_running_statistics])
 def test_on_ranks(pool, program):
     pool.run(program)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -11,7 +12,7 @@ from attrs import evolve, frozen
 
 from shardwise.errors import NoStrategyError
 from shardwise.flow import Row
-from shardwise.placements import Partial
+from shardwise.placements import Partial, Placement
 from shardwise.planner import merged, problems
 from shardwise.rule import AnyRule, FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy
@@ -21,85 +22,110 @@ from shardwise.strategy import Choice, Problem
 from shardwise.testing.pending import can_be_pending
 from shardwise.testing.trial import Case
 
-__all__ = ["Listed", "list_cases"]
-
-# Up to here all combinations of rows over the mesh dims are tried; beyond, the equal ones and as many at random.
-_ALL_COMBINATIONS = 49
+__all__ = ["Listed", "Option", "list_cases"]
 
 
-@frozen
+@frozen(eq=False)
+class Option:
+    """A case that may be run: the names of its rows, and how to make it. Cheap, so that many can be chosen from."""
+
+    rows: tuple[str, ...]
+    case: Callable[[], Case]
+
+
+@frozen(eq=False)
 class Listed:
-    """The cases that can be run, the names of all rows, and how many cases do not apply to the call."""
+    """The cases that may be run, the names of all rows of the call, and how many cases do not apply to it."""
 
-    cases: tuple[Case, ...]
+    options: tuple[Option, ...]
     rows: tuple[str, ...]
     left: int
 
 
-def list_cases(rule: AnyRule, schema: OpSchema, call: Call, mesh: AbstractMesh, rng: random.Random) -> Listed:
-    """Every row by itself on a 1-D mesh, combinations of rows on others. Raises what the rule raises."""
+def list_cases(
+    rule: AnyRule, schema: OpSchema, call: Call, mesh: AbstractMesh, rng: random.Random, most: int
+) -> Listed:
+    """Every row by itself on a 1-D mesh; on others combinations of rows: all where there are no more than ``most``,
+    else the equal ones and as many at random. Raises what the rule raises.
+    """
     if isinstance(rule, FullMeshRule):
-        strategies = rule.strategies(mesh, schema).strategies
-        cases = [Case(s.input_specs, s.output_specs, s.names or (str(s),), s.lowered, mesh) for s in strategies]
-        return _listed(cases, [name for case in cases for name in case.rows], 0)
+        return _full_mesh_cases(rule, schema, mesh)
     # What the op writes stays where it is, wherever that may be: every row that keeps it somewhere is tried.
     parts = [evolve(p, written=()) for p in problems(rule, schema, call)]
     for part in parts:
         _check_rows(part)
-    names = [_row_name(row) for part in parts for row in part.rows]
-    tried = [_tried(part, rng) for part in parts]
+    tried = [_combinations(part, rng, most) for part in parts]
     legal = [[c for c in choices if _legal(part, c)] for part, choices in zip(parts, tried, strict=True)]
-    left = sum(map(len, tried)) - sum(map(len, legal))
-    return _listed(_row_cases(parts, legal, schema, mesh), names, left)
-
-
-def _listed(cases: Sequence[Case], names: Sequence[str], left: int) -> Listed:
-    possible = tuple(case for case in cases if _possible(case))
-    return Listed(possible, tuple(dict.fromkeys(names)), left + len(cases) - len(possible))
-
-
-def _possible(case: Case) -> bool:
-    """Whether tensors of these dtypes can be pending as the case wants its operands."""
-    return all(
-        can_be_pending(p.reduce_op, spec.dtype)
-        for spec in case.inputs
-        if spec is not None
-        for p in spec.placements
-        if isinstance(p, Partial)
+    return Listed(
+        tuple(_options(parts, legal, schema, mesh)),
+        tuple(dict.fromkeys(_row_name(row) for part in parts for row in part.rows)),
+        sum(map(len, tried)) - sum(map(len, legal)),
     )
 
 
-def _row_cases(
+def _full_mesh_cases(rule: FullMeshRule, schema: OpSchema, mesh: AbstractMesh) -> Listed:
+    found = []
+    for s in rule.strategies(mesh, schema).strategies:
+        case = Case(s.input_specs, s.output_specs, s.names or (str(s),), s.lowered, mesh)
+        if all(_can_lie(spec, p) for spec in s.input_specs if spec is not None for p in spec.placements):
+            found.append(Option(case.rows, lambda case=case: case))  # type: ignore[misc]
+    return Listed(tuple(found), tuple(name for option in found for name in option.rows), 0)
+
+
+# -- combinations ------------------------------------------------------------------------------------------------
+
+
+def _combinations(problem: Problem, rng: random.Random, most: int) -> list[Choice]:
+    """One row index per mesh dim, of the rows that this call's operands can take."""
+    try:
+        per_dim = [[r for r in problem.candidates(m) if _fits(problem, r)] for m in range(len(problem.mesh_shape))]
+    except NoStrategyError:
+        return []
+    if len(per_dim) == 1 or prod(map(len, per_dim)) <= most:
+        return list(product(*per_dim))
+    equal = [(r,) * len(per_dim) for r in per_dim[0]]
+    mixed = [tuple(rng.choice(rows) for rows in per_dim) for _ in range(most)]
+    return list(dict.fromkeys([*equal, *mixed]))
+
+
+def _fits(problem: Problem, row: int) -> bool:
+    return all(_can_lie(spec, p) for spec, p in zip(problem.specs, problem.rows[row].inputs, strict=True))
+
+
+def _can_lie(spec: TensorSpec | None, placement: Placement | None) -> bool:
+    """Whether a tensor of this dtype can be pending in the way that is asked of it, if any is."""
+    return spec is None or not isinstance(placement, Partial) or can_be_pending(placement.reduce_op, spec.dtype)
+
+
+def _legal(problem: Problem, choice: Choice) -> bool:
+    return all(problem.allowed(choice[: n + 1]) for n in range(len(choice)))
+
+
+def _options(
     parts: Sequence[Problem], legal: Sequence[Sequence[Choice]], schema: OpSchema, mesh: AbstractMesh
-) -> list[Case]:
+) -> list[Option]:
     if not all(legal):
         return []
     found = []
     for k in range(max(map(len, legal), default=1)):
         # Positions of zipped lists choose independently of each other: shift the choices against each other.
-        at = [choices[(k + 3 * i) % len(choices)] for i, choices in enumerate(legal)]
-        chosen = [_strategy(part, choice, mesh) for part, choice in zip(parts, at, strict=True)]
-        inputs, outputs = merged(schema, chosen)
-        lowered = any(s.lowered for s in chosen)
-        found.append(Case(tuple(inputs), tuple(outputs), _names(chosen), lowered, mesh))
+        choices = [options[(k + 3 * i) % len(options)] for i, options in enumerate(legal)]
+        names = [tuple(_row_name(part.rows[r]) for r in choice) for part, choice in zip(parts, choices, strict=True)]
+        # One name per mesh dim; for zipped lists the different rows of all positions.
+        rows = names[0] if len(names) == 1 else tuple(dict.fromkeys(name for several in names for name in several))
+        found.append(Option(rows, partial(_case, rows, parts, choices, schema, mesh)))
     return found
 
 
-def _tried(problem: Problem, rng: random.Random) -> list[Choice]:
-    """Combinations of rows over the mesh dims: all, or the equal ones and some at random."""
-    try:
-        per_dim = [problem.candidates(m) for m in range(len(problem.mesh_shape))]
-    except NoStrategyError:
-        return []
-    if len(per_dim) == 1 or prod(map(len, per_dim)) <= _ALL_COMBINATIONS:
-        return list(product(*per_dim))
-    equal = [(r,) * len(per_dim) for r in per_dim[0]]
-    mixed = [tuple(rng.choice(rows) for rows in per_dim) for _ in range(_ALL_COMBINATIONS)]
-    return list(dict.fromkeys([*equal, *mixed]))
+# -- specs -------------------------------------------------------------------------------------------------------
 
 
-def _legal(problem: Problem, choice: Choice) -> bool:
-    return all(problem.allowed(choice[: n + 1]) for n in range(len(choice)))
+def _case(
+    rows: tuple[str, ...], parts: Sequence[Problem], choices: Sequence[Choice], schema: OpSchema, mesh: AbstractMesh
+) -> Case:
+    chosen = [_strategy(part, choice, mesh) for part, choice in zip(parts, choices, strict=True)]
+    inputs, outputs = merged(schema, chosen)
+    return Case(tuple(inputs), tuple(outputs), rows, any(s.lowered for s in chosen), mesh)
 
 
 def _strategy(problem: Problem, choice: Choice, mesh: AbstractMesh) -> PlacementStrategy:
@@ -129,10 +155,3 @@ def _check_rows(problem: Problem) -> None:
 
 def _row_name(row: Row) -> str:
     return row.name or str(row)
-
-
-def _names(chosen: Sequence[PlacementStrategy]) -> tuple[str, ...]:
-    """The row of each mesh dim; of zipped lists, the different rows of all positions."""
-    if len(chosen) == 1:
-        return chosen[0].names
-    return tuple(dict.fromkeys(name for strategy in chosen for name in strategy.names))

@@ -22,7 +22,7 @@ from shardwise.planner import make_call
 from shardwise.rule import AnyRule
 from shardwise.signature import Call, Op, op_name
 from shardwise.spec import AbstractMesh, TensorSpec
-from shardwise.testing.cases import list_cases
+from shardwise.testing.cases import Option, list_cases
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.samples import Sample, Samples, samples_of
@@ -31,6 +31,9 @@ from shardwise.testing.trial import Case, Illegal, Trial
 __all__ = ["MESHES", "Report", "RuleRefuted", "check_plugin", "check_rule"]
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (2, 3))
+# Random combinations of rows per sample and N-D mesh: without a limit of cases, and at least.
+_ALL = 49
+_FEW = 4
 
 StandIns = Mapping[Op, Callable[..., Any]]
 
@@ -93,11 +96,11 @@ def check_plugin(plugin: str, samples: Samples | None = None, **options: Any) ->
 
 @frozen(eq=False)
 class _Candidate:
-    """A case that may be run: cheap to make, so that many can be chosen from."""
+    """A sample call and a case of it that may be run."""
 
     trial: Trial
     call: Call
-    case: Case
+    option: Option
 
 
 @define(eq=False)
@@ -115,10 +118,13 @@ class _Hearing:
     def run(self, calls: Sequence[Sample]) -> Report:
         rng = random.Random(self.settings.seed + crc32(op_name(self.op).encode()))  # noqa: S311  chance, no secret
         trials = list(self._trials(calls))
-        meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
-        candidates = [c for trial in trials for mesh in meshes for c in self._candidates(trial, mesh, rng)]
-        for candidate in _chosen(candidates, self.settings.cases, rng):
-            if candidate.case.rows not in self.refuted:
+        limit = self.settings.cases
+        most = _ALL if limit is None else max(_FEW, 2 * limit // max(1, len(trials)))
+        candidates = [
+            c for trial in trials for mesh in self._meshes(rng) for c in self._candidates(trial, mesh, rng, most)
+        ]
+        for candidate in candidates if limit is None else _chosen(candidates, limit, rng):
+            if candidate.option.rows not in self.refuted:
                 self._try(candidate)
         return Report(
             ops=1,
@@ -142,21 +148,29 @@ class _Hearing:
             else:
                 yield trial
 
-    def _candidates(self, trial: Trial, mesh: AbstractMesh, rng: random.Random) -> list[_Candidate]:
+    def _meshes(self, rng: random.Random) -> list[AbstractMesh]:
+        """The meshes for one sample: all, or with a limit of cases those of one dim and one of the others."""
+        meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
+        if self.settings.cases is None:
+            return meshes
+        several = [mesh for mesh in meshes if mesh.ndim > 1]
+        return [mesh for mesh in meshes if mesh.ndim == 1] + rng.sample(several, min(1, len(several)))
+
+    def _candidates(self, trial: Trial, mesh: AbstractMesh, rng: random.Random, most: int) -> list[_Candidate]:
         schema = trial.schema(mesh)
         call = make_call(self.rule, schema, trial.planned)
         try:
-            listed = list_cases(self.rule, schema, call, mesh, rng)
+            listed = list_cases(self.rule, schema, call, mesh, rng, most)
         except Exception as error:  # noqa: BLE001  a rule is a plugin's function and may raise anything
             self._refuse(trial, None, f"the rule raises {type(error).__name__}: {error}", error)
             return []
         self.left += listed.left
         for name in listed.rows:
             self.ran.setdefault(name, False)
-        return [_Candidate(trial, call, case) for case in listed.cases]
+        return [_Candidate(trial, call, option) for option in listed.options]
 
     def _try(self, candidate: _Candidate) -> None:
-        trial, case = candidate.trial, candidate.case
+        trial, case = candidate.trial, candidate.option.case()
         self.cases += 1
         generator = torch.Generator().manual_seed(self.settings.seed + self.cases)
         operands = trial.scatter(case, generator)
@@ -201,15 +215,12 @@ def _shown(specs: Sequence[TensorSpec | None]) -> str:
     return ", ".join("-" if s is None else show_all(s.placements) for s in specs)
 
 
-def _chosen(candidates: Sequence[_Candidate], limit: int | None, rng: random.Random) -> list[_Candidate]:
-    """All candidates, or a seeded choice of about ``limit`` in which every row comes on every number of mesh dims."""
-    if limit is None or len(candidates) <= limit:
-        return list(candidates)
-    seen: set[tuple[int, str]] = set()
+def _chosen(candidates: Sequence[_Candidate], limit: int, rng: random.Random) -> list[_Candidate]:
+    """A seeded choice of about ``limit`` candidates in which every row comes."""
+    seen: set[str] = set()
     first: list[_Candidate] = []
     rest: list[_Candidate] = []
     for candidate in rng.sample(candidates, len(candidates)):
-        keys = {(candidate.case.mesh.ndim, name) for name in candidate.case.rows}
-        (rest if keys <= seen else first).append(candidate)
-        seen |= keys
+        (rest if seen.issuperset(candidate.option.rows) else first).append(candidate)
+        seen.update(candidate.option.rows)
     return (first + rest)[: max(limit, len(first))]

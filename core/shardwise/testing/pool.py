@@ -34,6 +34,9 @@ START_TIMEOUT = 120.0
 GRACE = 5.0
 """Seconds that the other ranks have after one rank has failed; those still busy wait for it in a collective."""
 
+STACK_TIMEOUT = 2.0
+"""Seconds that a hung worker has to write its stack, which takes milliseconds where the process can run at all."""
+
 NO_ANSWER = ("died", "hung")
 BLAME = {"died": 0, "hung": 2}
 
@@ -209,10 +212,18 @@ def _hung(workers: Iterable[Worker], timeout: float | None, *, failed: bool) -> 
     late = list(workers)
     for worker in late:
         os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    if late:
-        time.sleep(0.2)  # writing a stack takes a few milliseconds
     message = f"no answer {GRACE:g} s after another rank failed" if failed else f"no answer within {timeout} s"
-    return {w.rank: Answer(failure=RankFailure(w.rank, "hung", message, w.stack_path.read_text())) for w in late}
+    return {w.rank: Answer(failure=RankFailure(w.rank, "hung", message, _read_stack(w.stack_path))) for w in late}
+
+
+def _read_stack(path: Path) -> str:
+    """What a worker writes when it is asked for its stack: there once it has stopped growing."""
+    end = time.monotonic() + STACK_TIMEOUT
+    before, text = "", path.read_text()
+    while time.monotonic() < end and not (text and text == before):
+        time.sleep(0.05)
+        before, text = text, path.read_text()
+    return text
 
 
 def _failure_of(answer: Answer) -> RankFailure | None:

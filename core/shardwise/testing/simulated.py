@@ -51,11 +51,15 @@ class _Request:
         return f"{self.name}({shapes}; mesh dims {self.mesh_dims}, {self.option})"
 
     @property
-    def alike(self) -> tuple[Any, ...]:
+    def kind(self) -> tuple[Any, ...]:
         """What must be the same on every rank of the mesh."""
-        like_shapes = self.name in ("all_reduce", "shift")
-        shapes = tuple((tuple(t.shape), t.dtype) for t in self.tensors) if like_shapes else ()
-        return self.name, self.mesh_dims, self.option, len(self.tensors), shapes
+        return self.name, self.mesh_dims, self.option, len(self.tensors)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What must be the same on every rank of a group; shards may differ between groups."""
+        shapes = tuple(t.shape for t in self.tensors) if self.name in ("all_reduce", "shift") else ()
+        return shapes, tuple(t.dtype for t in self.tensors)
 
 
 class SimulatedComm:
@@ -196,18 +200,27 @@ def _run_to_the_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank])
 def _check_alike(requests: dict[Coordinate, _Request | None]) -> None:
     first_at, first = next(iter(requests.items()))
     for at, request in requests.items():
-        if (request and request.alike) != (first and first.alike):
-            raise RankDisagreementError(
-                asked="run a collective on every rank",
-                found=f"rank {first_at} asks for {first or 'none'} and rank {at} for {request or 'none'}",
-                do="Issue the same collectives in the same order on every rank.",
-            )
+        if (request and request.kind) != (first and first.kind):
+            raise _disagreement(first_at, first, at, request)
+
+
+def _disagreement(
+    at: Coordinate, request: _Request | None, other_at: Coordinate, other: _Request | None
+) -> RankDisagreementError:
+    return RankDisagreementError(
+        asked="run a collective on every rank",
+        found=f"rank {at} asks for {request or 'none'} and rank {other_at} for {other or 'none'}",
+        do="Issue the same collectives in the same order on every rank.",
+    )
 
 
 def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) -> dict[Coordinate, Any]:
     found: dict[Coordinate, Any] = {}
     for at, request in requests.items():
         group = _group(mesh_shape, at, request.mesh_dims)
+        for other in group:
+            if requests[other].form != request.form:
+                raise _disagreement(at, request, other, requests[other])
         found[at] = _answer(request, [requests[c] for c in group], group.index(at))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,12 +103,22 @@ class Trial:
         """The signature of the op."""
         return signature(self.op)
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Tensor | None, ...]:
         """The whole tensor operands, lists flattened, ``out=`` last."""
         return tuple(flat_operands(self.op, self.values))
 
-    @property
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Indices of the operands that the op writes."""
+        return self.schema(AbstractMesh(())).written
+
+    @cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names that go with :attr:`operands`."""
+        return self.schema(AbstractMesh(())).operand_names
+
+    @cached_property
     def tolerance(self) -> float:
         """The coarsest of the floating dtypes in the call."""
         dtypes = [t.dtype for t in (*self.operands, *self.expected.tensors) if t is not None]

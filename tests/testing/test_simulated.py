@@ -1,0 +1,111 @@
+"""Simulated ranks: collectives without a process group, and the mistakes that would hang a real mesh."""
+
+import threading
+
+import pytest
+import torch
+
+from shardwise.errors import RankDisagreementError
+from shardwise.testing.simulated import RankError, SilentComm, coordinates, run_ranks
+
+
+def numbered(at):
+    """A tensor that tells its rank."""
+    return torch.tensor([10.0 * at[0] + at[1]])
+
+
+def test_ranks_are_in_row_major_order():
+    assert coordinates((2, 3)) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+    assert list(run_ranks((2, 3), lambda at, _: at).values()) == coordinates((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh_dims", "expected"),
+    [
+        ("sum", (0,), {(0, 0): 10.0, (1, 2): 14.0}),
+        ("max", (1,), {(0, 0): 2.0, (1, 2): 12.0}),
+        ("avg", (0, 1), {(0, 0): 6.0, (1, 2): 6.0}),
+        ("sum", (), {(0, 0): 0.0, (1, 2): 12.0}),
+    ],
+)
+def test_all_reduce(kind, mesh_dims, expected):
+    found = run_ranks((2, 3), lambda at, comm: comm.all_reduce(numbered(at), kind, mesh_dims).item())
+    assert {at: found[at] for at in expected} == expected
+
+
+def test_all_gather_takes_different_shapes():
+    found = run_ranks((2, 3), lambda at, comm: comm.all_gather(torch.full((at[1],), float(at[0])), 1))
+    assert [t.tolist() for t in found[1, 0]] == [[], [1.0], [1.0, 1.0]]
+
+
+def test_all_to_all_sends_piece_i_to_rank_i():
+    found = run_ranks((3,), lambda at, comm: comm.all_to_all([torch.tensor([at[0], i]) for i in range(3)], 0))
+    assert [t.tolist() for t in found[1,]] == [[0, 1], [1, 1], [2, 1]]
+
+
+@pytest.mark.parametrize(("by", "expected"), [(1, [2, 0, 1]), (-1, [1, 2, 0]), (4, [2, 0, 1])])
+def test_shift_wraps_round(by, expected):
+    found = run_ranks((3,), lambda at, comm: comm.shift(torch.tensor(at[0]), 0, by).item())
+    assert list(found.values()) == expected
+
+
+def test_collectives_follow_each_other_and_leave_their_inputs():
+    def work(at, comm):
+        mine = numbered(at)
+        total = comm.all_reduce(comm.all_reduce(mine, "sum", (0,)), "sum", (1,))
+        total += 1
+        return mine.item(), total.item()
+
+    assert run_ranks((2, 3), work)[1, 2] == (12.0, 37.0)
+
+
+def test_the_groups_of_a_collective_may_have_different_shapes():
+    found = run_ranks((2, 2), lambda at, comm: comm.all_reduce(torch.ones(2 - at[1]), "sum", (0,)).tolist())
+    assert found == {(0, 0): [2.0, 2.0], (0, 1): [2.0], (1, 0): [2.0, 2.0], (1, 1): [2.0]}
+
+
+def test_all_ranks_draw_the_same_numbers_as_one_device():
+    torch.manual_seed(3)
+    expected = torch.rand(2).tolist()
+    torch.manual_seed(3)
+    found = run_ranks((3,), lambda _, comm: [*torch.rand(1), *comm.all_gather(torch.rand(1), 0)[2]])
+    assert all([float(x) for x in numbers] == expected for numbers in found.values())
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda at, comm: comm.all_reduce(torch.ones(1), "sum", (0,)) if at[0] else None,
+        lambda at, comm: comm.all_reduce(torch.ones(1), "sum" if at[0] else "max", (0,)),
+        lambda at, comm: comm.all_reduce(torch.ones(1), "sum", (at[1],)),
+        lambda at, comm: comm.all_reduce(torch.ones(1 + at[0]), "sum", (0,)),
+        lambda at, comm: comm.shift(torch.ones(1, dtype=torch.float64 if at[0] else torch.float32), 0),
+        lambda at, comm: comm.all_gather(torch.ones(1), 0) if at[0] else comm.shift(torch.ones(1), 0),
+    ],
+    ids=["some ranks only", "kinds", "mesh dims", "shapes in a group", "dtypes in a group", "collectives"],
+)
+def test_ranks_that_disagree_are_an_error_instead_of_a_hang(work):
+    before = threading.active_count()
+    with pytest.raises(RankDisagreementError, match="asks for"):
+        run_ranks((2, 2), work)
+    assert threading.active_count() == before
+
+
+def test_what_a_rank_raises_names_the_rank_and_ends_the_others():
+    def work(at, comm):
+        comm.all_reduce(torch.ones(1), "sum", (0,))
+        return 1 / (at[0] - 1)
+
+    before = threading.active_count()
+    with pytest.raises(RankError, match=r"rank \(1,\) raised ZeroDivisionError") as refused:
+        run_ranks((3,), work)
+    assert isinstance(refused.value.__cause__, ZeroDivisionError)
+    assert threading.active_count() == before
+
+
+def test_a_silent_handle_refuses_to_communicate():
+    with pytest.raises(RankDisagreementError, match="only a lowering may communicate"):
+        SilentComm().all_reduce(torch.ones(1), "sum", (0,))
