@@ -5,8 +5,8 @@
     >>> print(handler_source(torch.ops.aten.mm.default, 2, ()))
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the tensor
-class, ``new`` its constructor, ``plans`` the op's plans by key, ``other`` what to do with an argument that is not exactly
-a MeshTensor, ``miss`` the slow path, ``guard`` a check of what moves, ``observers`` the callbacks of
+class, ``new`` its constructor, ``plans`` the op's plans by key, ``other`` what to do with an argument that is not
+exactly a MeshTensor, ``miss`` the slow path, ``guard`` a check of what moves, ``observers`` the callbacks of
 ``dispatcher.observe``.
 """
 

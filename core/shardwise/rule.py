@@ -444,7 +444,7 @@ def _sized(call: Call, dim: Any, meta: TensorMeta | None, at: int, sizes: Mappin
 
 
 def _as_ops(ops: Op | Iterable[Op]) -> tuple[Op, ...]:
-    given = (ops,) if isinstance(ops, Op) else tuple(ops)
+    given: tuple[Any, ...] = (ops,) if isinstance(ops, Op) else tuple(ops)
     if not given or not all(isinstance(op, Op) for op in given):
         wrong = next((op for op in given if not isinstance(op, Op)), None)
         raise RuleError(

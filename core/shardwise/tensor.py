@@ -169,8 +169,8 @@ class MeshTensor(torch.Tensor):
         """
         before, views.must_share = views.must_share, True
         try:
-            seen: MeshTensor = torch.Tensor.view(self, *size, **kwargs)
-            return seen
+            seen: Any = torch.Tensor.view(self, *size, **kwargs)
+            return seen  # type: ignore[no-any-return]
         finally:
             views.must_share = before
 
