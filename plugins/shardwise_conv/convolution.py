@@ -23,9 +23,11 @@ def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
     x, weight, groups = call.args["input"], call.args["weight"], call.args["groups"]
     positions = (None,) * (x.ndim - 2)
     transposed = call.args["transposed"]
+    into: Any
+    out: Any
     if groups == 1:
         into, out = "i", "o"
-        kernel = (into, out) if transposed else (out, into)
+        kernel: tuple[Any, ...] = (into, out) if transposed else (out, into)
     else:
         made = weight.shape[1] * groups if transposed else weight.shape[0]
         into, out = (("g", groups), ("i", x.shape[1] // groups)), (("g", groups), ("o", made // groups))
@@ -50,7 +52,7 @@ def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"groups": groups, "bias_sizes": sizes and (channels,)}
 
 
-# Affine in the input and in the weight. A bias that every rank has whole would be added once per rank to a pending sum.
+# Affine in the input and in the weight. A bias that every rank has whole would be added to a pending sum once per rank.
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
 
@@ -72,7 +74,7 @@ def convolution(call: Call) -> Rows:
 
 @rule_from(aten.convolution_backward.default, local_args=_local_sizes)
 def backward(call: Call) -> Flow:
-    """The gradients of what lacks the sharded dim are pending sums; that of the bias has nothing to do with the input."""
+    """A gradient that lacks the sharded dim is a pending sum; that of the bias knows nothing of the input."""
     dims = _dims(call)
     return Flow(
         [dims["result"], dims["input"], dims["weight"]],

@@ -1,4 +1,4 @@
-"""Ops that treat every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded."""
+"""Ops on every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
     """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
     found = []
     for dims in (1, 2, 3):
-        there = " ".join(name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text)
+        there = " ".join(
+            name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text
+        )
         if there:
             found.append(planes(there, dims, partial))
     return found
@@ -76,7 +78,10 @@ MAX_POOL_BACKWARDS = [
     planes("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", 2, LINEAR_FIRST),
     planes("max_pool3d_with_indices_backward adaptive_max_pool3d_backward", 3, LINEAR_FIRST),
 ]
-AVERAGE_POOLS = [planes("avg_pool2d _adaptive_avg_pool2d", 2, UNARY), planes("avg_pool3d _adaptive_avg_pool3d", 3, UNARY)]
+AVERAGE_POOLS = [
+    planes("avg_pool2d _adaptive_avg_pool2d", 2, UNARY),
+    planes("avg_pool3d _adaptive_avg_pool3d", 3, UNARY),
+]
 AVERAGE_POOL_BACKWARDS = [
     planes("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, LINEAR_FIRST),
     planes("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, LINEAR_FIRST),
@@ -87,7 +92,8 @@ SMOOTH = [
     planes("upsample_linear1d upsample_linear1d_backward", 1, UNARY),
     planes(
         "upsample_bilinear2d upsample_bilinear2d_backward upsample_bicubic2d upsample_bicubic2d_backward "
-        "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward",
+        "_upsample_bilinear2d_aa _upsample_bilinear2d_aa_backward "
+        "_upsample_bicubic2d_aa _upsample_bicubic2d_aa_backward",
         2,
         UNARY,
     ),

@@ -1,18 +1,18 @@
 """Look-ups in a table, their backward and the renormalisation of looked-up rows.
 
-A table sharded by row answers for its own rows alone: each rank looks up what it has, leaves zeros for the rest, and the
-sum over the ranks is the look-up (masked partial results).
+A table sharded by row answers for its own rows alone: each rank looks up what it has and leaves zeros for the rest, and
+the sum over the ranks is the look-up (masked partial results).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.placements import REPLICATE, shard
-from shardwise.rule import Call, LocalCall, Row, Rows, einop, rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, einop, rule, rule_from
 from shardwise.spec import TensorSpec
 
 __all__ = ["RULES"]
@@ -51,41 +51,18 @@ EMBEDDING = rule(
 # -- backward ----------------------------------------------------------------------------------------------------
 
 
-def _own_rows(
-    local: LocalCall,
-    gradient: Tensor,
-    indices: Tensor,
-    num_weights: int,
-    padding_idx: int,
-    scale_grad_by_freq: bool,
-) -> Tensor:
-    """The gradient of this rank's rows; what belongs to others goes into one more row, which is dropped."""
-    del num_weights
-    table = local.outputs[0]
-    assert table is not None
-    start, count = local.offset(table)[0], local.local_shape(table)[0]
-    own, relative = _own(local, table, indices)
-    padding = padding_idx - start if start <= padding_idx < start + count else -1
-    safe = torch.where(own, relative, count)
-    rows = aten.embedding_dense_backward.default(gradient, safe, count + 1, padding, scale_grad_by_freq)
-    mine: Tensor = rows[:count]
-    return mine
-
-
-@rule_from(aten.embedding_dense_backward.default, lowering=_own_rows)
-def embedding_backward(call: Call) -> Rows:
-    """Columns follow; sharded indices leave a pending sum; each rank may also make the rows of its shard of the table."""
-    by_frequency = call.args["scale_grad_by_freq"]
+@rule_from(aten.embedding_dense_backward.default)
+def embedding_backward(call: Call) -> Callable[[Call], Flow]:
+    """Columns follow; sharded indices leave a pending sum."""
     batch = [f"...{d}" for d in range(call.args["indices"].ndim, 0, -1)]
-    flow = einop(
+    # How often an index occurs is a global count.
+    counted = call.args["scale_grad_by_freq"]
+    return einop(
         "... d, ... -> _ d",
-        # How often an index occurs is a global count.
-        **({"replicate": batch} if by_frequency else {"reduce": dict.fromkeys(batch, "sum")}),
+        reduce={} if counted else dict.fromkeys(batch, "sum"),
+        replicate=batch if counted else (),
         partial=["sum, R -> sum", "avg, R -> avg"],
     )
-    rows = flow(call).bind(call).rows
-    by_row = Row((REPLICATE, REPLICATE), (shard(0),), "rows of the table", lowered=True)
-    return Rows((*rows[:-1], by_row, rows[-1]))
 
 
 # -- renormalisation ---------------------------------------------------------------------------------------------

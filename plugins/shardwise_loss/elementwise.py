@@ -48,9 +48,7 @@ def forward(call: Call) -> Flow:
     flow = einop("... -> ...")(call)
     if reduction == NONE:
         return flow
-    return Flow(
-        flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=dims if reduction == MEAN else False
-    )
+    return Flow(flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=dims if reduction == MEAN else False)
 
 
 @rule_from(

@@ -1,7 +1,7 @@
 """Negative log likelihood: the batch and positions may be sharded, the classes are whole.
 
-The mean divides by the total weight of the targets, the ignored ones left out. Over a sharded batch that is the *global*
-total weight; a mean of the ranks' means would be wrong.
+The mean divides by the total weight of the targets, the ignored ones left out. Over a sharded batch that is the
+*global* total weight; a mean of the ranks' means would be wrong.
 """
 
 from __future__ import annotations

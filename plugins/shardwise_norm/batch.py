@@ -13,7 +13,6 @@ __all__ = [
     "RULES",
     "backward_flow",
     "forward_flow",
-    "named_arguments",
     "pooling",
     "reserve",
     "synchronised",
@@ -137,6 +136,7 @@ def synchronised_backward(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[
 
 
 def forward_flow(call: Call, training: bool) -> Flow:
+    """The rows of a forward: channels, batch and positions."""
     # The kernels refuse a tensor without elements; the lowerings take it.
     labels = _labels(call)
     inputs = [labels if name == "input" else ("c",) for name in call.operand_names]
@@ -152,6 +152,7 @@ def forward_flow(call: Call, training: bool) -> Flow:
 
 
 def backward_flow(call: Call, training: bool, linear: tuple[str, ...]) -> Flow:
+    """The rows of a backward; ``linear`` are those with a pending gradient."""
     labels = _labels(call)
     saved = ("c",) if training else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}
@@ -182,16 +183,10 @@ def forward(call: Call) -> Flow | Rows:
     return Rows(()) if training and unseen else forward_flow(call, training)
 
 
-@rule_from(aten._native_batch_norm_legit_no_training.default)
-def inference(call: Call) -> Flow:
-    """Any dim: each value by itself."""
-    return forward_flow(call, training=False)
-
-
 @rule_from(aten.native_batch_norm_backward.default, lowering=synchronised_backward)
 def backward(call: Call) -> Flow:
     """Channels; batch and positions, in training by sums over all shards."""
     return backward_flow(call, bool(call.args["train"]), LINEAR)
 
 
-RULES = (forward, inference, backward)
+RULES = (forward, backward)

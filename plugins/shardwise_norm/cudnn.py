@@ -1,7 +1,8 @@
 """Batch norm as cudnn's kernel takes and gives it.
 
-The kernel hands its backward a reserve whose size only it knows, so no plan can place it. Every row therefore runs a lowering: torch's
-own kernel, which needs no reserve, or the synchronised one where statistics are taken over several shards.
+The kernel hands its backward a reserve whose size only it knows, so no plan can place it. Every row therefore runs a
+lowering: torch's own kernel, which needs no reserve, or the synchronised one where statistics are taken over several
+shards.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise_norm.batch import (
     backward_flow,
     forward_flow,
-    named_arguments,
     pooling,
     reserve,
     synchronised,

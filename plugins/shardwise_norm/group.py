@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,12 +24,19 @@ def _local_sizes(local: LocalCall) -> Mapping[str, int]:
     return {"N": shape[0], "C": shape[1], "group": local.arg("group") // spec.shards_per_dim[1]}
 
 
-def _dims(call: Call) -> dict[str, tuple[object, ...]]:
+def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
     """Dims of each operand by its name."""
     x, groups = call.args["input"], call.args["group"]
     channel = (("g", groups), ("c", x.shape[1] // groups))
     whole = ("n", channel, *[None] * (x.ndim - 2))
-    return {"input": whole, "grad_out": whole, "weight": (channel,), "bias": (channel,), "mean": ("n", "g"), "rstd": ("n", "g")}
+    return {
+        "input": whole,
+        "grad_out": whole,
+        "weight": (channel,),
+        "bias": (channel,),
+        "mean": ("n", "g"),
+        "rstd": ("n", "g"),
+    }
 
 
 @rule_from([aten.native_group_norm.default, aten.native_group_norm.out], local_args=_local_sizes)

@@ -48,7 +48,7 @@ def _of_shards(
     order: float,
     dtype: torch.dtype | None,
 ) -> list[Tensor]:
-    """Norms of local tensors; an empty shard counts for nothing, a tensor that is empty as a whole is torch's affair."""
+    """Norms of local tensors; an empty shard counts for nothing, a tensor that is wholly empty is torch's affair."""
     there = [t.numel() > 0 or not spec.tensor_meta.numel for t, spec in zip(tensors, specs, strict=True)]
     some = [t for t, is_there in zip(tensors, there, strict=True) if is_there]
     if dtype is None and all(t.dtype.itemsize < torch.float32.itemsize for t in some):
@@ -78,7 +78,7 @@ def _grouped(keys: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], lis
     return list(groups.items())
 
 
-@rule_from(aten._foreach_norm.Scalar, zip_lists=True, lowering=norms)  # noqa: SLF001  # an aten op's name
+@rule_from(aten._foreach_norm.Scalar, zip_lists=True, lowering=norms)
 def NORM(self: TensorMeta) -> Flow:
     """[...] -> [()], whole."""
     return _reduced(self, "R", lowered=True)
@@ -101,7 +101,7 @@ def _lowest(dtype: torch.dtype) -> float:
     return 0 if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-@rule_from(aten._foreach_max.default, zip_lists=True, lowering=maxima)  # noqa: SLF001  # an aten op's name
+@rule_from(aten._foreach_max.default, zip_lists=True, lowering=maxima)
 def MAX(self: TensorMeta) -> Flow:
     """[...] -> [()], pending max; max -> max."""
     return _reduced(self, "max", lowered=True, partial=("max -> max",))

@@ -22,7 +22,8 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     """Divide the parts of a pending sum or average.
 
     By zero, the parts would give infinities of both signs where the whole gives one: reduce it first. What comes out is
-    infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is.
+    infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is. A divisor that is a tensor
+    on an accelerator is waited for.
     """
     if by == 0:
         whole = x

@@ -53,7 +53,7 @@ def elementwise_of(
         present = sum(meta is not None for meta in call.operands)
         rows = table.get(present, ()) if when is None or when(call) else ()
         flow = einop("... -> ...", partial=rows, lowered=own.get(present, ()))(call)
-        return Rows(tuple(row for row in flow.bind(call).rows if _is_exact(row, call)))
+        return Rows(tuple(row for row in flow.bind(call).rows if _stays(row, call) and _is_exact(row, call)))
 
     describe.__doc__ = "..., ... -> ..." + _shown(table)
     return rule_from(ops, lowering=lowering)(describe)
@@ -85,6 +85,11 @@ def _is_of_tensors(op: Op) -> bool:
 
 
 # -- which rows --------------------------------------------------------------------------------------------------
+
+
+def _stays(row: Row, call: Call) -> bool:
+    """Whether the operand that an in-place op writes can become the result where it lies."""
+    return not call.signature.args[0].written or row.inputs[0] == row.outputs[0]
 
 
 def _is_exact(row: Row, call: Call) -> bool:

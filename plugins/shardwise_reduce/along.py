@@ -36,15 +36,11 @@ def _exact(rows: Sequence[str], dtype: torch.dtype) -> list[str]:
 
 CUMSUM = _along(ops("cumsum.default cumsum_.default cumsum.out"), ["sum -> sum", "avg -> avg"])
 CUMPROD = _along(ops("cumprod.default cumprod_.default cumprod.out"), ["product -> product"])
-SCAN = _along(
-    ops(
-        "cummax.default cummax.out cummin.default cummin.out "
-        "logcumsumexp.default logcumsumexp.out"
-    )
-)
+SCAN = _along(ops("cummax.default cummax.out cummin.default cummin.out logcumsumexp.default logcumsumexp.out"))
 ORDER = _along(
     ops(
-        "sort.default sort.stable sort.values sort.values_stable topk.default topk.values kthvalue.default kthvalue.values "
+        "sort.default sort.stable sort.values sort.values_stable topk.default topk.values kthvalue.default "
+        "kthvalue.values "
         "mode.default mode.values median.dim median.dim_values nanmedian.dim nanmedian.dim_values"
     )
 )

@@ -1,4 +1,4 @@
-"""Variance and standard deviation, over a sharded dim by two passes: the global mean first, then the distances to it."""
+"""Variance and standard deviation. A sharded dim takes two passes: the global mean, then the distances to it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _lowering(finish: Callable[[torch.Tensor], torch.Tensor]) -> Lowering:
         **outs: torch.Tensor,
     ) -> Any:
         variance, average = _moments(local, x, correction)
-        into_ = list(outs.values()) or [None] * len(local.outputs)
-        found = zip((finish(variance), average), into_, strict=False)
+        given: list[torch.Tensor | None] = [*outs.values()] or [None] * len(local.outputs)
+        found = zip((finish(variance), average), given, strict=False)
         results = tuple(into(local, tensor, out, at) for at, (tensor, out) in enumerate(found))
         return results if len(results) > 1 else results[0]
 

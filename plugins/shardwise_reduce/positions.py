@@ -1,4 +1,4 @@
-"""Largest and smallest values along one dim with their positions; a sharded dim by comparing the shards' own winners."""
+"""Largest and smallest values along one dim, and where they are; over a sharded dim the shards' winners compete."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def _winners(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tupl
 
 
 def _dim(local: LocalCall) -> int:
-    return int(local.call.args["dim"]) % max(1, local.call.args["self"].ndim)
+    ndim: int = local.call.args["self"].ndim
+    return int(local.call.args["dim"]) % max(1, ndim)
 
 
 def _lowering(largest: bool) -> Lowering:

@@ -54,7 +54,7 @@ def prod(call: Call) -> Flow:
 def _share(
     local: LocalCall, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
 ) -> torch.Tensor:
-    """This rank's share of the mean: its sum over the *global* count. A mean of means is wrong on uneven shards."""
+    """One rank's share of the mean: its sum over the *global* count. A mean of means is wrong on uneven shards."""
     result = local.outputs[0]
     assert result is not None
     count = local.call.args["self"].numel // max(1, result.tensor_meta.numel)
