@@ -113,7 +113,8 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
     if op not in registry and is_composite(op):
         # Under inference mode torch hands composite ops over whole; their parts have the rules.
         return lambda args, kwargs: op.decompose(*args, **kwargs)
-    info = RuntimeSchemaInfo.of(op, registry.lookup(op).rule.static)
+    rule = registry.lookup(op).rule
+    info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     store = _PlanStore(op, info)
     scope: dict[str, Any] = {
         "MT": _tensor_class[0],
@@ -158,8 +159,8 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and not value.any():
-        # Autograd itself fills in plain zeros for the unused results of an op such as split; they are whole everywhere.
+    if isinstance(value, torch.Tensor) and in_backward() and (not value.any() or bool((value == 1).all())):
+        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike on all ranks.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(

@@ -80,8 +80,10 @@ def parse(text: str) -> Notation:
 
 def parse_operand(text: str) -> Operand:
     """Read one operand."""
-    (operand,) = _operands(text, _TOKEN.findall(text)) or (Operand(()),)
-    return operand
+    found = _operands(text, _TOKEN.findall(text))
+    if len(found) != 1 or "->" in text:
+        raise _error(text, f"it is {len(found)} operands", "Write one operand, such as '... d', R or ().")
+    return found[0]
 
 
 def _operands(text: str, tokens: list[str]) -> tuple[Operand, ...]:

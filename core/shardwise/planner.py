@@ -29,7 +29,10 @@ __all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "strategi
 def make_call(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> Call:
     """The call as its rule sees it: metas for specs, stand-ins for arguments that are keyed by type."""
     shown = by_type(rule, schema.values, schema.op)
-    return Call(schema.op, {name: _metas(value) for name, value in shown.items()}, tuple(outputs))
+    call = Call(schema.op, {name: _metas(value) for name, value in shown.items()}, tuple(outputs))
+    if rule.results is None:
+        return call
+    return Call(call.op, call.args, tuple(rule.results(call, schema.mesh.device_type)))
 
 
 def _metas(value: object) -> object:

@@ -42,6 +42,8 @@ __all__ = [
 Described = Flow | Rows
 Description = Described | Callable[[Call], Described]
 Describe = Callable[[Call], Description]
+# (call, device type) -> metas of the results as that device's kernels return them, if the meta device says otherwise.
+Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 
 @frozen(eq=False)
@@ -49,7 +51,8 @@ class Rule:
     """What is legal for some ops that behave alike. Made by :func:`rule` or :func:`rule_from`, never by hand.
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
-    schema type. ``zip_lists`` gives each position of the tensor lists its own choice.
+    schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
+    the ops write though their schemas do not say so, ``results`` corrects the metas of the results.
     """
 
     ops: tuple[Op, ...]
@@ -61,6 +64,8 @@ class Rule:
     local_args: LocalArgs | None
     source: str
     partial: tuple[str, ...] = ()
+    writes: frozenset[str] = frozenset()
+    results: Results | None = None
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -85,6 +90,8 @@ class FullMeshRule:
     local_args: LocalArgs | None = None
     text: str = "function of the full mesh"
     zip_lists: bool = field(default=False, init=False)
+    writes: frozenset[str] = field(default=frozenset(), init=False)
+    results: Results | None = field(default=None, init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -152,6 +159,8 @@ def rule_from(
     zip_lists: bool = False,
     lowering: Lowering | None = None,
     local_args: LocalArgs | None = None,
+    writes: Iterable[str] = (),
+    results: Results | None = None,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -159,6 +168,10 @@ def rule_from(
     never), with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or
     :class:`Rows`. A parameter named ``call`` gets the whole :class:`Call`, output metas included. Arguments that are
     keyed by type only (floats, scalars) must be named in ``static`` before the function may read their value.
+
+    ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
+    written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
+    device's kernel differs from the meta device.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -174,6 +187,8 @@ def rule_from(
             lowering=lowering,
             local_args=local_args,
             source=f"{code.co_filename}:{code.co_firstlineno}",
+            writes=_checked_writes(ops, writes),
+            results=results,
         )
 
     return make
@@ -476,6 +491,20 @@ def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
             do="Correct the name in static=.",
             op=op_name(ops[0]),
             argument=unknown[0],
+        )
+    return names
+
+
+def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
+    names = frozenset(writes)
+    known = {a.name for op in ops for a in signature(op).tensor_args}
+    for name in sorted(names - known):
+        raise RuleArgumentError(
+            asked=f"make a rule for {op_name(ops[0])}",
+            found=f"it writes {name!r}, which is no tensor argument of its ops: {_listed(known)}",
+            do="Correct the name in writes=.",
+            op=op_name(ops[0]),
+            argument=name,
         )
     return names
 

@@ -28,16 +28,22 @@ class RuntimeSchemaInfo:
 
     by_value: frozenset[str]
     by_type: frozenset[str]
+    writes: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, op: Op, static: frozenset[str] = frozenset()) -> RuntimeSchemaInfo:
-        """Derived from the ATen schema; ``static`` moves arguments from by-type to by-value."""
+    def of(
+        cls, op: Op, static: frozenset[str] = frozenset(), writes: frozenset[str] = frozenset()
+    ) -> RuntimeSchemaInfo:
+        """Derived from the ATen schema; ``static`` moves arguments from by-type to by-value, ``writes`` adds written
+        ones.
+        """
         args = signature(op).args
         return cls(
             by_value=frozenset(
                 a.name for a in args if a.kind is Kind.BY_VALUE or (a.kind is Kind.BY_TYPE and a.name in static)
             ),
             by_type=frozenset(a.name for a in args if a.kind is Kind.BY_TYPE and a.name not in static),
+            writes=writes,
         )
 
 
@@ -77,7 +83,7 @@ class OpSchema:
         """Name, spec, is-out, is-written of each tensor operand, lists flattened; ``out=`` last, as schemas have it."""
         for arg, value in zip(self.signature.args, self.values, strict=True):
             if arg.kind is Kind.TENSOR:
-                yield arg.name, value, arg.is_out, arg.written
+                yield arg.name, value, arg.is_out, arg.written or arg.name in self.info.writes
             elif arg.kind is Kind.TENSORS:
                 for i, spec in enumerate(value or ()):
                     yield f"{arg.name}[{i}]", spec, arg.is_out, arg.written

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
+from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.spec import TensorMeta
 
 __all__ = [
     "RULES",
@@ -132,6 +133,27 @@ def synchronised_backward(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[
     return tuple(t.to(dtype) if wanted else None for t, wanted, dtype in zip(found, mask, dtypes, strict=True))
 
 
+# -- what CPU kernels return -------------------------------------------------------------------------------------
+
+
+def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
+    """On the CPU nothing is saved without training, and what is saved is in the parameters' dtype."""
+    result, *saved = call.outputs
+    if device_type != "cpu":
+        return [result, *saved]
+    weight = call.args["weight"]
+    dtype = (call.args["input"] if weight is None else weight).dtype
+    size = call.args["input"].shape[1] if call.args["training"] else 0
+    return [result, *(None if s is None else TensorMeta.contiguous((size,), dtype) for s in saved)]
+
+
+def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
+    """The CPU heeds the mask for the gradient of the input too."""
+    by_input, *others = call.outputs
+    wanted = device_type != "cpu" or call.args["output_mask"][0]
+    return [by_input if wanted else None, *others]
+
+
 # -- rules -------------------------------------------------------------------------------------------------------
 
 
@@ -175,15 +197,15 @@ def backward_flow(call: Call, training: bool, linear: tuple[str, ...]) -> Flow:
         aten._native_batch_norm_legit.no_stats,
     ],
     lowering=synchronised,
+    writes=("running_mean", "running_var"),
+    results=_results,
 )
-def forward(call: Call) -> Flow | Rows:
+def forward(call: Call) -> Flow:
     """Channels; batch and positions, in training by the statistics of all shards."""
-    training = bool(call.args["training"])
-    unseen = call.op is aten.native_batch_norm.default and call.args["running_mean"] is not None
-    return Rows(()) if training and unseen else forward_flow(call, training)
+    return forward_flow(call, bool(call.args["training"]))
 
 
-@rule_from(aten.native_batch_norm_backward.default, lowering=synchronised_backward)
+@rule_from(aten.native_batch_norm_backward.default, lowering=synchronised_backward, results=_gradients)
 def backward(call: Call) -> Flow:
     """Channels; batch and positions, in training by sums over all shards."""
     return backward_flow(call, bool(call.args["train"]), LINEAR)

@@ -55,12 +55,10 @@ def _lowered(flow: Flow, call: Call) -> Rows:
     return Rows(tuple(evolve(row, lowered=True) for row in flow.bind(call).rows))
 
 
-@rule_from(aten.cudnn_batch_norm.default, lowering=_normalise)
+@rule_from(aten.cudnn_batch_norm.default, lowering=_normalise, writes=("running_mean", "running_var"))
 def forward(call: Call) -> Rows:
     """Channels; batch and positions, in training by the statistics of all shards."""
-    training = bool(call.args["training"])
-    unseen = call.args["running_mean"] is not None
-    return Rows(()) if training and unseen else _lowered(forward_flow(call, training), call)
+    return _lowered(forward_flow(call, bool(call.args["training"])), call)
 
 
 @rule_from(aten.cudnn_batch_norm_backward.default, lowering=_differentiate)

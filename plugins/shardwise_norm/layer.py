@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from attrs import evolve
 
 from shardwise.rule import Call, Flow, rule_from
+from shardwise.spec import TensorMeta
 
 __all__ = ["RULES"]
 
@@ -19,7 +21,17 @@ def _labels(call: Call) -> tuple[str | None, ...]:
     return tuple(f"b{d}" if d < batch else None for d in range(call.args["input"].ndim))
 
 
-@rule_from([aten.native_layer_norm.default, aten.native_layer_norm.out, aten._fused_rms_norm.default])
+def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
+    """On the CPU the statistics are in the dtype of the parameters, elsewhere in that of the accumulator."""
+    result, *statistics = call.outputs
+    if device_type != "cpu" or call.op is aten._fused_rms_norm.default:
+        return [result, *statistics]
+    weight = call.args["weight"]
+    dtype = (call.args["input"] if weight is None else weight).dtype
+    return [result, *(None if s is None else evolve(s, dtype=dtype) for s in statistics)]
+
+
+@rule_from([aten.native_layer_norm.default, aten.native_layer_norm.out, aten._fused_rms_norm.default], results=_results)
 def forward(call: Call) -> Flow:
     """Batch dims; mean and rstd, which keep the normalised dims as size 1, follow."""
     labels = _labels(call)

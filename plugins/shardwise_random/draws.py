@@ -82,8 +82,8 @@ FROM_PARAMETERS = (
             aten.multinomial.default,
             aten.normal.Tensor_float,
             aten.normal.float_Tensor,
-            aten._standard_gamma.default,  # noqa: SLF001  # an aten op's name
-            aten._sample_dirichlet.default,  # noqa: SLF001
+            aten._standard_gamma.default,  # an aten op's name
+            aten._sample_dirichlet.default,
         ],
         "R -> R",
     ),

@@ -199,3 +199,16 @@ def unused_results(layout):
 @pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)], [Replicate()]])
 def test_results_that_nothing_uses_have_no_gradient(pool, layout):
     pool.run(unused_results, layout)
+
+
+def product_of_zeros(layout):
+    full = torch.arange(6.0).reshape(2, 3)
+    x, expected = sw.distribute_tensor(full, mesh((4,)), layout).requires_grad_(), full.clone().requires_grad_()
+    x.prod(1).sum().backward()
+    expected.prod(1).sum().backward()
+    torch.testing.assert_close(x.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)], [Replicate()]])
+def test_the_gradient_of_a_product_with_a_zero(pool, layout):
+    pool.run(product_of_zeros, layout)

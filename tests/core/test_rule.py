@@ -264,3 +264,8 @@ def test_a_flow_of_a_function_is_bound_to_the_call():
     made = rule_from(aten.t.default)(lambda **_: Flow([("a", "b")], [("b", "a")]))
     first = made.rows(call(made, aten.t.default, meta(2, 3), outputs=[meta(3, 2)]))[0]
     assert first == Row((shard(0),), (shard(1),), "shard a")
+
+
+def test_a_mapping_describes_one_operand_per_name():
+    with pytest.raises(NotationError, match="it is 2 operands"):
+        rule(aten._foreach_add.List, {"self other": "...", "->": "R, R"}, zip_lists=True)

@@ -103,8 +103,20 @@ def batch_norms(stats=True, training=True):
     return found
 
 
-def hidden_batch_norms():
-    return [((*args[:3], None, None, *args[3:]), kwargs) for args, kwargs in batch_norms(stats=False)]
+def native_batch_norms():
+    """With running statistics, which are written in training though the schema does not say so, and without."""
+    hidden = [((*args[:3], None, None, *args[3:]), kwargs) for args, kwargs in batch_norms(stats=False)]
+    return [*batch_norms(), *batch_norms(training=False), *hidden]
+
+
+def both(calls):
+    """The calls, and some of them with bf16 in place of float32."""
+
+    def make():
+        narrow = [[a.to(BF16) if isinstance(a, torch.Tensor) else a for a in args] for args, _ in calls()[:3]]
+        return [*calls(), *((args, {}) for args in narrow)]
+
+    return make
 
 
 def batch_norm_backwards():
@@ -112,7 +124,7 @@ def batch_norm_backwards():
     for i, s in enumerate([*BATCHES, *BATCHES]):
         x, w, stats, train = made(s) + 3, weights([s[1]]), running(s[1]), i % 3 != 2
         _, mean, invstd = aten.native_batch_norm(x, w, None, *(t.clone() for t in stats), train, 0.1, 1e-5)
-        mask = MASKS[:2][i % 2]
+        mask = [*MASKS[:2], [False, True, True]][i % 3]
         found.append(
             (
                 (
@@ -163,17 +175,21 @@ def cudnn_batch_norm_backward(x, grad_output, weight, running_mean, running_var,
 
 
 SAMPLES = {
-    aten.native_layer_norm.default: layer_norms,
-    aten.native_layer_norm_backward.default: layer_norm_backwards,
+    aten.native_layer_norm.default: both(layer_norms),
+    aten.native_layer_norm_backward.default: both(layer_norm_backwards),
     aten._fused_rms_norm.default: rms_norms,
     aten._fused_rms_norm_backward.default: rms_norm_backwards,
     aten.native_group_norm.default: group_norms,
     aten.native_group_norm_backward.default: group_norm_backwards,
-    aten.native_batch_norm.default: hidden_batch_norms,
-    aten._native_batch_norm_legit.default: batch_norms,
+    aten.native_batch_norm.default: both(native_batch_norms),
+    aten._native_batch_norm_legit.default: lambda: [*both(batch_norms)(), *batch_norms(training=False)],
     aten._native_batch_norm_legit.no_stats: lambda: batch_norms(stats=False),
     aten.native_batch_norm_backward.default: batch_norm_backwards,
-    aten.cudnn_batch_norm.default: cudnn_batch_norms,
+    aten.cudnn_batch_norm.default: lambda: [
+        *cudnn_batch_norms(),
+        *cudnn_batch_norms(stats=True),
+        *cudnn_batch_norms(stats=True, training=False),
+    ],
     aten.cudnn_batch_norm_backward.default: cudnn_batch_norm_backwards,
 }
 

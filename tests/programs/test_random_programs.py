@@ -144,6 +144,14 @@ def test_random_programs_compute_what_one_device_does(pool, data):
 
 
 @pytest.mark.slow
+@pytest.mark.sample
+@settings(max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_fixed_sample_of_random_programs(pool, data):
+    checked(pool, data)
+
+
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_many_random_programs_compute_what_one_device_does(pool, data):

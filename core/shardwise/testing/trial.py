@@ -14,6 +14,7 @@ from shardwise.errors import RuleArgumentError
 from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN, output_metas
 from shardwise.placements import REPLICATE
+from shardwise.planner import make_call
 from shardwise.rule import AnyRule
 from shardwise.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.signature import Kind, Op, Signature, signature
@@ -96,7 +97,7 @@ class Trial:
         tensors, others = split_results(op, found)
         expected = Answer(tensors, others, operands)
         metas = tuple(None if t is None else TensorMeta.of(t) for t in tensors)
-        return cls(rule, op, values, run, expected, *_planned(op, values, metas))
+        return cls(rule, op, values, run, expected, *_planned(rule, op, values, metas))
 
     @property
     def signature(self) -> Signature:
@@ -131,7 +132,7 @@ class Trial:
 
     def schema(self, mesh: AbstractMesh) -> OpSchema:
         """The call with every operand replicated over a mesh."""
-        return _schema(self.op, self.values, mesh, self.rule.static)
+        return _schema(self.op, self.values, mesh, self.rule)
 
     def __str__(self) -> str:
         shown = [_shown_value(v) for v in self.values]
@@ -263,21 +264,23 @@ def _fresh(value: Any) -> Any:
     return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
-def _schema(op: Op, values: Sequence[Any], mesh: AbstractMesh, static: frozenset[str]) -> OpSchema:
+def _schema(op: Op, values: Sequence[Any], mesh: AbstractMesh, rule: AnyRule) -> OpSchema:
     whole = (REPLICATE,) * mesh.ndim
     specs = [None if t is None else TensorSpec(mesh, whole, TensorMeta.of(t)) for t in flat_operands(op, values)]
-    return OpSchema(op, tuple(with_operands(op, values, specs)), RuntimeSchemaInfo.of(op, static))
+    return OpSchema(op, tuple(with_operands(op, values, specs)), RuntimeSchemaInfo.of(op, rule.static, rule.writes))
 
 
 def _planned(
-    op: Op, values: Sequence[Any], metas: tuple[TensorMeta | None, ...]
+    rule: AnyRule, op: Op, values: Sequence[Any], metas: tuple[TensorMeta | None, ...]
 ) -> tuple[tuple[TensorMeta | None, ...], str | None]:
+    schema = _schema(op, values, AbstractMesh(()), rule)
     try:
-        found = output_metas(op, _schema(op, values, AbstractMesh(()), frozenset()).values)
+        found = output_metas(op, schema.values)
     except Exception as error:  # noqa: BLE001  a meta kernel may raise anything
         return metas, f"on the meta device it raises {type(error).__name__}: {error}"
     if found is UNKNOWN:
         return (None,) * len(metas), None
+    found = make_call(rule, schema, found).outputs
     shown, real = ([None if m is None else (tuple(m.shape), m.dtype) for m in which] for which in (found, metas))
     return metas, None if shown == real else f"on the meta device its results are {shown}, on data {real}"
 
