@@ -160,7 +160,7 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
         return value.dtype, value
     if isinstance(value, torch.Tensor) and in_backward() and (not value.any() or bool((value == 1).all())):
-        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike on all ranks.
+        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(

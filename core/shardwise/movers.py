@@ -184,7 +184,8 @@ def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) ->
     for d in range(len(shape)):
         axes += [axis for axis, dim in enumerate(sharded) if dim == d]
         axes.append(len(grid) + d)
-    return lambda local: group.all_gather(_row_major(local)).view(stacked).permute(axes).reshape(whole)
+    # Not reshape: where a piece has one element along a dim it would return a view with other strides.
+    return lambda local: group.all_gather(_row_major(local)).view(stacked).permute(axes).contiguous().view(whole)
 
 
 def _gather_uneven(group: Group, shapes: Sequence[Shape], cuts: Sequence[Cuts], whole: Shape) -> Mover:
@@ -247,7 +248,7 @@ def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Sha
 
     def run(local: Tensor) -> Tensor:
         pieces = _row_major(local).view(split).movedim(new, 0).contiguous()
-        return group.all_to_all(pieces).movedim(0, old).reshape(shape)
+        return group.all_to_all(pieces).movedim(0, old).contiguous().view(shape)
 
     return run
 

@@ -76,7 +76,15 @@ def test_the_parts_of_an_operand():
     assert operand.names == ("h", "d", "k")
     assert operand.has_ellipsis
     assert parse_operand("R").dims is None
-    assert parse_operand("()").dims == parse_operand("").dims == ()
+    assert parse_operand("()").dims == ()
+
+
+@pytest.mark.parametrize(("text", "count"), [("", 0), ("a, b", 2), ("a -> b", 1)])
+def test_one_operand_is_one_operand(text, count):
+    with pytest.raises(NotationError, match=r"one operand|is not a dim") as refused:
+        parse_operand(text)
+    assert refused.value.notation == text
+    assert refused.value.found in (f"it is {count} operands", "'->' is not a dim")
 
 
 BAD = {

@@ -350,6 +350,18 @@ def test_a_rule_that_raises_is_refused():
         check_rule(BROKEN, ONE)
 
 
+def test_results_that_the_op_does_not_give_are_refused():
+    def doubled(call, _):
+        return [TensorMeta.contiguous(call.outputs[0].shape, torch.float64)]
+
+    @rule_from(aten.relu.default, results=doubled)
+    def planted(x):
+        return like(x)
+
+    with pytest.raises(RuleRefuted, match=r"on the meta device its results are .*float64.*, on data .*float32"):
+        check_rule(planted, ONE)
+
+
 def test_a_row_of_the_wrong_length_is_refused():
     with pytest.raises(RuleRefuted, match="has 1 operands and the call has 2"):
         check_rule(rows_rule(aten.mm.default, row("short", [S0], [S0])), MATRICES)
