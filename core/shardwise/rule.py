@@ -13,11 +13,12 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.errors import NotationError, RuleArgumentError, RuleError
-from shardwise.flow import Flow, Label, Row, Rows, flag_or_names, split_row
+from shardwise.errors import RuleArgumentError, RuleError
+from shardwise.flow import Flow, Label, Row, Rows, flag_or_names
 from shardwise.lowering import LocalArgs, LocalCall, Lowering
-from shardwise.notation import ELLIPSIS, Notation, Operand, parse, parse_operand
-from shardwise.placements import PENDING_KINDS, partial, shard
+from shardwise.notation import parse
+from shardwise.pattern import Options, Pattern, labelled, listed
+from shardwise.placements import partial, shard
 from shardwise.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.spec import TensorMeta
 
@@ -130,8 +131,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
     ops = _as_ops(ops)
-    shape = _Shape.of(ops, notation)
-    options = _Options(
+    shape = Pattern.of(ops, notation)
+    options = Options(
         reduce=dict(reduce or {}),
         replicate=frozenset(replicate),
         partial=tuple(partial),
@@ -239,220 +240,14 @@ def einop(
 ) -> Callable[[Call], Flow]:
     """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return."""
     parsed = parse(notation)
-    options = _Options(
+    options = Options(
         dict(reduce or {}),
         frozenset(replicate),
         tuple(partial),
         flag_or_names(lowered),
         frozenset(nonempty),
     )
-    return lambda call: _labelled(call, parsed.inputs, parsed.outputs, options)
-
-
-# -- notation against schemas ------------------------------------------------------------------------------------
-
-
-@frozen
-class _Options:
-    reduce: dict[str, str]
-    replicate: frozenset[str]
-    partial: tuple[str, ...]
-    lowered: bool | frozenset[str]
-    nonempty: frozenset[str]
-
-
-@frozen
-class _Shape:
-    """A rule's notation, by position or by argument name, checked against the schemas of its ops."""
-
-    text: str
-    positional: Notation | None
-    named: Mapping[str, Operand]
-    result: Operand | None
-
-    @classmethod
-    def of(cls, ops: Sequence[Op], notation: str | Mapping[str, str]) -> _Shape:
-        if isinstance(notation, str):
-            parsed = parse(notation)
-            for op in ops:
-                _check_counts(op, notation, parsed)
-            return cls(str(parsed), parsed, {}, None)
-        named = {
-            name: parse_operand(text) for names, text in notation.items() if names != "->" for name in names.split()
-        }
-        for op in ops:
-            _check_names(op, named)
-        result = notation.get("->")
-        first = next(iter(named.values()))
-        text = ", ".join(f"{names}: {text}" for names, text in notation.items() if names != "->")
-        return cls(f"{text} -> {result or first}", None, named, parse_operand(result) if result is not None else first)
-
-    @property
-    def operands(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
-        if self.positional is not None:
-            return self.positional.inputs, self.positional.outputs
-        return tuple(self.named.values()), (self.result,) if self.result is not None else ()
-
-    def check(self, options: _Options) -> None:
-        """Every vanishing dim is accounted for, and every option speaks of something that is there."""
-        inputs, outputs = self.operands
-        names = {n for o in inputs for n in o.names}
-        made = {n for o in outputs for n in o.names}
-        vanishing = {n for n in names if any(o.dims is not None and n not in o.names for o in outputs)}
-        loose = vanishing - set(options.reduce) - options.replicate if outputs else set()
-        if loose:
-            raise self._error(
-                f"{_listed(loose)} of the inputs is missing in an output",
-                "Name it in reduce= (its shards are partial results) or in replicate= (it must be whole).",
-            )
-        for what, given in (
-            ("reduce", set(options.reduce)),
-            ("replicate", options.replicate),
-            ("nonempty", options.nonempty),
-        ):
-            unknown = {n for n in given if n not in names and not n.startswith(ELLIPSIS)}
-            if unknown:
-                raise self._error(f"{what}= names {_listed(unknown)}, which no input has", "Use a dim of the inputs.")
-        kinds = set(options.reduce.values()) - {*PENDING_KINDS, "R"}
-        if kinds:
-            raise self._error(f"{_listed(kinds)} is no pending kind", f"Use one of {', '.join(PENDING_KINDS)}.")
-        if made - names:
-            raise self._error(
-                f"the output dim {_listed(made - names)} is in no input", "Write _ for a dim made by the op."
-            )
-        for text in options.partial:
-            self._check_row(text, names)
-
-    def _check_row(self, text: str, names: set[str]) -> None:
-        left, right = split_row(text)
-        words = {w for w in left + right if w not in {*PENDING_KINDS, "R", "*", "..."}} - names
-        if words:
-            raise self._error(
-                f"the row {text!r} has {_listed(words)}, which is no placement and no dim",
-                f"Use R, * or one of {', '.join(PENDING_KINDS)}, or a dim of the notation.",
-            )
-        counts = tuple(map(len, self.operands)) if self.positional is not None else (len(left), len(right))
-        for side, count in zip((left, right), counts, strict=True):
-            if side[-1:] != ["..."] and len(side) != count:
-                raise self._error(
-                    f"the row {text!r} has {len(side)} entries on one side where the notation has {count}",
-                    "Give one entry per tensor; a trailing ', ...' repeats the last one.",
-                )
-
-    def _error(self, found: str, do: str) -> NotationError:
-        return NotationError(asked=f"make the rule {self.text!r}", found=found, do=do, notation=self.text)
-
-    def flow(self, call: Call, options: _Options) -> Flow:
-        if self.positional is not None:
-            return _labelled(call, self.positional.inputs, self.positional.outputs, options)
-        inputs = [self.named[name.partition("[")[0]] for name in call.operand_names]
-        assert self.result is not None
-        return _labelled(call, inputs, [self.result] * len(call.outputs), options)
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def _check_counts(op: Op, text: str, parsed: Notation) -> None:
-    tensors = [a.name for a in signature(op).tensor_args if not a.is_out]
-    if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and _has_lists(op)):
-        raise NotationError(
-            asked=f"make the rule {text!r} for {op_name(op)}",
-            found=f"it has {len(parsed.inputs)} inputs, the op {len(tensors)} tensor arguments: {_listed(tensors)}",
-            do="Write one operand per tensor argument, in schema order.",
-            op=op_name(op),
-        )
-    results = [r for r in signature(op).results if r.is_tensor]
-    if len(parsed.outputs) not in (1, len(results)) and not any(r.is_list for r in results) and results:
-        raise NotationError(
-            asked=f"make the rule {text!r} for {op_name(op)}",
-            found=f"it has {len(parsed.outputs)} outputs and the op has {len(results)} tensor results",
-            do="Write one operand per tensor result, or a single one that serves all.",
-            op=op_name(op),
-        )
-
-
-def _check_names(op: Op, named: Mapping[str, Operand]) -> None:
-    known = [a.name for a in signature(op).tensor_args if not a.is_out]
-    unknown, missing = [n for n in named if n not in known], [n for n in known if n not in named]
-    if unknown or missing:
-        what = f"it names {_listed(unknown)}" if unknown else f"it says nothing of {_listed(missing)}"
-        raise RuleArgumentError(
-            asked=f"make a rule for {op_name(op)}",
-            found=f"{what}, and the op's tensor arguments are {_listed(known)}",
-            do="Name exactly the op's tensor arguments (R for one that is whole).",
-            op=op_name(op),
-            argument=(unknown or missing)[0],
-        )
-
-
-def _has_lists(op: Op) -> bool:
-    return any(a.kind is Kind.TENSORS for a in signature(op).tensor_args)
-
-
-def _labelled(call: Call, inputs: Sequence[Operand], outputs: Sequence[Operand], options: _Options) -> Flow:
-    """Names for every dim of the call's tensors: ellipses expanded, compound dims given their sizes."""
-    if len(inputs) == 1 and len(call.operands) != 1:
-        inputs = list(inputs) * len(call.operands)
-    if len(outputs) == 1 and len(call.outputs) != 1:
-        outputs = list(outputs) * len(call.outputs)
-    described = [*zip(inputs, call.operands, strict=True), *zip(outputs, call.outputs, strict=True)]
-    sizes: dict[str, int] = {}
-    labels = [_expand(call, operand, meta) for operand, meta in described]
-    for dims, (_, meta) in zip(labels, described, strict=True):
-        for name, n in zip(dims or (), meta.shape if meta is not None and dims is not None else (), strict=False):
-            if isinstance(name, str) and sizes.get(name, 1) == 1:
-                sizes[name] = n
-    sized = [
-        None if dims is None else tuple(_sized(call, d, meta, i, sizes) for i, d in enumerate(dims))
-        for dims, (_, meta) in zip(labels, described, strict=True)
-    ]
-    return Flow(
-        sized[: len(inputs)],
-        sized[len(inputs) :],
-        reduce=options.reduce,
-        replicate=options.replicate,
-        partial=options.partial,
-        lowered=options.lowered,
-        nonempty=options.nonempty,
-    )
-
-
-def _expand(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any, ...] | None:
-    if operand.dims is None or meta is None:
-        return None
-    dims = list(operand.dims)
-    if ELLIPSIS in dims:
-        at, extra = dims.index(ELLIPSIS), meta.ndim - (len(dims) - 1)
-        dims[at : at + 1] = [f"{ELLIPSIS}{i}" for i in range(extra, 0, -1)]
-    else:
-        extra = meta.ndim - len(dims)
-        dims = dims[-meta.ndim :] if meta.ndim else []
-    if (extra < 0 and operand.has_ellipsis) or len(dims) != meta.ndim:
-        raise RuleError(
-            asked=f"apply a rule to {call}",
-            found=f"the rule writes {str(operand)!r} for a tensor of {meta.ndim} dims: {meta}",
-            do="Name each dim once, or use '...' for any number of leading dims.",
-        )
-    return tuple(None if d in ("1", "_") else d for d in dims)
-
-
-def _sized(call: Call, dim: Any, meta: TensorMeta | None, at: int, sizes: Mapping[str, int]) -> Label:
-    if not isinstance(dim, tuple):
-        return dim if dim is None else str(dim)
-    total = 1 if meta is None else meta.shape[at]
-    unknown = [name for name in dim if name not in sizes]
-    known = 1
-    for name in dim:
-        known *= sizes.get(name, 1)
-    if len(unknown) > 1 or (not unknown and known != total) or (unknown and known and total % known):
-        raise RuleError(
-            asked=f"apply a rule to {call}",
-            found=f"the compound dim ({' '.join(dim)}) of size {total} does not follow from {dict(sizes)}",
-            do="All factors but one must be dims of other tensors of the call.",
-        )
-    filled = dict.fromkeys(unknown, total // known if known else 0)
-    return tuple((name, filled.get(name, sizes.get(name, 1))) for name in dim)
+    return lambda call: labelled(call, parsed.inputs, parsed.outputs, options)
 
 
 # -- small parts -------------------------------------------------------------------------------------------------
@@ -487,7 +282,7 @@ def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
     if unknown:
         raise RuleArgumentError(
             asked=f"key {op_name(ops[0])} by its argument {unknown[0]!r}",
-            found=f"none of the rule's ops has it; they have {_listed([a.name for a in signature(ops[0]).args])}",
+            found=f"none of the rule's ops has it; they have {listed([a.name for a in signature(ops[0]).args])}",
             do="Correct the name in static=.",
             op=op_name(ops[0]),
             argument=unknown[0],
@@ -501,7 +296,7 @@ def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
     for name in sorted(names - known):
         raise RuleArgumentError(
             asked=f"make a rule for {op_name(ops[0])}",
-            found=f"it writes {name!r}, which is no tensor argument of its ops: {_listed(known)}",
+            found=f"it writes {name!r}, which is no tensor argument of its ops: {listed(known)}",
             do="Correct the name in writes=.",
             op=op_name(ops[0]),
             argument=name,
@@ -528,10 +323,6 @@ def _caller() -> str:
     for _ in range(2):
         frame = frame.f_back if frame else None
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(n) for n in (sorted(names) if isinstance(names, (set, frozenset)) else names))
 
 
 def by_type(rule_: AnyRule, call_values: Sequence[Any], op: Op) -> dict[str, Any]:

@@ -19,6 +19,7 @@ FLOORS = (
     {"spec", "notation"},
     {"signature", "layout"},
     {"schema", "flow", "lowering"},
+    {"pattern"},
     {"rule"},
     {"meta", "cost"},
     {"moves"},
