@@ -46,9 +46,12 @@ def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def can_be_pending(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype can be pending in this way at all."""
-    if dtype == torch.bool:
-        return kind != "avg"
+    """Whether a tensor of this dtype can be pending in this way at all.
+
+    Averages of narrow integers are left out: their sum, from which the average is taken, may not fit the dtype.
+    """
+    if kind == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        return dtype in (torch.int32, torch.int64)
     return not (dtype.is_complex and kind in ("max", "min"))
 
 
