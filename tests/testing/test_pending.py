@@ -77,6 +77,8 @@ def test_nan_is_handed_on(kind):
     ("kind", "dtype", "possible"),
     [
         ("avg", torch.bool, False),
+        ("avg", torch.uint8, False),
+        ("avg", torch.int64, True),
         ("max", torch.bool, True),
         ("max", torch.complex64, False),
         ("sum", torch.complex64, True),
