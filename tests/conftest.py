@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A busy machine is slow, not wrong.
+settings.register_profile("shardwise", deadline=None)
+settings.load_profile("shardwise")
 
 pytest_plugins = ["shardwise.testing.pytest_plugin"]
 

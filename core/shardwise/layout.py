@@ -50,7 +50,8 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
     blanked = [kind for m, kind in spec.pending.items() if where[m] and kind not in IDEMPOTENT_KINDS]
     if blanked:
         return torch.full_like(part, neutral(blanked[-1], spec.dtype))
-    return part.clone()
+    # A plain clone keeps the whole tensor's strides on dims of one element, which some kernels of torch trip over.
+    return part.clone(memory_format=torch.contiguous_format if full.is_contiguous() else torch.preserve_format)
 
 
 def assemble(locals_by_coordinate: Mapping[Coordinate, Tensor], spec: TensorSpec) -> Tensor:

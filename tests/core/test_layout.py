@@ -95,3 +95,9 @@ def test_nan_passes_through_max_and_min():
 
 def test_an_integer_average_is_cut_towards_zero():
     assert reduce_pieces([torch.tensor([-3, 3]), torch.tensor([0, 0])], "avg").tolist() == [-1, 1]
+
+
+def test_a_row_major_tensor_has_row_major_parts():
+    full = torch.arange(36.0).reshape(2, 6, 3)
+    spec = TensorSpec(AbstractMesh((2, 6)), [shard(0), shard(1)], TensorMeta.of(full))
+    assert scatter_local(full, spec, (1, 2)).stride() == (3, 3, 1)

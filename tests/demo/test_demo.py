@@ -18,10 +18,16 @@ SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "-
 ENDLESS = ["--mesh", "2x1", "--steps", "1000000"]
 
 
+def heed_interrupts():
+    """A shell starts its background jobs with Ctrl-C ignored, and what they start inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments):
     command = [sys.executable, "-u", "-m", "shardwise.demo", *SMALL, *arguments]
     # A session of its own, so that Ctrl-C can be sent to the whole group as a terminal does.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, start_new_session=True, preexec_fn=heed_interrupts, **pipes)  # noqa: PLW1509
 
 
 @pytest.fixture
