@@ -50,3 +50,17 @@ def test_the_oracle_accepts_all_cases(plugin, rule, record):
     report = judged(plugin, rule)
     record(plugin, report)
     assert not report.refuted, "\n\n".join(map(str, report.refuted))
+
+
+# A fixed part of the slow run: the rules that have a lowering, with more cases than every day.
+SAMPLE = 60
+LOWERED = [p for p in RULES if getattr(p.values[1], "lowering", None) is not None]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize(("plugin", "rule"), LOWERED)
+def test_the_oracle_accepts_a_fixed_sample(plugin, rule, record):
+    report = judged(plugin, rule, cases=SAMPLE, seed=1)
+    record(plugin, report)
+    assert not report.refuted, "\n\n".join(map(str, report.refuted))
