@@ -115,11 +115,12 @@ def gathered(tensors):
 
 def compare(make, x, target, mesh_of, partition, data, optimizer, hook=None, clip=None):
     """Train on one device and on the mesh; losses, parameters and gradients must be equal."""
+    m = mesh(*mesh_of)
+    x, target = x.to(m.device_type), target.to(m.device_type)
     torch.manual_seed(0)
-    reference = make().double()
+    reference = make().double().to(m.device_type)
     spread = copy.deepcopy(reference)
     expected = train(reference, x, target, optimizer, clip)
-    m = mesh(*mesh_of)
     sw.distribute_module(spread, m, partition)
     before = {n: p.placements for n, p in spread.named_parameters()}
     if hook is not None:
@@ -263,3 +264,37 @@ CONV_CASES = {
 def test_a_convolutional_net_trains_as_on_one_device(pool, case, batch):
     mesh_of, partition, data = CONV_CASES[case]
     pool.run(compare, ConvNet, floats(batch, 3, 8, 8), ids(5, batch), mesh_of, partition, data, "sgd foreach")
+
+
+def on_cuda(mesh_of):
+    return (*mesh_of, "cuda")
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def cuda_pool(request, pool_of):
+    """Four ranks on CUDA: through gloo on however many GPUs there are, with NCCL on one each."""
+    if request.param == "nccl" and torch.cuda.device_count() < 4:
+        pytest.skip("NCCL wants one GPU per rank")
+    return pool_of(4, request.param)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", MLP_CASES)
+def test_an_mlp_trains_on_cuda_as_on_one_device(cuda_pool, case):
+    mesh_of, partition, data = MLP_CASES[case]
+    cuda_pool.run(compare, MLP, floats(7, 6), ids(5, 7), on_cuda(mesh_of), partition, data, "adamw fused")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", TRANSFORMER_CASES)
+def test_a_transformer_trains_on_cuda_as_on_one_device(cuda_pool, case):
+    mesh_of, partition, data, hook = TRANSFORMER_CASES[case]
+    model, texts = Transformer, (ids(12, 4, 6), ids(12, 4, 6))
+    cuda_pool.run(compare, model, *texts, on_cuda(mesh_of), partition, data, "adamw foreach", hook)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", CONV_CASES)
+def test_a_convolutional_net_trains_on_cuda_as_on_one_device(cuda_pool, case):
+    mesh_of, partition, data = CONV_CASES[case]
+    cuda_pool.run(compare, ConvNet, floats(4, 3, 8, 8), ids(5, 4), on_cuda(mesh_of), partition, data, "sgd foreach")
