@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from shardwise.bindings import binding
 from shardwise.discovery import default_registry
 from shardwise.errors import DeviceMismatchError, MeshMismatchError, PlainTensorError, ViewError
 from shardwise.handlers import defaults, handler_source
@@ -16,7 +18,7 @@ from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import check_lengths
-from shardwise.private_torch import in_backward, is_composite, new_wrapper
+from shardwise.private_torch import direct_call, in_backward, is_composite, new_wrapper
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
@@ -24,12 +26,16 @@ from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
 __all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
 
-Handler = Callable[[Sequence[Any], Mapping[str, Any]], Any]
+Handler = Callable[..., Any]
 
 # Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
 PLANS_PER_OP = 4096
 
+# By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs Python
+# code, and overloads live as long as the process.
 _handlers: dict[Any, Handler] = {}
+# The libraries that hold the first handler of each op; to drop one is to take its handler back from torch.
+_entries: dict[int, torch.library.Library] = {}
 _plan_stores: list[_PlanStore] = []
 _observers: list[Callable[[Plan], None]] = []
 _listening: set[int] = set()
@@ -42,13 +48,25 @@ def set_tensor_class(cls: type) -> None:
 
 
 def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-    """Run one op on local tensors by its plan and wrap what it returns."""
-    # Ops are keyed by identity: hashing an OpOverload runs Python code, and overloads live as long as the process.
+    """Run one op on local tensors by its plan and wrap what it returns.
+
+    The first call shape that an op is seen with has its handler put where torch looks before ``__torch_dispatch__``,
+    so most calls never come here.
+    """
     key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
     handle = _handlers.get(key)
     if handle is None:
         handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
-    return handle(args, kwargs or {})
+        if id(op) not in _entries:
+            _entries[id(op)] = _enter(op, handle)
+    return handle(None, op, (), args, kwargs)
+
+
+def _enter(op: Op, handle: Handler) -> torch.library.Library:
+    """Have torch call a handler for an op on exactly a MeshTensor; subclasses come by ``__torch_dispatch__``."""
+    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    torch.library.register_torch_dispatch(op, _tensor_class[0], handle, lib=library)
+    return library
 
 
 # -- observing ---------------------------------------------------------------------------------------------------
@@ -57,16 +75,14 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
 @contextmanager
 def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
     """Call ``callback(plan)`` at each dispatch while the context lasts."""
+    # Nobody is told on a hit: while anybody listens, there are no hits.
+    for store in _plan_stores:
+        store.retire()
     _observers.append(callback)
     try:
         yield
     finally:
         _observers.remove(callback)
-
-
-def _notify(plan: Plan) -> None:
-    for callback in _observers:
-        callback(plan)
 
 
 # -- views -------------------------------------------------------------------------------------------------------
@@ -112,7 +128,7 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
     registry = _registry()
     if op not in registry and is_composite(op):
         # Under inference mode torch hands composite ops over whole; their parts have the rules.
-        return lambda args, kwargs: op.decompose(*args, **kwargs)
+        return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
     rule = registry.lookup(op).rule
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     store = _PlanStore(op, info)
@@ -126,8 +142,10 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
         "inference": torch.is_inference_mode_enabled,
         "new_view_of": _new_view_of,
         "freeze": _freeze,
-        "observers": _observers,
-        "notify": _notify,
+        "PLAIN": _PLAIN,
+        "spec_of": attrgetter("_spec"),
+        "local_of": attrgetter("_local_tensor"),
+        "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
         "wrap_results": _wrap_results,
         "wrap_unknown": _wrap_unknown,
         **defaults(op),
@@ -145,15 +163,14 @@ def _freeze(value: Any) -> Any:
 
 # A number where an op takes a tensor (`x + 1` is add.Tensor) reaches the dispatcher as it is.
 _NUMBERS = (bool, int, float, complex)
+_PLAIN = frozenset({*_NUMBERS, type(None)})
 
 
 def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
     dims.
     """
-    if value is None:
-        return None, None
-    if isinstance(value, _NUMBERS):
+    if value is None or isinstance(value, _NUMBERS):
         return type(value), value
     if isinstance(value, _tensor_class[0]):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
@@ -220,13 +237,17 @@ def propagate(schema: OpSchema) -> OutputSharding:
 def clear_plans() -> None:
     """Forget all plans and handlers: some rule changed."""
     _handlers.clear()
+    _entries.clear()
     for store in _plan_stores:
         store.clear()
     _plan_stores.clear()
 
 
 class _PlanStore:
-    """The plans of one handler by key, bounded: what was not asked for during a whole generation is dropped."""
+    """The plans of one handler by key, bounded: what was not asked for during a whole generation is dropped.
+
+    The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
+    """
 
     __slots__ = ("cold", "hot", "info", "op")
 
@@ -240,16 +261,28 @@ class _PlanStore:
         self.hot.clear()
         self.cold.clear()
 
-    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
-        plan = self.cold.pop(key, None)
-        if plan is None:
-            plan = _plan_call(self.op, self.info, args, kwargs)
-        if len(self.hot) >= PLANS_PER_OP // 2:
-            # The handler holds `hot` itself, so the generations change places by content.
+    def retire(self) -> None:
+        """Make the hot plans cold. The handler holds ``hot`` itself, so the generations change by content."""
+        if self.hot:
             self.cold.clear()
             self.cold.update(self.hot)
             self.hot.clear()
+
+    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
+        """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
+        plan = self.cold.get(key)
+        if plan is None:
+            plan = _plan_call(self.op, self.info, args, kwargs or {})
+        if _observers:
+            if len(self.cold) >= PLANS_PER_OP:
+                self.cold.clear()
+            self.cold[key] = plan
+            for callback in tuple(_observers):
+                callback(plan)
+            return plan
+        if len(self.hot) >= PLANS_PER_OP // 2:
+            self.retire()
+        self.cold.pop(key, None)
         self.hot[key] = plan
         return plan
 
@@ -265,7 +298,29 @@ def _plan_call(op: Op, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Map
     described = [
         n if _is_number_operand(a, n) else v for a, n, v in zip(signature(op).args, values, schema.values, strict=True)
     ]
-    return make_plan(entry, schema, output_metas(op, described))
+    plan = make_plan(entry, schema, output_metas(op, described))
+    if plan.call is direct_call(op):
+        plan.run_by(_local_binding(plan, args, kwargs))
+    return plan
+
+
+def _local_binding(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The C function that runs the plan's op on arguments of the types that the handler will pass."""
+    schema = plan.schema
+    if plan.full:
+        values = signature(schema.op).bind(args, kwargs)
+        if plan.static is not None:
+            replaced = iter(plan.static)
+            named = zip(schema.signature.args, values, strict=True)
+            values = [next(replaced) if a.name in schema.info.by_value else v for a, v in named]
+        args, kwargs = signature(schema.op).unbind(values)
+    return binding(schema.op, [_local(v) for v in args], {name: _local(v) for name, v in kwargs.items()})
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, _tensor_class[0]):
+        return value._local_tensor  # type: ignore[attr-defined]
+    return [_local(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(op: Op, values: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,9 +5,9 @@
     >>> print(handler_source(torch.ops.aten.mm.default, 2, ()))
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the tensor
-class, ``new`` its constructor, ``plans`` the op's plans by key, ``other`` what to do with an argument that is not
-exactly a MeshTensor, ``miss`` the slow path, ``guard`` a check of what moves, ``observers`` the callbacks of
-``dispatcher.observe``.
+class, ``new`` its constructor, ``plans`` the op's plans by key, ``PLAIN`` the types of numbers and of None, ``other``
+what to do with an argument that is none of these, ``miss`` the slow path, ``guard`` a check of what moves,
+``elsewhere`` the way to the handler of another call shape.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ class _Given:
 
 
 def handler_source(op: Op, positional: int, keywords: Sequence[str], info: RuntimeSchemaInfo | None = None) -> str:
-    """The source of ``handle(args, kwargs)`` for one call shape."""
+    """The source of ``handle`` for one call shape; it takes what torch gives to a ``__torch_dispatch__`` rule."""
     info = RuntimeSchemaInfo.of(op) if info is None else info
     given = [
         _Given(a, f"a{i}", (i < positional and not a.kwarg_only) or a.name in keywords)
         for i, a in enumerate(signature(op).args)
     ]
-    lines = [f"# {op_name(op)}, {positional} positional, keywords {tuple(keywords)}", "def handle(args, kwargs):"]
-    lines += _indented(_unpack(given, positional))
+    lines = [
+        f"# {op_name(op)}, {positional} positional, keywords {tuple(keywords)}",
+        "def handle(cls, op, types, args=(), kwargs=None):",
+    ]
+    lines += _indented(_unpack(given, positional, len(keywords)))
     lines += _indented(line for g in given if g.passed for line in _read(g))
     lines += _indented(_find_plan(given, info))
-    lines += _indented(_move(given))
     lines += _indented(_call(given, info))
     lines += _indented(_answer(signature(op).results, given))
     return "\n".join(lines) + "\n"
@@ -57,12 +59,21 @@ def _indented(lines: Iterable[str], by: int = 1) -> list[str]:
     return ["    " * by + line for line in lines]
 
 
-def _unpack(given: Sequence[_Given], positional: int) -> list[str]:
-    lines = []
+def _unpack(given: Sequence[_Given], positional: int, keywords: int) -> list[str]:
+    """Arguments into variables; a call of another shape goes elsewhere."""
+    taken = []
     if positional:
-        lines.append(", ".join(g.var for g in given[:positional]) + ", = args")
-    lines += [f"{g.var} = kwargs[{g.arg.name!r}]" for g in given[positional:] if g.passed]
-    return lines
+        taken.append(", ".join(g.var for g in given[:positional]) + ", = args")
+    taken += [f"{g.var} = kwargs[{g.arg.name!r}]" for g in given[positional:] if g.passed]
+    strange = f"not kwargs or len(kwargs) != {keywords}" if keywords else "kwargs"
+    return [
+        f"if {strange}:",
+        "    return elsewhere(args, kwargs)",
+        "try:",
+        *_indented(taken or ["() = args"]),
+        f"except {'(ValueError, KeyError)' if keywords else 'ValueError'}:",
+        "    return elsewhere(args, kwargs)",
+    ]
 
 
 def _read(g: _Given) -> list[str]:
@@ -72,6 +83,8 @@ def _read(g: _Given) -> list[str]:
         return [
             f"if type({g.var}) is MT:",
             f"    k{n} = {g.var}._spec; l{n} = {g.var}._local_tensor",
+            f"elif type({g.var}) in PLAIN:",
+            f"    k{n} = type({g.var}); l{n} = {g.var}",
             "else:",
             f"    k{n}, l{n} = other({g.arg.name!r}, {g.var})",
         ]
@@ -82,7 +95,7 @@ def _read(g: _Given) -> list[str]:
             f"    k{n} = l{n} = None",
             "else:",
             "    try:",
-            f"        k{n} = tuple([t._spec for t in {g.var}]); l{n} = [t._local_tensor for t in {g.var}]",
+            f"        k{n} = tuple(map(spec_of, {g.var})); l{n} = list(map(local_of, {g.var}))",
             "    except AttributeError:",
             f"        pairs = [(t._spec, t._local_tensor) if type(t) is MT else other({name!r}, t) for t in {g.var}]",
             f"        k{n} = tuple([p[0] for p in pairs]); l{n} = [p[1] for p in pairs]",
@@ -95,11 +108,13 @@ def _key_part(g: _Given, info: RuntimeSchemaInfo) -> str:
     if g.is_tensor:
         return f"k{n}"
     if g.arg.name in info.by_type:
-        return f"{g.var}.__class__"
+        return f"type({g.var})"
+    # torch hands over lists; anything else that stands for one takes the slow way.
+    value = f"tuple({g.var}) if type({g.var}) is list else freeze({g.var})" if g.arg.is_list else g.var
     if g.arg.kind is Kind.BY_TYPE:
         # 1, 1.0 and True are one key in a dict but not one call: the type decides the result's dtype.
-        return f"{g.var}.__class__, freeze({g.var})"
-    return f"freeze({g.var})" if g.arg.is_list else g.var
+        return f"type({g.var}), {f'freeze({g.var})' if g.arg.is_list else g.var}"
+    return value
 
 
 def _find_plan(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
@@ -107,11 +122,22 @@ def _find_plan(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
     key = parts[0] if len(parts) == 1 and "," not in parts[0] else f"({', '.join(parts)},)"
     return [
         f"key = {key}",
-        "plan = plans.get(key)",
-        "if plan is None:",
+        "try:",
+        "    plan = plans[key]",
+        "except KeyError:",
         "    plan = miss(key, args, kwargs)",
-        "if observers:",
-        "    notify(plan)",
+    ]
+
+
+def _call(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
+    """The local call: as it is, the usual case, or with operands moved and arguments replaced first."""
+    return [
+        "call = plan.direct",
+        "if call is not None:",
+        f"    out = call({_arguments([g for g in given if g.passed])})",
+        "else:",
+        *_indented(_move(given)),
+        *_indented(_call_replaced(given, info)),
     ]
 
 
@@ -136,14 +162,17 @@ def _move(given: Sequence[_Given]) -> list[str]:
     return lines
 
 
-def _call(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
+def _call_replaced(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
     keyed = [g for g in given if g.arg.name in info.by_value]
+    passed = [g for g in given if g.passed]
+    if len(passed) == len(given) and not keyed:
+        return [f"out = plan.call({_arguments(given)})"]
     lines = ["if plan.full:"]
     lines += [f"    {g.var} = d{g.var[1:]}" for g in given if not g.passed and not g.is_tensor]
     if keyed:
         lines += ["    if plan.static is not None:", f"        {', '.join(g.var for g in keyed)}, = plan.static"]
     lines.append(f"    out = plan.call({_arguments(given)})")
-    lines += ["else:", f"    out = plan.call({_arguments([g for g in given if g.passed])})"]
+    lines += ["else:", f"    out = plan.call({_arguments(passed)})"]
     return lines
 
 
@@ -160,6 +189,9 @@ def _answer(results: Sequence[Result], given: Sequence[_Given]) -> list[str]:
     """Wrap what the local op returned. ``outs`` is empty of specs only for shapes that data decides."""
     if not results:
         return ["return None"]
+    if len(results) == 1 and results[0].is_list:
+        make = "new" if results[0].alias is None else _view_maker(results[0], given)
+        return [f"make = {make}", "return [make(MT, o, s, False) for o, s in zip(out, plan.outs)]"]
     if len(results) == 1:
         return [f"return {_one(results[0], 'out', given)}"]
     if any(r.is_list for r in results):
@@ -174,14 +206,15 @@ def _answer(results: Sequence[Result], given: Sequence[_Given]) -> list[str]:
 def _one(result: Result, var: str, given: Sequence[_Given], spec: str = "plan.out") -> str:
     if result.written and result.alias is not None and not result.is_list:
         return given[result.alias].var
-    make = "new"
-    if result.alias is not None:
-        make = f"(new if not inference() else new_view_of({given[result.alias].var}))"
-    if result.is_list:
-        return f"[{make}(MT, o, s, False) for o, s in zip({var}, plan.outs)]"
+    make = "new" if result.alias is None else f"({_view_maker(result, given)})"
     if result.is_tensor:
         return f"{make}(MT, {var}, {spec}, False) if {spec} is not None else wrap_unknown(plan, {var})"
     return var
+
+
+def _view_maker(result: Result, given: Sequence[_Given]) -> str:
+    assert result.alias is not None
+    return f"new if not inference() else new_view_of({given[result.alias].var})"
 
 
 def defaults(op: Op) -> dict[str, Any]:

@@ -30,11 +30,12 @@ class Plan:
 
     ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is
     ``None`` when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not
-    ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``outs``
-    holds the specs of the tensor results, flat; ``out`` the single one.
+    ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
+    ``call`` where nothing moves and it takes the arguments as they were passed, else ``None``. ``outs`` holds the specs
+    of the tensor results, flat; ``out`` the single one.
     """
 
-    __slots__ = ("call", "copies", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
+    __slots__ = ("call", "copies", "direct", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
 
     def __init__(
         self,
@@ -54,9 +55,15 @@ class Plan:
         self.static = static
         self.call = call
         self.full = full
+        self.direct = call if moves is None and not full else None
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
         self.copies = moves is not None and any(spec is not None and spec.is_copy for spec in outs)
+
+    def run_by(self, call: Callable[..., Any]) -> None:
+        """Run the local op by another callable that takes the same arguments."""
+        self.call = call
+        self.direct = None if self.direct is None else call
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
+    "binding_namespaces",
     "current_mesh",
     "direct_call",
     "disabled_torch_function",
     "in_backward",
     "is_composite",
     "new_wrapper",
+    "recorded_ops",
     "schema_of",
 ]
 
@@ -59,6 +62,32 @@ new_wrapper: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _port
 def direct_call(op: Any) -> Callable[..., Any]:
     """The C++ callable behind an op overload: what ``OpOverload.__call__`` calls, without its Python frame."""
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def binding_namespaces() -> tuple[Any, ...]:
+    """Where the C functions behind ops are found: the public namespaces, and what Python code in them covers up."""
+    hidden = (getattr(torch._C, name, None) for name in ("_VariableFunctions", "TensorBase", "_nn"))
+    return torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft, *hidden
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
+    """Notes each op that reaches the dispatcher, with its arguments. Documented, but in a module named private."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
+    """The ops that a call makes on plain tensors, each with its arguments."""
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        call(*args, **kwargs)
+    return recorder.ops
 
 
 def current_mesh() -> DeviceMesh:

@@ -21,7 +21,7 @@ FLOORS = (
     {"schema", "flow", "lowering"},
     {"pattern"},
     {"rule"},
-    {"meta", "cost"},
+    {"meta", "cost", "bindings"},
     {"moves"},
     {"transition"},
     {"strategy"},
