@@ -1,5 +1,6 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
+from shardwise import stepping
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
@@ -25,3 +26,5 @@ __all__ = [
     "randn",
     "zeros",
 ]
+
+stepping.install()

@@ -24,7 +24,7 @@ from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
+__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "observed", "propagate", "set_tensor_class", "views"]
 
 Handler = Callable[..., Any]
 
@@ -83,6 +83,11 @@ def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
         yield
     finally:
         _observers.remove(callback)
+
+
+def observed() -> bool:
+    """Whether anybody listens."""
+    return bool(_observers)
 
 
 # -- views -------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "new_wrapper",
     "recorded_ops",
     "schema_of",
+    "support_foreach",
 ]
 
 
@@ -88,6 +90,18 @@ def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple
     with torch.no_grad(), recorder:
         call(*args, **kwargs)
     return recorder.ops
+
+
+def support_foreach(cls: type) -> None:
+    """Let optimizers and gradient clipping hand lists of ``cls`` to foreach ops by default, as for torch's own DTensor.
+
+    There is no public way to say so. Where the lists are missing, users must ask with ``foreach=True``.
+    """
+    # torch.optim takes the names of its modules away again.
+    for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+        types = getattr(import_module(name), "_foreach_supported_types", None)
+        if types is not None and cls not in types:
+            types.append(cls)
 
 
 def current_mesh() -> DeviceMesh:

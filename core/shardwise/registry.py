@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from typing import Any
 
+import torch
 from attrs import field, frozen
 
 from shardwise import planner
@@ -58,6 +60,7 @@ class Registrar:
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
         self._by_op: dict[Op, Entry] = {}
+        self.optimizers: list[type[torch.optim.Optimizer]] = []
 
     @property
     def entries(self) -> list[Entry]:
@@ -75,6 +78,20 @@ class Registrar:
                 )
             for op in rule.ops:
                 self._add(op, rule)
+
+    def add_optimizers(self, *classes: Any) -> None:
+        """Name optimizers whose step treats each element alone: it may run on shards as they are.
+
+        Subclasses are not meant. Raises :class:`RuleError` for something that is no optimizer class.
+        """
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+                raise RuleError(
+                    asked=f"register an optimizer of {self.origin}",
+                    found=f"{cls!r} is not a class of torch.optim.Optimizer",
+                    do="Hand over classes, as in add_optimizers(torch.optim.AdamW).",
+                )
+        self.optimizers += classes
 
     def _add(self, op: Op, rule: AnyRule) -> None:
         twice = self._by_op.get(op)
@@ -94,6 +111,7 @@ class Registry:
     def __init__(self) -> None:
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
+        self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.origins: list[Origin] = []
         self.failures: list[Failure] = []
         self._listeners: list[Callable[[], None]] = []
@@ -102,6 +120,7 @@ class Registry:
     def accept(self, registrar: Registrar) -> None:
         """Take over all that one plugin registered."""
         self.origins.append(registrar.origin)
+        self.optimizers.update(registrar.optimizers)
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()

@@ -14,7 +14,7 @@ from shardwise import gradient
 from shardwise.dispatcher import dispatch, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
-from shardwise.private_torch import disabled_torch_function, new_wrapper
+from shardwise.private_torch import disabled_torch_function, new_wrapper, support_foreach
 from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = ["MeshTensor"]
@@ -277,5 +277,6 @@ def _rebuild(
 
 # torch.load(weights_only=True) takes only functions and classes that are named to it.
 torch.serialization.add_safe_globals([_rebuild, MeshTensor])
+support_foreach(MeshTensor)
 set_tensor_class(MeshTensor)
 gradient.set_tensor_class(MeshTensor)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from shardwise.rule import Flow, LocalCall, Rule, rule_from
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.spec import TensorMeta
 
 __all__ = ["RULES"]
 
@@ -26,37 +29,74 @@ def _reduced(x: TensorMeta, kind: str, *, lowered: bool, partial: Sequence[str] 
 # -- norms -------------------------------------------------------------------------------------------------------
 
 
+@frozen
+class _Group:
+    """Tensors whose shards lie over the same mesh dims, and which are alike in their own and their norms' dtype."""
+
+    mesh_dims: tuple[int, ...]
+    positions: tuple[int, ...]
+    dtype: torch.dtype  # of the norms
+
+
+@frozen
+class _Layout:
+    """What a list of shards says about its norms, the same at every call of a plan."""
+
+    there: tuple[bool, ...]  # per tensor: whether this rank's shard counts
+    groups: tuple[_Group, ...]
+
+
+# By the call of a plan; a plan is one object as long as it is in use.
+@lru_cache(maxsize=64)
+def _layout(local: LocalCall) -> _Layout:
+    specs = [spec for spec in local.specs("self") if spec is not None]
+    outputs = [spec for spec in local.outputs if spec is not None]
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for i, (spec, output) in enumerate(zip(specs, outputs, strict=True)):
+        groups.setdefault((local.sharding(spec), output.dtype, spec.dtype), []).append(i)
+    return _Layout(
+        there=tuple(math.prod(local.local_shape(s)) > 0 or not s.tensor_meta.numel for s in specs),
+        groups=tuple(_Group(mesh_dims, tuple(at), dtype) for (mesh_dims, dtype, _), at in groups.items()),
+    )
+
+
 def norms(
     local: LocalCall, tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Norms of whole tensors, with one all-reduce for all that are sharded over the same mesh dims."""
-    specs = [spec for spec in local.specs("self") if spec is not None]
-    found = _of_shards(local, tensors, specs, order, dtype)
+    layout = _layout(local)
+    found = _of_shards(local, tensors, layout.there, order, dtype)
+    if len(layout.groups) == 1:
+        return _joined(local, layout.groups[0], found, order)
+    for group in layout.groups:
+        for i, norm in zip(group.positions, _joined(local, group, [found[i] for i in group.positions], order)):
+            found[i] = norm
+    return found
+
+
+def _joined(local: LocalCall, group: _Group, found: list[Tensor], order: float) -> Sequence[Tensor]:
+    """Norms of whole tensors from those of their shards here, alike in dtype but for those of empty shards."""
+    if not group.mesh_dims:
+        return [norm.to(group.dtype) for norm in found]
     kind, power, root = _arithmetic(float(order))
-    for mesh_dims, at in _grouped(local.sharding(spec) for spec in specs):
-        if mesh_dims:
-            powers = torch.stack([power(found[i].double()) for i in at])
-            for i, norm in zip(at, root(local.comm.all_reduce(powers, kind, mesh_dims)), strict=True):
-                found[i] = norm
-    return [norm.to(spec.dtype) for norm, spec in zip(found, local.outputs, strict=True) if spec is not None]
+    # In double precision, so that the way over powers and a root rounds only once.
+    powers = power(torch.stack(found).double())
+    return root(local.comm.all_reduce(powers, kind, group.mesh_dims)).to(group.dtype).unbind()
 
 
 def _of_shards(
-    local: LocalCall,
-    tensors: Sequence[Tensor],
-    specs: Sequence[TensorSpec],
-    order: float,
-    dtype: torch.dtype | None,
+    local: LocalCall, tensors: Sequence[Tensor], there: Sequence[bool], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
     """Norms of local tensors; an empty shard counts for nothing, a tensor that is wholly empty is torch's affair."""
-    there = [t.numel() > 0 or not spec.tensor_meta.numel for t, spec in zip(tensors, specs, strict=True)]
-    some = [t for t, is_there in zip(tensors, there, strict=True) if is_there]
+    some = list(tensors) if all(there) else [t for t, is_there in zip(tensors, there, strict=True) if is_there]
     if dtype is None and all(t.dtype.itemsize < torch.float32.itemsize for t in some):
         dtype = torch.float32  # so that half precision is rounded once, at the end
-    found = iter(local.call.op(some, order, dtype) if some else ())
-    nothing = math.inf if order < 0 else 0.0
+    found = list(torch._foreach_norm(some, order, dtype)) if some else []
+    if len(found) == len(tensors):
+        return found
+    left, nothing = iter(found), math.inf if order < 0 else 0.0
     return [
-        next(found) if is_there else t.new_tensor(nothing, dtype=torch.float64)
+        next(left) if is_there else t.new_tensor(nothing, dtype=dtype or t.abs().dtype)
         for t, is_there in zip(tensors, there, strict=True)
     ]
 
@@ -68,14 +108,6 @@ def _arithmetic(order: float) -> tuple[str, Elementwise, Elementwise]:
     if order == 0:
         return "sum", torch.positive, torch.positive
     return "sum", lambda v: v**order, lambda v: v ** (1 / order)
-
-
-def _grouped(keys: Iterable[tuple[int, ...]]) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Positions by key, in the order in which the keys first appear."""
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, key in enumerate(keys):
-        groups.setdefault(key, []).append(i)
-    return list(groups.items())
 
 
 @rule_from(aten._foreach_norm.Scalar, zip_lists=True, lowering=norms)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Register the foreach, fused and loss scaling rules."""
-    from shardwise_optim import foreach, fused, norms, scaling
+    from shardwise_optim import foreach, fused, norms, scaling, steps
 
     registry.add(*foreach.RULES, *fused.RULES, *norms.RULES, *scaling.RULES)
+    registry.add_optimizers(*steps.ELEMENTWISE)

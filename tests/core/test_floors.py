@@ -37,7 +37,7 @@ FLOORS = (
     {"dispatcher"},
     {"gradient"},
     {"tensor"},
-    {"api", "factories"},
+    {"api", "factories", "stepping"},
     {"shardwise"},
     {"testing"},
     {"demo"},

@@ -90,3 +90,25 @@ def entered_mesh(shape):
 
 def test_the_mesh_in_force_is_found(pool):
     assert pool.run(entered_mesh, (2, 2)) == [True] * 4
+
+
+def test_foreach_is_offered_for_the_class_by_default():
+    class Offered(torch.Tensor):
+        pass
+
+    private_torch.support_foreach(Offered)
+    private_torch.support_foreach(Offered)
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
+
+    assert of_optimizers.count(Offered) == of_clipping.count(Offered) == 1
+
+
+def test_the_recorder_sees_ops_with_their_arguments():
+    x = torch.ones(2)
+    ((op, args, kwargs),) = private_torch.recorded_ops(torch.add, (x, 2), {"alpha": 3})
+    assert (op, args[0] is x, args[1], kwargs) == (aten.add.Tensor, True, 2, {"alpha": 3})
+
+
+def test_the_namespaces_of_bindings_exist():
+    assert None not in private_torch.binding_namespaces()
