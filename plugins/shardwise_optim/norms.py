@@ -69,7 +69,8 @@ def norms(
     if len(layout.groups) == 1:
         return _joined(local, layout.groups[0], found, order)
     for group in layout.groups:
-        for i, norm in zip(group.positions, _joined(local, group, [found[i] for i in group.positions], order)):
+        joined = _joined(local, group, [found[i] for i in group.positions], order)
+        for i, norm in zip(group.positions, joined, strict=True):
             found[i] = norm
     return found
 
