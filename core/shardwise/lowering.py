@@ -7,16 +7,19 @@ view's local shape, a factory's local size). ``lowering`` runs at every call, on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 
 from shardwise.placements import Shard
 from shardwise.signature import Call, Kind
 from shardwise.spec import TensorSpec
 
 __all__ = ["Comm", "LocalArgs", "LocalCall", "Lowering"]
+
+Found = TypeVar("Found")
 
 
 class Comm(Protocol):
@@ -52,6 +55,15 @@ class LocalCall:
     outputs: tuple[TensorSpec | None, ...]
     coordinate: tuple[int, ...]
     comm: Comm
+    _found: dict[Any, Any] = field(factory=dict, init=False, repr=False)
+
+    def once(self, compute: Callable[[LocalCall], Found]) -> Found:
+        """``compute(self)``, computed at the first call of this plan and kept with it: for what data cannot change."""
+        try:
+            found: Found = self._found[compute]
+        except KeyError:
+            found = self._found[compute] = compute(self)
+        return found
 
     def arg(self, name: str) -> Any:
         """A static argument's global value."""
@@ -74,16 +86,27 @@ class LocalCall:
         )
 
     def local_shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        return spec.local_shape(self.coordinate)
+        return _place(spec, self.coordinate)[0]
 
     def offset(self, spec: TensorSpec) -> tuple[int, ...]:
         """Where this rank's shard starts in the global tensor, per tensor dim."""
-        return spec.local_offset(self.coordinate)
+        return _place(spec, self.coordinate)[1]
 
     def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
         """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""
-        wanted = [d % spec.ndim for d in dims] if dims else range(spec.ndim)
-        return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
+        return _sharding(spec, dims)
+
+
+# Lowerings ask at every call.
+@lru_cache(maxsize=1024)
+def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return spec.local_shape_and_offset(coordinate)
+
+
+@lru_cache(maxsize=1024)
+def _sharding(spec: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
+    wanted = [d % spec.ndim for d in dims] if dims else range(spec.ndim)
+    return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
 
 
 # (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in,

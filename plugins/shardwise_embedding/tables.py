@@ -24,17 +24,17 @@ def _own(local: LocalCall, table: TensorSpec, indices: Tensor) -> tuple[Tensor, 
     """Which indices are of this rank's rows, and all of them relative to its first row."""
     start, count = local.offset(table)[0], local.local_shape(table)[0]
     relative = indices - start
-    return (relative >= 0) & (relative < count), relative
+    return (relative >= 0).logical_and_(relative < count), relative
 
 
 def _masked_lookup(local: LocalCall, weight: Tensor, indices: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
     table = local.spec("weight")
     own, relative = _own(local, table, indices)
     # An index that no rank has must fail here as it fails on one device, so it is left out of bounds.
-    valid = (indices >= 0) & (indices < table.shape[0])
+    valid = (indices >= 0).logical_and_(indices < table.shape[0])
     rows = weight if weight.shape[0] else weight.new_zeros(1, weight.shape[1])
     safe = torch.where(own, relative, torch.where(valid, 0, rows.shape[0]))
-    found: Tensor = aten.embedding.default(rows, safe).masked_fill(~own.unsqueeze(-1), 0)
+    found = torch.embedding(rows, safe).masked_fill_(own.logical_not_().unsqueeze(-1), 0)
     return found if out is None else out.copy_(found)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,8 +45,6 @@ class _Layout:
     groups: tuple[_Group, ...]
 
 
-# By the call of a plan; a plan is one object as long as it is in use.
-@lru_cache(maxsize=64)
 def _layout(local: LocalCall) -> _Layout:
     specs = [spec for spec in local.specs("self") if spec is not None]
     outputs = [spec for spec in local.outputs if spec is not None]
@@ -64,7 +61,7 @@ def norms(
     local: LocalCall, tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None
 ) -> Sequence[Tensor]:
     """Norms of whole tensors, with one all-reduce for all that are sharded over the same mesh dims."""
-    layout = _layout(local)
+    layout = local.once(_layout)
     found = _of_shards(local, tensors, layout.there, order, dtype)
     if len(layout.groups) == 1:
         return _joined(local, layout.groups[0], found, order)

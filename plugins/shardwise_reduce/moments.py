@@ -17,7 +17,7 @@ __all__ = ["RULES"]
 
 def _moments(local: LocalCall, x: torch.Tensor, correction: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean over the global dims, with the reduced dims kept as size one."""
-    dims, mesh_dims = reduced_dims(local.call), splitting(local)
+    dims, mesh_dims = reduced_dims(local.call), local.once(splitting)
     shape = local.call.args["self"].shape
     count = 1
     for d in dims:

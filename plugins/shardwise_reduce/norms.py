@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 def joined_norm(local: LocalCall, x: torch.Tensor, p: float, dims: tuple[int, ...]) -> torch.Tensor:
     """The ``p``-norm over ``dims`` of all shards, dims kept; an empty shard adds nothing, whatever ``p`` is."""
-    mesh_dims, size = splitting(local), x.abs()
+    mesh_dims, size = local.once(splitting), x.abs()
     if math.isinf(p):
         kind, neutral = ("max", 0.0) if p > 0 else ("min", math.inf)
         # amax refuses an empty shard; one more element, the neutral one, does no harm.
@@ -52,7 +52,7 @@ def norm(call: Call) -> Flow:
 def _logsumexp(local: LocalCall, x: torch.Tensor, *_: Any, out: Any = None) -> torch.Tensor:
     result = local.outputs[0]
     assert result is not None
-    dims, mesh_dims = reduced_dims(local.call), splitting(local)
+    dims, mesh_dims = reduced_dims(local.call), local.once(splitting)
     cast = x.to(accumulator(result.dtype))
     flat = cast.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
     highest = torch.nn.functional.pad(flat, (0, 1), value=-math.inf).amax(-1, keepdim=True)
