@@ -72,15 +72,15 @@ def waiting(source: Source, spec: TensorSpec, device: torch.device) -> Any:
     The local tensor will be dense, its dims in the order of the global tensor's memory, as redistribution leaves it.
     """
     plain, form = _classes
-    made = new_wrapper(plain, _nothing_on(device), spec, False)
+    made = new_wrapper(plain, _nothing(device, spec.dtype), spec, False)
     _slot(plain).__set__(made, source)
     made.__class__ = form
     return made
 
 
 @cache
-def _nothing_on(device: torch.device) -> torch.Tensor:
-    return torch.empty(0, device=device)
+def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(0, device=device, dtype=dtype)
 
 
 def source_of(tensor: Any) -> Source | None:
