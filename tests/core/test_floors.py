@@ -39,7 +39,7 @@ FLOORS = (
     {"waiting"},
     {"gradient"},
     {"tensor"},
-    {"api", "factories"},
+    {"api", "factories", "prefetch"},
     {"shardwise"},
     {"testing"},
     {"demo"},
