@@ -11,17 +11,19 @@ source, which is what lets autograd put a gradient away while its collective is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 
+from shardwise.discovery import default_registry
 from shardwise.dispatcher import dispatch, views
 from shardwise.errors import ViewError
 from shardwise.moves import memory_order
 from shardwise.private_torch import is_composite, new_wrapper
+from shardwise.registry import Registry
 from shardwise.signature import Kind, Op, signature
 from shardwise.spec import TensorSpec
 
@@ -39,23 +41,24 @@ class Source(Protocol):
         """The local tensor."""
 
 
-# Shape and strides.
-Form = tuple[tuple[int, ...], tuple[int, ...]]
+# Shape, strides and storage offset; the offset counts from the start of the tensor that is viewed.
+Form = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class _Seen:
-    """The local tensor of a view, of a known form: made of its base's when that is there."""
+    """The local tensor of a view: a window of known form in its base's memory."""
 
-    __slots__ = ("_base", "_see", "final", "form")
+    __slots__ = ("_base", "final", "form")
 
-    def __init__(self, base: Source, see: Callable[[torch.Tensor], torch.Tensor], form: Form) -> None:
+    def __init__(self, base: Source, form: Form) -> None:
         self.final = base.final
         self.form = form
         self._base = base
-        self._see = see
 
     def wait(self) -> torch.Tensor:
-        return self._see(self._base.wait())
+        local = self._base.wait()
+        shape, stride, offset = self.form
+        return local.as_strided(shape, stride, local.storage_offset() + offset)
 
 
 _classes: list[type] = []
@@ -157,25 +160,33 @@ def _seen(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         seen = _outcome(op, spec, form, tuple(map(_freeze, rest)), tuple(kwargs.items()))
     except (TypeError, ViewError):  # an argument that cannot be a key, or data that would have to move
         return None
-
-    def see(local: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = dispatch(op, (new_wrapper(_classes[0], local, spec, False), *rest), kwargs)._local_tensor
-        return made
-
-    return waiting(_Seen(source, see, seen[1]), seen[0], base.device)
+    return None if seen is None else waiting(_Seen(source, seen[1]), seen[0], base.device)
 
 
 @lru_cache(maxsize=1024)
-def _outcome(op: Op, spec: TensorSpec, form: Form, rest: Any, kwargs: Any) -> tuple[TensorSpec, Form]:
-    """Spec and local form of an aliasing op's result, found without data. Raises ViewError when data would move."""
-    local = torch.empty_strided(*form, dtype=spec.dtype, device="meta")
+def _outcome(op: Op, spec: TensorSpec, form: Form, rest: Any, kwargs: Any) -> tuple[TensorSpec, Form] | None:
+    """Spec and local form of an aliasing op's result, found without data; None where the form does not say all.
+
+    Raises ViewError when data would have to move.
+    """
+    _forget_with(default_registry())
+    shape, stride, _ = form
+    local = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
     before, views.must_share = views.must_share, True
     try:
         made = dispatch(op, (new_wrapper(_classes[0], local, spec, False), *rest), dict(kwargs))
     finally:
         views.must_share = before
     found = made._local_tensor
-    return made._spec, (tuple(found.shape), found.stride())
+    if found.dtype != local.dtype or found.is_conj() or found.is_neg():
+        return None
+    return made._spec, (tuple(found.shape), found.stride(), found.storage_offset())
+
+
+@cache
+def _forget_with(registry: Registry) -> None:
+    """What was found by rules is forgotten when they change."""
+    registry.on_change(_outcome.cache_clear)
 
 
 @lru_cache(maxsize=1024)
@@ -184,7 +195,7 @@ def _dense_form(spec: TensorSpec) -> Form:
     stride = [1] * len(shape)
     for outer, inner in reversed(list(pairwise(order))):
         stride[outer] = stride[inner] * max(shape[inner], 1)
-    return shape, tuple(stride)
+    return shape, tuple(stride), 0
 
 
 def _freeze(value: Any) -> Any:

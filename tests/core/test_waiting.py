@@ -24,7 +24,10 @@ from shardwise.waiting import source_of
 PHASES = ("issued", "waited")
 
 
-def sharded(shape=(8, 4), layout=(Shard(0),), mesh_shape=(4,), requires_grad=False):
+ROWS = (Shard(0),)
+
+
+def sharded(shape=(8, 4), layout=ROWS, mesh_shape=(4,), requires_grad=False):
     full = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).reshape(shape)
     return full, sw.distribute_tensor(full, mesh(mesh_shape), layout).requires_grad_(requires_grad)
 
@@ -174,6 +177,24 @@ def test_what_may_copy_copies_at_once(pool):
     pool.run(reshape_is_no_view)
 
 
+def other_views():
+    full, x = sharded((8, 4))
+    y = x.redistribute(placements=[Replicate()], async_op=True)
+    assert torch.equal(y.view(torch.int64).to_local(), full.view(torch.int64))
+    z = sw.distribute_tensor(full + 1j, mesh((4,)), [Shard(0)]).redistribute(placements=[Replicate()], async_op=True)
+    assert torch.equal(z.conj().to_local(), full - 1j)
+    y = x.redistribute(placements=[Replicate()], async_op=True)
+    assert [p.shape for p in y.split(3)] == [(3, 4), (3, 4), (2, 4)]
+    y = x.redistribute(placements=[Replicate()], async_op=True)
+    window = y[2:7, 1:]
+    assert torch.equal(window.t()[1:, 2:].to_local(), full[2:7, 1:].t()[1:, 2:])
+    assert torch.equal(window.expand(2, 5, 3).to_local(), full[2:7, 1:].expand(2, 5, 3))
+
+
+def test_views_of_other_kinds(pool):
+    pool.run(other_views)
+
+
 def a_view_that_needs_data():
     full, x = sharded((4, 6), [Partial(), Shard(1)], (2, 2))
     y = x.redistribute(placements=[Replicate(), Shard(1)], async_op=True)
@@ -227,7 +248,7 @@ def from_two_threads():
         y = x.redistribute(placements=[Replicate()], async_op=True)
         seen = [y, y.detach(), y.t().t()]
         found = []
-        threads = [threading.Thread(target=lambda s=s: found.append(s.to_local())) for s in seen * 2]
+        threads = [threading.Thread(target=lambda s=s, f=found: f.append(s.to_local())) for s in seen * 2]
         for thread in threads:
             thread.start()
         for thread in threads:

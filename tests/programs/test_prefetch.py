@@ -78,7 +78,11 @@ def train(model, x, target, accumulate=1):
             loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    return losses, {n: p.detach() for n, p in model.named_parameters()}, {n: p.grad for n, p in model.named_parameters()}
+    return (
+        losses,
+        {n: p.detach() for n, p in model.named_parameters()},
+        {n: p.grad for n, p in model.named_parameters()},
+    )
 
 
 def whole(tensors):
@@ -93,7 +97,11 @@ BOTH = {
     "layers.*.down.weight": {"dp": Shard(0), "tp": Shard(1)},
     **OVER_DATA,
 }
-CASES = {"(4,)": ((4,), ("dp",), OVER_DATA), "2x2": ((2, 2), ("dp", "tp"), OVER_DATA), "both": ((2, 2), ("dp", "tp"), BOTH)}
+CASES = {
+    "(4,)": ((4,), ("dp",), OVER_DATA),
+    "2x2": ((2, 2), ("dp", "tp"), OVER_DATA),
+    "both": ((2, 2), ("dp", "tp"), BOTH),
+}
 
 
 def spread(model, case):
@@ -197,10 +205,10 @@ def logged():
 STARTED, THERE = "issued all_gather", "waited all_gather"
 REDUCED = "issued reduce_scatter"
 FORWARD = [
-    [STARTED, "forward 0", STARTED, THERE],
-    ["forward 1", STARTED, THERE],
-    ["forward 2", STARTED, THERE],
-    ["forward 3", THERE],
+    *[STARTED, "forward 0", STARTED, THERE],
+    *["forward 1", STARTED, THERE],
+    *["forward 2", STARTED, THERE],
+    *["forward 3", THERE],
 ]
 
 
@@ -209,7 +217,7 @@ def test_the_next_layer_is_gathered_while_this_one_computes(pool):
     assert [logs[0]] * 4 == logs, "every rank does the same in the same order"
     log = [entry for entry in logs[0] if "all_reduce" not in entry]
     turn, step = log.index("backward"), log.index("step")
-    assert log[:turn] == sum(FORWARD, [])
+    assert log[:turn] == FORWARD
     backward = log[turn + 1 : step]
     # Layer 3 is still there, so 2 is gathered while it computes, and so on down; layer 0's input needs no gradient.
     assert [e for e in backward if e in (STARTED, REDUCED) or e.startswith("backward")] == [
