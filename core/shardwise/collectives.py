@@ -206,7 +206,7 @@ class Group:
 
     def _all_reduce(self, tensor: Tensor, kind: str) -> Flight:
         flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
-        staged = flat.cpu() if self._gloo and tensor.is_cuda else flat
+        staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
         flight = Flight(self.process_group.allreduce([staged], self._sum_options[kind]), tensor, staged)
         if staged is not flat:
             flight.then(lambda whole: _filled(flat, staged, whole))
@@ -260,11 +260,15 @@ class Group:
         flight = Flight(work, out, piece)
         return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
 
+    def _stages(self, tensor: Tensor) -> bool:
+        """Whether a tensor travels through CPU memory: gloo sees no other."""
+        return tensor.is_cuda and self._gloo
+
     def _staged(self, out: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
-        """Where to receive and what to send: gloo sees CPU tensors only."""
-        if not (self._gloo and piece.is_cuda):
+        """Where to receive and what to send."""
+        if not self._stages(piece):
             return out, piece
-        return out.new_empty(out.shape, device="cpu"), piece.cpu()
+        return out.new_empty(out.shape, device="cpu"), piece.to("cpu", copy=True)
 
     def _gather_coalesced(self, out: Tensor, piece: Tensor) -> Any:
         return self.process_group.allgather_into_tensor_coalesced([out], [piece])
