@@ -5,6 +5,7 @@ from shardwise.api import distribute_module, distribute_tensor
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.placements import Partial, Placement, Replicate, Shard
+from shardwise.prefetch import prefetch
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 
@@ -22,6 +23,7 @@ __all__ = [
     "empty",
     "full",
     "ones",
+    "prefetch",
     "rand",
     "randn",
     "zeros",

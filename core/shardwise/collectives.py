@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
 
 __all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
@@ -24,25 +26,51 @@ __all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
 
 @frozen
 class Event:
-    """One collective: its kind, the bytes that this rank handed in, the group's size and mesh dims."""
+    """One collective: its kind, the bytes that this rank handed in, the group's size and mesh dims.
+
+    ``phase`` is ``issued``; ``finished`` when the backend is done with it, told from a thread of the backend's; or
+    ``waited`` when its result is taken for the first time. ``number`` is the same in all three.
+    """
 
     kind: str
     nbytes: int
     group_size: int
     mesh_dims: tuple[int, ...]
+    phase: str = "issued"
+    number: int = field(default=0, eq=False, repr=False)
 
 
-_observers: list[Callable[[Event], None]] = []
+Observer = tuple[Callable[[Event], None], frozenset[str]]
+_observers: list[Observer] = []
+_numbers = count()
 
 
 @contextmanager
-def observe(callback: Callable[[Event], None]) -> Iterator[None]:
-    """Call ``callback`` with an :class:`Event` for each collective that this process issues in the block."""
-    _observers.append(callback)
+def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",)) -> Iterator[None]:
+    """Call ``callback`` with an :class:`Event` for each collective that this process issues in the block, and in these
+    phases of it.
+    """
+    observer = callback, frozenset(phases)
+    _observers.append(observer)
     try:
         yield
     finally:
-        _observers.remove(callback)
+        _observers.remove(observer)
+
+
+def _wanted(phase: str) -> bool:
+    return any(phase in phases for _, phases in _observers)
+
+
+def _tell(event: Event, phase: str) -> None:
+    for callback, phases in tuple(_observers):
+        if phase in phases:
+            callback(evolve(event, phase=phase))
+
+
+def _taken(event: Event, out: Tensor) -> Tensor:
+    _tell(event, "waited")
+    return out
 
 
 # What gloo and NCCL both carry and add up.
@@ -115,68 +143,77 @@ class Group:
 
     # -- movement --
 
-    def all_gather_into(self, out: Tensor, piece: Tensor) -> Tensor:
+    def start_all_gather(self, out: Tensor, piece: Tensor) -> Flight:
         """Fill ``out`` with the pieces of all ranks, one behind the other; the pieces are of one shape."""
-        if _observers:
-            self._tell("all_gather", piece.nbytes)
-        self._all_gather(out, piece)
-        return out
+        flight = self._all_gather(out, piece)
+        return self._told(flight, "all_gather", piece) if _observers else flight
 
     def all_gather(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
-        return self.all_gather_into(piece.new_empty((self.size, *piece.shape)), piece)
+        return self.start_all_gather(piece.new_empty((self.size, *piece.shape)), piece).wait()
+
+    def start_all_to_all(self, pieces: Tensor) -> Flight:
+        """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here, all of one shape."""
+        flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
+        return self._told(flight, "all_to_all", pieces) if _observers else flight
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
-        """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here, all of one shape."""
-        if _observers:
-            self._tell("all_to_all", pieces.nbytes)
-        out = torch.empty_like(pieces)
-        self._all_to_all(out.view(-1), pieces.view(-1), [], [])
-        return out
+        """:meth:`start_all_to_all`, and wait."""
+        return self.start_all_to_all(pieces).wait()
+
+    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+        """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
+        flight = self._exchange(flat, sent, received)
+        return self._told(flight, "all_to_all", flat) if _observers else flight
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
-        if _observers:
-            self._tell("all_to_all", flat.nbytes)
-        return self._exchange(flat, sent, received)
+        """:meth:`start_exchange`, and wait."""
+        return self.start_exchange(flat, sent, received).wait()
 
     # -- reduction --
 
-    def all_reduce_(self, tensor: Tensor, kind: str) -> Tensor:
+    def start_all_reduce(self, tensor: Tensor, kind: str) -> Flight:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
-        if _observers:
-            self._tell("all_reduce", tensor.nbytes)
-        if not _is_native(kind, tensor.dtype):
-            return self._reduce_by_moving(tensor, kind)
-        flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
-        if self._gloo and tensor.is_cuda:
-            staged = flat.cpu()
-            self.process_group.allreduce([staged], self._sum_options[kind]).wait()
-            flat.copy_(staged)
+        if _is_native(kind, tensor.dtype):
+            flight = self._all_reduce(tensor, kind)
         else:
-            self.process_group.allreduce([flat], self._sum_options[kind]).wait()
-        return _average(tensor, self.size) if kind == "avg" else tensor
+            flight = self._reduce_by_moving(tensor, kind)
+        return self._told(flight, "all_reduce", tensor) if _observers else flight
 
-    def reduce_scatter(self, pieces: Tensor, kind: str) -> Tensor:
+    def all_reduce_(self, tensor: Tensor, kind: str) -> Tensor:
+        """:meth:`start_all_reduce`, and wait."""
+        return self.start_all_reduce(tensor, kind).wait()
+
+    def start_reduce_scatter(self, pieces: Tensor, kind: str) -> Flight:
         """The reduction of all ranks' ``pieces[position]``; the pieces are of one shape."""
-        if _observers:
-            self._tell("reduce_scatter", pieces.nbytes)
         # gloo's own is an all-reduce of everything.
         if self._gloo or self._order or not _is_native(kind, pieces.dtype) or pieces.dtype in _REAL:
-            out = torch.empty_like(pieces)
-            self._all_to_all(out.view(-1), pieces.view(-1), [], [])
-            return self._reduce(out, kind)
-        result = pieces.new_empty(pieces.shape[1:])
-        flat = [result.view(-1)], [pieces.view(-1)]
-        self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind]).wait()
-        return _average(result, self.size) if kind == "avg" else result
+            flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
+            flight.then(lambda stacked: self._reduce(stacked, kind))
+        else:
+            result = pieces.new_empty(pieces.shape[1:])
+            flat = [result.view(-1)], [pieces.view(-1)]
+            work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
+            flight = self._averaged(Flight(work, result, pieces), kind)
+        return self._told(flight, "reduce_scatter", pieces) if _observers else flight
 
-    def reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Tensor:
-        """As :meth:`reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
-        if _observers:
-            self._tell("reduce_scatter", flat.nbytes)
+    def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Flight:
+        """As :meth:`start_reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
         here = sent[self.position]
-        return self._reduce(self._exchange(flat, sent, [here] * self.size).view(self.size, here), kind)
+        flight = self._exchange(flat, sent, [here] * self.size)
+        flight.then(lambda received: self._reduce(received.view(self.size, here), kind))
+        return self._told(flight, "reduce_scatter", flat) if _observers else flight
+
+    def _all_reduce(self, tensor: Tensor, kind: str) -> Flight:
+        flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
+        staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
+        flight = Flight(self.process_group.allreduce([staged], self._sum_options[kind]), tensor, staged)
+        if staged is not flat:
+            flight.then(lambda whole: _filled(flat, staged, whole))
+        return self._averaged(flight, kind)
+
+    def _averaged(self, flight: Flight, kind: str) -> Flight:
+        return flight.then(lambda total: _average(total, self.size)) if kind == "avg" else flight
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
         if not _is_native(kind, stacked.dtype):
@@ -186,62 +223,72 @@ class Group:
         found = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
         return _average(found, self.size) if kind == "avg" else found
 
-    def _reduce_by_moving(self, tensor: Tensor, kind: str) -> Tensor:
+    def _reduce_by_moving(self, tensor: Tensor, kind: str) -> Flight:
         """Every rank reduces its part of the elements and the parts are gathered; small tensors are gathered whole."""
         if tensor.nbytes * self.size <= _SMALL:
             gathered = tensor.new_empty((self.size, *tensor.shape))
-            self._all_gather(gathered, tensor)
-            return reduce_stacked(gathered, kind)
-        share = -(-tensor.numel() // self.size)
+            return self._all_gather(gathered, tensor).then(lambda stacked: reduce_stacked(stacked, kind))
+        count, shape = tensor.numel(), tensor.shape
+        share = -(-count // self.size)
         padded = tensor.new_zeros(share * self.size)
-        padded[: tensor.numel()] = tensor.view(-1)
-        received = torch.empty_like(padded)
-        self._all_to_all(received, padded, [], [])
-        self._all_gather(padded, reduce_stacked(received.view(self.size, share), kind))
-        return padded[: tensor.numel()].view(tensor.shape)
+        padded[:count] = tensor.view(-1)
+        # Waited for here: no collective may be issued when a result is taken.
+        received = self._all_to_all(torch.empty_like(padded), padded, [], []).wait()
+        reduced = reduce_stacked(received.view(self.size, share), kind)
+        return self._all_gather(padded, reduced).then(lambda whole: whole[:count].view(shape))
 
     # -- the process group --
 
-    def _tell(self, kind: str, nbytes: int) -> None:
-        event = Event(kind, nbytes, self.size, self.mesh_dims)
-        for callback in tuple(_observers):
-            callback(event)
+    def _told(self, flight: Flight, kind: str, sent: Tensor) -> Flight:
+        event = Event(kind, sent.nbytes, self.size, self.mesh_dims, number=next(_numbers))
+        _tell(event, "issued")
+        if _wanted("finished"):
+            flight.work.get_future().then(lambda _: _tell(event, "finished"))
+        if _wanted("waited"):
+            flight.then(lambda out: _taken(event, out))
+        return flight
 
-    def _all_gather(self, out: Tensor, piece: Tensor) -> None:
+    def _all_gather(self, out: Tensor, piece: Tensor) -> Flight:
         # Flat, because backends compare the shapes of pieces and output.
-        out, piece = _carrier(out.view(-1)), _carrier(piece.view(-1))
-        target = out.new_empty(out.shape, device="cpu") if self._gloo and piece.is_cuda else out
-        piece = piece.to(target.device)
+        flat, piece = _carrier(out.view(-1)), _carrier(piece.view(-1))
+        target, piece = self._staged(flat, piece)
         if self._order:
             blocks = target.view(self.size, -1)
-            self.process_group.allgather([[blocks[i] for i in self._order]], [piece]).wait()
+            work = self.process_group.allgather([[blocks[i] for i in self._order]], [piece])
         else:
-            self._gather(target, piece).wait()
-        if target is not out:
-            out.copy_(target)
+            work = self._gather(target, piece)
+        flight = Flight(work, out, piece)
+        return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
+
+    def _stages(self, tensor: Tensor) -> bool:
+        """Whether a tensor travels through CPU memory: gloo sees no other."""
+        return tensor.is_cuda and self._gloo
+
+    def _staged(self, out: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
+        """Where to receive and what to send."""
+        if not self._stages(piece):
+            return out, piece
+        return out.new_empty(out.shape, device="cpu"), piece.to("cpu", copy=True)
 
     def _gather_coalesced(self, out: Tensor, piece: Tensor) -> Any:
         return self.process_group.allgather_into_tensor_coalesced([out], [piece])
 
-    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
         out = flat.new_empty(sum(received))
         unit = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
-        self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
-        return out
+        return self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
 
-    def _all_to_all(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> None:
+    def _all_to_all(self, out: Tensor, pieces: Tensor, received: list[int], sent: list[int]) -> Flight:
         """Move runs of the given lengths; empty lists stand for equal parts."""
-        out, flat = _carrier(out), _carrier(flat)
-        target = out.new_empty(out.shape, device="cpu") if self._gloo and flat.is_cuda else out
-        flat = flat.to(target.device)
+        flat, given = _carrier(out.view(-1)), _carrier(pieces.view(-1))
+        target, given = self._staged(flat, given)
         if self._order:
-            self._all_to_all_ordered(target, flat, received, sent)
-        else:
-            self.process_group.alltoall_base(target, flat, received, sent).wait()
-        if target is not out:
-            out.copy_(target)
+            flight = self._all_to_all_ordered(target, given, received, sent)
+            return flight.then(lambda moved: out if moved is flat else _filled(flat, moved, out))
+        flight = Flight(self.process_group.alltoall_base(target, given, received, sent), out, given)
+        return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
 
-    def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> None:
+    def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> Flight:
         """As the process group counts its ranks: bring the runs into that order, and back."""
         order: Any = self._order
         shares = [flat.numel() // self.size] * self.size
@@ -249,10 +296,21 @@ class Group:
         runs = flat.split_with_sizes(sent)
         moved = torch.empty_like(out)
         counts = [received[i] for i in order], [sent[i] for i in order]
-        self.process_group.alltoall_base(moved, torch.cat([runs[i] for i in order]), *counts).wait()
-        places = out.split_with_sizes(received)
-        for i, run in zip(order, moved.split_with_sizes(counts[0]), strict=True):
-            places[i].copy_(run)
+        given = torch.cat([runs[i] for i in order])
+
+        def put(moved: Tensor) -> Tensor:
+            places = out.split_with_sizes(received)
+            for i, run in zip(order, moved.split_with_sizes(counts[0]), strict=True):
+                places[i].copy_(run)
+            return out
+
+        return Flight(self.process_group.alltoall_base(moved, given, *counts), moved, given).then(put)
+
+
+def _filled(part: Tensor, staged: Tensor, whole: Tensor) -> Tensor:
+    """``whole``, of which ``part`` is the same memory, with what was received elsewhere."""
+    part.copy_(staged)
+    return whole
 
 
 def _all_reduce_options(op: Any) -> Any:

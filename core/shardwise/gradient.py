@@ -15,10 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import check_agreement
 from shardwise.errors import DeviceMismatchError, LayoutError
+from shardwise.flight import Flight, Window
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
 from shardwise.private_torch import current_mesh, new_wrapper
-from shardwise.redistribute import redistribute_local
+from shardwise.redistribute import Route, route
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.waiting import set_tensor_class as set_waiting_class
+from shardwise.waiting import source_of, waiting
 
 __all__ = ["PLACED", "from_local", "place_grad", "redistribute", "set_tensor_class", "to_local"]
 
@@ -31,6 +34,7 @@ _tensor_class: list[type] = []
 def set_tensor_class(cls: type) -> None:
     """Tell these functions what to wrap in; ``shardwise.tensor`` calls this once."""
     _tensor_class[:] = [cls]
+    set_waiting_class(cls)
 
 
 def _wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
@@ -53,27 +57,60 @@ def _given(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tup
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, target: tuple[Placement, ...], grad: tuple[Placement, ...]) -> Any:
-        ctx.grad = grad
-        spec = tensor._spec
-        moved = spec.with_placements(target)
-        local = redistribute_local(tensor._local_tensor, spec, moved)
-        # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
-        return _wrap(local.view_as(local) if local is tensor._local_tensor else local, moved)
+    def forward(ctx: Any, tensor: Any, way: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
+        ctx.grad, ctx.async_op = grad, async_op
+        return _moved(tensor, way, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return redistribute(grad, ctx.grad), None, None
+        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None
 
 
-def redistribute(tensor: Any, target: tuple[Placement, ...], grad_placements: Sequence[Placement] | None = None) -> Any:
-    """``tensor`` under ``target``; differentiable. The tensor itself when nothing changes and nothing is asked of the
-    gradient.
+def redistribute(
+    tensor: Any,
+    placements: Sequence[Placement],
+    grad_placements: Sequence[Placement] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """``tensor`` under other placements; differentiable. The tensor itself when nothing changes and nothing is asked of
+    the gradient. See :meth:`MeshTensor.redistribute`.
     """
-    spec = tensor._spec
-    if target == spec.placements and grad_placements is None:
+    way = route(tensor._spec, placements)
+    if way.stays and grad_placements is None:
         return tensor
-    return _Redistribute.apply(tensor, target, _given(grad_placements, spec))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and _requires_grad(tensor):
+        given = _given(grad_placements, tensor._spec)
+        return _Redistribute.apply(tensor, way, given, async_op)  # type: ignore[no-untyped-call]
+    if grad_placements is not None:
+        _given(grad_placements, tensor._spec)  # what is wrong is wrong without a gradient, too
+    return _moved(tensor, way, async_op)
+
+
+def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
+    """:func:`redistribute` for a gradient: its collective goes on while backward does, until its first use."""
+    moved = redistribute(grad, placements, async_op=True)
+    source = source_of(moved)
+    if isinstance(source, Flight):
+        _backward.add(source)
+    return moved
+
+
+# Beyond this many bytes that are only kept for collectives of gradients, the oldest is waited for: enough for a layer
+# of small parameters, and large ones are reduced one at a time.
+_backward = Window(1 << 26)
+
+# The class's own property is written in Python.
+_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
+    local = tensor._local_tensor
+    if way.stays:
+        # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
+        return _wrap(local.view_as(local), way.target)
+    if async_op and way.start is not None:
+        return waiting(way.start(local), way.target, local.device)
+    return _wrap(way.run(local), way.target)
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -200,4 +237,4 @@ def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:
             found=f"a hook returned a plain {type(grad).__name__}",
             do=f"Return a MeshTensor (placements {show_all(target)}).",
         )
-    return redistribute(grad, target)
+    return reduce_later(grad, target)

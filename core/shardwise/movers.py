@@ -1,4 +1,4 @@
-"""Movers: one function per kind of step, which resolves it for this rank and returns the function that runs it.
+"""Movers: one per kind of step, which resolves the step for this rank ahead of its first run.
 
 The tensors here are row-major: ``redistribute`` hands over locals whose dims are in the order of the global tensor's
 memory. A mover never modifies its input and its result is new memory. Pieces that differ in shape travel flat.
@@ -8,37 +8,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from shardwise.collectives import Group, group_of
+from shardwise.flight import Flight
 from shardwise.layout import IDEMPOTENT_KINDS, neutral
 from shardwise.placements import Placement, Shard
 from shardwise.spec import TensorSpec
 
-__all__ = ["Mover", "copied", "make_mover"]
+__all__ = ["Mover", "Run", "Start", "copied", "make_mover"]
 
-Mover = Callable[[Tensor], Tensor]
+Run = Callable[[Tensor], Tensor]
+Start = Callable[[Tensor], Flight]
 Shape = tuple[int, ...]
 # Per tensor dim that is cut: the dim, where the part starts, how long it is.
 Cuts = tuple[tuple[int, int, int], ...]
 
 
+@frozen
+class Mover:
+    """``run`` gives this rank's local tensor as it lies afterwards; ``start``, where anything is communicated, issues
+    that and gives the flight.
+    """
+
+    run: Run
+    start: Start | None = None
+
+
 def make_mover(kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> Mover:
-    """The function that runs one step (see :class:`shardwise.transition.Step`) on this rank's local tensors."""
+    """The mover of one step (see :class:`shardwise.transition.Step`) for this rank's local tensors."""
     if kind in ("slice", "relabel"):
-        return _slice(src, dst)
+        return Mover(_slice(src, dst))
     if kind == "fill":
-        return _fill(src, dst, mesh_dims[0])
+        return Mover(_fill(src, dst, mesh_dims[0]))
     mesh: Any = src.mesh
     group = group_of(mesh, mesh_dims)
-    if math.prod(src.shape) == 0:
+    # A rank whose part is empty still takes part where another's is not.
+    if math.prod(src.shape) == 0 or _nothing_moves(kind, src, dst, group):
         shape = dst.local_shape()
-        return lambda local: local.new_empty(shape)
-    return _COMMUNICATING[kind](group, src, dst)
+        return Mover(lambda local: local.new_empty(shape))
+    start = _COMMUNICATING[kind](group, src, dst)
+    return Mover(lambda local: start(local).wait(), start)
+
+
+def _nothing_moves(kind: str, src: TensorSpec, dst: TensorSpec, group: Group) -> bool:
+    """Whether what this group's ranks hold together is empty, though the global tensor is not."""
+    if kind == "all_gather":
+        return math.prod(dst.local_shape()) == 0
+    if kind == "all_to_all":
+        return all(math.prod(src.local_shape(c)) == 0 for c in _members(src, group))
+    return math.prod(src.local_shape()) == 0
 
 
 def copied(local: Tensor) -> Tensor:
@@ -54,16 +78,12 @@ def _row_major(local: Tensor) -> Tensor:
 # -- local steps -----------------------------------------------------------------------------------------------------
 
 
-def _slice(src: TensorSpec, dst: TensorSpec) -> Mover:
+def _slice(src: TensorSpec, dst: TensorSpec) -> Run:
     cuts = _cuts(dst, src, src.coordinate())
-
-    def run(local: Tensor) -> Tensor:
-        return copied(_cut(local, cuts))
-
-    return run
+    return lambda local: _cut(local, cuts).clone(memory_format=torch.contiguous_format)
 
 
-def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Mover:
+def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:
     kind = dst.pending[mesh_dim]
     where = src.coordinate()
     if isinstance(src.placements[mesh_dim], Shard):
@@ -74,7 +94,7 @@ def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Mover:
     return lambda local: local.new_full(shape, value)
 
 
-def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Mover:
+def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Run:
     """The shard in a tensor that is otherwise neutral. An average has no neutral value: its zeros take a factor."""
     cuts = _cuts(src, dst, src.coordinate())
     shape = dst.local_shape()
@@ -92,90 +112,68 @@ def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Mover:
 # -- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(group: Group, src: TensorSpec, _dst: TensorSpec) -> Mover:
+def _all_reduce(group: Group, src: TensorSpec, _dst: TensorSpec) -> Start:
     kind = src.pending[group.mesh_dims[0]]
-    if math.prod(src.local_shape()) == 0:
-        return copied
-
-    def run(local: Tensor) -> Tensor:
-        return group.all_reduce_(local.clone(memory_format=torch.contiguous_format), kind)
-
-    return run
+    return lambda local: group.start_all_reduce(local.clone(memory_format=torch.contiguous_format), kind)
 
 
-def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
+def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     kind = src.pending[group.mesh_dims[0]]
     dim = _shard_dim(dst, group)
     shape = dst.local_shape()
     shapes = [dst.local_shape(c) for c in _members(src, group)]
-    whole = src.local_shape()
-    if math.prod(whole) == 0:
-        return lambda local: local.new_empty(shape)
     if len(set(shapes)) == 1:
-        return _even_reduce_scatter(group, kind, dim, shape)
-    lengths = [s[dim] for s in shapes]
-    counts = [math.prod(s) for s in shapes]
+        pieces = _even_pieces(group.size, dim, shape)
+        return lambda local: group.start_reduce_scatter(pieces(local), kind)
+    counts = list(map(math.prod, shapes))
+    pack = _packing(src.local_shape(), dim, shapes)
+    return lambda local: group.start_reduce_scatter_uneven(pack(local), counts, kind).then(
+        lambda flat: flat.view(shape)
+    )
 
-    def run(local: Tensor) -> Tensor:
-        return group.reduce_scatter_uneven(_pieces(local, dim, lengths), counts, kind).view(shape)
 
-    return run
-
-
-def _even_reduce_scatter(group: Group, kind: str, dim: int, shape: Shape) -> Mover:
-    pieces = (group.size, *shape)
+def _even_pieces(parts: int, dim: int, shape: Shape) -> Run:
+    """Stack the pieces of an even split along ``dim``; the memory itself where they lie one behind the other."""
+    stacked = (parts, *shape)
     if math.prod(shape[:dim]) == 1:
-        return lambda local: group.reduce_scatter(_row_major(local).view(pieces), kind)
-    split = (*shape[:dim], group.size, *shape[dim:])
-    return lambda local: group.reduce_scatter(_row_major(local).view(split).movedim(dim, 0).contiguous(), kind)
+        return lambda local: _row_major(local).view(stacked)
+    split = (*shape[:dim], parts, *shape[dim:])
+    axes = (dim, *range(dim), *range(dim + 1, len(split)))
+    return lambda local: _row_major(local).view(split).permute(axes).contiguous()
 
 
 # -- gathers ---------------------------------------------------------------------------------------------------------
 
 
-def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
+def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     members = _members(src, group)
     shapes = [src.local_shape(c) for c in members]
     whole = dst.local_shape()
-    if math.prod(whole) == 0:
-        return lambda local: local.new_empty(whole)
-    cuts = [_cuts(src, dst, c) for c in members]
-    if _one_behind_the_other(shapes, cuts, whole):
-        return _gather_in_place(group, shapes, whole)
+    longest = max(map(math.prod, shapes))
+    at = [_offset(_cuts(src, dst, c), whole) for c in members]
+    pieces = [Piece(s, o, i * longest) for i, (s, o) in enumerate(zip(shapes, at, strict=True)) if math.prod(s)]
+    if all(p.whole_offset == p.packed_offset and _is_run(p.shape, whole) for p in pieces):
+        return _gather_in_place(group, longest, whole)
     if len(set(shapes)) == 1:
         return _gather_blocks(group, src, shapes[0], whole)
-    return _gather_uneven(group, shapes, cuts, whole)
+    return _gather_uneven(group, longest, pieces, whole)
 
 
-def _one_behind_the_other(shapes: Sequence[Shape], cuts: Sequence[Cuts], whole: Shape) -> bool:
-    """Whether pieces padded to the longest lie in a gathered buffer just as they lie in the whole's memory."""
-    longest = max(map(math.prod, shapes))
-    for position, (shape, cut) in enumerate(zip(shapes, cuts, strict=True)):
-        if math.prod(shape) == 0:
-            continue
-        if len(cut) > 1 or (cut and math.prod(whole[: cut[0][0]]) != 1):
-            return False
-        start = cut[0][1] * math.prod(whole[cut[0][0] + 1 :]) if cut else 0
-        if start != position * longest:
-            return False
-    return True
-
-
-def _gather_in_place(group: Group, shapes: Sequence[Shape], whole: Shape) -> Mover:
-    longest = max(map(math.prod, shapes))
+def _gather_in_place(group: Group, longest: int, whole: Shape) -> Start:
+    """Pieces padded to the longest lie in the gathered memory just as they lie in the whole's: nothing is copied."""
     total = math.prod(whole)
     if longest * group.size == total:
-        return lambda local: group.all_gather_into(local.new_empty(whole), _row_major(local))
+        return lambda local: group.start_all_gather(local.new_empty(whole), _row_major(local))
     padded_size = longest * group.size
 
-    def run(local: Tensor) -> Tensor:
-        out = local.new_empty(padded_size)
-        return group.all_gather_into(out, _padded(local, longest))[:total].view(whole)
+    def start(local: Tensor) -> Flight:
+        flight = group.start_all_gather(local.new_empty(padded_size), _padded(local, longest))
+        return flight.then(lambda padded: padded[:total].view(whole))
 
-    return run
+    return start
 
 
-def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) -> Mover:
+def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) -> Start:
     """Pieces of one shape: stack them, then move each mesh dim's axis in front of the tensor dim that it shards."""
     grid = [src.mesh_shape[m] for m in group.mesh_dims]
     stacked = (*grid, *shape)
@@ -184,23 +182,22 @@ def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) ->
     for d in range(len(shape)):
         axes += [axis for axis, dim in enumerate(sharded) if dim == d]
         axes.append(len(grid) + d)
+
     # Not reshape: where a piece has one element along a dim it would return a view with other strides.
-    return lambda local: group.all_gather(_row_major(local)).view(stacked).permute(axes).contiguous().view(whole)
+    def put(gathered: Tensor) -> Tensor:
+        return gathered.permute(axes).contiguous().view(whole)
+
+    return lambda local: group.start_all_gather(local.new_empty(stacked), _row_major(local)).then(put)
 
 
-def _gather_uneven(group: Group, shapes: Sequence[Shape], cuts: Sequence[Cuts], whole: Shape) -> Mover:
-    longest = max(map(math.prod, shapes))
-    places = [(i, shape, math.prod(shape), cut) for i, (shape, cut) in enumerate(zip(shapes, cuts, strict=True))]
-    filled = [place for place in places if place[2]]
+def _gather_uneven(group: Group, longest: int, pieces: Sequence[Piece], whole: Shape) -> Start:
+    blocks = _blocks(pieces, whole)
+    padded_size = longest * group.size
 
-    def run(local: Tensor) -> Tensor:
-        gathered = group.all_gather(_padded(local, longest))
-        out = local.new_empty(whole)
-        for i, shape, count, cut in filled:
-            _cut(out, cut).copy_(gathered[i, :count].view(shape))
-        return out
+    def put(gathered: Tensor) -> Tensor:
+        return _unpack(gathered, gathered.new_empty(whole), blocks)
 
-    return run
+    return lambda local: group.start_all_gather(local.new_empty(padded_size), _padded(local, longest)).then(put)
 
 
 def _padded(local: Tensor, length: int) -> Tensor:
@@ -216,41 +213,129 @@ def _padded(local: Tensor, length: int) -> Tensor:
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
-def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Mover:
+def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     members = _members(src, group)
     before, after = [src.local_shape(c) for c in members], [dst.local_shape(c) for c in members]
     old, new = _shard_dim(src, group), _shard_dim(dst, group)
     if len(set(before)) == 1 and len(set(after)) == 1:
         return _even_all_to_all(group, old, new, before[0], after[0])
     here = dst.local_shape()
-    if sum(map(math.prod, before)) == 0:
-        return lambda local: local.new_empty(here)
-    lengths = [shape[new] for shape in after]
     mine = before[group.position]
-    sent = [_replaced(mine, new, length) for length in lengths]
+    sent = [_replaced(mine, new, shape[new]) for shape in after]
     received = [_replaced(shape, new, here[new]) for shape in before]
-    send_counts, receive_counts = list(map(math.prod, sent)), list(map(math.prod, received))
-    old_lengths = [shape[old] for shape in before]
-
-    def run(local: Tensor) -> Tensor:
-        flat = group.exchange(_pieces(local, new, lengths), send_counts, receive_counts)
-        out = local.new_empty(here)
-        places, parts = out.split_with_sizes(old_lengths, old), flat.split_with_sizes(receive_counts)
-        for place, part, shape in zip(places, parts, received, strict=True):
-            place.copy_(part.view(shape))
-        return out
-
-    return run
+    counts = list(map(math.prod, sent)), list(map(math.prod, received))
+    pack, unpack = _packing(mine, new, sent), _unpacking(here, old, received)
+    return lambda local: group.start_exchange(pack(local), *counts).then(unpack)
 
 
-def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Shape) -> Mover:
-    split = (*before[:new], group.size, shape[new], *before[new + 1 :])
+def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Shape) -> Start:
+    pieces = _even_pieces(group.size, new, _replaced(before, new, shape[new]))
+    if math.prod(shape[:old]) == 1:
+        return lambda local: group.start_all_to_all(pieces(local)).then(lambda stacked: stacked.view(shape))
+    axes = (*range(1, old + 1), 0, *range(old + 1, len(shape) + 1))
 
-    def run(local: Tensor) -> Tensor:
-        pieces = _row_major(local).view(split).movedim(new, 0).contiguous()
-        return group.all_to_all(pieces).movedim(0, old).contiguous().view(shape)
+    def put(stacked: Tensor) -> Tensor:
+        return stacked.permute(axes).contiguous().view(shape)
 
-    return run
+    return lambda local: group.start_all_to_all(pieces(local)).then(put)
+
+
+# -- pieces of a tensor, packed one behind the other -------------------------------------------------------------------
+
+
+@frozen
+class Piece:
+    """A box of a tensor; the offsets count elements, in the tensor's memory and in the packed one."""
+
+    shape: Shape
+    whole_offset: int
+    packed_offset: int
+
+
+# Size, strides and offset in the whole's memory, strides and offset in the packed memory: one copy.
+Block = tuple[Shape, Shape, int, Shape, int]
+
+
+def _blocks(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
+    """The copies between a row-major tensor and its packed pieces; pieces at even distances go in one."""
+    strides = _strides(whole)
+    blocks: list[Block] = []
+    for run in _runs(pieces):
+        shape, at, to = run[0].shape, run[0].whole_offset, run[0].packed_offset
+        if len(run) == 1:
+            blocks.append((shape, strides, at, _strides(shape), to))
+        else:
+            steps = run[1].whole_offset - at, run[1].packed_offset - to
+            blocks.append(((len(run), *shape), (steps[0], *strides), at, (steps[1], *_strides(shape)), to))
+    return blocks
+
+
+def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
+    """The pieces in runs of one shape and one distance."""
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and piece.shape == runs[-1][0].shape and _evenly([*runs[-1], piece]):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    return runs
+
+
+def _evenly(pieces: Sequence[Piece]) -> bool:
+    steps = {(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)}
+    return len(steps) == 1
+
+
+def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
+    """The filled pieces of a split along ``dim``, packed one behind the other."""
+    pieces, start, packed = [], 0, 0
+    for shape in shapes:
+        if math.prod(shape):
+            pieces.append(Piece(shape, start * math.prod(whole[dim + 1 :]), packed))
+        start += shape[dim]
+        packed += math.prod(shape)
+    return pieces
+
+
+def _packing(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
+    """All elements, flat, piece by piece of a split along ``dim``."""
+    if math.prod(whole[:dim]) == 1:
+        return lambda local: _row_major(local).view(-1)
+    blocks = _blocks(_split(whole, dim, shapes), whole)
+    count = math.prod(whole)
+
+    def pack(local: Tensor) -> Tensor:
+        source, flat = _row_major(local), local.new_empty(count)
+        base = source.storage_offset()
+        for size, there, at, here, to in blocks:
+            flat.as_strided(size, here, to).copy_(source.as_strided(size, there, base + at))
+        return flat
+
+    return pack
+
+
+def _unpacking(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
+    """The inverse of :func:`_packing`."""
+    if math.prod(whole[:dim]) == 1:
+        return lambda flat: flat.view(whole)
+    blocks = _blocks(_split(whole, dim, shapes), whole)
+    return lambda flat: _unpack(flat, flat.new_empty(whole), blocks)
+
+
+def _unpack(packed: Tensor, out: Tensor, blocks: Sequence[Block]) -> Tensor:
+    for size, there, at, here, to in blocks:
+        out.as_strided(size, there, at).copy_(packed.as_strided(size, here, to))
+    return out
+
+
+def _strides(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _is_run(shape: Shape, whole: Shape) -> bool:
+    """Whether a box of that shape is one run of a row-major tensor's memory."""
+    cut = [d for d, (part, full) in enumerate(zip(shape, whole, strict=True)) if part != full]
+    return not cut or math.prod(shape[: cut[-1]]) == 1
 
 
 # -- places ----------------------------------------------------------------------------------------------------------
@@ -282,11 +367,9 @@ def _cut(tensor: Tensor, cuts: Cuts) -> Tensor:
     return tensor
 
 
-def _pieces(local: Tensor, dim: int, lengths: Sequence[int]) -> Tensor:
-    """All elements, flat, piece by piece of a split along ``dim``."""
-    if math.prod(local.shape[:dim]) == 1:
-        return _row_major(local).view(-1)
-    return torch.cat([piece.reshape(-1) for piece in local.split_with_sizes(list(lengths), dim)])
+def _offset(cuts: Cuts, whole: Shape) -> int:
+    """Where a part starts in the memory of the row-major whole, in elements."""
+    return sum(start * math.prod(whole[dim + 1 :]) for dim, start, _ in cuts)
 
 
 def _replaced(shape: Shape, dim: int, size: int) -> Shape:
@@ -303,7 +386,7 @@ def _shard_dim(spec: TensorSpec, group: Group) -> int:
     return _dim(spec.placements[group.mesh_dims[0]])
 
 
-_COMMUNICATING: dict[str, Callable[[Group, TensorSpec, TensorSpec], Mover]] = {
+_COMMUNICATING: dict[str, Callable[[Group, TensorSpec, TensorSpec], Start]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

@@ -81,6 +81,7 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
     call = make_call(entry.rule, schema, metas)
     chosen = cheapest(entry.rule, schema, call)
     inputs, results = merged(schema, chosen)
+    inputs = list(map(_as_it_lies, schema.specs, inputs))
     results = _marked_copies(schema, inputs, results)
     if outputs is UNKNOWN:
         _check_unknown(schema, inputs)
@@ -96,6 +97,12 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
         run = partial(entry.rule.lowering, local)
     full = lowered or static is not None
     return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+
+
+def _as_it_lies(before: TensorSpec | None, wanted: TensorSpec | None) -> TensorSpec | None:
+    """The spec of an operand that stays where it is, with its mark when it is a copy: nothing moves."""
+    stays = before is not None and wanted is not None and before.placements == wanted.placements
+    return before if stays else wanted
 
 
 def _tensor_results(schema: OpSchema) -> int:

@@ -27,6 +27,8 @@ __all__ = [
     "recorded_ops",
     "schema_of",
     "support_foreach",
+    "swap_parameter",
+    "version_of",
 ]
 
 
@@ -125,3 +127,15 @@ def is_composite(op: Any) -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place. Autograd's notes name the counter, its attribute is not public."""
+    return tensor._version
+
+
+def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in a parameter's place. Assigning it is refused, and taking a parameter out and back in reorders
+    ``parameters()``.
+    """
+    module._parameters[name] = tensor  # type: ignore[assignment]

@@ -11,16 +11,31 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+from attrs import frozen
 from torch import Tensor
 
 from shardwise.collectives import generation
-from shardwise.movers import Mover, make_mover
+from shardwise.flight import Flight
+from shardwise.movers import Mover, Run, Start, make_mover
 from shardwise.moves import memory_order
-from shardwise.placements import Placement, Shard, shard
+from shardwise.placements import Placement, Shard, check_placements, shard
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.transition import Step, transition
 
-__all__ = ["Mover", "mover", "redistribute_local"]
+__all__ = ["Mover", "Route", "mover", "redistribute_local", "route"]
+
+
+@frozen
+class Route:
+    """How a tensor gets from one layout to another: ``run`` its local tensor, or ``start`` what is communicated last.
+
+    ``start`` is None when nothing is communicated; ``stays`` says that the placements are the same.
+    """
+
+    target: TensorSpec
+    stays: bool
+    run: Run
+    start: Start | None
 
 
 def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
@@ -33,12 +48,34 @@ def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tenso
     return local if src is dst else mover(src, dst)(local)
 
 
-def mover(src: TensorSpec, dst: TensorSpec) -> Mover:
+def mover(src: TensorSpec, dst: TensorSpec) -> Run:
     """The function that redistributes local tensors from ``src`` to ``dst``; see :func:`redistribute_local`.
 
     All ranks of the mesh must ask for it alike: it may have to make a process group.
     """
-    return _mover(src, dst, generation())
+    return _mover(src, dst, generation()).run
+
+
+def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
+    """The way from ``src`` to other placements of the same tensor, as a user writes them.
+
+    Raises what :func:`shardwise.placements.check_placements` and :func:`shardwise.transition.transition` raise.
+    """
+    given = tuple(placements)
+    try:
+        return _route(src, given, generation())
+    except TypeError:  # perhaps not hashable, so no placement
+        check_placements(given, src.mesh.ndim, src.ndim)
+        raise
+
+
+# Bounded: what was not asked for lately is found again.
+@lru_cache(maxsize=4096)
+def _route(src: TensorSpec, placements: tuple[Placement, ...], default_group: Any) -> Route:
+    checked = check_placements(placements, src.mesh.ndim, src.ndim)
+    target = src.with_placements(checked)
+    found = _mover(src, target, default_group)
+    return Route(target, checked == src.placements, found.run, found.start)
 
 
 @lru_cache(maxsize=4096)
@@ -47,8 +84,8 @@ def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
     del default_group
     order = memory_order(src.tensor_meta)
     moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
-    run = moved[0] if len(moved) == 1 else _chain(moved)
-    return run if order == tuple(range(src.ndim)) or not moved else _permuted(run, order)
+    found = moved[0] if len(moved) == 1 else _chain(moved)
+    return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)
 
 
 def _together(steps: Sequence[Step]) -> list[list[Step]]:
@@ -76,13 +113,34 @@ def _reordered(placements: Sequence[Placement], order: tuple[int, ...]) -> tuple
 def _chain(movers: Sequence[Mover]) -> Mover:
     def run(local: Tensor) -> Tensor:
         for move in movers:
-            local = move(local)
+            local = move.run(local)
         return local
 
-    return run
+    last = max((i for i, move in enumerate(movers) if move.start is not None), default=None)
+    return Mover(run) if last is None else Mover(run, _start_of_chain(movers, last))
 
 
-def _permuted(run: Mover, order: tuple[int, ...]) -> Mover:
-    """Run in the order of memory, so that a transposed tensor stays transposed without a copy."""
+def _start_of_chain(movers: Sequence[Mover], last: int) -> Start:
+    """Run what comes before the last collective and leave only that one under way: no collective may be issued when a
+    result is taken, for that is no order that ranks share.
+    """
+    before, begin, after = movers[:last], movers[last].start, movers[last + 1 :]
+    assert begin is not None
+
+    def start(local: Tensor) -> Flight:
+        for move in before:
+            local = move.run(local)
+        flight = begin(local)
+        for move in after:
+            flight.then(move.run)
+        return flight
+
+    return start
+
+
+def _permuted(found: Mover, order: tuple[int, ...]) -> Mover:
+    """Move in the order of memory, so that a transposed tensor stays transposed without a copy."""
+    run, begin = found.run, found.start
     inverse = tuple(order.index(d) for d in range(len(order)))
-    return lambda local: run(local.permute(order)).permute(inverse)
+    start = None if begin is None else lambda local: begin(local.permute(order)).then(lambda t: t.permute(inverse))
+    return Mover(lambda local: run(local.permute(order)).permute(inverse), start)

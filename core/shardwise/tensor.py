@@ -105,14 +105,17 @@ class MeshTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         grad_placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
 
         ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as
-        ``grad_placements`` (default: as this tensor lies, and replicated where it is pending).
+        ``grad_placements`` (default: as this tensor lies, and replicated where it is pending). With ``async_op`` the
+        call returns while the last collective is under way and the first use of the result waits for it; so it is for
+        the gradient. The local tensor of a tensor that is redistributed so must not be written before that.
         """
-        if device_mesh is not None and device_mesh != self._spec.mesh:
+        if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
             raise MeshMismatchError(
                 asked=f"redistribute {self._spec} to {device_mesh}",
                 found=f"it lies on {self._spec.mesh}",
@@ -120,8 +123,7 @@ class MeshTensor(torch.Tensor):
             )
         if placements is None:
             return self
-        wanted = check_placements(placements, self._spec.mesh.ndim, self._spec.ndim)
-        moved: MeshTensor = gradient.redistribute(self, wanted, grad_placements)
+        moved: MeshTensor = gradient.redistribute(self, placements, grad_placements, async_op)
         return moved
 
     @classmethod
@@ -232,7 +234,8 @@ class MeshTensor(torch.Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
-        made: Self = new_wrapper(type(self), self._local_tensor.clone(), self._spec, False)
+        local = self._local_tensor.clone()  # before the type is read: a waiting tensor changes it at its first use
+        made: Self = new_wrapper(type(self), local, self._spec, False)
         made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != gradient.PLACED}, memo))
         memo[id(self)] = made
         if self.requires_grad:

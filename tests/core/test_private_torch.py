@@ -77,6 +77,24 @@ def test_a_backward_pass_is_known_from_inside():
     assert not private_torch.in_backward()
 
 
+def test_the_version_of_a_tensor_counts_its_writes():
+    x = torch.ones(3)
+    before = private_torch.version_of(x)
+    x[:2].add_(1)
+    assert private_torch.version_of(x) > before
+
+
+def test_a_tensor_can_stand_in_for_a_parameter():
+    module = torch.nn.Linear(2, 3)
+    weight, whole = module.weight, torch.ones(3, 2)
+    private_torch.swap_parameter(module, "weight", whole)
+    assert module.weight is whole
+    assert torch.equal(module(torch.ones(2)), torch.full((3,), 2.0) + module.bias)
+    private_torch.swap_parameter(module, "weight", weight)
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    assert module.weight is weight
+
+
 def test_without_a_mesh_in_force_the_error_says_what_to_do():
     with pytest.raises(MeshMismatchError, match="Pass device_mesh="):
         private_torch.current_mesh()
