@@ -108,11 +108,13 @@ class _Twin:
             return False
         for parameter, local in zip(self.parameters, self.locals, strict=True):
             grad = parameter.grad
-            if type(grad) is MeshTensor and type(parameter) is MeshTensor:
+            if grad is None:
+                local.grad = None
+            elif isinstance(grad, MeshTensor) and isinstance(parameter, MeshTensor):
                 if grad._spec is not parameter._spec and not _alike(parameter._spec, grad._spec):
                     return False
                 local.grad = grad._local_tensor
-            elif grad is None or not _has_mesh_tensor((parameter, grad)):
+            elif not _has_mesh_tensor((parameter, grad)):
                 local.grad = grad
             else:
                 return False

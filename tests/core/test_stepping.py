@@ -210,6 +210,17 @@ def test_what_does_not_fit_goes_the_long_way_with_the_same_numbers(mesh, name, m
     assert same([p.to_local() for p in parameters], [p.to_local() for p in others])
 
 
+def test_gradients_that_are_still_under_way_are_taken(mesh):
+    parameters = placed(mesh)
+    optimizer = optim.SGD(parameters, lr=0.1)
+    set_gradients(parameters, 0)
+    first = parameters[0]
+    whole = first.grad.redistribute(placements=[Replicate()])
+    first.grad = whole.redistribute(placements=[Shard(1)]).redistribute(placements=first.placements, async_op=True)
+    assert type(first.grad) is not MeshTensor
+    assert steps_taken(optimizer, optimizer.step) == 1
+
+
 def observed_step(optimizer):
     plans = []
     with dispatcher.observe(plans.append):
