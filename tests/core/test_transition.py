@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from shardwise import transition as module
+from shardwise import moves
 from shardwise.cost import Link, Links, links_of, use_links
 from shardwise.errors import LayoutError, MeshMismatchError
 from shardwise.layout import assemble, reduce_pieces, scatter_local
@@ -198,7 +198,7 @@ def test_bounds_sum_to_at_most_the_cost(specs, data):
 
 def cheapest_without_estimate(src, dst):
     """Dijkstra over the whole graph: every layout, and every pending kind made and reduced anywhere."""
-    moves = moves_of(src, links_of(src.mesh))
+    steps_of = moves_of(src, links_of(src.mesh))
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
     pending = [-1 - k for k in range(len(PENDING_KINDS))]
     best, heap = {start: 0.0}, [(0.0, start)]
@@ -208,8 +208,8 @@ def cheapest_without_estimate(src, dst):
             return cost
         if cost > best[layout]:
             continue
-        made = [edge for code in pending for edge in moves.fills(layout, (code,) * len(layout))]
-        for step, after, *_ in [*moves.edges(layout), *made]:
+        made = [edge for code in pending for edge in steps_of.fills(layout, (code,) * len(layout))]
+        for step, after, *_ in [*steps_of.edges(layout), *made]:
             if cost + step < best.get(after, math.inf):
                 best[after] = cost + step
                 heappush(heap, (cost + step, after))
@@ -249,8 +249,8 @@ def test_steps_lead_from_one_layout_to_the_next(specs):
 def test_the_answer_does_not_depend_on_what_was_asked_before(specs):
     src, dst = specs
     first = transition(src, dst)
-    module._transition.cache_clear()
-    moves_of.__globals__["_moves"].cache_clear()
+    for cache in ("_moves", "_graph"):
+        getattr(moves, cache).cache_clear()
     assert transition(src, dst) == first
 
 
