@@ -33,7 +33,8 @@ class Chooser:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
-        self._inputs = problem.table.inputs
+        # Per operand, its code in each row.
+        self._inputs = tuple(zip(*problem.table.inputs, strict=True))
         #: Per operand that there is: its index, its moves, the bounds on leaving where it lies.
         self._operands: list[tuple[int, Moves, Bounds]] = []
         known: dict[int, tuple[Moves, Bounds]] = {}
@@ -43,12 +44,25 @@ class Chooser:
                     moves = moves_of(spec, links_of(spec.mesh))
                     known[id(spec)] = moves, Bounds(moves, source)
                 self._operands.append((i, *known[id(spec)]))
-        self._steps = [self._sorted_steps(m) for m in range(len(problem.mesh_shape))]
+        self._steps = self._all_steps()
         # What the mesh dims from each on must cost.
         self._rest = self._sums(0)
         self._rest_before = self._sums(2)
         self._searches: dict[tuple[int, Layout], Search] = {}
+        self._weighed: dict[Choice, list[Search]] = {}
         self._heap: list[_Entry] = []
+
+    def _all_steps(self) -> list[list[_Step]]:
+        # Mesh dims that are alike in all that counts are common.
+        known: dict[object, list[_Step]] = {}
+        found = []
+        for m, n in enumerate(self._problem.mesh_shape):
+            figures = self._operands[0][1].alone[m] if self._operands else ()
+            alike = (n, figures, *(bounds.source[m] for _, _, bounds in self._operands))
+            if alike not in known:
+                known[alike] = self._sorted_steps(m)
+            found.append(known[alike])
+        return found
 
     def _sorted_steps(self, mesh_dim: int) -> list[_Step]:
         """The candidates of one mesh dim, cheapest first."""
@@ -56,7 +70,7 @@ class Chooser:
         for row in self._problem.candidates(mesh_dim):
             before = whole = 0.0
             for i, _, bounds in self._operands:
-                code = self._inputs[row][i]
+                code = self._inputs[i][row]
                 if code is not None and code != bounds.source[mesh_dim]:
                     fixed, moving = bounds.step(mesh_dim, code)
                     before += fixed
@@ -73,12 +87,18 @@ class Chooser:
 
     def best(self) -> tuple[Choice, list[float]]:
         """The cheapest choice and what each operand's transition costs; raises when no rows go together."""
+        choice = self._cheapest()
+        for _, moves, _ in self._operands:
+            moves.forget()
+        return choice, self._costs(choice)
+
+    def _cheapest(self) -> Choice:
         self._push((), 0, 0.0, 0.0)
         while self._heap:
             entry = heappop(self._heap)
             known, choice = entry[1], entry[2]
             if known == _EXACT:
-                return choice, self._costs(choice)
+                return choice
             if known == _FIRST:
                 self._sibling(entry)
                 if not self._problem.allowed(choice) or self._put_off(entry):
@@ -110,23 +130,29 @@ class Chooser:
         bound, _, choice, place, whole, before = entry
         if not whole:
             return False
-        found = before + self._rest_before[len(choice)]
+        moving = back = 0.0
         for i, _, bounds in self._operands:
             target = self._target(choice, i)
-            if target and target != bounds.source[: len(target)]:
-                found += bounds.received(target)
+            if target != bounds.source[: len(target)]:
+                received, returned = bounds.prefix(target)
+                moving += received
+                back += returned
+        found = max(bound, before + self._rest_before[len(choice)] + moving) + back
         if found <= bound:
             return False
         heappush(self._heap, (found, _REFINED, choice, place, whole, before))
         return True
 
     def _target(self, choice: Choice, operand: int) -> Layout:
-        inputs = self._inputs
-        return tuple(code for r in choice if (code := inputs[r][operand]) is not None)
+        codes = self._inputs[operand]
+        return tuple([codes[r] for r in choice])
 
     # -- whole choices --
     def _searches_of(self, choice: Choice) -> list[Search]:
-        found = []
+        found = self._weighed.get(choice)
+        if found is not None:
+            return found
+        found = self._weighed[choice] = []
         for i, moves, bounds in self._operands:
             target = self._target(choice, i)
             if target != bounds.source:

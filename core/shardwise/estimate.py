@@ -9,7 +9,7 @@ on the way, a rank holds at least its part of an even split over the whole mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardwise.moves import Layout, Moves
 
@@ -17,6 +17,7 @@ __all__ = ["SAFETY", "Bounds", "Estimate"]
 
 # Estimates stay this much under what they bound, so that rounding never lifts them over it.
 SAFETY = 1 - 1e-9
+_ANY_OTHER_SHARD = 1 << 30  # a code that no layout has
 
 
 class Bounds:
@@ -30,7 +31,7 @@ class Bounds:
         self._moves = moves
         self._least = moves.numel / math.prod(moves.mesh_shape) * moves.itemsize
         self._steps: dict[tuple[int, int], tuple[float, float]] = {}
-        self._received: dict[Layout, float] = {}
+        self._prefixes: dict[Layout, tuple[float, float]] = {}
 
     def step(self, mesh_dim: int, code: int) -> tuple[float, float]:
         """The least that a transition costs which makes the placement of a mesh dim ``code``; 0 when it is that.
@@ -53,7 +54,7 @@ class Bounds:
             return local * SAFETY, 0.0
         if here == 0:
             return local * SAFETY, self._least / costs.links.memory_bandwidth * SAFETY
-        n, start, latency, seconds_per_byte = costs.alone(mesh_dim)
+        n, start, latency, seconds_per_byte = self._moves.alone[mesh_dim]
         if here > 0:
             sharing = sum(other > 0 for other in self.source)
             rounds, received = 1, (n - 1) / n * self._least / sharing if code > 0 else (n - 1) * self._least
@@ -63,19 +64,44 @@ class Bounds:
             received = rounds * (n - 1) * self._least
         return (start / sharing + rounds * latency) * SAFETY, received * seconds_per_byte * SAFETY
 
-    def received(self, codes: Layout) -> float:
-        """Seconds for the bytes that some rank must receive until its first mesh dims lie as ``codes``."""
-        known = self._received.get(codes)
+    def prefix(self, codes: Layout) -> tuple[float, float]:
+        """Seconds for the bytes that some rank must receive until its first mesh dims lie as ``codes``; and seconds
+        before the first byte for those of them that must leave and come back.
+        """
+        known = self._prefixes.get(codes)
         if known is None:
             moves = self._moves
-            per_element = _fastest(moves) * moves.itemsize * SAFETY
-            known = self._received[codes] = received(moves, self.source, codes) * per_element
+            moving = received(moves, self.source, codes) * moves.fastest * SAFETY
+            before = sum(self._return(m) for m in disturbed(moves.mesh_shape, self.source, codes))
+            known = self._prefixes[codes] = moving, before
         return known
 
+    def _return(self, mesh_dim: int) -> float:
+        """The least seconds before the first byte to leave a shard and to come back to it."""
+        _, _, latency, _ = self._moves.alone[mesh_dim]
+        leave, _ = self.step(mesh_dim, _ANY_OTHER_SHARD)
+        return leave + min(latency, self._moves.costs.links.local_start) * SAFETY
 
-def _fastest(moves: Moves) -> float:
-    """Seconds per byte over the fastest mesh dim."""
-    return min(moves.costs.alone(m)[3] for m in range(len(moves.mesh_shape)))
+
+def disturbed(mesh_shape: Sequence[int], source: Layout, goal: Layout) -> list[int]:
+    """The mesh dims that lie as the goal has it and must leave all the same.
+
+    Only right-most mesh dims of a tensor dim may leave it, and only right of those that are there may one join.
+    """
+    first: dict[int, int] = {}
+    found = []
+    for m, (here, there) in enumerate(zip(source, goal, strict=False)):
+        if mesh_shape[m] == 1:
+            continue
+        if here == there:
+            if here in first:
+                found.append(m)
+        else:
+            if here > 0:
+                first.setdefault(here, m)
+            if there > 0:
+                first.setdefault(there, m)
+    return found
 
 
 def received(moves: Moves, source: Layout, goal: Layout) -> float:
@@ -97,23 +123,36 @@ def received(moves: Moves, source: Layout, goal: Layout) -> float:
     needed = math.prod(after)
     if contributors > 1:
         return needed / later + (contributors - 2) * moves.numel / math.prod(moves.mesh_shape)
-    if moves.is_even and _apart(moves.mesh_shape, source, goal):
+    if moves.is_even and are_apart(splits(moves.mesh_shape, goal), source[: len(goal)]):
         return needed / later
     return (needed - math.prod(map(min, before, after))) / later
 
 
-def _apart(mesh_shape: Sequence[int], source: Layout, goal: Layout) -> bool:
-    """Whether some rank's part under ``goal`` shares nothing with its part under ``source``, both split evenly.
+def splits(mesh_shape: Sequence[int], layout: Layout) -> dict[int, list[int]]:
+    """Per code of a shard in a layout, the mesh dims of several ranks that have it."""
+    found: dict[int, list[int]] = {}
+    for m, code in enumerate(layout):
+        if code > 0 and mesh_shape[m] > 1:
+            found.setdefault(code, []).append(m)
+    return found
+
+
+def are_apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> bool:
+    """Whether some rank's part under ``goal`` (see :func:`splits`) shares nothing with its part under ``layout``, both
+    split evenly.
 
     So it is when a tensor dim is split by other mesh dims at some place of the order: the rank that is first on one and
     last on the other.
     """
-    split = [(here, there) for n, here, there in zip(mesh_shape, source, goal, strict=False) if n > 1]
-    for code in {there for _, there in split if there > 0}:
-        old = [m for m, (here, _) in enumerate(split) if here == code]
-        new = [m for m, (_, there) in enumerate(split) if there == code]
-        if any(a != b for a, b in zip(old, new, strict=False)):
-            return True
+    for code, new in goal.items():
+        at = 0
+        for m, here in enumerate(layout):
+            if here == code:
+                if at == len(new):
+                    break
+                if new[at] != m:
+                    return True
+                at += 1
     return False
 
 
@@ -123,13 +162,18 @@ class Estimate:
     def __init__(self, moves: Moves, goal: Layout) -> None:
         self.goal = goal
         self._moves = moves
-        self._alone = [moves.costs.alone(m) for m in range(len(goal))]
+        self._alone = moves.alone
         links = moves.costs.links
         self._local_start = links.local_start
         self._least = moves.numel / math.prod(moves.mesh_shape) * moves.itemsize
         self._copy = links.local_start + self._least / links.memory_bandwidth
-        self._seconds_per_byte = _fastest(moves) * moves.itemsize
+        self._seconds_per_element = moves.fastest
+        self._smallest = moves.numel / math.prod(moves.mesh_shape)
+        self._sizes = moves.sizes(goal)
+        self._needed = math.prod(self._sizes)
         self._goal_bytes = moves.nbytes(goal)
+        # What splits each tensor dim; only where all shards are even does the order tell more than the sizes.
+        self._splits = splits(moves.mesh_shape, goal) if moves.is_even else {}
         self._known: dict[Layout, float] = {goal: 0.0}
 
     def __call__(self, layout: Layout) -> float:
@@ -141,22 +185,45 @@ class Estimate:
     def _compute(self, layout: Layout) -> float:
         start_gather = latency = 0.0
         reduced: dict[int, float] = {}
+        contributors = 1
         copies = 0
-        for here, there, (_, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
+        for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
             if here == there:
                 continue
             if here < 0:
+                contributors *= n
                 latency += doubling if there else 2 * doubling
-                reduced[here] = max(reduced.get(here, 0.0), start)
+                if start > reduced.get(here, 0.0):
+                    reduced[here] = start
             elif here > 0:
                 latency += doubling
-                start_gather = max(start_gather, start)
+                if start > start_gather:
+                    start_gather = start
             else:
                 copies += 1
+        if not latency and not any(here > 0 for here in layout):
+            return self._copied(layout, copies)
+        back = 0.0
+        for m in disturbed(self._moves.mesh_shape, layout, self.goal):
+            _, start, doubling, _ = self._alone[m]
+            latency += doubling
+            start_gather = max(start_gather, start)
+            back += min(doubling, self._copy)
         if not latency:
             return self._copied(layout, copies)
-        seconds = self._seconds_per_byte * received(self._moves, layout, self.goal)
-        return sum(reduced.values()) + start_gather + latency + copies * self._copy + seconds
+        seconds = self._received(layout, contributors) * self._seconds_per_element
+        return sum(reduced.values()) + start_gather + latency + back + copies * self._copy + seconds
+
+    def _received(self, layout: Layout, contributors: int) -> float:
+        """As :func:`received`, for a whole goal."""
+        if contributors > 1:
+            return self._needed + (contributors - 2) * self._smallest
+        if are_apart(self._splits, layout):
+            return self._needed
+        held = 1
+        for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
+            held *= min(size, wanted)
+        return self._needed - held
 
     def _copied(self, layout: Layout, copies: int) -> float:
         """Slices and fills suffice: they write the less the earlier the most is cut away. Or a collective helps."""

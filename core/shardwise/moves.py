@@ -38,7 +38,7 @@ Way = tuple[float, tuple[Edge, ...]]
 _LINEAR = frozenset({"sum", "avg"})
 _JUST_UNDER = 1 - 1e-9  # a fill of a shard wins over a gather and a fill
 _MAX_WAYS = 64  # likewise
-_MAX_LAYOUTS = 512  # per kind of tensor, before what was found is dropped
+_MAX_LAYOUTS = 4096  # per graph; about a kilobyte each
 
 
 _KIND_CODES = {kind: -1 - k for k, kind in enumerate(PENDING_KINDS)}
@@ -177,10 +177,15 @@ class Moves:
         # Per tensor dim, the dims that lie outside it in memory: a shard of a dim is one block only if they are 1.
         order = memory_order(meta)
         self._outer = tuple(order[: order.index(d)] for d in range(meta.ndim))
+        # What searches of one problem share; see :meth:`forget`.
         self._sizes: dict[Layout, Dims] = {}
         self._nbytes: dict[Layout, int] = {}
+        self._edges: dict[Layout, list[Edge]] = {}
         #: The mesh dims of one rank.
         self.single = tuple(m for m, n in enumerate(self.mesh_shape) if n == 1)
+        #: Group size, start, latency and seconds per byte of each mesh dim alone, and the least seconds per element.
+        self.alone = tuple(costs.alone(m) for m in range(len(self.mesh_shape)))
+        self.fastest = min((figures[3] for figures in self.alone), default=0.0) * self.itemsize
         #: Ways that a search found, ``None`` where there is none.
         self.found: dict[tuple[Layout, Layout], Way | None] = {}
 
@@ -198,8 +203,6 @@ class Moves:
         """The largest local shape: that of the rank at coordinate 0 of every mesh dim."""
         known = self._sizes.get(layout)
         if known is None:
-            if len(self._sizes) >= _MAX_LAYOUTS:
-                self._sizes.clear()
             found = list(self.shape)
             for n, code in zip(self.mesh_shape, layout, strict=True):
                 if code > 0:
@@ -211,13 +214,23 @@ class Moves:
         """Bytes of the largest local tensor."""
         known = self._nbytes.get(layout)
         if known is None:
-            if len(self._nbytes) >= _MAX_LAYOUTS:
-                self._nbytes.clear()
             known = self._nbytes[layout] = math.prod(self.sizes(layout)) * self.itemsize
         return known
 
-    def edges(self, layout: Layout) -> Iterator[Edge]:
+    def edges(self, layout: Layout) -> list[Edge]:
         """Every step out of a layout but the fills."""
+        known = self._edges.get(layout)
+        if known is None:
+            known = self._edges[layout] = list(self._costed(layout))
+        return known
+
+    def forget(self) -> None:
+        """Drop all but the ways that were found: the rest is soon made again, and there are many kinds of tensor."""
+        self._sizes.clear()
+        self._nbytes.clear()
+        self._edges.clear()
+
+    def _costed(self, layout: Layout) -> Iterator[Edge]:
         costs = self.costs
         for kind, after, dims, whole in self._graph.steps(layout):
             if kind == "slice":

@@ -89,8 +89,10 @@ def transition_cost(src: TensorSpec, dst: TensorSpec) -> float:
         return 0.0
     _check_pair(src, dst)
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    found = Search(moves_of(src, links_of(src.mesh)), start, goal)
+    moves = moves_of(src, links_of(src.mesh))
+    found = Search(moves, start, goal)
     found.advance(math.inf)
+    moves.forget()
     return found.lower
 
 
@@ -100,6 +102,7 @@ def _transition(src: TensorSpec, dst: TensorSpec) -> Transition | None:
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
     found = Search(moves, start, goal)
     found.advance(math.inf)
+    moves.forget()
     if found.steps is None:
         return None
     renamed = [m for m, n in enumerate(src.mesh_shape) if n == 1 and start[m] != goal[m]]
