@@ -29,6 +29,7 @@ class Bounds:
     def __init__(self, moves: Moves, source: Layout) -> None:
         self.source = source
         self._moves = moves
+        self._settled = moves.settled(source) if moves.single else source
         self._least = moves.numel / math.prod(moves.mesh_shape) * moves.itemsize
         self._steps: dict[tuple[int, int], tuple[float, float]] = {}
         self._prefixes: dict[Layout, tuple[float, float]] = {}
@@ -71,7 +72,7 @@ class Bounds:
         known = self._prefixes.get(codes)
         if known is None:
             moves = self._moves
-            moving = received(moves, self.source, codes) * moves.fastest * SAFETY
+            moving = received(moves, self._settled, codes) * moves.fastest * SAFETY
             before = sum(self._return(m) for m in disturbed(moves.mesh_shape, self.source, codes))
             known = self._prefixes[codes] = moving, before
         return known
@@ -123,9 +124,11 @@ def received(moves: Moves, source: Layout, goal: Layout) -> float:
     needed = math.prod(after)
     if contributors > 1:
         return needed / later + (contributors - 2) * moves.numel / math.prod(moves.mesh_shape)
-    if moves.is_even and are_apart(splits(moves.mesh_shape, goal), source[: len(goal)]):
-        return needed / later
-    return (needed - math.prod(map(min, before, after))) / later
+    found = (needed - math.prod(map(min, before, after))) / later
+    late = apart(splits(moves.mesh_shape, goal), source[: len(goal)])
+    if late is None:
+        return found
+    return max(found, (needed if moves.is_even else _needed_late(moves, goal, late)) / later)
 
 
 def splits(mesh_shape: Sequence[int], layout: Layout) -> dict[int, list[int]]:
@@ -137,12 +140,12 @@ def splits(mesh_shape: Sequence[int], layout: Layout) -> dict[int, list[int]]:
     return found
 
 
-def are_apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> bool:
-    """Whether some rank's part under ``goal`` (see :func:`splits`) shares nothing with its part under ``layout``, both
-    split evenly.
+def apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> int | None:
+    """A mesh dim on which the last rank, first on all others, holds nothing under ``layout`` of its part under ``goal``
+    (see :func:`splits`); ``None`` when there is none.
 
-    So it is when a tensor dim is split by other mesh dims at some place of the order: the rank that is first on one and
-    last on the other.
+    So it is when a tensor dim is split by other mesh dims at some place of the order: the first of at least two pieces
+    and the last of at least two share nothing.
     """
     for code, new in goal.items():
         at = 0
@@ -151,9 +154,20 @@ def are_apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> bool:
                 if at == len(new):
                     break
                 if new[at] != m:
-                    return True
+                    return m
                 at += 1
-    return False
+    return None
+
+
+def _needed_late(moves: Moves, goal: Layout, late: int) -> int:
+    """Elements under ``goal`` of the rank that is last on the mesh dim ``late`` and first on all others."""
+    sizes = list(moves.shape)
+    for m, (n, there) in enumerate(zip(moves.mesh_shape, goal, strict=False)):
+        if there > 0:
+            size = sizes[there - 1]
+            step = -(-size // n)
+            sizes[there - 1] = max(size - step * (n - 1), 0) if m == late else step
+    return math.prod(sizes)
 
 
 class Estimate:
@@ -172,8 +186,7 @@ class Estimate:
         self._sizes = moves.sizes(goal)
         self._needed = math.prod(self._sizes)
         self._goal_bytes = moves.nbytes(goal)
-        # What splits each tensor dim; only where all shards are even does the order tell more than the sizes.
-        self._splits = splits(moves.mesh_shape, goal) if moves.is_even else {}
+        self._splits = splits(moves.mesh_shape, goal)
         self._known: dict[Layout, float] = {goal: 0.0}
 
     def __call__(self, layout: Layout) -> float:
@@ -218,12 +231,14 @@ class Estimate:
         """As :func:`received`, for a whole goal."""
         if contributors > 1:
             return self._needed + (contributors - 2) * self._smallest
-        if are_apart(self._splits, layout):
+        late = apart(self._splits, layout)
+        if late is not None and self._moves.is_even:
             return self._needed
         held = 1
         for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
             held *= min(size, wanted)
-        return self._needed - held
+        found = self._needed - held
+        return found if late is None else max(found, _needed_late(self._moves, self.goal, late))
 
     def _copied(self, layout: Layout, copies: int) -> float:
         """Slices and fills suffice: they write the less the earlier the most is cut away. Or a collective helps."""

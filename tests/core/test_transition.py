@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shardwise import moves
 from shardwise.cost import Link, Links, links_of, use_links
 from shardwise.errors import LayoutError, MeshMismatchError
+from shardwise.estimate import Bounds
 from shardwise.layout import assemble, reduce_pieces, scatter_local
 from shardwise.moves import decode, encode, moves_of
 from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Shard, parse_placement, partial, shard
@@ -192,6 +193,25 @@ def test_bounds_sum_to_at_most_the_cost(specs, data):
         assert sum(bounds) <= transition_cost(src, dst)
         for b, here, there in zip(bounds, src.placements, dst.placements, strict=True):
             assert (b == 0) == (here == there)
+    finally:
+        use_links(src.mesh, None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(some_specs(2, max_mesh_ndim=5), st.data())
+def test_no_bound_on_the_first_mesh_dims_exceeds_the_cost(specs, data):
+    """Neither in bytes and starts together, which replace the sums, nor in what must leave and come back."""
+    src, dst = specs
+    use_links(src.mesh, data.draw(figures(src.mesh.ndim)))
+    try:
+        source, goal = (tuple(map(encode, s.placements)) for s in (src, dst))
+        known = Bounds(moves_of(src, links_of(src.mesh)), source)
+        steps = [known.step(m, code) for m, code in enumerate(goal)]
+        for count in range(1, len(goal) + 1):
+            moving, back = known.prefix(goal[:count])
+            before = sum(fixed for fixed, _ in steps)
+            summed = sum(fixed + bytewise for fixed, bytewise in steps)
+            assert max(before + moving, summed) + back <= transition_cost(src, dst)
     finally:
         use_links(src.mesh, None)
 
