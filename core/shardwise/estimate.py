@@ -30,7 +30,7 @@ class Bounds:
         self.source = source
         self._moves = moves
         self._settled = moves.settled(source) if moves.single else source
-        self._least = moves.numel / math.prod(moves.mesh_shape) * moves.itemsize
+        self._least = moves.numel / moves.ranks * moves.itemsize
         self._steps: dict[tuple[int, int], tuple[float, float]] = {}
         self._prefixes: dict[Layout, tuple[float, float]] = {}
 
@@ -72,7 +72,7 @@ class Bounds:
         known = self._prefixes.get(codes)
         if known is None:
             moves = self._moves
-            moving = received(moves, self._settled, codes) * moves.fastest * SAFETY
+            moving = received(moves, self._settled, codes) * moves.fastest * moves.itemsize * SAFETY
             before = sum(self._return(m) for m in disturbed(moves.mesh_shape, self.source, codes))
             known = self._prefixes[codes] = moving, before
         return known
@@ -123,7 +123,7 @@ def received(moves: Moves, source: Layout, goal: Layout) -> float:
             after[there - 1] = -(-after[there - 1] // n)
     needed = math.prod(after)
     if contributors > 1:
-        return needed / later + (contributors - 2) * moves.numel / math.prod(moves.mesh_shape)
+        return needed / later + (contributors - 2) * moves.numel / moves.ranks
     found = (needed - math.prod(map(min, before, after))) / later
     late = apart(splits(moves.mesh_shape, goal), source[: len(goal)])
     if late is None:
@@ -179,10 +179,10 @@ class Estimate:
         self._alone = moves.alone
         links = moves.costs.links
         self._local_start = links.local_start
-        self._least = moves.numel / math.prod(moves.mesh_shape) * moves.itemsize
+        self._least = moves.numel / moves.ranks * moves.itemsize
         self._copy = links.local_start + self._least / links.memory_bandwidth
-        self._seconds_per_element = moves.fastest
-        self._smallest = moves.numel / math.prod(moves.mesh_shape)
+        self._seconds_per_element = moves.fastest * moves.itemsize
+        self._smallest = moves.numel / moves.ranks
         self._sizes = moves.sizes(goal)
         self._needed = math.prod(self._sizes)
         self._goal_bytes = moves.nbytes(goal)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import combinations, pairwise, product
 
 import torch
@@ -160,6 +160,15 @@ def _graph(mesh_shape: Dims, ndim: int, dtype: torch.dtype) -> Graph:
     return Graph(mesh_shape, ndim, dtype)
 
 
+@lru_cache(maxsize=64)
+def _mesh_figures(
+    mesh_shape: Dims, costs: StepCosts
+) -> tuple[int, Dims, tuple[tuple[int, float, float, float], ...], float]:
+    alone = tuple(costs.alone(m) for m in range(len(mesh_shape)))
+    single = tuple(m for m, n in enumerate(mesh_shape) if n == 1)
+    return math.prod(mesh_shape), single, alone, min((figures[3] for figures in alone), default=0.0)
+
+
 class Moves:
     """The legal steps of one kind of tensor on one mesh; ``edges`` and ``fills`` are the graph."""
 
@@ -169,25 +178,33 @@ class Moves:
         self.shape = tuple(meta.shape)
         self.dtype = meta.dtype
         self.itemsize = meta.dtype.itemsize
-        self.numel = meta.numel
-        # Whether shards are even however the mesh splits the tensor.
-        ranks = math.prod(self.mesh_shape)
-        self.is_even = all(n % ranks == 0 for n in self.shape)
-        self._graph = _graph(self.mesh_shape, meta.ndim, meta.dtype)
-        # Per tensor dim, the dims that lie outside it in memory: a shard of a dim is one block only if they are 1.
-        order = memory_order(meta)
-        self._outer = tuple(order[: order.index(d)] for d in range(meta.ndim))
+        self.numel = math.prod(self.shape)
+        self._meta = meta
         # What searches of one problem share; see :meth:`forget`.
         self._sizes: dict[Layout, Dims] = {}
         self._nbytes: dict[Layout, int] = {}
         self._edges: dict[Layout, list[Edge]] = {}
-        #: The mesh dims of one rank.
-        self.single = tuple(m for m, n in enumerate(self.mesh_shape) if n == 1)
-        #: Group size, start, latency and seconds per byte of each mesh dim alone, and the least seconds per element.
-        self.alone = tuple(costs.alone(m) for m in range(len(self.mesh_shape)))
-        self.fastest = min((figures[3] for figures in self.alone), default=0.0) * self.itemsize
+        figures = _mesh_figures(self.mesh_shape, costs)
+        #: Ranks in all; the mesh dims of one rank; group size, start, latency and seconds per byte of each mesh dim
+        #: alone; the least seconds per byte of all.
+        self.ranks, self.single, self.alone, self.fastest = figures
         #: Ways that a search found, ``None`` where there is none.
         self.found: dict[tuple[Layout, Layout], Way | None] = {}
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether shards are even however the mesh splits the tensor."""
+        return all(n % self.ranks == 0 for n in self.shape)
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return _graph(self.mesh_shape, len(self.shape), self.dtype)
+
+    @cached_property
+    def _outer(self) -> tuple[Dims, ...]:
+        """Per tensor dim, the dims that lie outside it in memory: a shard of a dim is one block only if they are 1."""
+        order = memory_order(self._meta)
+        return tuple(order[: order.index(d)] for d in range(len(self.shape)))
 
     def settled(self, layout: Layout) -> Layout:
         """The layout with 0 on the mesh dims of one rank."""
