@@ -181,13 +181,13 @@ def propagate(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | No
 
 def merged(
     schema: OpSchema, chosen: Sequence[PlacementStrategy]
-) -> tuple[list[TensorSpec | None], list[TensorSpec | None]]:
+) -> tuple[Sequence[TensorSpec | None], Sequence[TensorSpec | None]]:
     """Flat input and output specs of a call from the strategies of its list positions (or its only one)."""
     if not chosen:
-        return list(schema.specs), []
+        return schema.specs, ()
     zipped = len(chosen) != 1 or len(chosen[0].input_specs) != len(schema.specs)
     if not zipped:
-        return list(chosen[0].input_specs), list(chosen[0].output_specs)
+        return chosen[0].input_specs, chosen[0].output_specs
     inputs = list(schema.specs)
     for i, strategy in enumerate(chosen):
         for j, spec in zip(_flat_position(schema, i), strategy.input_specs, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 from attrs import frozen
 
@@ -172,6 +173,8 @@ class Problem:
         """A choice written out: specs of all inputs and outputs, and the cost of each redistribution, if not given."""
         mesh = self.schema.mesh
         inputs = tuple(None if s is None else self._placed(s, self.target(choice, i)) for i, s in enumerate(self.specs))
+        if inputs == self.specs:
+            inputs = self.specs
         outputs = tuple(
             None if meta is None else TensorSpec(mesh, _output(self.rows, choice, o), meta)
             for o, meta in enumerate(self.outputs)
@@ -181,12 +184,19 @@ class Problem:
                 0.0 if src is None or dst is None else transition_cost(src, dst)
                 for src, dst in zip(self.specs, inputs, strict=True)
             ]
-        names = tuple(self.rows[r].name for r in choice)
-        return PlacementStrategy(inputs, outputs, tuple(costs), names, any(self.rows[r].lowered for r in choice))
+        names = _shared(tuple(self.rows[r].name for r in choice))
+        found = tuple(costs) if any(costs) else _shared((0.0,) * len(costs))
+        return PlacementStrategy(inputs, outputs, found, names, any(self.rows[r].lowered for r in choice))
 
     @staticmethod
     def _placed(spec: TensorSpec, target: tuple[Placement, ...]) -> TensorSpec:
         return spec if target == spec.placements else spec.with_placements(target)
+
+
+@lru_cache(maxsize=1024)
+def _shared(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first tuple that was equal: strategies stay in memory with their plans, and most are much alike."""
+    return value
 
 
 def _output(rows: Sequence[Row], choice: Choice, index: int) -> tuple[Placement, ...]:
