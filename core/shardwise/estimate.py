@@ -206,12 +206,10 @@ class Estimate:
             if here < 0:
                 contributors *= n
                 latency += doubling if there else 2 * doubling
-                if start > reduced.get(here, 0.0):
-                    reduced[here] = start
+                reduced[here] = max(reduced.get(here, 0.0), start)
             elif here > 0:
                 latency += doubling
-                if start > start_gather:
-                    start_gather = start
+                start_gather = max(start_gather, start)
             else:
                 copies += 1
         if not latency and not any(here > 0 for here in layout):
@@ -243,7 +241,7 @@ class Estimate:
     def _copied(self, layout: Layout, copies: int) -> float:
         """Slices and fills suffice: they write the less the earlier the most is cut away. Or a collective helps."""
         collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
-        nbytes = self._moves.nbytes(layout)
+        nbytes: float = self._moves.nbytes(layout)
         written = 0.0
         cuts = [n for n, h, g in zip(self._moves.mesh_shape, layout, self.goal, strict=True) if h == 0 and g > 0]
         for n in sorted(cuts, reverse=True):

@@ -49,7 +49,7 @@ def encode(placement: Placement) -> int:
     # Comparing types: isinstance of a placement runs Python code of torch's.
     of = type(placement)
     if of is Shard:
-        return placement.dim + 1  # type: ignore[attr-defined]
+        return int(placement.dim) + 1  # type: ignore[attr-defined]
     return _KIND_CODES[placement.reduce_op] if of is Partial else 0  # type: ignore[attr-defined]
 
 

@@ -306,7 +306,7 @@ def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
 
 
 def _arguments(function: Callable[..., Any]) -> Callable[[Call], dict[str, Any]]:
-    """What gives a call's arguments under the function's own parameter names: by position, keyword-only ones by name."""
+    """What gives a call's arguments under the function's parameter names: by position, keyword-only ones by name."""
     parameters = inspect.signature(function).parameters
     declared = [p for p in parameters if p != "call"]
     wants_call = "call" in parameters

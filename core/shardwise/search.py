@@ -21,8 +21,20 @@ class Search:
     cost, infinite when there is no way. New names on mesh dims of one rank are in the cost and not in the steps.
     """
 
-    __slots__ = ("_best", "_came", "_estimate", "_goal", "_heap", "_limit", "_moves", "_renaming", "_start", "done",
-                 "lower", "steps")
+    __slots__ = (
+        "_best",
+        "_came",
+        "_estimate",
+        "_goal",
+        "_heap",
+        "_limit",
+        "_moves",
+        "_renaming",
+        "_start",
+        "done",
+        "lower",
+        "steps",
+    )
 
     def __init__(self, moves: Moves, start: Layout, goal: Layout) -> None:
         self._moves = moves
@@ -50,21 +62,22 @@ class Search:
         """Search on while ``lower`` is at most ``until``; at least one step."""
         if self.done:
             return
-        self._expand()
-        while not self.done and self.lower <= until:
-            self._expand()
+        while not self._expand() and self.lower <= until:
+            pass
 
-    def _expand(self) -> None:
+    def _expand(self) -> bool:
+        """One step; whether the search is done."""
         _, so_far, layout = heappop(self._heap)
         if layout == self._goal:
             self._finish((so_far, self._trace()))
-            return
+            return True
         if so_far <= self._best[layout]:
             self._follow(layout, so_far)
-        if self._heap:
-            self.lower = max(self.lower, self._renaming + self._heap[0][0])
-        else:
+        if not self._heap:
             self._finish(None)
+            return True
+        self.lower = max(self.lower, self._renaming + self._heap[0][0])
+        return False
 
     def _follow(self, layout: Layout, so_far: float) -> None:
         best, estimate, goal = self._best, self._estimate, self._goal

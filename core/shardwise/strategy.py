@@ -29,12 +29,14 @@ class Table:
 
     def __init__(self, rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> None:
         self.inputs = tuple(_codes(row.inputs, ndims) for row in rows)
-        kinds = [
-            [-1 if p is None else _class(encode(p)) for p in (*row.inputs, *row.outputs)] for row in rows
-        ]
+        kinds = [[-1 if p is None else _class(encode(p)) for p in (*row.inputs, *row.outputs)] for row in rows]
         #: Per row, the rows that it cannot go with, as bits: their pending kinds do not commute on some tensor.
         self.barred = tuple(
-            sum(1 << s for s, other in enumerate(kinds) if any(a != b for a, b in zip(one, other, strict=True) if a >= 0 <= b))
+            sum(
+                1 << s
+                for s, other in enumerate(kinds)
+                if any(a != b for a, b in zip(one, other, strict=True) if a >= 0 <= b)
+            )
             for one in kinds
         )
         #: Whether a choice depends on how the rows divide sizes, too.
@@ -44,9 +46,12 @@ class Table:
 def _codes(placements: Sequence[Placement | None], ndims: Sequence[int | None]) -> tuple[int | None, ...]:
     found: list[int | None] = []
     for p, ndim in zip(placements, ndims, strict=True):
-        code = None if p is None else encode(p)
+        if p is None:
+            found.append(None)
+            continue
         # Rows that a plugin wrote by hand may count a dim from the end.
-        found.append(code + (ndim or 0) if type(p) is Shard and p.dim < 0 else code)
+        from_end = isinstance(p, Shard) and p.dim < 0
+        found.append(encode(p) + (ndim or 0) if from_end else encode(p))
     return tuple(found)
 
 
@@ -146,11 +151,7 @@ class Problem:
 
     def _splits(self, choice: Choice, operand: int, dim: int) -> list[int]:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
-        return [
-            self.mesh_shape[m]
-            for m, r in enumerate(choice)
-            if self.table.inputs[r][operand] == dim + 1
-        ]
+        return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
     def _divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
         shards = 1
