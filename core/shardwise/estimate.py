@@ -196,34 +196,32 @@ class Estimate:
         return known
 
     def _compute(self, layout: Layout) -> float:
-        start_gather = latency = 0.0
+        start_gather = latency = local = 0.0
         reduced: dict[int, float] = {}
         contributors = 1
         copies = 0
+        moving = 0  # the codes of shards that are left or joined so far, as bits; see `disturbed`
         for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
             if here == there:
-                continue
-            if here < 0:
+                if here <= 0 or not moving >> here & 1:
+                    continue
+                local += min(doubling, self._copy)
+            elif there > 0:
+                moving |= 1 << there
+            if here > 0:
+                moving |= 1 << here
+                latency += doubling
+                start_gather = max(start_gather, start)
+            elif here < 0:
                 contributors *= n
                 latency += doubling if there else 2 * doubling
                 reduced[here] = max(reduced.get(here, 0.0), start)
-            elif here > 0:
-                latency += doubling
-                start_gather = max(start_gather, start)
             else:
                 copies += 1
-        if not latency and not any(here > 0 for here in layout):
-            return self._copied(layout, copies)
-        back = 0.0
-        for m in disturbed(self._moves.mesh_shape, layout, self.goal):
-            _, start, doubling, _ = self._alone[m]
-            latency += doubling
-            start_gather = max(start_gather, start)
-            back += min(doubling, self._copy)
         if not latency:
             return self._copied(layout, copies)
-        seconds = self._received(layout, contributors) * self._seconds_per_element
-        return sum(reduced.values()) + start_gather + latency + back + copies * self._copy + seconds
+        received = self._received(layout, contributors) * self._seconds_per_element
+        return sum(reduced.values()) + start_gather + latency + local + copies * self._copy + received
 
     def _received(self, layout: Layout, contributors: int) -> float:
         """As :func:`received`, for a whole goal."""
