@@ -7,7 +7,7 @@ sharded on it, the others are whole, and an output that lacks it is pending. Exp
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from attrs import evolve, field, frozen
 
@@ -23,7 +23,9 @@ Factor = tuple[str, int]
 Label = str | tuple[Factor, ...] | None
 Dims = Sequence[Label] | None
 
-_Where = Literal["in", "out"]
+# Rows of flows that were bound before; all are dropped when there are many.
+_bound: dict[tuple[Any, ...], Rows] = {}
+_MAX_BOUND = 1024
 
 
 @frozen(cache_hash=True)
@@ -54,7 +56,7 @@ class Rows:
 
 
 def _operands(dims: Iterable[Dims]) -> tuple[Dims, ...]:
-    return tuple(dims)
+    return tuple(None if labels is None else tuple(labels) for labels in dims)
 
 
 def _names(names: Iterable[str]) -> frozenset[str]:
@@ -91,10 +93,55 @@ class Flow:
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
+        try:
+            key = self._key(call.operands, call.outputs, len(call.out_operands))
+            found = _bound.get(key)
+        except TypeError:  # symbolic sizes have no hash
+            return self._bind(call)
+        if found is None:
+            if len(_bound) >= _MAX_BOUND:
+                _bound.clear()
+            found = _bound[key] = self._bind(call)
+        return found
+
+    def _bind(self, call: Call) -> Rows:
         rows = self._fitted(call)._rows(call.operands)  # noqa: SLF001  # a Flow too
         unique = {(r.inputs, r.outputs): r for r in reversed(rows)}
         kept = [r for r in rows if unique[r.inputs, r.outputs] is r]
-        return Rows(tuple(_with_out(call, row) for row in kept))
+        return Rows(tuple(_with_out(len(call.out_operands), row) for row in kept))
+
+    def _key(
+        self, operands: Sequence[TensorMeta | None], outputs: Sequence[TensorMeta | None], outs: int
+    ) -> tuple[Any, ...]:
+        """Everything that the rows depend on: of the sizes, which dims are broadcast; all of them where dims have
+        factors.
+        """
+        inputs = _serve(self.inputs, len(operands))
+        shapes = [None if meta is None else meta.shape for meta in operands]
+        fits: tuple[Any, ...]
+        if self._has_factors():
+            fits = tuple(shapes)
+        else:
+            sizes: dict[Label, int] = {None: 1}
+            for labels, shape in zip(inputs, shapes, strict=False):
+                for label, n in zip(labels or (), shape or (), strict=False):
+                    if sizes.get(label, 1) == 1:
+                        sizes[label] = n
+            fits = tuple(
+                None if shape is None else len(shape) if labels is None else _fit(labels, shape, sizes)
+                for labels, shape in zip(inputs, shapes, strict=False)
+            )
+        made = tuple(None if meta is None else meta.ndim for meta in outputs)
+        reduce = tuple(self.reduce.items())
+        options = (reduce, self.replicate, self.partial, self.lowered, self.nonempty)
+        return self.inputs, self.outputs, len(operands), made, outs, fits, options
+
+    def _has_factors(self) -> bool:
+        return any(
+            label is not None and not isinstance(label, str)
+            for labels in (*self.inputs, *self.outputs)
+            for label in labels or ()
+        )
 
     def _rows(self, operands: Sequence[TensorMeta | None]) -> list[Row]:
         rows = [row for name in self._sharded_names() if (row := self._dim_row(name, operands)) is not None]
@@ -236,6 +283,13 @@ class Flow:
 _BURIED = -1
 
 
+def _fit(labels: Sequence[Label], shape: Sequence[int], sizes: Mapping[Label, int]) -> tuple[bool, ...] | int:
+    """Per dim, whether it has its name's size; the number of dims where that is not the number of names."""
+    if len(labels) != len(shape):
+        return len(shape)
+    return tuple(label is None or bool(n == sizes[label]) for label, n in zip(labels, shape, strict=True))
+
+
 def _factor_names(label: Label) -> list[str]:
     if label is None:
         return []
@@ -311,7 +365,6 @@ def _repeat(words: list[str], count: int, text: str) -> list[str]:
     return words
 
 
-def _with_out(call: Call, row: Row) -> Row:
+def _with_out(outs: int, row: Row) -> Row:
     """``out=`` tensors lie as the results that they receive."""
-    outs: Any = call.out_operands
-    return evolve(row, inputs=row.inputs + row.outputs[: len(outs)]) if outs else row
+    return evolve(row, inputs=row.inputs + row.outputs[:outs]) if outs else row

@@ -12,6 +12,7 @@ compound dim, ``1`` a dim of size one and ``_`` a dim that is never sharded. Nam
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Final
 
 from attrs import frozen
@@ -65,6 +66,7 @@ class Notation:
         return f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
 
 
+@lru_cache(maxsize=1024)
 def parse(text: str) -> Notation:
     """Read a notation string; raises :class:`NotationError` with the place of the mistake."""
     tokens = _TOKEN.findall(text)

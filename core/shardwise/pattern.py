@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
 from shardwise.flow import Flow, Label, split_row
@@ -13,6 +13,8 @@ from shardwise.notation import ELLIPSIS, Notation, Operand, parse, parse_operand
 from shardwise.placements import PENDING_KINDS
 from shardwise.signature import Call, Kind, Op, op_name, signature
 from shardwise.spec import TensorMeta
+
+_MAX_FLOWS = 64  # per rule
 
 __all__ = ["Options", "Pattern", "labelled", "listed"]
 
@@ -36,6 +38,13 @@ class Pattern:
     positional: Notation | None
     named: Mapping[str, Operand]
     result: Operand | None
+    has_compound: bool = field(init=False)
+    _flows: dict[Any, tuple[Flow, Options]] = field(factory=dict, init=False, repr=False, eq=False)
+
+    @has_compound.default
+    def _has_compound(self) -> bool:
+        inputs, outputs = self.operands
+        return any(isinstance(dim, tuple) for operand in (*inputs, *outputs) for dim in operand.dims or ())
 
     @classmethod
     def of(cls, ops: Sequence[Op], notation: str | Mapping[str, str]) -> Pattern:
@@ -110,6 +119,20 @@ class Pattern:
         return NotationError(asked=f"make the rule {self.text!r}", found=found, do=do, notation=self.text)
 
     def flow(self, call: Call, options: Options) -> Flow:
+        """The named dims of one call. Only factors of compound dims depend on more than the numbers of dims."""
+        if self.has_compound:
+            return self._labelled(call, options)
+        ndims = tuple(None if m is None else m.ndim for m in (*call.operands, None, *call.outputs))
+        key = (id(options), ndims, call.operand_names if self.positional is None else len(call.outputs))
+        found = self._flows.get(key)
+        if found is None:
+            if len(self._flows) >= _MAX_FLOWS:
+                self._flows.clear()
+            # Options are kept with the flow, so their identity stays theirs.
+            found = self._flows[key] = (self._labelled(call, options), options)
+        return found[0]
+
+    def _labelled(self, call: Call, options: Options) -> Flow:
         if self.positional is not None:
             return labelled(call, self.positional.inputs, self.positional.outputs, options)
         inputs = [self.named[name.partition("[")[0]] for name in call.operand_names]

@@ -164,11 +164,13 @@ def _local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> t
 
 def _marked_copies(
     schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None]
-) -> list[TensorSpec | None]:
+) -> Sequence[TensorSpec | None]:
     """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost."""
+    views = [r for r in schema.signature.results if r.is_tensor]
+    if all(r.alias is None or r.written for r in views):
+        return results
     found = list(results)
     at = 0
-    views = [r for r in schema.signature.results if r.is_tensor]
     for result in views:
         count = len(results) - len(views) + 1 if result.is_list else 1
         if result.alias is not None and not result.written:

@@ -1,24 +1,17 @@
-"""The planner: the cheapest legal strategy for one call, exactly, without trying them all.
-
-Best-first search over the mesh dims: a prefix of choices costs at least the sum of :func:`transition.bound`, a law
-that makes the first complete choice taken from the heap the cheapest. Ties go to the choice whose row indices come
-first, mesh dim 0 before mesh dim 1, in the order in which the rule lists its rows; nothing else decides, so every
-rank decides alike.
-"""
+"""The planner: states the problem of one call, has it solved, and answers what tools ask."""
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 
+from shardwise.choice import Chooser
 from shardwise.errors import ListLengthError, NoStrategyError
 from shardwise.flow import Row
 from shardwise.rule import AnyRule, FullMeshRule, Rule, by_type
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
 from shardwise.signature import Call, Kind, op_name
 from shardwise.spec import TensorMeta, TensorSpec
-from shardwise.strategy import Choice, Problem, exhaustive, no_choice
-from shardwise.transition import bound, transition_cost
+from shardwise.strategy import Choice, Problem, exhaustive
 
 __all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "strategies"]
 
@@ -132,43 +125,8 @@ def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
 
 def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
     """The cheapest legal choice; see the module for ties. Raises :class:`NoStrategyError` or a kind of it."""
-    dims = range(len(problem.mesh_shape))
-    steps = [[(_bound(problem, m, r), r) for r in problem.candidates(m)] for m in dims]
-    least = [min(cost for cost, _ in step) for step in steps]
-    rest = [sum(least[m:]) for m in range(len(least) + 1)]
-    heap: list[tuple[float, bool, Choice]] = [(rest[0], False, ())]
-    while heap:
-        cost, final, choice = heapq.heappop(heap)
-        if final:
-            return choice, problem.strategy(choice)
-        if len(choice) == len(dims):
-            heapq.heappush(heap, (_exact(problem, choice), True, choice))
-            continue
-        so_far = cost - rest[len(choice)]
-        for step, r in steps[len(choice)]:
-            longer = (*choice, r)
-            if problem.allowed(longer):
-                heapq.heappush(heap, (so_far + step + rest[len(longer)], False, longer))
-    raise no_choice(problem)
-
-
-def _bound(problem: Problem, mesh_dim: int, row: int) -> float:
-    """The least that taking a row on one mesh dim can cost."""
-    total = 0.0
-    for spec, placement in zip(problem.specs, problem.rows[row].inputs, strict=True):
-        if spec is not None and placement is not None and spec.placements[mesh_dim] != placement:
-            total += bound(spec, mesh_dim, placement)
-    return total
-
-
-def _exact(problem: Problem, choice: Choice) -> float:
-    total = 0.0
-    for i, spec in enumerate(problem.specs):
-        if spec is not None:
-            target = problem.target(choice, i)
-            if target != spec.placements:
-                total += transition_cost(spec, spec.with_placements(target))
-    return total
+    choice, costs = Chooser(problem).best()
+    return choice, problem.strategy(choice, costs)
 
 
 def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
@@ -223,13 +181,13 @@ def propagate(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | No
 
 def merged(
     schema: OpSchema, chosen: Sequence[PlacementStrategy]
-) -> tuple[list[TensorSpec | None], list[TensorSpec | None]]:
+) -> tuple[Sequence[TensorSpec | None], Sequence[TensorSpec | None]]:
     """Flat input and output specs of a call from the strategies of its list positions (or its only one)."""
     if not chosen:
-        return list(schema.specs), []
+        return schema.specs, ()
     zipped = len(chosen) != 1 or len(chosen[0].input_specs) != len(schema.specs)
     if not zipped:
-        return list(chosen[0].input_specs), list(chosen[0].output_specs)
+        return chosen[0].input_specs, chosen[0].output_specs
     inputs = list(schema.specs)
     for i, strategy in enumerate(chosen):
         for j, spec in zip(_flat_position(schema, i), strategy.input_specs, strict=True):

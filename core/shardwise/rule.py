@@ -179,9 +179,10 @@ def rule_from(
 
     def make(function: Callable[..., Description]) -> Rule:
         code = function.__code__
+        arguments = _arguments(function)
         return Rule(
             ops=ops,
-            describe=lambda call: function(**_arguments(function, call)),
+            describe=lambda call: function(**arguments(call)),
             text=(inspect.getdoc(function) or f"{function.__name__}(...)").splitlines()[0],
             static=keyed,
             zip_lists=zip_lists,
@@ -304,17 +305,34 @@ def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
     return names
 
 
-def _arguments(function: Callable[..., Any], call: Call) -> dict[str, Any]:
-    """The call's arguments under the function's own parameter names: by position, keyword-only ones by name."""
-    declared = [p for p in inspect.signature(function).parameters if p != "call"]
-    by_position = [a.name for a in call.signature.args if not a.kwarg_only]
-    given: dict[str, Any] = {"call": call} if "call" in inspect.signature(function).parameters else {}
-    for i, parameter in enumerate(declared):
-        if parameter in call.args:
-            given[parameter] = call.args[parameter]
-        elif i < len(by_position):
-            given[parameter] = call.args[by_position[i]]
-    return given
+def _arguments(function: Callable[..., Any]) -> Callable[[Call], dict[str, Any]]:
+    """What gives a call's arguments under the function's parameter names: by position, keyword-only ones by name."""
+    parameters = inspect.signature(function).parameters
+    declared = [p for p in parameters if p != "call"]
+    wants_call = "call" in parameters
+    names: dict[Op, list[tuple[str, str]]] = {}
+
+    def named(call: Call) -> list[tuple[str, str]]:
+        """Per parameter that the op fills, the argument that does."""
+        by_position = [a.name for a in call.signature.args if not a.kwarg_only]
+        found = []
+        for i, parameter in enumerate(declared):
+            if parameter in call.args:
+                found.append((parameter, parameter))
+            elif i < len(by_position):
+                found.append((parameter, by_position[i]))
+        return found
+
+    def give(call: Call) -> dict[str, Any]:
+        known = names.get(call.op)
+        if known is None:
+            known = names[call.op] = named(call)
+        given = {parameter: call.args[name] for parameter, name in known}
+        if wants_call:
+            given["call"] = call
+        return given
+
+    return give
 
 
 def _caller() -> str:

@@ -91,7 +91,9 @@ class OpSchema:
     @cached_property
     def specs(self) -> tuple[TensorSpec | None, ...]:
         """Specs of all tensor operands in schema order, lists flattened, ``out=`` included and last."""
-        return tuple(spec for _, spec, _, _ in self._tensors())
+        found = tuple(spec for _, spec, _, _ in self._tensors())
+        # Schemas stay in memory with their plans, and many an op takes tensors only.
+        return self.values if len(found) == len(self.values) and found == self.values else found
 
     @cached_property
     def operand_names(self) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
@@ -61,15 +61,16 @@ class Signature:
     name: str
     args: tuple[Arg, ...]
     results: tuple[Result, ...]
+    #: Arguments that hold tensors, ``out=`` ones included.
+    tensor_args: tuple[Arg, ...] = field(init=False)
+
+    @tensor_args.default
+    def _tensor_args(self) -> tuple[Arg, ...]:
+        return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
 
     @property
     def positional(self) -> tuple[Arg, ...]:
         return tuple(a for a in self.args if not a.kwarg_only)
-
-    @property
-    def tensor_args(self) -> tuple[Arg, ...]:
-        """Arguments that hold tensors, ``out=`` ones included."""
-        return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
 
     def index(self, name: str) -> int | None:
         return next((i for i, a in enumerate(self.args) if a.name == name), None)
@@ -188,7 +189,7 @@ class Call:
     outputs: tuple[TensorMeta | None, ...]
     is_position: bool = False
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
         return signature(self.op)
 
@@ -200,7 +201,7 @@ class Call:
             else:
                 yield arg.name, value, arg.is_out
 
-    @property
+    @cached_property
     def length(self) -> int:
         """Positions of the tensor lists of a zipped call: the length of the longest list."""
         lists = (self.args[a.name] for a in self.signature.tensor_args if a.kind is Kind.TENSORS)
@@ -218,17 +219,17 @@ class Call:
         outputs = tuple(self.outputs[k * self.length + i] for k in range(lists))
         return Call(self.op, args, outputs, is_position=True)
 
-    @property
+    @cached_property
     def operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of all tensor arguments in schema order, lists flattened, ``out=`` excluded."""
         return tuple(meta for _, meta, is_out in self._tensors() if not is_out)
 
-    @property
+    @cached_property
     def operand_names(self) -> tuple[str, ...]:
         """The names that go with :attr:`operands`: ``self``, ``tensors[0]``."""
         return tuple(name for name, _, is_out in self._tensors() if not is_out)
 
-    @property
+    @cached_property
     def out_operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the ``out=`` tensors."""
         return tuple(meta for _, meta, is_out in self._tensors() if is_out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -120,10 +120,16 @@ class TensorMeta:
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
+@lru_cache(maxsize=64)
+def _shape_of(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.shape)
+
+
 class _Interned(type):
     """One object per value, so that specs hash and compare by identity on the hot path."""
 
-    _known: ClassVar[WeakValueDictionary[Any, Any]] = WeakValueDictionary()
+    # Two levels, so that the keys that stay in memory are short.
+    _known: ClassVar[dict[Any, WeakValueDictionary[Any, Any]]] = {}
 
     def __call__(
         cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
@@ -132,17 +138,27 @@ class _Interned(type):
         # The default process group is, because a mesh that is made after a new start equals the one before, whose
         # groups are gone.
         world = dist.group.WORLD if isinstance(mesh, DeviceMesh) else None
-        key = (cls, mesh, tuple(placements), tensor_meta, is_copy, world)
+        place = (cls, mesh, is_copy, world)
+        known = _Interned._known.get(place)
+        if known is None:
+            for empty in [old for old, specs in _Interned._known.items() if not specs]:
+                del _Interned._known[empty]
+            known = _Interned._known[place] = WeakValueDictionary()
         try:
-            return _Interned._known[key]
+            return known[tuple(placements), tensor_meta]
         except KeyError:
             pass
-        checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
-        normal = (cls, mesh, checked, tensor_meta, is_copy, world)
-        spec = _Interned._known.get(normal)
+        checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
+        spec = known.get((checked, tensor_meta))
         if spec is None:
-            spec = _Interned._known[normal] = super().__call__(mesh, checked, tensor_meta, is_copy)
+            spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy)
         return spec
+
+
+@lru_cache(maxsize=4096)
+def _shared(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The first tuple that was equal: many specs place alike."""
+    return placements
 
 
 @frozen(eq=False, repr=False)
@@ -182,9 +198,9 @@ class TensorSpec(metaclass=_Interned):
         return self.tensor_meta.ndim
 
     # -- the mesh --
-    @cached_property
+    @property
     def mesh_shape(self) -> tuple[int, ...]:
-        return tuple(self.mesh.shape)
+        return _shape_of(self.mesh)
 
     @cached_property
     def dim_map(self) -> tuple[tuple[int, ...], ...]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property, lru_cache
 from itertools import product
+from typing import Any
 
 from attrs import frozen
 
 from shardwise.errors import InPlaceError, NoStrategyError, ShardingError
 from shardwise.flow import Row
-from shardwise.placements import Partial, Placement, Shard, show_all
+from shardwise.moves import encode
+from shardwise.placements import PENDING_KINDS, Placement, Shard, show_all
 from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import op_name
 from shardwise.spec import TensorMeta, TensorSpec, chunk
@@ -19,6 +22,50 @@ __all__ = ["Problem", "exhaustive"]
 
 Choice = tuple[int, ...]  # one row index per mesh dim
 _COMMUTING = {"sum", "avg"}
+
+
+class Table:
+    """Rows in codes (see ``moves``), and which of them go together whatever the tensors are."""
+
+    def __init__(self, rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> None:
+        self.inputs = tuple(_codes(row.inputs, ndims) for row in rows)
+        kinds = [[-1 if p is None else _class(encode(p)) for p in (*row.inputs, *row.outputs)] for row in rows]
+        #: Per row, the rows that it cannot go with, as bits: their pending kinds do not commute on some tensor.
+        self.barred = tuple(
+            sum(
+                1 << s
+                for s, other in enumerate(kinds)
+                if any(a != b for a, b in zip(one, other, strict=True) if a >= 0 <= b)
+            )
+            for one in kinds
+        )
+        #: Whether a choice depends on how the rows divide sizes, too.
+        self.divides = any(row.divides or row.nonempty for row in rows)
+
+
+def _codes(placements: Sequence[Placement | None], ndims: Sequence[int | None]) -> tuple[int | None, ...]:
+    found: list[int | None] = []
+    for p, ndim in zip(placements, ndims, strict=True):
+        if p is None:
+            found.append(None)
+            continue
+        # Rows that a plugin wrote by hand may count a dim from the end.
+        from_end = isinstance(p, Shard) and p.dim < 0
+        found.append(encode(p) + (ndim or 0) if from_end else encode(p))
+    return tuple(found)
+
+
+def _class(code: int) -> int:
+    """Pending kinds of one number commute; -1 for what is not pending."""
+    if code >= 0:
+        return -1
+    kind = PENDING_KINDS[-1 - code]
+    return 0 if kind in _COMMUTING else -code
+
+
+@lru_cache(maxsize=512)
+def _table(rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> Table:
+    return Table(rows, ndims)
 
 
 @frozen(eq=False)
@@ -38,26 +85,35 @@ class Problem:
     mesh_shape: tuple[int, ...]
     fixed: tuple[int, ...] = ()
 
+    @cached_property
+    def table(self) -> Table:
+        """The rows in codes."""
+        return _table(self.rows, tuple(None if s is None else s.ndim for s in self.specs))
+
+    @cached_property
+    def sources(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Where each operand lies, in codes."""
+        return tuple(None if s is None else tuple(map(encode, s.placements)) for s in self.specs)
+
     def candidates(self, mesh_dim: int) -> list[int]:
         """Indices of the rows that respect what the op writes, in the rule's order; raises when there is none."""
-        found = [i for i, row in enumerate(self.rows) if self._keeps_written(row, mesh_dim)]
+        here = [None if source is None else source[mesh_dim] for source in self.sources]
+        found = [i for i, wanted in enumerate(self.table.inputs) if self._keeps_written(i, here, wanted)]
         if not found:
             raise self._refusal(mesh_dim)
         # Turning a shard into a pending tensor moves nothing now and more later, and fills memory with zeros meanwhile.
-        return [i for i in found if not self._defers(self.rows[i], mesh_dim)] or found
+        sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
+        return [r for r in found if not self._defers(r, sharded)] or found
 
-    def _defers(self, row: Row, mesh_dim: int) -> bool:
-        return any(
-            spec is not None and isinstance(wanted, Partial) and isinstance(spec.placements[mesh_dim], Shard)
-            for spec, wanted in zip(self.specs, row.inputs, strict=True)
-        )
+    def _defers(self, row: int, sharded: Sequence[int]) -> bool:
+        wanted = self.table.inputs[row]
+        return any((code := wanted[i]) is not None and code < 0 for i in sharded)
 
-    def _keeps_written(self, row: Row, mesh_dim: int) -> bool:
+    def _keeps_written(self, row: int, here: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
         for i in (*self.written, *self.fixed):
-            spec = self.specs[i]
-            if spec is not None and row.inputs[i] != spec.placements[mesh_dim]:
+            if here[i] is not None and wanted[i] != here[i]:
                 return False
-        return all(row.inputs[i] == row.outputs[o] for i, o in self.same)
+        return all(self.rows[row].inputs[i] == self.rows[row].outputs[o] for i, o in self.same)
 
     def _refusal(self, mesh_dim: int) -> ShardingError:
         names = self.schema.operand_names
@@ -79,34 +135,29 @@ class Problem:
         )
 
     def allowed(self, choice: Choice) -> bool:
-        """Whether the rows picked so far (a prefix of the mesh dims) go together. A refused prefix stays refused."""
-        last = self.rows[choice[-1]]
-        return (
-            all(self._divides(choice, i, d, n) for i, d, n in last.divides)
-            and all(self._nonempty(choice, i, d) for i, d in last.nonempty)
-            and self._divides_still(choice)
-            and self._pending_fit(choice)
+        """Whether the rows picked so far (a prefix of the mesh dims) go together, if all but the last do.
+
+        Pending kinds on several mesh dims must commute. A refused prefix stays refused.
+        """
+        barred = self.table.barred[choice[-1]]
+        if barred and any(barred >> r & 1 for r in choice):
+            return False
+        # A later mesh dim may split a dim further that an earlier row wants divided evenly.
+        return not self.table.divides or all(
+            all(self._divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
+            and all(self._nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
+            for r in set(choice)
         )
 
     def _splits(self, choice: Choice, operand: int, dim: int) -> list[int]:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
-        return [
-            self.mesh_shape[m]
-            for m, r in enumerate(choice)
-            if isinstance(p := self.rows[r].inputs[operand], Shard) and p.dim == dim
-        ]
+        return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
     def _divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
         shards = 1
         for n in self._splits(choice, operand, dim):
             shards *= n
         return size % shards == 0
-
-    def _divides_still(self, choice: Choice) -> bool:
-        """A later mesh dim may split a dim further that an earlier row wants divided evenly."""
-        return all(self._divides(choice, i, d, n) for r in choice[:-1] for i, d, n in self.rows[r].divides) and all(
-            self._nonempty(choice, i, d) for r in choice[:-1] for i, d in self.rows[r].nonempty
-        )
 
     def _nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
         spec = self.specs[operand]
@@ -115,40 +166,38 @@ class Problem:
             sizes = {chunk(size, n, i)[0] for size in sizes for i in range(n)}
         return 0 not in sizes
 
-    def _pending_fit(self, choice: Choice) -> bool:
-        """Pending kinds on several mesh dims must commute: all alike, or sums with averages."""
-        rows = [self.rows[r] for r in choice]
-        for placements in (*zip(*(r.inputs for r in rows), strict=True), *zip(*(r.outputs for r in rows), strict=True)):
-            kinds = {p.reduce_op for p in placements if p is not None and p.is_partial()}
-            if len(kinds) > 1 and not kinds <= _COMMUTING:
-                return False
-        return True
-
     def target(self, choice: Choice, operand: int) -> tuple[Placement, ...]:
         """Where an operand must lie under a choice for the whole mesh."""
         return tuple(p for r in choice if (p := self.rows[r].inputs[operand]) is not None)
 
-    def strategy(self, choice: Choice) -> PlacementStrategy:
-        """A choice written out: specs of all inputs and outputs, and the cost of each redistribution."""
+    def strategy(self, choice: Choice, costs: Sequence[float] | None = None) -> PlacementStrategy:
+        """A choice written out: specs of all inputs and outputs, and the cost of each redistribution, if not given."""
         mesh = self.schema.mesh
-        inputs = tuple(
-            None if s is None else s.with_placements(self.target(choice, i)) for i, s in enumerate(self.specs)
-        )
+        inputs = tuple(None if s is None else self._placed(s, self.target(choice, i)) for i, s in enumerate(self.specs))
+        if inputs == self.specs:
+            inputs = self.specs
         outputs = tuple(
             None if meta is None else TensorSpec(mesh, _output(self.rows, choice, o), meta)
             for o, meta in enumerate(self.outputs)
         )
-        costs = tuple(
-            0.0 if src is None or dst is None or src is dst else transition_cost(src, dst)
-            for src, dst in zip(self.specs, inputs, strict=True)
-        )
-        return PlacementStrategy(
-            inputs,
-            outputs,
-            costs,
-            tuple(self.rows[r].name for r in choice),
-            any(self.rows[r].lowered for r in choice),
-        )
+        if costs is None:
+            costs = [
+                0.0 if src is None or dst is None else transition_cost(src, dst)
+                for src, dst in zip(self.specs, inputs, strict=True)
+            ]
+        names = _shared(tuple(self.rows[r].name for r in choice))
+        found = tuple(costs) if any(costs) else _shared((0.0,) * len(costs))
+        return PlacementStrategy(inputs, outputs, found, names, any(self.rows[r].lowered for r in choice))
+
+    @staticmethod
+    def _placed(spec: TensorSpec, target: tuple[Placement, ...]) -> TensorSpec:
+        return spec if target == spec.placements else spec.with_placements(target)
+
+
+@lru_cache(maxsize=1024)
+def _shared(value: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The first tuple that was equal: strategies stay in memory with their plans, and most are much alike."""
+    return value
 
 
 def _output(rows: Sequence[Row], choice: Choice, index: int) -> tuple[Placement, ...]:

@@ -1,23 +1,20 @@
-"""Transitions: the cheapest sequence of steps from one layout of a tensor to another.
+"""Transitions: the cheapest sequence of steps from one layout of a tensor to another, step by step.
 
-Pure planning: no process group, and the same answer on every rank. The search is A* over layouts; its estimate never
-exceeds the true cost, so costs are distances: not negative, zero only between equal layouts, and never more than a
-detour. Among equally cheap ways the one found first wins; the order of the search depends on layouts and figures alone.
+Pure planning: no process group, and the same answer on every rank. ``search`` finds the way.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
-from heapq import heappop, heappush
 
 from attrs import frozen
 
-from shardwise.cost import Links, links_of
+from shardwise.cost import links_of
 from shardwise.errors import LayoutError, MeshMismatchError
-from shardwise.moves import Edge, Layout, Moves, decode, encode, moves_of
-from shardwise.placements import Partial, Placement, Replicate, Shard, show_all
+from shardwise.estimate import Bounds
+from shardwise.moves import Moves, decode, encode, moves_of
+from shardwise.placements import Partial, Placement, Shard, show_all
+from shardwise.search import Search
 from shardwise.spec import TensorSpec
 
 __all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
@@ -73,7 +70,7 @@ def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
     Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a pending
     kind would have to be reduced that the dtype lacks (avg of bools, max and min of complex numbers).
     """
-    found = _transition(src, dst, links_of(src.mesh))
+    found = _transition(src, dst)
     if found is None:
         kinds = sorted({*src.pending.values(), *dst.pending.values()})
         raise LayoutError(
@@ -90,29 +87,35 @@ def transition_cost(src: TensorSpec, dst: TensorSpec) -> float:
     """The cost of :func:`transition` in seconds, 0 when the specs place alike, infinite when there is no way."""
     if src is dst:
         return 0.0
-    found = _transition(src, dst, links_of(src.mesh))
-    return math.inf if found is None else found.cost
-
-
-@lru_cache(maxsize=8192)
-def _transition(src: TensorSpec, dst: TensorSpec, links: Links) -> Transition | None:
     _check_pair(src, dst)
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    if start == goal:
-        return Transition((), 0.0)
-    moves = moves_of(src, links)
-    alone = [m for m, n in enumerate(src.mesh_shape) if n == 1]
-    steps = _relabel(src, dst, tuple(m for m in alone if start[m] != goal[m]), moves)
-    edges = _search(moves, _zeroed(start, alone), _zeroed(goal, alone))
-    if edges is None:
+    moves = moves_of(src, links_of(src.mesh))
+    found = Search(moves, start, goal)
+    found.advance(math.inf)
+    moves.forget()
+    return found.lower
+
+
+def _transition(src: TensorSpec, dst: TensorSpec) -> Transition | None:
+    _check_pair(src, dst)
+    moves = moves_of(src, links_of(src.mesh))
+    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
+    found = Search(moves, start, goal)
+    found.advance(math.inf)
+    moves.forget()
+    if found.steps is None:
         return None
-    fixed = {m: dst.placements[m] for m in alone}
+    renamed = [m for m, n in enumerate(src.mesh_shape) if n == 1 and start[m] != goal[m]]
+    steps = _relabel(src, dst, tuple(renamed), moves)
     at = steps[-1].target if steps else src.placements
-    for cost, after, kind, dims, nbytes in edges:
-        target = tuple(fixed.get(m) or decode(code) for m, code in enumerate(after))
+    for cost, after, kind, dims, nbytes in found.steps:
+        changed = list(at)
+        for m in dims:
+            changed[m] = decode(after[m])
+        target = tuple(changed)
         steps.append(Step(kind, dims, at, target, nbytes, cost))
         at = target
-    return Transition(tuple(steps), sum(step.cost for step in steps))
+    return Transition(tuple(steps), found.lower)
 
 
 def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], moves: Moves) -> list[Step]:
@@ -121,10 +124,6 @@ def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], moves
         return []
     target = tuple(dst.placements[m] if m in mesh_dims else p for m, p in enumerate(src.placements))
     return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * moves.costs.copy(0))]
-
-
-def _zeroed(layout: Layout, mesh_dims: Sequence[int]) -> Layout:
-    return tuple(0 if m in mesh_dims else code for m, code in enumerate(layout))
 
 
 def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
@@ -145,134 +144,13 @@ def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
         )
 
 
-# -- the search ------------------------------------------------------------------------------------------------------
-
-
-def _search(moves: Moves, start: Layout, goal: Layout) -> list[Edge] | None:
-    """The edges of the cheapest way, or None when there is none."""
-    estimate = _Estimate(moves, goal)
-    best = {start: 0.0}
-    came: dict[Layout, tuple[Layout, Edge]] = {}
-    heap = [(estimate(start), 0.0, start)]
-    limit = math.inf
-    while heap:
-        _, so_far, layout = heappop(heap)
-        if layout == goal:
-            return _way(came, start, goal)
-        if so_far > best[layout]:
-            continue
-        for edge in (*moves.edges(layout), *moves.fills(layout, goal)):
-            after = edge[1]
-            cost = so_far + edge[0]
-            if cost >= best.get(after, limit):
-                continue
-            total = cost + estimate(after)
-            if total >= limit:
-                continue
-            if after == goal:
-                limit = total
-            best[after] = cost
-            came[after] = (layout, edge)
-            heappush(heap, (total, cost, after))
-    return None
-
-
-def _way(came: dict[Layout, tuple[Layout, Edge]], start: Layout, goal: Layout) -> list[Edge]:
-    edges = []
-    layout = goal
-    while layout != start:
-        layout, edge = came[layout]
-        edges.append(edge)
-    return edges[::-1]
-
-
-# Estimates stay this much under what they bound, so that rounding never lifts them over it.
-_SAFETY = 1 - 1e-9
-
-
-class _Estimate:
-    """A lower bound on the cost from a layout to ``goal``.
-
-    Each mesh dim that must communicate brings its latency. Reductions and gathers cannot share a start. In bytes, a
-    rank must receive what it needs and lacks; of a pending tensor it lacks all, and an element that is reduced over n
-    ranks takes n - 1 messages.
-    """
-
-    def __init__(self, moves: Moves, goal: Layout) -> None:
-        self.goal = goal
-        self._moves = moves
-        self._alone = [moves.costs.alone(m) for m in range(len(goal))]
-        self._local_start = moves.costs.links.local_start
-        self._seconds_per_byte = min(a[3] for a in self._alone) * moves.itemsize
-        self._sizes = moves.sizes(goal)
-        self._needed = math.prod(self._sizes)
-        self._smallest = moves.numel / math.prod(moves.mesh_shape)
-        self._known: dict[Layout, float] = {goal: 0.0}
-
-    def __call__(self, layout: Layout) -> float:
-        known = self._known.get(layout)
-        if known is None:
-            known = self._known[layout] = self._compute(layout) * _SAFETY
-        return known
-
-    def _compute(self, layout: Layout) -> float:
-        start_reduce = start_gather = latency = local = 0.0
-        contributors = 1
-        for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
-            if here == there:
-                continue
-            if here < 0:
-                contributors *= n
-                latency += doubling if there else 2 * doubling
-                start_reduce = max(start_reduce, start)
-            elif here > 0:
-                latency += doubling
-                start_gather = max(start_gather, start)
-            else:
-                local += self._local_start
-        received = self._received(layout, contributors) * self._seconds_per_byte
-        return start_reduce + start_gather + latency + local + received
-
-    def _received(self, layout: Layout, contributors: int) -> float:
-        """The least number of elements that the rank at coordinate 0 must receive."""
-        if contributors > 1:
-            return self._needed + (contributors - 2) * self._smallest
-        held = 1
-        for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
-            held *= min(size, wanted)
-        return self._needed - held
-
-
 # -- a bound without a search ----------------------------------------------------------------------------------------
 
 
 def bound(src: TensorSpec, mesh_dim: int, target: Placement) -> float:
     """The least that a transition costs which gives one mesh dim the placement ``target``; 0 when it has it already.
 
-    Summed over the mesh dims, bounds never exceed the transition's cost. A collective over several mesh dims starts
-    once, so each of those in ``src`` that could share it answers for its part of the start.
+    Summed over the mesh dims, bounds never exceed the transition's cost.
     """
-    return _bound(src, mesh_dim, target, links_of(src.mesh))
-
-
-@lru_cache(maxsize=16384)
-def _bound(src: TensorSpec, mesh_dim: int, target: Placement, links: Links) -> float:
-    here = src.placements[mesh_dim]
-    if here == target:
-        return 0.0
-    costs = moves_of(src, links).costs
-    if src.mesh_shape[mesh_dim] == 1:
-        return costs.copy(0) * _SAFETY
-    # However the other mesh dims lie on the way, a rank holds at least its part of an even split over the whole mesh.
-    least = src.tensor_meta.nbytes / math.prod(src.mesh_shape)
-    if isinstance(here, Replicate):
-        return costs.copy(least) * _SAFETY
-    n, start, latency, seconds_per_byte = costs.alone(mesh_dim)
-    if isinstance(here, Shard):
-        sharing = sum(isinstance(p, Shard) for p in src.placements)
-        rounds, received = 1, (n - 1) / n * least / sharing if isinstance(target, Shard) else (n - 1) * least
-    else:
-        sharing = src.placements.count(here)
-        rounds = 2 if isinstance(target, Replicate) else 1
-        received = rounds * (n - 1) * least
-    return (start / sharing + rounds * latency + received * seconds_per_byte) * _SAFETY
+    source = tuple(map(encode, src.placements))
+    return sum(Bounds(moves_of(src, links_of(src.mesh)), source).step(mesh_dim, encode(target)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import NotationError, RuleError
@@ -226,3 +226,20 @@ def test_the_last_entry_of_a_row_may_repeat():
 def test_a_row_prints_its_placements():
     row = Row((shard(0), None, partial("max")), (REPLICATE,))
     assert str(row) == "row: [S(0), -, P(max)] -> [R]"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([1, 2, 6, 8]), min_size=2, max_size=2),
+    st.lists(st.sampled_from([1, 2, 6, 8]), min_size=6, max_size=6),
+)
+def test_rows_that_are_kept_are_the_rows_of_the_call(factors, sizes):
+    """Calls of one flow differ in which dims are broadcast and in what factors divide, and in nothing else."""
+    flows = [
+        Flow([("a", "b"), ("a", "b")], [("a", "b")], partial=["sum, sum -> sum"]),
+        Flow([("a", (("b", factors[0]), ("c", factors[1]))), (None, "b")], [("a", "b", "c")], reduce={"b": "sum"}),
+    ]
+    for flow, outputs in zip(flows, ((4, 4), (4, 4, 4)), strict=True):
+        asked = call(aten.add.Tensor, meta(*sizes[:2]), meta(*sizes[2:4]), outputs=(meta(*outputs),))
+        # Rows come from calls of earlier examples, too: the sizes are few.
+        assert flow.bind(asked).rows == flow._bind(asked).rows

@@ -62,7 +62,7 @@ def specs(draw, mesh: AbstractMesh, shape: tuple[int, ...]):
     return TensorSpec(mesh, found, TensorMeta.contiguous(shape, torch.float32))
 
 
-meshes = st.sampled_from([(4,), (2, 2), (2, 3), (2, 2, 2)]).map(AbstractMesh)
+meshes = st.sampled_from([(4,), (2, 2), (2, 3), (2, 1, 2), (2, 2, 2)]).map(AbstractMesh)
 
 
 def problem(rule_: Rule, schema: OpSchema) -> Problem:
@@ -78,7 +78,7 @@ def best_by_exhaustion(found: Problem):
 @given(st.data())
 def test_the_choice_for_a_product_equals_exhaustive_search(data):
     mesh = data.draw(meshes)
-    m, k, n = (data.draw(st.sampled_from([1, 5, 64, 1000])) for _ in range(3))
+    m, k, n = (data.draw(st.sampled_from([1, 5, 64, 1000, 4096])) for _ in range(3))
     schema = OpSchema.of(aten.mm.default, data.draw(specs(mesh, (m, k))), data.draw(specs(mesh, (k, n))))
     found = problem(MM, schema)
     choice, strategy = choose(found)
