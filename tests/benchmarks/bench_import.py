@@ -1,0 +1,77 @@
+"""``import shardwise`` on top of ``torch.distributed.tensor``, each time in a fresh process.
+
+Run it with ``python tests/benchmarks/bench_import.py [--rounds 9] [--json FILE]``. shardwise shares torch's placement
+classes, so a program that uses it pays for ``torch.distributed.tensor`` anyway; what is measured is what comes on top.
+Byte code is compiled before the first measurement. The list says which modules cost most, by their own time.
+"""
+
+import re
+import statistics
+import subprocess
+import sys
+
+import click
+from measuring import console, line, options, report
+from rich.table import Table
+
+LIMIT = 0.1
+SHOWN = 15
+
+TIMED = """
+import time
+start = time.perf_counter()
+import torch.distributed.tensor
+between = time.perf_counter()
+import shardwise
+end = time.perf_counter()
+import sys
+plugins = sorted(n for n in sys.modules if n.startswith("shardwise_"))
+print(between - start, end - between, *plugins)
+"""
+ENTRY = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|\s*(\S+)")
+
+
+def fresh(*arguments):
+    """What a fresh Python says on its two outputs."""
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
+
+
+def modules():
+    """Own microseconds of each module that ``import shardwise`` adds to ``torch.distributed.tensor``."""
+    _, text = fresh("-X", "importtime", "-c", "import torch.distributed.tensor; import shardwise")
+    entries = [(m[3], int(m[1])) for m in map(ENTRY.match, text.splitlines()) if m]
+    after = [name for name, _ in entries].index("torch.distributed.tensor") + 1
+    return sorted(entries[after:], key=lambda entry: -entry[1])
+
+
+@click.command()
+@options(rounds=9)
+def main(rounds, calls, json_file):
+    """Print the medians and the dearest modules."""
+    fresh("-c", TIMED)
+    found = [fresh("-c", TIMED)[0].split() for _ in range(rounds)]
+    base, ours = (statistics.median(float(answer[at]) for answer in found) for at in (0, 1))
+    plugins = sorted({name for answer in found for name in answer[2:]})
+    dearest = modules()
+    table = Table("module", "own ms", title=f"dearest of {len(dearest)} modules that `import shardwise` adds")
+    for name, micros in dearest[:SHOWN]:
+        table.add_row(name, f"{micros / 1e3:.1f}")
+    console().print(table)
+    imported = f"plugins imported: {', '.join(plugins)}" if plugins else "no plugin imported"
+    work = "`import shardwise` on top of `torch.distributed.tensor`"
+    lines = [
+        line(
+            work,
+            f"≤ {LIMIT} s, no plugin imported",
+            f"{ours:.3f} s, {imported}",
+            met=ours <= LIMIT and not plugins,
+            dtensor=f"{base:.2f} s itself",
+        )
+    ]
+    rows = [{"module": name, "own microseconds": micros} for name, micros in dearest]
+    report(rows, lines, json_file, seconds={"torch.distributed.tensor": base, "shardwise": ours})
+
+
+if __name__ == "__main__":
+    main()
