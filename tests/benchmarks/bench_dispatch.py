@@ -11,8 +11,19 @@ from types import SimpleNamespace
 
 import click
 import torch
-from measuring import DTENSOR, OURS, PLAIN, console, fake_world, geometric_mean, interleaved, options, ratio_line
-from measuring import report, times_table
+from measuring import (
+    DTENSOR,
+    OURS,
+    PLAIN,
+    console,
+    fake_world,
+    geometric_mean,
+    interleaved,
+    options,
+    ratio_line,
+    report,
+    times_table,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -216,7 +227,9 @@ def main(rounds, calls, json_file, chosen):
         for shape in ((4,), (2, 2)):
             mesh = init_device_mesh("cpu", shape)
             for name, grad in GRADS.items():
-                rows += [{"mesh": str(shape), "grad": name, **row} for row in measure(mesh, grad, rounds, calls, chosen)]
+                rows += [
+                    {"mesh": str(shape), "grad": name, **row} for row in measure(mesh, grad, rounds, calls, chosen)
+                ]
     console().print(times_table("warm dispatch", rows, ("mesh", "grad", "op"), (OURS, DTENSOR, FLOOR, PLAIN)))
     ratios = [row[OURS] / row[DTENSOR] for row in rows]
     worst = max(rows, key=lambda row: row[OURS] / row[DTENSOR])
@@ -234,7 +247,9 @@ def main(rounds, calls, json_file, chosen):
     if floors:
         mean, worst_floor = geometric_mean(floors), max(floors)
         text = f"{mean:.2f} (worst {worst_floor:.2f})"
-        lines.append({"work": "- a do-nothing subclass (floor)", DTENSOR: "1", "target": "-", "ours": text, "met": None})
+        lines.append(
+            {"work": "- a do-nothing subclass (floor)", DTENSOR: "1", "target": "-", "ours": text, "met": None}
+        )
     report(rows, lines, json_file)
 
 

@@ -29,7 +29,7 @@ PLUGINS, RULES = 50, 40
 HIT_LIMIT, MISS_LIMIT = 1.05, 1.10
 """A hit must not change: 5 % is what two runs of the same process differ by. A miss may take 10 % more."""
 
-MODULE = '''
+MODULE = """
 import torch
 from shardwise.hookspecs import hookimpl
 from shardwise.rule import rule
@@ -45,7 +45,7 @@ rules = [rule(getattr(ops, name).default, "..., ... -> ...", partial=["sum, sum 
 @hookimpl
 def shardwise_register(registry):
     registry.add(*rules)
-'''
+"""
 
 
 def install(folder):

@@ -84,7 +84,12 @@ def main(rounds, calls, json_file):
         line("- without byte code", "-", f"{uncached:.3f} s", met=None),
     ]
     rows = [{"module": name, "own microseconds": micros} for name, micros in dearest]
-    report(rows, lines, json_file, seconds={"torch.distributed.tensor": base, "shardwise": ours, "without byte code": uncached})
+    report(
+        rows,
+        lines,
+        json_file,
+        seconds={"torch.distributed.tensor": base, "shardwise": ours, "without byte code": uncached},
+    )
 
 
 if __name__ == "__main__":

@@ -2,16 +2,27 @@
 
 Run it with ``python tests/benchmarks/bench_optim.py [--rounds 7] [--calls 5] [--json FILE]``. Parameters come in two
 layouts: "alike", all sharded over their rows, and "mixed", as tensor parallelism leaves them: rows, columns and whole
-ones in turn. A line of the table takes the slower of the two. More than 200 come "mixed" only: DTensor's first step over a
-list of 2,000 takes up to a minute.
+ones in turn. A line of the table takes the slower of the two. More than 200 come "mixed" only: DTensor's first step
+over a list of 2,000 takes up to a minute.
 """
 
 from functools import partial
 
 import click
 import torch
-from measuring import DTENSOR, KINDS, OURS, PLAIN, console, fake_world, interleaved, options, ratio_line, report
-from measuring import times_table
+from measuring import (
+    DTENSOR,
+    KINDS,
+    OURS,
+    PLAIN,
+    console,
+    fake_world,
+    interleaved,
+    options,
+    ratio_line,
+    report,
+    times_table,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -93,7 +104,9 @@ def lines(rows):
         part = [row for row in rows if (row["work"], row["tensors"]) == (work, count)]
         slow = max(part, key=lambda row: row[OURS] / row[DTENSOR])
         over = f"1 ({slow[DTENSOR] / slow[PLAIN]:.1f}x plain)"
-        yield ratio_line(f"{work}, {count:,} tensors ({slow['layout']})", slow[OURS] / slow[DTENSOR], LIMITS[work], dtensor=over)
+        yield ratio_line(
+            f"{work}, {count:,} tensors ({slow['layout']})", slow[OURS] / slow[DTENSOR], LIMITS[work], dtensor=over
+        )
 
 
 @click.command()

@@ -8,8 +8,18 @@ grad, on even and on uneven shards.
 
 import click
 import torch
-from measuring import DTENSOR, OURS, console, fake_world, geometric_mean, interleaved, options, ratio_line, report
-from measuring import times_table
+from measuring import (
+    DTENSOR,
+    OURS,
+    console,
+    fake_world,
+    geometric_mean,
+    interleaved,
+    options,
+    ratio_line,
+    report,
+    times_table,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw

@@ -17,10 +17,32 @@ from pathlib import Path
 import click
 import torch
 import torch.distributed as dist
-from gpt import FREE, PINNED, batch, gpt_settings, loss_of, plain_model, steps, training_step, written_out
-from gpt import dtensor_model, mesh_model
-from measuring import DTENSOR, OURS, PLAIN, console, fake_world, interleaved, line, options, ratio_line, report
-from measuring import times_table
+from gpt import (
+    FREE,
+    PINNED,
+    batch,
+    dtensor_model,
+    gpt_settings,
+    loss_of,
+    mesh_model,
+    plain_model,
+    steps,
+    training_step,
+    written_out,
+)
+from measuring import (
+    DTENSOR,
+    OURS,
+    PLAIN,
+    console,
+    fake_world,
+    interleaved,
+    line,
+    options,
+    ratio_line,
+    report,
+    times_table,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 

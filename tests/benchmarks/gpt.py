@@ -157,6 +157,18 @@ class LocalEmbedding(nn.Module):
         return Leave.apply(found.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
+def entering(module, inputs, output):
+    return Enter.apply(output)
+
+
+def leaving(module, inputs, output):
+    return Leave.apply(output)
+
+
+def gathering(module, inputs, output):
+    return GatherLast.apply(output)
+
+
 def plain_model(settings, mesh, layout, *, fused_attention=False):
     """The tensor-parallel program by hand; ``layout`` makes no difference to it."""
     model = build(settings) if fused_attention else written_out(settings)
@@ -169,12 +181,14 @@ def plain_model(settings, mesh, layout, *, fused_attention=False):
     for block in model.blocks:
         block.attention.heads //= dist.get_world_size()
         for half in (block.attention, block.feed):
-            half.register_forward_hook(lambda module, inputs, output: Leave.apply(output))
+            half.register_forward_hook(leaving)
         for norm in (block.norm1, block.norm2):
-            norm.register_forward_hook(lambda module, inputs, output: Enter.apply(output))
-    model.norm.register_forward_hook(lambda module, inputs, output: Enter.apply(output))
-    model.head.register_forward_hook(lambda module, inputs, output: GatherLast.apply(output))
-    model.sharded = [p for p, q in zip(model.parameters(), like.parameters(), strict=True) if q.placements[0].is_shard()]
+            norm.register_forward_hook(entering)
+    model.norm.register_forward_hook(entering)
+    model.head.register_forward_hook(gathering)
+    model.sharded = [
+        p for p, q in zip(model.parameters(), like.parameters(), strict=True) if q.placements[0].is_shard()
+    ]
     return model
 
 

@@ -115,7 +115,14 @@ def report(rows: Sequence[Mapping], lines: Sequence[Mapping], json_file: str | N
     console().print(lines_table(lines))
     if json_file:
         script = Path(sys.argv[0]).name
-        found = {"benchmark": script, "options": sys.argv[1:], "machine": machine(), "rows": rows, "lines": lines, **more}
+        found = {
+            "benchmark": script,
+            "options": sys.argv[1:],
+            "machine": machine(),
+            "rows": rows,
+            "lines": lines,
+            **more,
+        }
         Path(json_file).write_text(json.dumps(found, indent=1) + "\n")
 
 
