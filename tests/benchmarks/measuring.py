@@ -140,7 +140,8 @@ def times_table(title: str, rows: Sequence[Mapping], heads: Sequence[str], kinds
     for kind in (*kinds, "of DTensor", "of plain"):
         table.add_column(kind, justify="right")
     for row in rows:
-        ratios = (f"{row[OURS] / row[other]:.2f}" if row.get(other) else "-" for other in (DTENSOR, PLAIN))
+        others = (row.get(other) if OURS in row else None for other in (DTENSOR, PLAIN))
+        ratios = (f"{row[OURS] / other:.2f}" if other else "-" for other in others)
         shown = (f"{row[kind] * 1e6:,.1f}" if row.get(kind) else "-" for kind in kinds)
         table.add_row(*(str(row[head]) for head in heads), *shown, *ratios)
     return table
