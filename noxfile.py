@@ -64,10 +64,9 @@ def rule_table(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The benchmarks beside DTensor, one after the other; never part of a test."""
-    install(session, "test")
-    for script in sorted((ROOT / "tests" / "benchmarks").glob("bench_*.py")):
-        session.run("python", str(script), *session.posargs)
+    """The benchmarks beside DTensor, one after the other, and docs/performance.md; never part of a test."""
+    install(session, "test", "bench")
+    session.run("python", str(ROOT / "tests" / "benchmarks" / "run.py"), *session.posargs)
 
 
 @nox.session

@@ -16,8 +16,6 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 
 import pluggy
 from attrs import frozen
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from shardwise import hookspecs
 from shardwise.errors import PluginLoadError
@@ -65,15 +63,22 @@ def discover() -> list[Found]:
         for entry in dist.entry_points:
             if entry.group.startswith(_FAMILY):
                 # A stale egg-info beside a fresh install shows one plugin twice; the first on the path is imported.
-                unique.setdefault((entry.group, canonicalize_name(dist.name), entry.name), (dist, entry))
+                unique.setdefault((entry.group, _canonical(dist.name), entry.name), (dist, entry))
     found = [_judge(dist, entry) for dist, entry in unique.values()]
     found.sort(key=lambda f: (f.origin.plugin, f.origin.distribution))
     _check_names(found)
     return found
 
 
+def _canonical(name: str) -> str:
+    # Imported here and below: `packaging` is needed once plugins are looked for, not to `import shardwise`.
+    from packaging.utils import canonicalize_name
+
+    return canonicalize_name(name)
+
+
 def _judge(dist: Distribution, entry: EntryPoint) -> Found:
-    origin = Origin(entry.name, canonicalize_name(dist.name), dist.version)
+    origin = Origin(entry.name, _canonical(dist.name), dist.version)
     if entry.group != GROUP:
         return Found(origin, entry, "needs upgrade", f"it registers under {entry.group}; this shardwise reads {GROUP}")
     if not _truthy(os.environ.get("SHARDWISE_AUTOLOAD", "1")):
@@ -111,9 +116,11 @@ def _check_names(found: Iterable[Found]) -> None:
 
 def _version_clash(dist: Distribution) -> str:
     """Why the distribution's own requirement on shardwise does not hold, or nothing."""
+    from packaging.requirements import Requirement
+
     for line in dist.requires or ():
         need = Requirement(line)
-        if canonicalize_name(need.name) != FIRST_PARTY or (need.marker and not need.marker.evaluate({"extra": ""})):
+        if _canonical(need.name) != FIRST_PARTY or (need.marker and not need.marker.evaluate({"extra": ""})):
             continue
         have = Distribution.from_name(FIRST_PARTY).version
         if not need.specifier.contains(have, prereleases=True):
