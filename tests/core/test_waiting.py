@@ -136,6 +136,38 @@ def test_bad_placements_raise_and_nothing_to_do_issues_nothing(pool):
     assert pool.run(bad_placements) == [[]] * 4
 
 
+def gathered_together():
+    from shardwise.collectives import together
+
+    m = mesh((2, 2))
+    tensors = [
+        sw.distribute_tensor(torch.arange(60).reshape(12, 5).to(dtype), m, layout)
+        for dtype in (torch.float64, torch.int32, torch.bool)
+        for layout in ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Shard(0)])
+    ]
+
+    def run(log):
+        with together():
+            moved = [t.redistribute(placements=[Replicate()] * 2, async_op=True) for t in tensors]
+            # Wanted before the end: what is there so far is issued.
+            assert torch.equal(moved[1].to_local(), tensors[1].redistribute(placements=[Replicate()] * 2).to_local())
+            moved += [t.redistribute(placements=[Replicate()] * 2, async_op=True) for t in tensors]
+        log.append("use")
+        for tensor, whole in zip(tensors * 2, moved, strict=True):
+            assert torch.equal(whole.to_local(), tensor.full_tensor())
+
+    log = log_of(run)
+    return log[: log.index("use") + 1]
+
+
+def test_gathers_that_go_together(pool):
+    logs = pool.run(gathered_together)
+    assert logs == [logs[0]] * 4
+    # Three groups (rows, columns, all) and three dtypes; the flag and the int32 differ, the bool travels as bytes.
+    assert logs[0].count("issued all_gather") <= 2 * 9 + 1
+    assert logs[0][-1] == "use"
+
+
 # -- what may be done with a waiting tensor ----------------------------------------------------------------------
 
 
