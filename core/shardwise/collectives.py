@@ -7,6 +7,7 @@ wrong (max and min of floats: backends drop NaN) are an exchange and a local red
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
 
-__all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
+__all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe", "together"]
 
 
 @frozen
@@ -145,8 +146,10 @@ class Group:
 
     def start_all_gather(self, out: Tensor, piece: Tensor) -> Flight:
         """Fill ``out`` with the pieces of all ranks, one behind the other; the pieces are of one shape."""
-        flight = self._all_gather(out, piece)
-        return self._told(flight, "all_gather", piece) if _observers else flight
+        batch = _here.batch
+        flight = self._all_gather(out, piece, batch)
+        # One of several that go together is told of with them.
+        return self._told(flight, "all_gather", piece) if _observers and (batch is None or self._order) else flight
 
     def all_gather(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
@@ -240,15 +243,22 @@ class Group:
     # -- the process group --
 
     def _told(self, flight: Flight, kind: str, sent: Tensor) -> Flight:
-        event = Event(kind, sent.nbytes, self.size, self.mesh_dims, number=next(_numbers))
+        event = self.tell_issued(kind, sent.nbytes, flight.work)
+        return flight.then(lambda out: _taken(event, out)) if _wanted("waited") else flight
+
+    def tell_issued(self, kind: str, nbytes: int, work: Any) -> Event:
+        """Tell observers that a collective was issued, and later that it is finished."""
+        event = Event(kind, nbytes, self.size, self.mesh_dims, number=next(_numbers))
         _tell(event, "issued")
         if _wanted("finished"):
-            flight.work.get_future().then(lambda _: _tell(event, "finished"))
-        if _wanted("waited"):
-            flight.then(lambda out: _taken(event, out))
-        return flight
+            work.get_future().then(lambda _: _tell(event, "finished"))
+        return event
 
-    def _all_gather(self, out: Tensor, piece: Tensor) -> Flight:
+    def gather_together(self, outs: list[Tensor], pieces: list[Tensor]) -> Any:
+        """Issue several all-gathers of flat tensors as one; gives the process group's work."""
+        return self.process_group.allgather_into_tensor_coalesced(outs, pieces)
+
+    def _all_gather(self, out: Tensor, piece: Tensor, batch: _Batch | None = None) -> Flight:
         # Flat, because backends compare the shapes of pieces and output.
         flat, piece = _carrier(out.view(-1)), _carrier(piece.view(-1))
         target, piece = self._staged(flat, piece)
@@ -256,7 +266,7 @@ class Group:
             blocks = target.view(self.size, -1)
             work = self.process_group.allgather([[blocks[i] for i in self._order]], [piece])
         else:
-            work = self._gather(target, piece)
+            work = self._gather(target, piece) if batch is None else batch.add(self, target, piece)
         flight = Flight(work, out, piece)
         return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
 
@@ -323,6 +333,80 @@ def _reduce_scatter_options(op: Any) -> Any:
     options = dist.ReduceScatterOptions()
     options.reduceOp = op
     return options
+
+
+# -- several at a time -----------------------------------------------------------------------------------------------
+
+
+class _Together:
+    """All-gathers of one group and dtype; the work of each of their flights."""
+
+    def __init__(self, batch: _Batch, group: Group) -> None:
+        self.outs: list[Tensor] = []
+        self.pieces: list[Tensor] = []
+        self._batch: _Batch | None = batch
+        self._group = group
+        self._work: Any = None
+        self._event: Event | None = None
+
+    def issue(self) -> None:
+        self._work = self._group.gather_together(self.outs, self.pieces)
+        if _observers:
+            self._event = self._group.tell_issued("all_gather", sum(p.nbytes for p in self.pieces), self._work)
+        self._batch, self.outs, self.pieces = None, [], []  # the flights hold what is theirs
+
+    def wait(self) -> None:
+        if self._batch is not None:  # wanted before the others are there
+            self._batch.issue()
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            if self._event is not None:
+                _tell(self._event, "waited")
+
+
+class _Batch:
+    """What was to be gathered since the last issue, in the order in which it came."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Any, _Together] = {}
+
+    def add(self, group: Group, out: Tensor, piece: Tensor) -> _Together:
+        key = group, piece.dtype, piece.device
+        together = self._waiting.get(key)
+        if together is None:
+            together = self._waiting[key] = _Together(self, group)
+        together.outs.append(out)
+        together.pieces.append(piece)
+        return together
+
+    def issue(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for together in waiting.values():
+            together.issue()
+
+
+class _Here(threading.local):
+    """The batch of this thread, if it has one open."""
+
+    batch: _Batch | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Issue the all-gathers that start in the block as one per group and dtype, at its end or at the first wait.
+
+    One collective of many parts costs the latency of one. All ranks must start the same ones in the same order.
+    """
+    outer, _here.batch = _here.batch, _Batch()
+    try:
+        yield
+        _here.batch.issue()
+    finally:
+        _here.batch = outer
 
 
 # -- the groups of a mesh --------------------------------------------------------------------------------------------

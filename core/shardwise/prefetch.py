@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.collectives import together
 from shardwise.errors import PlacementError
 from shardwise.flight import Flight
 from shardwise.gradient import grad_layout, reduce_later
@@ -185,8 +186,9 @@ class _Unit:
         return None if way.start is None else _Copy(leaf, way)
 
     def start(self) -> None:
-        for copy in self.copies.values():
-            copy.start()
+        with together():
+            for copy in self.copies.values():
+                copy.start()
 
     def free(self) -> None:
         for copy in self.copies.values():

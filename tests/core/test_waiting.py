@@ -18,7 +18,7 @@ from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.collectives import observe
 from shardwise.errors import PlacementError
 from shardwise.flight import Flight, Window
-from shardwise.testing import mesh
+from shardwise.testing import WorkerPool, mesh
 from shardwise.waiting import source_of
 
 PHASES = ("issued", "waited")
@@ -134,6 +134,38 @@ def bad_placements():
 
 def test_bad_placements_raise_and_nothing_to_do_issues_nothing(pool):
     assert pool.run(bad_placements) == [[]] * 4
+
+
+def gathered_together():
+    from shardwise.collectives import together
+
+    m = mesh((2, 2))
+    tensors = [
+        sw.distribute_tensor(torch.arange(60).reshape(12, 5).to(dtype), m, layout)
+        for dtype in (torch.float64, torch.int32, torch.bool)
+        for layout in ([Shard(0), Replicate()], [Replicate(), Shard(1)], [Shard(0), Shard(0)], [Shard(1), Shard(0)])
+    ]
+
+    def run(log):
+        with together():
+            moved = [t.redistribute(placements=[Replicate()] * 2, async_op=True) for t in tensors]
+            # Wanted before the end: what is there so far is issued.
+            assert torch.equal(moved[1].to_local(), tensors[1].redistribute(placements=[Replicate()] * 2).to_local())
+            moved += [t.redistribute(placements=[Replicate()] * 2, async_op=True) for t in tensors]
+        log.append("use")
+        for tensor, whole in zip(tensors * 2, moved, strict=True):
+            assert torch.equal(whole.to_local(), tensor.full_tensor())
+
+    log = log_of(run)
+    return log[: log.index("use") + 1]
+
+
+def test_gathers_that_go_together(pool):
+    logs = pool.run(gathered_together)
+    assert logs == [logs[0]] * 4
+    # Three groups (rows, columns, all) and three dtypes; the flag and the int32 differ, the bool travels as bytes.
+    assert logs[0].count("issued all_gather") <= 2 * 9 + 1
+    assert logs[0][-1] == "use"
 
 
 # -- what may be done with a waiting tensor ----------------------------------------------------------------------
@@ -333,23 +365,41 @@ def test_gradients_accumulate(pool):
 
 
 def local_gradients():
-    m, rank = mesh((4,)), dist.get_rank()
-    w = sw.distribute_tensor(torch.ones(2, 3), m, [Replicate()]).requires_grad_()
-    bucket = []
+    m = mesh((4,))
+    data = torch.arange(32.0).reshape(8, 4)
+    weights = [sw.distribute_tensor(torch.ones(4, n), m, [Replicate()]).requires_grad_() for n in (3, 2)]
+    bucket, leaves = [], []
 
-    def take(grad):
-        bucket.append(grad.to_local())
-        return MeshTensor.from_local(torch.zeros_like(grad.to_local()), m, [Replicate()])
+    def used(w):
+        view = w.redistribute(placements=w.placements, grad_placements=w.placements)
 
-    view = w.redistribute(placements=[Replicate()], grad_placements=[Replicate()])
-    view.register_hook(take)
-    log = log_of(lambda _: (view.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward())
-    assert torch.equal(bucket[0], torch.full((2, 3), rank + 1.0))
-    return log
+        def take(grad):
+            assert grad.placements == (Partial(),)
+            bucket.append(grad.to_local())
+            leaves.append(w)
+            return sw.zeros(grad.shape, device_mesh=m, placements=[Replicate()])
+
+        view.register_hook(take)
+        return view
+
+    x = sw.distribute_tensor(data, m, [Shard(0)])
+
+    def run(_):
+        sum((x @ used(w)).sum() for w in weights).backward()
+        flat = torch.cat([g.flatten() for g in bucket])
+        whole = MeshTensor.from_local(flat, m, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+        for w, part in zip(leaves, whole.split([w.numel() for w in leaves]), strict=True):
+            w.grad = MeshTensor.from_local(part.view(w.shape), m, [Replicate()])
+
+    log = log_of(run)
+    for w in weights:
+        assert torch.equal(w.grad.to_local(), data.sum(0)[:, None].expand(w.shape))
+    return [entry for entry in log if entry.startswith("issued")]
 
 
 def test_a_hook_may_take_the_local_gradients_for_a_bucket(pool):
-    assert pool.run(local_gradients) == [[]] * 4
+    # One for both parameters, and none for either alone.
+    assert pool.run(local_gradients) == [["issued all_reduce"]] * 4
 
 
 # -- no wait is forgotten ----------------------------------------------------------------------------------------
@@ -436,31 +486,20 @@ def test_a_window_waits_for_the_oldest_when_too_much_is_held():
     assert waited == [0, 1, 2, 3, "large"], "all before it are waited for, and itself as it is dropped"
 
 
-def open_at_the_end(queue, rank, path):
-    import os
-
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    m = init_device_mesh("cpu", (2,))
-    x = sw.distribute_tensor(torch.arange(8.0), m, [Shard(0)])
+def open_at_the_end():
+    full, x = sharded(mesh_shape=(2,))
     kept = x.redistribute(placements=[Replicate()], async_op=True)
-    left = x.redistribute(placements=[Replicate()], async_op=True)
+    left = x.redistribute(placements=[Shard(1)], async_op=True)
     dist.destroy_process_group()
-    queue.put((rank, kept.to_local().tolist(), os.getpid()))
     del left
     gc.collect()
+    return torch.equal(kept.to_local(), full)
 
 
-def test_destroying_the_process_group_with_flights_open_is_no_crash(tmp_path):
-    context = torch.multiprocessing.get_context("fork")
-    queue = context.Queue()
-    path = str(tmp_path / "store")
-    ranks = [context.Process(target=open_at_the_end, args=(queue, rank, path)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(60)
-    assert [process.exitcode for process in ranks] == [0, 0]
-    assert sorted(queue.get()[:2] for _ in ranks) == [(rank, list(range(8))) for rank in range(2)]
+def test_destroying_the_process_group_with_flights_open_is_no_crash():
+    with WorkerPool(2) as ranks:
+        assert ranks.run(open_at_the_end) == [True, True]
+        assert len(ranks.run(gc.collect)) == 2  # both are still up
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
