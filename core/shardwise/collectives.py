@@ -17,6 +17,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.carried import CARRIED, REAL, is_native
 from shardwise.layout import reduce_stacked
 
 __all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
@@ -45,11 +46,6 @@ def observe(callback: Callable[[Event], None]) -> Iterator[None]:
         _observers.remove(callback)
 
 
-# What gloo and NCCL both carry and add up.
-_CARRIED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -61,13 +57,6 @@ _REDUCE_OPS = {
 _SMALL = 1 << 16
 
 
-def _is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction gives the right numbers."""
-    if dtype in _REAL:
-        return kind in ("sum", "avg")
-    return dtype in _CARRIED and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
-
-
 def _average(total: Tensor, size: int) -> Tensor:
     """Divide in place; an integer average is cut towards zero."""
     if total.is_floating_point() or total.is_complex():
@@ -77,7 +66,7 @@ def _average(total: Tensor, size: int) -> Tensor:
 
 def _carrier(flat: Tensor) -> Tensor:
     """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+    return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
 
 
 class Group:
@@ -146,9 +135,9 @@ class Group:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
         if _observers:
             self._tell("all_reduce", tensor.nbytes)
-        if not _is_native(kind, tensor.dtype):
+        if not is_native(kind, tensor.dtype):
             return self._reduce_by_moving(tensor, kind)
-        flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
+        flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
         if self._gloo and tensor.is_cuda:
             staged = flat.cpu()
             self.process_group.allreduce([staged], self._sum_options[kind]).wait()
@@ -162,7 +151,7 @@ class Group:
         if _observers:
             self._tell("reduce_scatter", pieces.nbytes)
         # gloo's own is an all-reduce of everything.
-        if self._gloo or self._order or not _is_native(kind, pieces.dtype) or pieces.dtype in _REAL:
+        if self._gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             out = torch.empty_like(pieces)
             self._all_to_all(out.view(-1), pieces.view(-1), [], [])
             return self._reduce(out, kind)
@@ -179,7 +168,7 @@ class Group:
         return self._reduce(self._exchange(flat, sent, [here] * self.size).view(self.size, here), kind)
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
-        if not _is_native(kind, stacked.dtype):
+        if not is_native(kind, stacked.dtype):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
@@ -225,7 +214,7 @@ class Group:
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = flat.new_empty(sum(received))
-        unit = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
+        unit = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
         self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
         return out
 

@@ -21,6 +21,7 @@ from itertools import combinations, pairwise, product
 
 import torch
 
+from shardwise.carried import is_native
 from shardwise.cost import Links, StepCosts, step_costs
 from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, Shard, partial, shard
 from shardwise.spec import TensorMeta, TensorSpec
@@ -223,7 +224,9 @@ class Moves:
     def _reduction(self, layout: Layout, sharders: list[list[int]], dims: Dims) -> Iterator[Edge]:
         whole = _with(layout, dims, 0)
         nbytes = self.nbytes(layout)
-        yield self.costs.all_reduce(dims, nbytes), whole, "all_reduce", dims, nbytes
+        native = is_native(PENDING_KINDS[-1 - layout[dims[0]]], self.dtype)
+        reduce = self.costs.all_reduce if native else self.costs.all_reduce_by_moving
+        yield reduce(dims, nbytes), whole, "all_reduce", dims, nbytes
         for d, there in enumerate(sharders):
             if not there or there[-1] < dims[0]:
                 after = _with(layout, dims, d + 1)

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _python_dispatch
 
 from shardwise.errors import MeshMismatchError
 
@@ -22,6 +24,7 @@ __all__ = [
     "is_composite",
     "new_wrapper",
     "schema_of",
+    "without_modes",
 ]
 
 
@@ -82,3 +85,12 @@ def is_composite(op: Any) -> bool:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Run torch for real inside a block, whatever mode (fake tensors, tracing) is in force around it.
+
+    Modes are public only for those who enter them; ``torch.compile`` itself leaves them this way.
+    """
+    modes: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
+    return modes

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardwise.collectives import generation
+from shardwise.link_agreement import agree_on_links
 from shardwise.movers import Mover, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, shard
@@ -45,6 +46,7 @@ def mover(src: TensorSpec, dst: TensorSpec) -> Mover:
 def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
     # The default process group is in the key: movers hold groups that end with it.
     del default_group
+    agree_on_links(src.mesh)
     order = memory_order(src.tensor_meta)
     moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
     run = moved[0] if len(moved) == 1 else _chain(moved)
