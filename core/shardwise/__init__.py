@@ -1,6 +1,7 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
 from shardwise.api import distribute_module, distribute_tensor
+from shardwise.calibration import calibrate
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.placements import Partial, Placement, Replicate, Shard
@@ -16,6 +17,7 @@ __all__ = [
     "ShardingError",
     "TensorMeta",
     "TensorSpec",
+    "calibrate",
     "distribute_module",
     "distribute_tensor",
     "empty",

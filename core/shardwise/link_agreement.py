@@ -26,7 +26,7 @@ from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import without_modes
 from shardwise.spec import Mesh
 
-__all__ = ["Ground", "agree_on_links", "survey"]
+__all__ = ["Ground", "agree_on_links", "agree_to", "from_first", "survey"]
 
 
 @frozen
@@ -58,11 +58,18 @@ def agree_on_links(mesh: Mesh) -> bool:
         # Plans are made under tracing too, where a tensor made here would not be real.
         with without_modes():
             links = _links_on(survey(mesh, _read_file()), mesh)
-        use_agreed_links(mesh, None if links == default_links(mesh) else links)
-        _agreed.add(mesh)
+        agree_to(mesh, links)
         return links_of(mesh) != before
     _agreed.add(mesh)
     return False
+
+
+def agree_to(mesh: DeviceMesh, links: Links) -> None:
+    """Cost by figures that all ranks of the mesh already have alike."""
+    _is_known(mesh)
+    # Planning asks for the figures often, and a mesh is slow to look up: plain defaults need no entry.
+    use_agreed_links(mesh, None if links == default_links(mesh) else links)
+    _agreed.add(mesh)
 
 
 def _is_known(mesh: DeviceMesh) -> bool:
@@ -121,7 +128,7 @@ def survey(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
     hosts = _host_grid(mesh)
     spread = tuple(_most_hosts(hosts, m) for m in range(mesh.ndim))
     about = {"device": _device_name(mesh.device_type), "infiniband": _has_infiniband(), **(mine or {})}
-    told = _from_first(mesh, about)
+    told = from_first(mesh, about)
     site = Site(
         tuple(mesh.shape), mesh.device_type, told["device"], backend, spread, len(set(hosts.flatten().tolist()))
     )
@@ -182,8 +189,8 @@ def _most_hosts(hosts: torch.Tensor, mesh_dim: int) -> int:
     return max(len(set(line)) for line in lines.tolist())
 
 
-def _from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
-    """What the rank at coordinate 0 of every mesh dim tells."""
+def from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
+    """What the rank at coordinate 0 of every mesh dim tells, a JSON object; all ranks of the mesh must call."""
     data = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=_carrier(mesh))
     length = torch.tensor([len(data)], device=data.device)
     _broadcast(mesh, length)
