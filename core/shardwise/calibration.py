@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
@@ -128,12 +127,14 @@ def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]
 
 
 def _copies(nbytes: int, device_type: str) -> Iterator[Probe]:
-    """Copies of one block, and of one column of two: slices, fills and rearrangements are of both sorts."""
+    """Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both sorts."""
     rows = 32
-    block = torch.ones(rows, max(1, nbytes // (4 * rows)), device=device_type)
-    column = torch.ones(rows, 2, max(1, nbytes // (4 * rows)), device=device_type)[:, 1]
-    for source in (block, column):
-        yield Probe("copy", (), source.nbytes, functools.partial(copied, source))
+    width = max(1, nbytes // (4 * rows))
+    block = torch.ones(2 * rows, width, device=device_type)
+    columns = torch.ones(rows, 2 * width, device=device_type)
+    copied_bytes = block.nbytes // 2
+    yield Probe("copy", (), copied_bytes, lambda: copied(block.narrow(0, rows, rows)))
+    yield Probe("copy", (), copied_bytes, lambda: copied(columns.narrow(1, width, width)))
 
 
 # -- predicted and measured ------------------------------------------------------------------------------------------
@@ -179,11 +180,14 @@ def typical_pairs(mesh: DeviceMesh, nbytes: int) -> list[tuple[TensorSpec, Tenso
         (shard(0), shard(1)),
         (REPLICATE, shard(0)),
     ]
-    found = []
-    for m in range(mesh.ndim):
-        for before, after in both if mesh.size(m) > 1 else ():
-            src, dst = (
-                TensorSpec(mesh, [p if i == m else REPLICATE for i in range(mesh.ndim)], meta) for p in (before, after)
-            )
-            found.append((src, dst))
-    return found
+    return [
+        (_placed(mesh, m, before, meta), _placed(mesh, m, after, meta))
+        for m in range(mesh.ndim)
+        for before, after in both
+        if mesh.size(m) > 1
+    ]
+
+
+def _placed(mesh: DeviceMesh, mesh_dim: int, placement: Placement, meta: TensorMeta) -> TensorSpec:
+    """Placed so on one mesh dim and whole on the others."""
+    return TensorSpec(mesh, tuple(placement if m == mesh_dim else REPLICATE for m in range(mesh.ndim)), meta)

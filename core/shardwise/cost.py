@@ -9,6 +9,7 @@ tensor alone always wins. All ranks of a mesh compute by the same figures: writt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
@@ -77,12 +78,14 @@ def _connections(mesh_dims: Iterable[Connection | Link]) -> tuple[Connection, ..
 class Links:
     """A mesh's connections, one per mesh dim, and its local memory: start in seconds, bytes per second.
 
-    A :class:`Link` in place of a :class:`Connection` stands for every kind.
+    A :class:`Link` in place of a :class:`Connection` stands for every kind. ``whole`` has what was measured of the
+    group of all ranks, which may be slower than its mesh dims let expect, where ranks share cores or network adapters.
     """
 
     mesh_dims: tuple[Connection, ...] = field(converter=_connections)
     local_start: float = field(validator=gt(0))
     memory_bandwidth: float = field(validator=gt(0))
+    whole: Connection | None = None
 
 
 # -- defaults --------------------------------------------------------------------------------------------------------
@@ -255,8 +258,14 @@ class StepCosts:
             doublings += (self.sizes[m] - 1).bit_length()
         used = [self.links.mesh_dims[m].of(kind) for m in dims]
         start = max(link.start for link in used)
-        latency = doublings * max(link.latency for link in used)
-        return n, start, latency, 1 / min(link.bandwidth for link in used)
+        latency = max(link.latency for link in used)
+        bandwidth = min(link.bandwidth for link in used)
+        if self.links.whole is not None and n == math.prod(self.sizes):
+            # Never less than its mesh dims: see alone().
+            whole = self.links.whole.of(kind)
+            start, latency = max(start, whole.start), max(latency, whole.latency)
+            bandwidth = min(bandwidth, whole.bandwidth)
+        return n, start, doublings * latency, 1 / bandwidth
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from attrs import frozen
@@ -20,11 +21,11 @@ LEAST_START = 1e-7
 LEAST_PER_BYTE = 1e-14
 """Seconds: 100 TB/s, faster than any memory; where times do not grow with bytes at all."""
 
-ROUNDS = 30
-"""Of reweighting; the line stands still well before that."""
+ROUNDS = 40
+"""Of refinement; the line stands still well before that."""
 
-SMALLEST_RESIDUAL = 1e-4
-"""Relative; a point that lies closer than this weighs no more for it."""
+LONGEST_STEP = 0.5
+"""Of the logarithm per round, far from the line, where tangents mislead."""
 
 START_SHARE = 0.5
 """How much of a line's start is paid once and not per doubling of the group, where one group alone cannot tell."""
@@ -43,17 +44,22 @@ class Line:
 
 
 def fit_line(points: Sequence[Point]) -> Line:
-    """The line with the least sum of relative errors, both of its figures positive.
+    """The line with the least squares of the logarithms of its ratios to the times, both of its figures positive.
 
-    Relative, because a plan compares microseconds with microseconds as often as seconds with seconds; the sum and not
-    the squares, because a busy machine makes single times far too long and none too short.
+    Ratios, because a plan compares microseconds with microseconds as often as seconds with seconds, and because twice
+    too much is as wrong as half.
     """
-    weights = [1 / t**2 for _, t in points]
-    line = _weighted(points, weights)
+    line = _weighted(points, [1 / t**2 for _, t in points])
     for _ in range(ROUNDS):
-        errors = [max(abs(line.at(x) / t - 1), SMALLEST_RESIDUAL) for x, t in points]
-        line = _weighted(points, [1 / (t**2 * e) for (_, t), e in zip(points, errors, strict=True)])
+        # Newton's steps, each a weighted line through where the tangents of the logarithms lead.
+        now = [line.at(x) for x, _ in points]
+        aims = [(x, m * (1 + _capped(math.log(t / m)))) for m, (x, t) in zip(now, points, strict=True)]
+        line = _weighted(aims, [1 / m**2 for m in now])
     return line
+
+
+def _capped(step: float) -> float:
+    return min(max(step, -LONGEST_STEP), LONGEST_STEP)
 
 
 def _weighted(points: Sequence[Point], weights: Sequence[float]) -> Line:
@@ -91,22 +97,27 @@ def fit_links(
     shares = {kind: _start_share(mesh_shape, lines, kind, measured) for kind in KINDS}
 
     def connection(m: int) -> Connection:
-        return Connection(**{kind: _link(lines[kind, (m,)], kind, mesh_shape[m], shares[kind]) for kind in KINDS})
+        doublings = _doublings(mesh_shape[m])
+        return Connection(**{k: _link(lines[k, (m,)], k, doublings, shares[k]) for k in KINDS})
 
     found = {m: connection(m) for m in measured}
     dims = tuple(found.get(m) or found[measured[0]] for m in range(len(mesh_shape)))
-    return Links(dims, local.start, 1 / local.per_byte)
+    whole = None
+    if len(measured) > 1:
+        doublings = sum(_doublings(mesh_shape[m]) for m in measured)
+        whole = Connection(**{k: _link(lines[k, tuple(measured)], k, doublings, shares[k]) for k in KINDS})
+    return Links(dims, local.start, 1 / local.per_byte, whole)
 
 
 def _start_share(
     mesh_shape: Sequence[int], lines: Mapping[tuple[str, Dims], Line], kind: str, measured: Sequence[int]
 ) -> float:
     """The part of a start that a group of several mesh dims pays once, so that the group of all takes what it took."""
-    together = lines.get((kind, tuple(measured)))
-    if len(measured) < 2 or together is None:  # noqa: PLR2004  # one mesh dim is no several
+    if len(measured) == 1:
         return START_SHARE
+    together = lines[kind, tuple(measured)]
     starts = [lines[kind, (m,)].start for m in measured]
-    doublings = [(mesh_shape[m] - 1).bit_length() for m in measured]
+    doublings = [_doublings(mesh_shape[m]) for m in measured]
     slowest = max(starts)
     all_paid = sum(doublings) * max(s / d for s, d in zip(starts, doublings, strict=True))
     # share * slowest + (1 - share) * all_paid = together
@@ -114,7 +125,11 @@ def _start_share(
     return min(max(share, 0.05), 0.95)
 
 
-def _link(line: Line, kind: str, size: int, share: float) -> Link:
+def _doublings(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+def _link(line: Line, kind: str, doublings: int, share: float) -> Link:
     # An all-reduce pays its latency twice.
-    rounds = (size - 1).bit_length() * (2 if kind == "all_reduce" else 1)
+    rounds = doublings * (2 if kind == "all_reduce" else 1)
     return Link(share * line.start, (1 - share) * line.start / rounds, 1 / line.per_byte)

@@ -76,7 +76,7 @@ def find(calibrations: Sequence[Calibration], site: Site) -> Links | None:
     if not known or any(c is None and n > 1 for c, n in zip(found, site.mesh_shape, strict=True)):
         return None
     # A mesh dim of one rank never communicates: any figures do.
-    return evolve(alike[0].links, mesh_dims=tuple(c or known[0] for c in found))
+    return evolve(alike[0].links, mesh_dims=tuple(c or known[0] for c in found), whole=None)
 
 
 def _same_devices(one: Site, other: Site) -> bool:
@@ -144,7 +144,8 @@ def _malformed(source: str, why: str) -> LinksFileError:
 
 def _entry(entry: Mapping[str, Any]) -> Calibration:
     dims, local = entry["mesh_dims"], entry["local"]
-    connections = tuple(Connection(**{kind: Link(**dim[kind]) for kind in KINDS}) for dim in dims)
+    connections = tuple(map(_read_connection, dims))
+    whole = None if entry["whole"] is None else _read_connection(entry["whole"])
     site = Site(
         [dim["size"] for dim in dims],
         entry["device_type"],
@@ -153,7 +154,12 @@ def _entry(entry: Mapping[str, Any]) -> Calibration:
         [dim["hosts"] for dim in dims],
         entry["hosts"],
     )
-    return Calibration(site, Links(connections, local["start"], local["bandwidth"]), entry["torch"], entry["date"])
+    links = Links(connections, local["start"], local["bandwidth"], whole)
+    return Calibration(site, links, entry["torch"], entry["date"])
+
+
+def _read_connection(figures: Mapping[str, Any]) -> Connection:
+    return Connection(**{kind: Link(**figures[kind]) for kind in KINDS})
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -178,6 +184,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
             {"size": n, "hosts": hosts, **asdict(connection)}
             for n, hosts, connection in zip(site.mesh_shape, site.hosts, links.mesh_dims, strict=True)
         ],
+        "whole": None if links.whole is None else asdict(links.whole),
     }
 
 

@@ -9,6 +9,7 @@ from statistics import median
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.collectives import group_of
 from shardwise.comm import MeshComm
 
 __all__ = ["Tell", "time_together"]
@@ -19,18 +20,18 @@ Tell = Callable[[int, int], None]
 VISIT_SECONDS = 0.012
 """How long one visit of a short run repeats it."""
 
-MOST_REPEATS = 12
+MOST_REPEATS = 6
 
 
 def time_together(
     mesh: DeviceMesh, runs: Sequence[Callable[[], object]], rounds: int, tell: Tell | None = None
 ) -> list[float]:
-    """Median seconds of each run, of the rank that took longest; all ranks of the mesh must call alike.
+    """Median seconds of each run until the last rank was through; all ranks of the mesh must call alike.
 
-    The runs take turns in every round, so that a busy moment of the machine harms each a little and none alone. A first
+    All ranks begin a run together, and the slowest counts each time: whatever comes next waits for it. The runs take turns in every round, so that a busy moment of the machine harms each a little and none alone. A first
     round warms up and tells how often a run is repeated per visit.
     """
-    finish = _finisher(mesh.device_type)
+    finish, meet = _finisher(mesh.device_type), _meeting(mesh)
     visits = len(runs) * (rounds + 1)
     done = 0
     repeats: list[int] = []
@@ -38,8 +39,7 @@ def time_together(
     for number in range(rounds + 1):
         first = number == 0
         for i, run in enumerate(runs):
-            _meet(mesh)
-            found = _visit(run, 3 if first else repeats[i], finish)
+            found = [_timed(run, meet, finish) for _ in range(3 if first else repeats[i])]
             if first:
                 # The first call makes connections and touches memory for the first time.
                 slowest = _slowest(mesh, [min(found[1:])])[0]
@@ -49,17 +49,17 @@ def time_together(
             done += 1
             if tell is not None:
                 tell(done, visits)
-    return _slowest(mesh, [median(each) for each in times])
+    longest = iter(_slowest(mesh, [t for each in times for t in each]))
+    return [median(next(longest) for _ in each) for each in times]
 
 
-def _visit(run: Callable[[], object], repeats: int, finish: Callable[[], None]) -> list[float]:
-    found = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        run()
-        finish()
-        found.append(time.perf_counter() - start)
-    return found
+def _timed(run: Callable[[], object], meet: Callable[[], object], finish: Callable[[], None]) -> float:
+    meet()
+    finish()
+    start = time.perf_counter()
+    run()
+    finish()
+    return time.perf_counter() - start
 
 
 def _finisher(device_type: str) -> Callable[[], None]:
@@ -70,9 +70,11 @@ def _finisher(device_type: str) -> Callable[[], None]:
     return wait
 
 
-def _meet(mesh: DeviceMesh) -> None:
-    """Let all ranks begin together."""
-    _slowest(mesh, [0.0])
+def _meeting(mesh: DeviceMesh) -> Callable[[], object]:
+    """What no rank leaves before all have come. An exchange, the collective with the fewest rounds."""
+    group = group_of(mesh, tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1))
+    word = torch.zeros(group.size, 1, device=mesh.device_type)
+    return lambda: group.all_to_all(word)
 
 
 def _slowest(mesh: DeviceMesh, seconds: Sequence[float]) -> list[float]:
