@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.collectives import Group, group_of
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
-from shardwise.fitting import fit_links
-from shardwise.link_agreement import agree_to, from_first, survey
+from shardwise.fitting import Point, fit_links
+from shardwise.link_agreement import Ground, agree_to, from_first, survey
 from shardwise.link_file import Calibration, chosen_file, default_file, store
 from shardwise.movers import copied
 from shardwise.placements import REPLICATE, Placement, partial, shard
@@ -71,15 +71,33 @@ def calibrate(
     ground = survey(mesh, about)
     probes = list(_probes(mesh, largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)))
     times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
-    points: dict[tuple[str, tuple[int, ...]], list[tuple[float, float]]] = {}
-    for probe, seconds in zip(probes, times, strict=True):
-        points.setdefault((probe.kind, probe.mesh_dims), []).append((probe.nbytes, seconds))
-    links = fit_links(tuple(mesh.shape), points, points.pop(("copy", ())))
+    collectives, copies = _points(probes, times, ground)
+    links = fit_links(tuple(mesh.shape), collectives, copies)
     found = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])
     agree_to(mesh, links)
     if save:
         _save(mesh, found, path)
     return found
+
+
+def _points(
+    probes: Sequence[Probe], times: Sequence[float], ground: Ground
+) -> tuple[dict[tuple[str, tuple[int, ...]], list[Point]], list[Point]]:
+    """Bytes and seconds of each kind of collective over each group, and of copies."""
+    found: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
+    for probe, seconds in zip(probes, times, strict=True):
+        for dims in _alike(probe.mesh_dims, ground):
+            found.setdefault((probe.kind, dims), []).append((probe.nbytes, seconds))
+    return found, found.pop(("copy", ()))
+
+
+def _alike(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
+    """The groups that a time speaks for: mesh dims of as many ranks that go through one host's memory share theirs."""
+    if len(mesh_dims) != 1 or ground.wires[mesh_dims[0]] != "loopback":
+        return [mesh_dims]
+    size = ground.site.mesh_shape[mesh_dims[0]]
+    places = zip(ground.site.mesh_shape, ground.wires, strict=True)
+    return [(m,) for m, (n, wire) in enumerate(places) if n == size and wire == "loopback"]
 
 
 def _save(mesh: DeviceMesh, calibration: Calibration, path: str | Path | None) -> None:

@@ -9,11 +9,11 @@ from attrs import frozen
 
 from shardwise.cost import KINDS, Connection, Link, Links
 
-__all__ = ["Line", "fit_line", "fit_links"]
+__all__ = ["Line", "Point", "fit_line", "fit_links"]
 
 Dims = tuple[int, ...]
-#: Bytes and seconds of one measurement.
 Point = tuple[float, float]
+"""Bytes and seconds of one measurement."""
 
 LEAST_START = 1e-7
 """Seconds: no call of a process group or a kernel returns sooner."""
@@ -106,7 +106,7 @@ def fit_links(
     if len(measured) > 1:
         doublings = sum(_doublings(mesh_shape[m]) for m in measured)
         whole = Connection(**{k: _link(lines[k, tuple(measured)], k, doublings, shares[k]) for k in KINDS})
-    return Links(dims, local.start, 1 / local.per_byte, whole)
+    return Links(dims, _rounded(local.start), _rounded(1 / local.per_byte), whole)
 
 
 def _start_share(
@@ -125,6 +125,11 @@ def _start_share(
     return min(max(share, 0.05), 0.95)
 
 
+def _rounded(figure: float) -> float:
+    """Four digits: more than any clock gives, and what a person can read in the file."""
+    return float(f"{figure:.4g}")
+
+
 def _doublings(size: int) -> int:
     return (size - 1).bit_length()
 
@@ -132,4 +137,4 @@ def _doublings(size: int) -> int:
 def _link(line: Line, kind: str, doublings: int, share: float) -> Link:
     # An all-reduce pays its latency twice.
     rounds = doublings * (2 if kind == "all_reduce" else 1)
-    return Link(share * line.start, (1 - share) * line.start / rounds, 1 / line.per_byte)
+    return Link(_rounded(share * line.start), _rounded((1 - share) * line.start / rounds), _rounded(1 / line.per_byte))

@@ -28,8 +28,9 @@ def time_together(
 ) -> list[float]:
     """Median seconds of each run until the last rank was through; all ranks of the mesh must call alike.
 
-    All ranks begin a run together, and the slowest counts each time: whatever comes next waits for it. The runs take turns in every round, so that a busy moment of the machine harms each a little and none alone. A first
-    round warms up and tells how often a run is repeated per visit.
+    All ranks begin a run together, and the slowest counts each time: whatever comes next waits for it. The runs take
+    turns in every round, so that a busy moment of the machine harms each a little and none alone. A first round warms
+    up and tells how often a run is repeated per visit.
     """
     finish, meet = _finisher(mesh.device_type), _meeting(mesh)
     visits = len(runs) * (rounds + 1)
