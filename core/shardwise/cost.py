@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from attrs import field, frozen
-from attrs.validators import gt
+from attrs.validators import gt, lt
 
 from shardwise.spec import Mesh
 
@@ -39,15 +39,18 @@ Wire = str
 """What connects the ranks along a mesh dim: a key of ``WIRES``."""
 
 
+_positive = [gt(0), lt(math.inf)]
+
+
 @frozen
 class Link:
     """One kind of collective over one mesh dim: ``start`` and ``latency`` in seconds, ``bandwidth`` in bytes per second
     and rank.
     """
 
-    start: float = field(validator=gt(0))
-    latency: float = field(validator=gt(0))
-    bandwidth: float = field(validator=gt(0))
+    start: float = field(validator=_positive)
+    latency: float = field(validator=_positive)
+    bandwidth: float = field(validator=_positive)
 
 
 @frozen
@@ -83,8 +86,8 @@ class Links:
     """
 
     mesh_dims: tuple[Connection, ...] = field(converter=_connections)
-    local_start: float = field(validator=gt(0))
-    memory_bandwidth: float = field(validator=gt(0))
+    local_start: float = field(validator=_positive)
+    memory_bandwidth: float = field(validator=_positive)
     whole: Connection | None = None
 
 

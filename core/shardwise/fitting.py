@@ -95,17 +95,17 @@ def fit_links(
     local = fit_line(copies)
     measured = [m for m, n in enumerate(mesh_shape) if n > 1]
     shares = {kind: _start_share(mesh_shape, lines, kind, measured) for kind in KINDS}
-
-    def connection(m: int) -> Connection:
-        doublings = _doublings(mesh_shape[m])
-        return Connection(**{k: _link(lines[k, (m,)], k, doublings, shares[k]) for k in KINDS})
-
-    found = {m: connection(m) for m in measured}
+    found = {
+        m: Connection(**{k: _link(lines[k, (m,)], k, [mesh_shape[m]], shares[k] * lines[k, (m,)].start) for k in KINDS})
+        for m in measured
+    }
     dims = tuple(found.get(m) or found[measured[0]] for m in range(len(mesh_shape)))
     whole = None
     if len(measured) > 1:
-        doublings = sum(_doublings(mesh_shape[m]) for m in measured)
-        whole = Connection(**{k: _link(lines[k, tuple(measured)], k, doublings, shares[k]) for k in KINDS})
+        # With the start that the mesh dims lead to, so that the latency alone holds what they do not.
+        starts = {k: max(found[m].of(k).start for m in measured) for k in KINDS}
+        together = [mesh_shape[m] for m in measured]
+        whole = Connection(**{k: _link(lines[k, tuple(measured)], k, together, starts[k]) for k in KINDS})
     return Links(dims, _rounded(local.start), _rounded(1 / local.per_byte), whole)
 
 
@@ -134,7 +134,9 @@ def _doublings(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def _link(line: Line, kind: str, doublings: int, share: float) -> Link:
+def _link(line: Line, kind: str, sizes: Sequence[int], start: float) -> Link:
+    """The figures of a group over mesh dims of these sizes: what a line takes besides its start is latency."""
     # An all-reduce pays its latency twice.
-    rounds = doublings * (2 if kind == "all_reduce" else 1)
-    return Link(_rounded(share * line.start), _rounded((1 - share) * line.start / rounds), _rounded(1 / line.per_byte))
+    rounds = sum(map(_doublings, sizes)) * (2 if kind == "all_reduce" else 1)
+    latency = max(line.start - start, LEAST_START) / rounds
+    return Link(_rounded(start), _rounded(latency), _rounded(1 / line.per_byte))

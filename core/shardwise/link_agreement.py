@@ -26,7 +26,7 @@ from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import without_modes
 from shardwise.spec import Mesh
 
-__all__ = ["Ground", "agree_on_links", "agree_to", "from_first", "survey"]
+__all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "survey"]
 
 
 @frozen
@@ -77,11 +77,16 @@ def _is_known(mesh: DeviceMesh) -> bool:
     global _world  # noqa: PLW0603  # one process has one default group at a time
     now = generation()
     if now is not _world:
-        for old in _agreed:
-            use_agreed_links(old, None)
-        _agreed.clear()
+        forget()
         _world = now
     return mesh in _agreed
+
+
+def forget() -> None:
+    """Take back what all meshes agreed on: their ranks are others now, or are to agree anew. All ranks must call."""
+    for mesh in _agreed:
+        use_agreed_links(mesh, None)
+    _agreed.clear()
 
 
 def _links_on(ground: Ground, mesh: DeviceMesh) -> Links:

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import frozen
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import private_torch
@@ -90,3 +91,13 @@ def entered_mesh(shape):
 
 def test_the_mesh_in_force_is_found(pool):
     assert pool.run(entered_mesh, (2, 2)) == [True] * 4
+
+
+def test_inside_a_mode_a_block_can_run_torch_for_real():
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with private_torch.without_modes():
+            real = torch.ones(2)
+            assert real.tolist() == [1, 1]
+        assert isinstance(torch.ones(2), FakeTensor)
+    assert type(real) is torch.Tensor
