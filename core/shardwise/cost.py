@@ -13,8 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from attrs import field, frozen
-from attrs.validators import gt, lt
+from attrs import Attribute, field, frozen
 
 from shardwise.spec import Mesh
 
@@ -39,7 +38,9 @@ Wire = str
 """What connects the ranks along a mesh dim: a key of ``WIRES``."""
 
 
-_positive = [gt(0), lt(math.inf)]
+def _positive(_: object, attribute: Attribute[float], value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{attribute.name} must be positive and finite, not {value}")
 
 
 @frozen
