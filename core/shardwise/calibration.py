@@ -137,7 +137,7 @@ def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]
     piece = pieces[0].clone()
     piece_bytes, received = piece.nbytes, (n - 1) * piece.nbytes
 
-    yield Probe("all_gather", dims, received, lambda: group.all_gather_into(torch.empty_like(pieces), piece))
+    yield Probe("all_gather", dims, received, lambda: group.all_gather(piece))
     yield Probe("reduce_scatter", dims, received, lambda: group.reduce_scatter(pieces, "sum"))
     # Twice the way: what is reduced is gathered again. The input of a redistribution is left as it is.
     yield Probe("all_reduce", dims, 2 * (n - 1) * piece_bytes, lambda: group.all_reduce_(pieces.clone(), "sum"))

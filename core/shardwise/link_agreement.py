@@ -23,7 +23,7 @@ from shardwise.collectives import generation
 from shardwise.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
-from shardwise.private_torch import without_modes
+from shardwise.private_torch import outside_modes
 from shardwise.spec import Mesh
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "survey"]
@@ -56,7 +56,7 @@ def agree_on_links(mesh: Mesh) -> bool:
     if mesh.size() > 1 and not are_chosen(mesh) and _backend(mesh) != "fake":
         before = links_of(mesh)
         # Plans are made under tracing too, where a tensor made here would not be real.
-        with without_modes():
+        with outside_modes():
             links = _links_on(survey(mesh, _read_file()), mesh)
         agree_to(mesh, links)
         return links_of(mesh) != before

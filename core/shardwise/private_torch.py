@@ -24,7 +24,7 @@ __all__ = [
     "is_composite",
     "new_wrapper",
     "schema_of",
-    "without_modes",
+    "outside_modes",
 ]
 
 
@@ -87,7 +87,7 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def without_modes() -> AbstractContextManager[Any]:
+def outside_modes() -> AbstractContextManager[Any]:
     """Run torch for real inside a block, whatever mode (fake tensors, tracing) is in force around it.
 
     Modes are public only for those who enter them; ``torch.compile`` itself leaves them this way.

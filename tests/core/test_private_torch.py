@@ -96,7 +96,7 @@ def test_the_mesh_in_force_is_found(pool):
 def test_inside_a_mode_a_block_can_run_torch_for_real():
     with FakeTensorMode():
         assert isinstance(torch.ones(2), FakeTensor)
-        with private_torch.without_modes():
+        with private_torch.outside_modes():
             real = torch.ones(2)
             assert real.tolist() == [1, 1]
         assert isinstance(torch.ones(2), FakeTensor)
