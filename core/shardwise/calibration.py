@@ -20,7 +20,7 @@ from shardwise.movers import copied
 from shardwise.placements import REPLICATE, Placement, partial, shard
 from shardwise.redistribute import mover
 from shardwise.spec import TensorMeta, TensorSpec
-from shardwise.timing import Tell, time_together, undisturbed
+from shardwise.timing import Tell, time_together
 from shardwise.transition import Transition, transition
 
 __all__ = ["Trial", "calibrate", "try_transitions", "typical_pairs"]
@@ -70,7 +70,7 @@ def calibrate(
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__}
     ground = survey(mesh, about)
     probes = list(_probes(mesh, largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)))
-    times = time_together(mesh, [probe.run for probe in probes], rounds, tell, undisturbed)
+    times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
     collectives, copies = _points(probes, times, ground)
     links = fit_links(tuple(mesh.shape), collectives, copies)
     found = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.collectives import group_of
 from shardwise.comm import MeshComm
 
-__all__ = ["Tell", "time_together", "undisturbed"]
+__all__ = ["Tell", "time_together"]
 
 Tell = Callable[[int, int], None]
 """Called with how many visits are done and how many there are."""
@@ -24,13 +24,9 @@ MOST_REPEATS = 6
 
 
 def time_together(
-    mesh: DeviceMesh,
-    runs: Sequence[Callable[[], object]],
-    rounds: int,
-    tell: Tell | None = None,
-    typical: Callable[[Sequence[float]], float] = median,
+    mesh: DeviceMesh, runs: Sequence[Callable[[], object]], rounds: int, tell: Tell | None = None
 ) -> list[float]:
-    """Seconds of each run until the last rank was through, typically; all ranks of the mesh must call alike.
+    """Median seconds of each run until the last rank was through; all ranks of the mesh must call alike.
 
     All ranks begin a run together, and the slowest counts each time: whatever comes next waits for it. The runs take
     turns in every round, so that a busy moment of the machine harms each a little and none alone. A first round warms
@@ -55,12 +51,7 @@ def time_together(
             if tell is not None:
                 tell(done, visits)
     longest = iter(_slowest(mesh, [t for each in times for t in each]))
-    return [typical([next(longest) for _ in each]) for each in times]
-
-
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: what a run takes where nothing else has the machine, and no lucky single time."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
+    return [median([next(longest) for _ in each]) for each in times]
 
 
 def _timed(run: Callable[[], object], meet: Callable[[], object], finish: Callable[[], None]) -> float:
