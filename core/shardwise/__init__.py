@@ -1,12 +1,16 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise.api import distribute_module, distribute_tensor
-from shardwise.calibration import calibrate
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.placements import Partial, Placement, Replicate, Shard
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
+
+if TYPE_CHECKING:
+    from shardwise.calibration import calibrate
 
 __all__ = [
     "MeshTensor",
@@ -27,3 +31,12 @@ __all__ = [
     "randn",
     "zeros",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What few programs need is imported when it is asked for."""
+    if name == "calibrate":
+        from shardwise.calibration import calibrate
+
+        return calibrate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

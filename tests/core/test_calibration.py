@@ -74,6 +74,12 @@ def test_one_rank_has_nothing_to_measure():
         assert pool.run(one_rank) == [True]
 
 
+def test_calibrate_is_public():
+    assert sw.calibrate is calibrate
+    with pytest.raises(AttributeError, match="callibrate"):
+        sw.callibrate  # noqa: B018  # asked for on purpose
+
+
 def tried():
     found = mesh((2, 2))
     return [
