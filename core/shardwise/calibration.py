@@ -25,7 +25,7 @@ from shardwise.transition import Transition, transition
 
 __all__ = ["Trial", "calibrate", "try_transitions", "typical_pairs"]
 
-ROUNDS = 5
+ROUNDS = 3
 SMALLEST = 4096
 LARGEST = {"cpu": 1 << 24}
 LARGEST_ELSEWHERE = 1 << 26
