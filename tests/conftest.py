@@ -1,8 +1,13 @@
 """What every test has: the worker pool, and a skip with its reason for tests that need a GPU."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+# What somebody measured on this machine must not decide what tests see; worker processes inherit it.
+os.environ["SHARDWISE_LINKS"] = "off"
 
 # A busy machine is slow, not wrong.
 settings.register_profile("shardwise", deadline=None)

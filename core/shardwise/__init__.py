@@ -1,5 +1,7 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise import stepping
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.errors import ShardingError
@@ -8,6 +10,9 @@ from shardwise.placements import Partial, Placement, Replicate, Shard
 from shardwise.prefetch import prefetch
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
+
+if TYPE_CHECKING:
+    from shardwise.calibration import calibrate
 
 __all__ = [
     "MeshTensor",
@@ -18,6 +23,7 @@ __all__ = [
     "ShardingError",
     "TensorMeta",
     "TensorSpec",
+    "calibrate",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -30,3 +36,12 @@ __all__ = [
 ]
 
 stepping.install()
+
+
+def __getattr__(name: str) -> Any:
+    """What few programs need is imported when it is asked for."""
+    if name == "calibrate":
+        from shardwise.calibration import calibrate
+
+        return calibrate
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.carried import CARRIED, REAL, is_native
 from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
 
@@ -74,11 +75,6 @@ def _taken(event: Event, out: Tensor) -> Tensor:
     return out
 
 
-# What gloo and NCCL both carry and add up.
-_CARRIED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -90,13 +86,6 @@ _REDUCE_OPS = {
 _SMALL = 1 << 16
 
 
-def _is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction gives the right numbers."""
-    if dtype in _REAL:
-        return kind in ("sum", "avg")
-    return dtype in _CARRIED and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
-
-
 def _average(total: Tensor, size: int) -> Tensor:
     """Divide in place; an integer average is cut towards zero."""
     if total.is_floating_point() or total.is_complex():
@@ -106,7 +95,7 @@ def _average(total: Tensor, size: int) -> Tensor:
 
 def _carrier(flat: Tensor) -> Tensor:
     """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
+    return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
 
 
 class Group:
@@ -177,7 +166,7 @@ class Group:
 
     def start_all_reduce(self, tensor: Tensor, kind: str) -> Flight:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
-        if _is_native(kind, tensor.dtype):
+        if is_native(kind, tensor.dtype):
             flight = self._all_reduce(tensor, kind)
         else:
             flight = self._reduce_by_moving(tensor, kind)
@@ -190,7 +179,7 @@ class Group:
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> Flight:
         """The reduction of all ranks' ``pieces[position]``; the pieces are of one shape."""
         # gloo's own is an all-reduce of everything.
-        if self._gloo or self._order or not _is_native(kind, pieces.dtype) or pieces.dtype in _REAL:
+        if self._gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
             flight.then(lambda stacked: self._reduce(stacked, kind))
         else:
@@ -208,7 +197,7 @@ class Group:
         return self._told(flight, "reduce_scatter", flat) if _observers else flight
 
     def _all_reduce(self, tensor: Tensor, kind: str) -> Flight:
-        flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
+        flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
         staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
         flight = Flight(self.process_group.allreduce([staged], self._sum_options[kind]), tensor, staged)
         if staged is not flat:
@@ -219,7 +208,7 @@ class Group:
         return flight.then(lambda total: _average(total, self.size)) if kind == "avg" else flight
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
-        if not _is_native(kind, stacked.dtype):
+        if not is_native(kind, stacked.dtype):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
@@ -285,7 +274,7 @@ class Group:
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
         out = flat.new_empty(sum(received))
-        unit = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
+        unit = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
         return self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
 
     def _all_to_all(self, out: Tensor, pieces: Tensor, received: list[int], sent: list[int]) -> Flight:

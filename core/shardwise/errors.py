@@ -129,3 +129,22 @@ class PluginLoadError(ShardingError):
 
 class WorkerError(ShardingError):
     """A worker process raised, died or stopped answering."""
+
+
+# -- measured link figures -------------------------------------------------------------------------------------
+
+
+class LinksError(ShardingError):
+    """The figures that ``shardwise calibrate`` measured cannot be used."""
+
+
+class LinksFileError(LinksError):
+    """The file of measured figures cannot be read or written, or is none."""
+
+
+class LinksVersionError(LinksError):
+    """The file of measured figures was written by another version."""
+
+
+class LinksFitError(LinksError):
+    """The file of measured figures that the environment names has none for a mesh."""

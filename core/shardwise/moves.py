@@ -21,6 +21,7 @@ from itertools import combinations, pairwise, product
 
 import torch
 
+from shardwise.carried import is_native
 from shardwise.cost import Links, StepCosts, step_costs
 from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, Shard, partial, shard
 from shardwise.spec import TensorMeta, TensorSpec
@@ -262,7 +263,8 @@ class Moves:
                 cost, nbytes = self._exchange(layout, after, dims, whole)
             elif kind == "all_reduce":
                 nbytes = self.nbytes(layout)
-                cost = costs.all_reduce(dims, nbytes)
+                native = is_native(PENDING_KINDS[-1 - layout[dims[0]]], self.dtype)
+                cost = (costs.all_reduce if native else costs.all_reduce_by_moving)(dims, nbytes)
             else:
                 nbytes = self.nbytes(after)
                 cost = costs.reduce_scatter(dims, nbytes)

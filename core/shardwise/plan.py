@@ -10,6 +10,7 @@ import torch
 
 from shardwise.comm import MeshComm, agree_on_generator
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
+from shardwise.link_agreement import agree_on_links
 from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN
 from shardwise.planner import cheapest, make_call, merged
@@ -80,6 +81,9 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
     metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is UNKNOWN else outputs
     call = make_call(entry.rule, schema, metas)
     chosen = cheapest(entry.rule, schema, call)
+    # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
+    if any(strategy.cost for strategy in chosen) and agree_on_links(schema.mesh):
+        chosen = cheapest(entry.rule, schema, call)
     inputs, results = merged(schema, chosen)
     inputs = list(map(_as_it_lies, schema.specs, inputs))
     results = _marked_copies(schema, inputs, results)

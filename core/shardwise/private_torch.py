@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.errors import MeshMismatchError
@@ -24,6 +26,7 @@ __all__ = [
     "in_backward",
     "is_composite",
     "new_wrapper",
+    "outside_modes",
     "recorded_ops",
     "schema_of",
     "support_foreach",
@@ -139,3 +142,12 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
     ``parameters()``.
     """
     module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """Run torch for real inside a block, whatever mode (fake tensors, tracing) is in force around it.
+
+    Modes are public only for those who enter them; ``torch.compile`` itself leaves them this way.
+    """
+    modes: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
+    return modes

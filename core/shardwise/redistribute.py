@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardwise.collectives import generation
 from shardwise.flight import Flight
+from shardwise.link_agreement import agree_on_links
 from shardwise.movers import Mover, Run, Start, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, check_placements, shard
@@ -82,6 +83,7 @@ def _route(src: TensorSpec, placements: tuple[Placement, ...], default_group: An
 def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
     # The default process group is in the key: movers hold groups that end with it.
     del default_group
+    agree_on_links(src.mesh)
     order = memory_order(src.tensor_meta)
     moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)

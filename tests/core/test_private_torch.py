@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from attrs import frozen
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import private_torch
@@ -130,3 +131,13 @@ def test_the_recorder_sees_ops_with_their_arguments():
 
 def test_the_namespaces_of_bindings_exist():
     assert None not in private_torch.binding_namespaces()
+
+
+def test_inside_a_mode_a_block_can_run_torch_for_real():
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with private_torch.outside_modes():
+            real = torch.ones(2)
+            assert real.tolist() == [1, 1]
+        assert isinstance(torch.ones(2), FakeTensor)
+    assert type(real) is torch.Tensor

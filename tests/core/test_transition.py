@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shardwise import moves
-from shardwise.cost import Link, Links, links_of, use_links
+from shardwise.cost import Connection, Link, Links, links_of, use_links
 from shardwise.errors import LayoutError, MeshMismatchError
 from shardwise.estimate import Bounds
 from shardwise.layout import assemble, reduce_pieces, scatter_local
@@ -163,7 +163,10 @@ def some_specs(draw, count, **how):
 
 @st.composite
 def figures(draw, mesh_ndim):
-    return Links(tuple(draw(st.sampled_from(LINKS)) for _ in range(mesh_ndim)), 2e-6, 1e10)
+    """Every kind of collective has figures of its own on every mesh dim, and perhaps over the whole mesh."""
+    connection = st.builds(Connection, *[st.sampled_from(LINKS)] * 4)
+    mesh_dims = draw(st.tuples(*[connection] * mesh_ndim))
+    return Links(mesh_dims, 2e-6, 1e10, draw(st.none() | connection))
 
 
 def at_most(small, large):

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from shardwise.cli.calibrate import calibrate
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rules import rules
 from shardwise.demo.command import demo
@@ -31,6 +32,7 @@ def main() -> None:
     """Ordinary PyTorch code on a mesh of devices."""
 
 
+main.add_command(calibrate)
 main.add_command(demo)
 main.add_command(plugins)
 main.add_command(rules)

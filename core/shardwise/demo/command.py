@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import click
-import torch
 import torch.distributed as dist
 from attrs import evolve
 from rich.console import Console
@@ -15,6 +14,7 @@ from shardwise.demo.report import as_json, print_report
 from shardwise.demo.run import Outcome, run_rank
 from shardwise.demo.settings import MESH_NAMES, Settings
 from shardwise.errors import WorkerError
+from shardwise.testing.local import local_backend, local_device
 from shardwise.testing.pool import WorkerPool
 
 __all__ = ["demo"]
@@ -69,22 +69,15 @@ def demo(json_path: Path | None, device: str, **sizes: object) -> None:
 
 
 def _device(wanted: str, world_size: int) -> str:
-    if wanted == "auto":
-        return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise click.UsageError("--device cuda: torch finds no CUDA device here")
-    return wanted
-
-
-def _backend(settings: Settings) -> str:
-    """NCCL where every rank has a GPU of its own; gloo also carries CUDA tensors of ranks that share one."""
-    own_gpu = settings.device == "cuda" and torch.cuda.device_count() >= settings.world_size
-    return "nccl" if own_gpu else "gloo"
+    try:
+        return local_device(wanted, world_size)
+    except ValueError as error:
+        raise click.UsageError(f"--device {wanted}: {error}") from None
 
 
 def _run_locally(settings: Settings) -> Outcome | None:
     try:
-        with WorkerPool(settings.world_size, _backend(settings)) as pool:
+        with WorkerPool(settings.world_size, local_backend(settings.device, settings.world_size)) as pool:
             outcome: Outcome | None = pool.run(run_rank, settings, timeout=None)[0]
             return outcome
     except WorkerError as error:

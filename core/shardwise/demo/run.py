@@ -19,6 +19,7 @@ from shardwise.demo.progress import progress
 from shardwise.demo.settings import Settings
 from shardwise.demo.training import Step, train
 from shardwise.placements import REPLICATE, Placement, Shard
+from shardwise.testing.local import take_device
 
 __all__ = ["TENSOR_PARALLEL", "Outcome", "run_rank"]
 
@@ -48,8 +49,7 @@ class Outcome:
 def run_rank(settings: Settings) -> Outcome | None:
     """Run on this rank of the default process group; rank 0 gives the outcome, the others None."""
     rank = dist.get_rank()
-    if settings.device == "cuda":
-        torch.cuda.set_device(_local_rank(rank) % torch.cuda.device_count())
+    take_device(settings.device, rank)
     torch.set_num_threads(max(1, _cores() // settings.world_size))
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
     steps, parameters, observed = _train_on_mesh(settings, mesh, shown=rank == 0)
@@ -93,7 +93,3 @@ def _whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _local_rank(rank: int) -> int:
-    return int(os.environ.get("LOCAL_RANK", rank))

@@ -1,0 +1,202 @@
+"""``shardwise calibrate``: measure a mesh and keep the figures that moves are costed by."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import torch.distributed as dist
+from attrs import frozen
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.calibration import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
+from shardwise.calibration import calibrate as calibrate_mesh
+from shardwise.cli.output import PIPE_WIDTH
+from shardwise.cost import KINDS, Link
+from shardwise.link_file import Calibration, chosen_file, default_file, show
+from shardwise.placements import show_all
+from shardwise.testing.local import local_backend, local_device, take_device
+from shardwise.testing.pool import WorkerPool
+from shardwise.timing import Tell
+
+__all__ = ["calibrate"]
+
+
+@frozen
+class Wish:
+    """What is to be measured: tensors of up to ``largest`` bytes on a mesh of this shape; where the figures go."""
+
+    mesh_shape: tuple[int, ...]
+    device: str
+    out: Path
+    largest: int
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.mesh_shape)
+
+
+@frozen
+class Outcome:
+    """What was measured, and redistributions by it: predicted and measured."""
+
+    wish: Wish
+    calibration: Calibration
+    trials: list[dict[str, object]]
+
+
+def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    words = value.lower().split("x")
+    if not all(word.isdigit() and int(word) for word in words) or math.prod(map(int, words)) == 1:
+        raise click.BadParameter(f"{value!r} is no mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
+    return tuple(map(int, words))
+
+
+@click.command()
+@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file; default: the one that is read.")
+@click.option("--largest", type=click.IntRange(SMALLEST), help="Bytes of the largest tensor to measure with.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def calibrate(
+    *, mesh_shape: tuple[int, ...], device: str, out: Path | None, largest: int | None, as_json: bool
+) -> None:
+    """Measure a mesh for some seconds and write the figures that redistributions are costed by from then on.
+
+    Runs local processes of its own, or under torchrun --nproc-per-node 8 -m shardwise.cli calibrate --mesh 2x4.
+    """
+    size = math.prod(mesh_shape)
+    try:
+        found = local_device(device, size)
+    except ValueError as error:
+        raise click.UsageError(f"--device {device}: {error}") from None
+    most = largest or LARGEST.get(found, LARGEST_ELSEWHERE)
+    wish = Wish(mesh_shape, found, (out or chosen_file()[0] or default_file()).absolute(), most)
+    outcome = _under_torchrun(wish) if dist.is_torchelastic_launched() else _locally(wish)
+    if outcome is None:
+        return
+    if as_json:
+        click.echo(json.dumps(_plain(outcome), indent=1))
+    else:
+        _print(outcome)
+
+
+def _locally(wish: Wish) -> Outcome | None:
+    try:
+        with WorkerPool(wish.world_size, local_backend(wish.device, wish.world_size)) as pool:
+            outcome: Outcome | None = pool.run(run_rank, wish, timeout=None)[0]
+            return outcome
+    finally:
+        # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
+        Console(stderr=True).show_cursor()
+
+
+def _under_torchrun(wish: Wish) -> Outcome | None:
+    dist.init_process_group("nccl" if wish.device == "cuda" else "gloo")
+    try:
+        if dist.get_world_size() != wish.world_size:
+            shape = "x".join(map(str, wish.mesh_shape))
+            raise click.UsageError(
+                f"--mesh {shape} wants {wish.world_size} processes and torchrun started {dist.get_world_size()}"
+            )
+        return run_rank(wish)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_rank(wish: Wish) -> Outcome | None:
+    """Measure on this rank of the default process group; rank 0 gives the outcome, the others None."""
+    first = dist.get_rank() == 0
+    take_device(wish.device, dist.get_rank())
+    mesh = init_device_mesh(wish.device, wish.mesh_shape)
+    with _bar("measuring", shown=first) as tell:
+        calibration = calibrate_mesh(mesh, wish.out, largest=wish.largest, tell=tell)
+    with _bar("checking", shown=first) as tell:
+        trials = try_transitions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
+    return Outcome(wish, calibration, [_row(trial) for trial in trials]) if first else None
+
+
+@contextmanager
+def _bar(title: str, *, shown: bool) -> Iterator[Tell | None]:
+    """The function that shows how far things are, by a live bar on a terminal; none elsewhere."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    # Few refreshes: the machine's cores are for what is measured.
+    with Progress(*columns, console=console, refresh_per_second=4) as bar:
+        task = bar.add_task(title)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _row(trial: Trial) -> dict[str, object]:
+    return {
+        "tensor": str(trial.src.tensor_meta),
+        "from": show_all(trial.src.placements),
+        "to": show_all(trial.dst.placements),
+        "steps": "; ".join(f"{step.kind}{list(step.mesh_dims)}" for step in trial.planned.steps),
+        "predicted": trial.predicted,
+        "measured": trial.seconds,
+    }
+
+
+# -- what is printed -------------------------------------------------------------------------------------------------
+
+
+def _plain(outcome: Outcome) -> dict[str, object]:
+    figures = json.loads(show([outcome.calibration]))
+    return {"file": str(outcome.wish.out), **figures, "transitions": outcome.trials}
+
+
+def _print(outcome: Outcome) -> None:
+    console = Console()
+    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console.print(_figures(outcome.calibration))
+    console.print(_trials(outcome.trials))
+    console.print(f"written to {outcome.wish.out}", soft_wrap=True, highlight=False)
+
+
+def _figures(calibration: Calibration) -> Table:
+    links, site = calibration.links, calibration.site
+    table = Table("mesh dim", "ranks", "hosts", "collective", title=_plainly(str(site)))
+    for heading in ("start us", "latency us", "GB/s"):
+        table.add_column(heading, justify="right")
+    places = [(str(m), n, h) for m, (n, h) in enumerate(zip(site.mesh_shape, site.hosts, strict=True)) if n > 1]
+    found = [links.mesh_dims[int(m)] for m, *_ in places]
+    if links.whole is not None:
+        places.append(("all", math.prod(site.mesh_shape), site.total_hosts))
+        found.append(links.whole)
+    for (name, ranks, hosts), connection in zip(places, found, strict=True):
+        for i, kind in enumerate(KINDS):
+            head = (name, str(ranks), str(hosts)) if i == 0 else ("", "", "")
+            table.add_row(*head, kind, *_numbers(connection.of(kind)), end_section=i == len(KINDS) - 1)
+    local = (f"{links.local_start * 1e6:.1f}", "", f"{links.memory_bandwidth / 1e9:.2f}")
+    table.add_row("local", "", "", "copy", *local)
+    return table
+
+
+def _numbers(link: Link) -> tuple[str, str, str]:
+    return f"{link.start * 1e6:.1f}", f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.2f}"
+
+
+def _trials(trials: list[dict[str, object]]) -> Table:
+    table = Table("tensor", "from", "to", "steps", title="Redistributions")
+    for heading in ("predicted us", "measured us"):
+        table.add_column(heading, justify="right")
+    for row in trials:
+        words = (_plainly(str(row[key])) for key in ("tensor", "from", "to", "steps"))
+        table.add_row(*words, *(f"{float(str(row[key])) * 1e6:,.0f}" for key in ("predicted", "measured")))
+    return table
+
+
+def _plainly(text: str) -> str:
+    # rich reads [S(0), R] as markup unless the bracket is escaped
+    return text.replace("[", r"\[")

@@ -1,0 +1,75 @@
+"""``shardwise calibrate`` as a person runs it: processes of its own, torchrun's, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli import main
+from shardwise.link_file import parse
+
+SMALL = ["calibrate", "--device", "cpu", "--largest", "4096"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def run(*arguments, launcher=(), **environment):
+    command = [sys.executable, *launcher, "-m", "shardwise.cli", *SMALL, *arguments]
+    env = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
+
+
+def test_figures_are_printed_and_written_where_they_are_read(tmp_path):
+    path = tmp_path / "links.json"
+    done = run("--mesh", "2x1", SHARDWISE_LINKS=str(path))
+    assert done.returncode == 0, done.stderr
+    assert f"written to {path}" in done.stdout
+    assert "2x1 cpu" in done.stdout
+    assert all(kind in done.stdout for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "copy"))
+    assert "predicted us" in done.stdout
+    (entry,) = parse(path.read_text(), str(path))
+    assert (entry.site.mesh_shape, entry.site.backend) == ((2, 1), "gloo")
+
+
+def test_json_is_for_programs(tmp_path):
+    path = tmp_path / "mine.json"
+    done = run("--mesh", "2", "--out", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["file"] == str(path)
+    assert printed["meshes"] == json.loads(path.read_text())["meshes"]
+    assert {row["steps"] for row in printed["transitions"]} >= {"all_gather[0]", "slice[0]"}
+    assert all(row["predicted"] > 0 and row["measured"] > 0 for row in printed["transitions"])
+
+
+def test_under_torchrun(tmp_path):
+    path = tmp_path / "links.json"
+    done = run("--mesh", "2", "--out", str(path), launcher=TORCHRUN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(f"written to {path}") == 1
+    assert len(parse(path.read_text(), str(path))) == 1
+
+
+def test_a_mesh_of_another_size_than_torchruns_is_refused(tmp_path):
+    done = run("--mesh", "3", "--out", str(tmp_path / "links.json"), launcher=TORCHRUN)
+    assert done.returncode != 0
+    assert "--mesh 3 wants 3 processes and torchrun started 2" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("mesh", ["1", "1x1", "0", "2x", "two", "-2"])
+def test_what_is_no_mesh_is_refused(mesh):
+    done = CliRunner().invoke(main, ["calibrate", f"--mesh={mesh}"])
+    assert done.exit_code == 2
+    assert "is no mesh" in done.output
+
+
+def test_a_file_that_is_no_such_file_is_left_alone(tmp_path):
+    path = tmp_path / "notes"
+    path.write_text("mine")
+    done = run("--mesh", "2", "--out", str(path))
+    assert done.returncode != 0
+    assert "no such file" in done.stderr
+    assert path.read_text() == "mine"
