@@ -1,6 +1,6 @@
 """Memory: what a cached signature holds, and the peak of the demo's step.
 
-Run it with ``python tests/benchmarks/bench_memory.py [--calls 1000] [--json FILE]``.
+Run it with ``python tests/benchmarks/bench_memory.py [--calls 500] [--json FILE]``.
 
 A signature: fresh ``mm`` and ``add`` calls, with sizes never seen before; what stays allocated when the operands are
 gone, divided by the calls. "traced" is what ``tracemalloc`` sees, Python's own objects; "resident" is the growth of
@@ -37,6 +37,7 @@ SIGNATURE_LIMIT = 2048
 STEP_LIMIT = 1.05
 WARM_UP = 100
 LEVEL_CALLS = 20_000
+"""Signatures of two ops in two halves: each half holds more per op than the plan store keeps (4,096)."""
 TRACED, RESIDENT, LEVEL = "traced", "resident", "level"
 
 FROM_LOCAL = {OURS: sw.MeshTensor.from_local, DTENSOR: DTensor.from_local}
@@ -178,7 +179,7 @@ def lines(signatures, steps):
 
 
 @click.command()
-@options(calls=1000)
+@options(calls=500)
 @click.option("--level-calls", default=LEVEL_CALLS, show_default=True, help="Signatures made to see memory level off.")
 @click.option("--child", nargs=2, hidden=True)
 def main(rounds, calls, json_file, level_calls, child):
