@@ -66,9 +66,10 @@ class Flight:
         with self._lock:  # another thread, such as autograd's, may want the same tensor
             if self.work is not None:
                 self.work.wait()
-                for step in self._steps:
-                    self._out = step(self._out)
-                self.work, self._sent, self._kept, self._steps = None, None, None, ()
+                while self._steps:  # one that fails is tried again by the next wait, those before it are not
+                    self._out = self._steps[0](self._out)
+                    self._steps = self._steps[1:]
+                self.work, self._sent, self._kept = None, None, None
         return self._out
 
     def __del__(self) -> None:

@@ -486,6 +486,25 @@ def test_a_dropped_flight_waits_once():
     assert a_dropped_flight_has_waited() == ["wait", "wait"]
 
 
+def test_what_was_done_with_a_result_is_not_done_again_after_a_failure():
+    class Work:
+        def wait(self):
+            pass
+
+    calls = []
+
+    def fails_once(tensor):
+        calls.append("fails once")
+        if len(calls) == 1:
+            raise MemoryError
+        return tensor
+
+    flight = Flight(Work(), torch.ones(2)).then(lambda t: t.mul_(2)).then(fails_once).then(lambda t: t + 1)
+    with pytest.raises(MemoryError):
+        flight.wait()
+    assert flight.wait().tolist() == flight.wait().tolist() == [3, 3]
+
+
 def failing_work():
     class Work:
         def wait(self):
