@@ -26,21 +26,30 @@ class Flight:
     no collective is left behind; it issues none, because when an object is dropped is no order that ranks share.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_out", "_sent", "_steps", "work")
+    __slots__ = ("__weakref__", "_kept", "_lock", "_out", "_sent", "_steps", "work")
 
     final = True  # see shardwise.waiting.Source
 
-    def __init__(self, work: Any, out: Tensor, sent: Any = None) -> None:
+    def __init__(self, work: Any, out: Tensor, sent: Tensor | None = None) -> None:
         self.work = work
         self._out = out
         self._sent = sent
+        self._kept: Any = None
         self._steps: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._lock = Lock()
 
     @property
     def held(self) -> int:
         """The bytes that are kept alive beside the result."""
-        return 0 if self.work is None else sum(t.nbytes for t in (self._out, self._sent) if t is not None)
+        if self.work is None or self._sent is None or _same_memory(self._sent, self._out):
+            return 0
+        return self._out.nbytes + self._sent.nbytes
+
+    def keep(self, tensor: Any, local: Tensor) -> Flight:
+        """Keep ``tensor`` while its ``local`` memory is being sent: autograd writes to gradients that nobody holds."""
+        if self.work is not None and self._sent is not None and _same_memory(self._sent, local):
+            self._kept = tensor
+        return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> Flight:
         """Do this with the result when it is waited for; local work only. The flight itself comes back."""
@@ -57,15 +66,20 @@ class Flight:
         with self._lock:  # another thread, such as autograd's, may want the same tensor
             if self.work is not None:
                 self.work.wait()
-                for step in self._steps:
-                    self._out = step(self._out)
-                self.work, self._sent, self._steps = None, None, ()
+                while self._steps:  # one that fails is tried again by the next wait, those before it are not
+                    self._out = self._steps[0](self._out)
+                    self._steps = self._steps[1:]
+                self.work, self._sent, self._kept = None, None, None
         return self._out
 
     def __del__(self) -> None:
         if self.work is not None:
             with suppress(Exception):  # nobody is left to tell, and the process group may be gone
                 self.work.wait()
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
 class Window:

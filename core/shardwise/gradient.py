@@ -109,7 +109,7 @@ def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
         # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
         return _wrap(local.view_as(local), way.target)
     if async_op and way.start is not None:
-        return waiting(way.start(local), way.target, local.device)
+        return waiting(way.start(local).keep(tensor, local), way.target, local.device)
     return _wrap(way.run(local), way.target)
 
 

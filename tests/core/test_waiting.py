@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -350,6 +351,45 @@ def test_gradients_are_reduced_while_backward_goes_on(pool):
         assert log[step:].count("waited all_reduce") == 2
 
 
+def kept_while_sent(after):
+    """Whether the tensor that is redistributed lives on until the wait, and whether it does after it."""
+    _, x = sharded((8, 8), [Partial()])
+    y = x.redistribute(placements=after, async_op=True)
+    seen, x = weakref.ref(x), None
+    before = seen() is not None
+    y.to_local()
+    return before, seen() is not None
+
+
+def test_a_gradient_is_kept_while_its_own_memory_is_sent(pool):
+    """Autograd adds to gradients in place where it alone holds them."""
+    assert pool.run(kept_while_sent, [Shard(0)]) == [(True, False)] * 4
+    assert pool.run(kept_while_sent, [Replicate()]) == [(False, False)] * 4  # a copy is reduced
+
+
+def gradients_that_share_memory():
+    m = mesh((4,))
+    full = torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    results = []
+    for distributed in (False, True):
+        leaves = [full.clone() * i for i in (1, 2, 3)]
+        data = torch.ones(64, 64, dtype=torch.float64)
+        if distributed:
+            leaves = [sw.distribute_tensor(t, m, [Shard(0)]) for t in leaves]
+            data = sw.distribute_tensor(data, m, [Shard(1)])
+        a, b, c = (t.requires_grad_() for t in leaves)
+        for _ in range(3):
+            h = a + b  # one gradient for a, b and c at once, pending on the mesh
+            s = h + c
+            (data.t() @ s + data.t() @ h).square().mean().backward()
+        results.append([t.grad.full_tensor() if distributed else t.grad for t in (a, b, c)])
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_gradients_that_share_memory_stay_apart(pool):
+    pool.run(gradients_that_share_memory)
+
+
 def accumulated_over_two_passes():
     m = mesh((4,))
     w = sw.distribute_tensor(torch.ones(4, 3), m, [Replicate()]).requires_grad_()
@@ -446,6 +486,25 @@ def test_a_dropped_flight_waits_once():
     assert a_dropped_flight_has_waited() == ["wait", "wait"]
 
 
+def test_what_was_done_with_a_result_is_not_done_again_after_a_failure():
+    class Work:
+        def wait(self):
+            pass
+
+    calls = []
+
+    def fails_once(tensor):
+        calls.append("fails once")
+        if len(calls) == 1:
+            raise MemoryError
+        return tensor
+
+    flight = Flight(Work(), torch.ones(2)).then(lambda t: t.mul_(2)).then(fails_once).then(lambda t: t + 1)
+    with pytest.raises(MemoryError):
+        flight.wait()
+    assert flight.wait().tolist() == flight.wait().tolist() == [3, 3]
+
+
 def failing_work():
     class Work:
         def wait(self):
@@ -473,16 +532,19 @@ def test_a_window_waits_for_the_oldest_when_too_much_is_held():
         def wait(self):
             waited.append(self.name)
 
-    window, flights = Window(100), [Flight(Work(i), torch.ones(10, dtype=torch.float32)) for i in range(4)]
-    for flight in flights[:2]:
-        window.add(flight)
+    def flight(name, length):
+        return Flight(Work(name), torch.ones(length, dtype=torch.uint8), torch.ones(length, dtype=torch.uint8))
+
+    window, flights = Window(100), [flight(i, 20) for i in range(4)]
+    window.add(flights[0])
+    window.add(flights[1])
     assert waited == []
     window.add(flights[2])
     assert waited == [0]
     flights[1].wait()
     window.add(flights[3])
     assert waited == [0, 1]
-    window.add(Flight(Work("large"), torch.ones(1000)))
+    window.add(flight("large", 1000))
     assert waited == [0, 1, 2, 3, "large"], "all before it are waited for, and itself as it is dropped"
 
 
