@@ -23,7 +23,7 @@ from shardwise.carried import CARRIED, REAL, is_native
 from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
 
-__all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe", "together"]
+__all__ = ["Event", "Group", "all_reduce", "broadcast_", "generation", "group_of", "observe", "rank_at", "together"]
 
 
 @frozen
@@ -455,6 +455,24 @@ def _process_group(mesh: DeviceMesh, dims: tuple[int, ...], ranks: list[int]) ->
     if sorted(ranks) == list(range(dist.get_world_size())):
         return dist.group.WORLD
     return dist.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
+    """The global rank at ``index`` along a mesh dim, at this rank's coordinate on all others.
+
+    A process group counts its ranks in ascending order, so an index on a mesh dim is no rank of its group.
+    """
+    where = mesh.get_coordinate()
+    if where is None:
+        raise ValueError("this rank is not part of the mesh")
+    return int(mesh.mesh[(*where[:mesh_dim], index, *where[mesh_dim + 1 :])])
+
+
+def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
+    """Overwrite a contiguous tensor on all ranks along a mesh dim by that of the rank at ``index``."""
+    if mesh.size(mesh_dim) > 1:
+        dist.broadcast(tensor, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
+    return tensor
 
 
 def all_reduce(tensor: Tensor, kind: str, mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import collectives
-from shardwise.collectives import group_of
+from shardwise.collectives import broadcast_, group_of, rank_at
 from shardwise.errors import RankDisagreementError
 from shardwise.placements import Replicate
 from shardwise.spec import Mesh, TensorSpec
@@ -57,11 +57,12 @@ class MeshComm:
         n, group = self.mesh.size(mesh_dim), self.mesh.get_group(mesh_dim)
         if by % n == 0:
             return tensor
-        here = self.mesh.get_local_rank(mesh_dim)
+        here = self.mesh.get_coordinate()[mesh_dim]
+        there, before = (rank_at(self.mesh, mesh_dim, (here + step) % n) for step in (by, -by))
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         ops = [
-            dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=(here + by) % n),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=(here - by) % n),
+            dist.P2POp(dist.isend, tensor.contiguous(), peer=there, group=group),
+            dist.P2POp(dist.irecv, received, peer=before, group=group),
         ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
@@ -94,8 +95,7 @@ def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> tor
     _check_alike(tensor, mesh, "distribute a tensor")
     found = tensor.clone(memory_format=torch.contiguous_format)
     for mesh_dim in range(mesh.ndim):
-        if mesh.size(mesh_dim) > 1:
-            dist.broadcast(found, group=mesh.get_group(mesh_dim), group_src=src)
+        broadcast_(found, mesh, mesh_dim, src)
     # Keep the order of the strides: a channels-last or transposed tensor must not come back row-major.
     return torch.empty_like(tensor).copy_(found)
 
@@ -127,8 +127,7 @@ def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
     alike = 1
     for mesh_dim, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and mesh.size(mesh_dim) > 1:
-            first = local.clone(memory_format=torch.contiguous_format)
-            dist.broadcast(first, group=mesh.get_group(mesh_dim), group_src=0)
+            first = broadcast_(local.clone(memory_format=torch.contiguous_format), mesh, mesh_dim)
             same = torch.equal(first, local) or bool(torch.allclose(first, local, rtol=0, atol=0, equal_nan=True))
             alike &= int(same)
     flag = torch.tensor([alike], device=mesh.device_type)
@@ -157,5 +156,5 @@ def agree_on_generator(mesh: Mesh) -> None:
     module = torch if on_cpu else torch.get_device_module(mesh.device_type)
     state = module.get_rng_state().to(mesh.device_type)
     for mesh_dim in range(mesh.ndim):
-        dist.broadcast(state, group=mesh.get_group(mesh_dim), group_src=0)
+        broadcast_(state, mesh, mesh_dim)
     module.set_rng_state(state.cpu())

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives import generation
+from shardwise.collectives import broadcast_, generation
 from shardwise.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
@@ -208,11 +208,8 @@ def from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
 
 
 def _broadcast(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
-    here = _place(mesh)
     for m in range(mesh.ndim):
-        if mesh.size(m) > 1:
-            first = int(mesh.mesh[(*here[:m], 0, *here[m + 1 :])])
-            dist.broadcast(tensor, src=first, group=mesh.get_group(m))
+        broadcast_(tensor, mesh, m)
 
 
 def _carrier(mesh: DeviceMesh) -> str:

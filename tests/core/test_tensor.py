@@ -11,11 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
+from shardwise.comm import MeshComm
 from shardwise.testing import mesh
 
 MESHES = [(4,), (2, 2)]
@@ -59,6 +61,24 @@ def distribute_own_values():
 
 def test_the_values_are_the_first_ranks_unless_asked_otherwise(pool):
     pool.run(distribute_own_values)
+
+
+def values_of_the_first_coordinate():
+    """On a mesh whose ranks do not ascend, a process group's first rank is not the mesh's."""
+    rank = torch.distributed.get_rank()
+    turned = DeviceMesh("cpu", [[3, 2], [0, 1]])
+    mine = torch.full((4, 2), float(rank))
+    assert torch.equal(sw.distribute_tensor(mine, turned, [Shard(0), Shard(1)]).full_tensor(), torch.full((4, 2), 3.0))
+    torch.manual_seed(rank)
+    drawn = sw.rand(4, 2, device_mesh=turned, placements=[Shard(0), Replicate()]).full_tensor()
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(4, 2))
+    ring = MeshComm(DeviceMesh("cpu", [3, 1, 0, 2]))
+    assert ring.shift(torch.tensor([rank]), 0).tolist() == [{3: 2, 1: 3, 0: 1, 2: 0}[rank]]
+
+
+def test_the_first_rank_is_the_meshs_own_whatever_the_order_of_its_ranks(pool):
+    pool.run(values_of_the_first_coordinate)
 
 
 def matches_dtensor(mesh_shape, shape, layout):
