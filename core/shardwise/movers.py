@@ -271,7 +271,7 @@ def _blocks(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
 
 
 def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in runs of one shape and one distance."""
+    """The pieces in runs of one shape and one distance forward."""
     runs: list[list[Piece]] = []
     for piece in pieces:
         if runs and piece.shape == runs[-1][0].shape and _evenly([*runs[-1], piece]):
@@ -283,7 +283,7 @@ def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 def _evenly(pieces: Sequence[Piece]) -> bool:
     steps = {(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)}
-    return len(steps) == 1
+    return len(steps) == 1 and min(min(steps)) > 0  # a tensor has no negative strides
 
 
 def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from shardwise import movers
 from shardwise.collectives import Event, observe
 from shardwise.layout import scatter_local
 from shardwise.moves import reducible
@@ -243,6 +244,18 @@ def test_an_expanded_tensor_is_written_out(pool):
         assert torch.equal(redistribute_local(full[:1], src, dst), full)
 
     pool.run(expanded)
+
+
+def test_packed_pieces_come_back_in_whatever_order_they_lie():
+    whole = torch.arange(24.0).reshape(4, 6)
+    quarters = [(row, column) for row in (0, 2) for column in (0, 3)]
+    for order in itertools.permutations(quarters):
+        packed = torch.cat([whole[r : r + 2, c : c + 3].flatten() for r, c in order])
+        pieces = [movers.Piece((2, 3), r * 6 + c, i * 6) for i, (r, c) in enumerate(order)]
+        blocks = movers._blocks(pieces, (4, 6))
+        assert torch.equal(movers._unpack(packed, torch.empty(4, 6), blocks), whole)
+    in_order = [movers.Piece((2, 3), r * 6 + c, i * 6) for i, (r, c) in enumerate(quarters)]
+    assert len(movers._blocks(in_order, (4, 6))) == 2, "two pieces side by side are one copy"
 
 
 # -- groups and movers ------------------------------------------------------------------------------------------------
