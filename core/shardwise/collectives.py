@@ -471,7 +471,8 @@ def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
 def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
     """Overwrite a contiguous tensor on all ranks along a mesh dim by that of the rank at ``index``."""
     if mesh.size(mesh_dim) > 1:
-        dist.broadcast(tensor, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
+        carried = _carrier(tensor.view(-1))
+        dist.broadcast(carried, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
     return tensor
 
 

@@ -81,6 +81,17 @@ def test_the_first_rank_is_the_meshs_own_whatever_the_order_of_its_ranks(pool):
     pool.run(values_of_the_first_coordinate)
 
 
+def every_dtype():
+    for dtype in (torch.int16, torch.bool, torch.uint16, torch.complex64, torch.bfloat16):
+        given = torch.tensor([[0, 1], [1, 0]]).to(dtype)
+        mine = given if torch.distributed.get_rank() == 0 else torch.zeros_like(given)
+        assert torch.equal(sw.distribute_tensor(mine, mesh((4,)), [Shard(0)]).full_tensor(), given), dtype
+
+
+def test_values_of_every_dtype_are_broadcast(pool):
+    pool.run(every_dtype)
+
+
 def matches_dtensor(mesh_shape, shape, layout):
     full = whole(*shape)
     m = mesh(mesh_shape)
