@@ -18,6 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.layout import reduce_stacked
+from shardwise.private_torch import is_traced
+from shardwise.traced import FunctionalGroup
+from shardwise.wire import CARRIED, REAL, average, carrier, is_native
 
 __all__ = ["Event", "Group", "all_reduce", "generation", "group_of", "observe"]
 
@@ -45,11 +48,6 @@ def observe(callback: Callable[[Event], None]) -> Iterator[None]:
         _observers.remove(callback)
 
 
-# What gloo and NCCL both carry and add up.
-_CARRIED = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
-)
-_REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
@@ -59,25 +57,6 @@ _REDUCE_OPS = {
 }
 # Up to this many gathered bytes one all-gather beats an exchange and an all-gather: it is latency that counts.
 _SMALL = 1 << 16
-
-
-def _is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction gives the right numbers."""
-    if dtype in _REAL:
-        return kind in ("sum", "avg")
-    return dtype in _CARRIED and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
-
-
-def _average(total: Tensor, size: int) -> Tensor:
-    """Divide in place; an integer average is cut towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(size)
-    return total.div_(size, rounding_mode="trunc")
-
-
-def _carrier(flat: Tensor) -> Tensor:
-    """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in _CARRIED else flat.view(torch.uint8)
 
 
 class Group:
@@ -105,6 +84,7 @@ class Group:
         self._gloo = backend == "gloo"
         if process_group is None:
             return
+        self._functional = FunctionalGroup(process_group, size, position, order, not self._gloo)
         # Named all_gather_single from torch 2.13 on; the coalesced form is the public one that older releases have.
         self._gather = getattr(process_group, "all_gather_single", None) or self._gather_coalesced
         self._sum_options = {kind: _all_reduce_options(op) for kind, op in _REDUCE_OPS.items()}
@@ -117,6 +97,8 @@ class Group:
 
     def all_gather_into(self, out: Tensor, piece: Tensor) -> Tensor:
         """Fill ``out`` with the pieces of all ranks, one behind the other; the pieces are of one shape."""
+        if is_traced(piece):
+            return self._functional.all_gather(piece).view(out.shape)
         if _observers:
             self._tell("all_gather", piece.nbytes)
         self._all_gather(out, piece)
@@ -128,6 +110,8 @@ class Group:
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here, all of one shape."""
+        if is_traced(pieces):
+            return self._functional.all_to_all(pieces)
         if _observers:
             self._tell("all_to_all", pieces.nbytes)
         out = torch.empty_like(pieces)
@@ -136,6 +120,8 @@ class Group:
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
+        if is_traced(flat):
+            return self._functional.exchange(flat, sent, received)
         if _observers:
             self._tell("all_to_all", flat.nbytes)
         return self._exchange(flat, sent, received)
@@ -144,47 +130,53 @@ class Group:
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> Tensor:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
+        if is_traced(tensor):
+            return self._functional.all_reduce(tensor, kind)
         if _observers:
             self._tell("all_reduce", tensor.nbytes)
-        if not _is_native(kind, tensor.dtype):
+        if not is_native(kind, tensor.dtype):
             return self._reduce_by_moving(tensor, kind)
-        flat = tensor.view(-1).view(_REAL[tensor.dtype]) if tensor.dtype in _REAL else tensor
+        flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
         if self._gloo and tensor.is_cuda:
             staged = flat.cpu()
             self.process_group.allreduce([staged], self._sum_options[kind]).wait()
             flat.copy_(staged)
         else:
             self.process_group.allreduce([flat], self._sum_options[kind]).wait()
-        return _average(tensor, self.size) if kind == "avg" else tensor
+        return average(tensor, self.size) if kind == "avg" else tensor
 
     def reduce_scatter(self, pieces: Tensor, kind: str) -> Tensor:
         """The reduction of all ranks' ``pieces[position]``; the pieces are of one shape."""
+        if is_traced(pieces):
+            return self._functional.reduce_scatter(pieces, kind)
         if _observers:
             self._tell("reduce_scatter", pieces.nbytes)
         # gloo's own is an all-reduce of everything.
-        if self._gloo or self._order or not _is_native(kind, pieces.dtype) or pieces.dtype in _REAL:
+        if self._gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             out = torch.empty_like(pieces)
             self._all_to_all(out.view(-1), pieces.view(-1), [], [])
             return self._reduce(out, kind)
         result = pieces.new_empty(pieces.shape[1:])
         flat = [result.view(-1)], [pieces.view(-1)]
         self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind]).wait()
-        return _average(result, self.size) if kind == "avg" else result
+        return average(result, self.size) if kind == "avg" else result
 
     def reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Tensor:
         """As :meth:`reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
+        if is_traced(flat):
+            return self._functional.reduce_scatter_uneven(flat, sent, kind)
         if _observers:
             self._tell("reduce_scatter", flat.nbytes)
         here = sent[self.position]
         return self._reduce(self._exchange(flat, sent, [here] * self.size).view(self.size, here), kind)
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
-        if not _is_native(kind, stacked.dtype):
+        if not is_native(kind, stacked.dtype):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
         found = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
-        return _average(found, self.size) if kind == "avg" else found
+        return average(found, self.size) if kind == "avg" else found
 
     def _reduce_by_moving(self, tensor: Tensor, kind: str) -> Tensor:
         """Every rank reduces its part of the elements and the parts are gathered; small tensors are gathered whole."""
@@ -209,7 +201,7 @@ class Group:
 
     def _all_gather(self, out: Tensor, piece: Tensor) -> None:
         # Flat, because backends compare the shapes of pieces and output.
-        out, piece = _carrier(out.view(-1)), _carrier(piece.view(-1))
+        out, piece = carrier(out.view(-1)), carrier(piece.view(-1))
         target = out.new_empty(out.shape, device="cpu") if self._gloo and piece.is_cuda else out
         piece = piece.to(target.device)
         if self._order:
@@ -225,13 +217,13 @@ class Group:
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         out = flat.new_empty(sum(received))
-        unit = 1 if flat.dtype in _CARRIED else flat.dtype.itemsize
+        unit = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
         self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
         return out
 
     def _all_to_all(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> None:
         """Move runs of the given lengths; empty lists stand for equal parts."""
-        out, flat = _carrier(out), _carrier(flat)
+        out, flat = carrier(out), carrier(flat)
         target = out.new_empty(out.shape, device="cpu") if self._gloo and flat.is_cuda else out
         flat = flat.to(target.device)
         if self._order:

@@ -16,7 +16,7 @@ from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import check_lengths
-from shardwise.private_torch import in_backward, is_composite, new_wrapper
+from shardwise.private_torch import in_backward, is_composite, is_traced, new_wrapper, outside_modes
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
@@ -157,9 +157,9 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return type(value), value
     if isinstance(value, _tensor_class[0]):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
-    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and (not value.any() or bool((value == 1).all())):
+    if isinstance(value, torch.Tensor) and in_backward() and _is_zeros_or_ones(value):
         # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -173,6 +173,18 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         argument=name,
         shape=shape,
     )
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
+
+
+def _is_zeros_or_ones(value: torch.Tensor) -> bool:
+    """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
+    if is_traced(value):
+        torch._assert_async((value == 0).all() | (value == 1).all())
+        return True
+    return not value.any() or bool((value == 1).all())
 
 
 def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
@@ -244,7 +256,8 @@ class _PlanStore:
         """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
         plan = self.cold.pop(key, None)
         if plan is None:
-            plan = _plan_call(self.op, self.info, args, kwargs)
+            with outside_modes():
+                plan = _plan_call(self.op, self.info, args, kwargs)
         if len(self.hot) >= PLANS_PER_OP // 2:
             # The handler holds `hot` itself, so the generations change places by content.
             self.cold.clear()

@@ -181,6 +181,21 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
     return sizes, steps
 
 
+# -- at the border of a compiled graph ---------------------------------------------------------------------------
+
+
+def rebuilt(local: torch.Tensor, spec: TensorSpec, size: Sequence[int], stride: Sequence[int]) -> Any:
+    """A MeshTensor of the parts that a compiled graph hands out."""
+    return _wrap(local, spec)
+
+
+def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+    """A gradient under other placements, below autograd."""
+    spec = grad._spec
+    wanted = spec.with_placements(target)
+    return grad if wanted is spec else _wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
+
+
 # -- into .grad --------------------------------------------------------------------------------------------------
 
 
