@@ -17,6 +17,7 @@ from shardwise.collectives import generation
 from shardwise.movers import Mover, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, shard
+from shardwise.private_torch import outside_modes
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.transition import Step, transition
 
@@ -46,7 +47,8 @@ def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
     # The default process group is in the key: movers hold groups that end with it.
     del default_group
     order = memory_order(src.tensor_meta)
-    moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
+    with outside_modes():  # making process groups communicates; so that works also while a graph is traced
+        moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
     run = moved[0] if len(moved) == 1 else _chain(moved)
     return run if order == tuple(range(src.ndim)) or not moved else _permuted(run, order)
 
