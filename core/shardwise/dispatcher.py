@@ -22,7 +22,7 @@ from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
+__all__ = ["PLANS_PER_OP", "at_next_dispatch", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
 
 Handler = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -65,8 +65,18 @@ def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
 
 
 def _notify(plan: Plan) -> None:
-    for callback in _observers:
+    for callback in tuple(_observers):
         callback(plan)
+
+
+def at_next_dispatch(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` once, at the next dispatch."""
+
+    def call(_: Plan) -> None:
+        _observers.remove(call)
+        callback()
+
+    _observers.append(call)
 
 
 # -- views -------------------------------------------------------------------------------------------------------

@@ -7,16 +7,19 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import check_agreement
+from shardwise.dispatcher import at_next_dispatch
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
-from shardwise.private_torch import current_mesh, new_wrapper
+from shardwise.private_torch import current_mesh, is_traced, new_wrapper
 from shardwise.redistribute import redistribute_local
 from shardwise.spec import TensorMeta, TensorSpec
 
@@ -184,9 +187,28 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
 
 
-def rebuilt(local: torch.Tensor, spec: TensorSpec, size: Sequence[int], stride: Sequence[int]) -> Any:
-    """A MeshTensor of the parts that a compiled graph hands out."""
-    return _wrap(local, spec)
+def rebuilt(
+    local: torch.Tensor, spec: TensorSpec, is_placed: bool, size: Sequence[int], stride: Sequence[int]
+) -> Any:
+    """A MeshTensor of the parts that :meth:`MeshTensor.__tensor_flatten__` gave, or that a compiled graph hands out."""
+    if spec.shape != size or spec.stride != stride:
+        spec = spec.with_meta(TensorMeta(torch.Size(size), tuple(stride), spec.dtype))
+    made = _wrap(local, spec)
+    if is_placed and is_traced(local):
+        made.__dict__[PLACED] = True
+        at_next_dispatch(partial(_place_traced, ref(made)))
+    return made
+
+
+def _place_traced(made: Callable[[], Any]) -> None:
+    """Bring the gradient of what stands for a leaf to the leaf's layout, inside the graph.
+
+    torch does not run a leaf's own hooks while it traces, and afterwards they run outside the graph. It gives the
+    stand-in its place in autograd's graph after it has made it; by the first op it is there.
+    """
+    tensor = made()
+    if tensor is not None and tensor.requires_grad:
+        _register_placing(tensor)
 
 
 def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
@@ -203,9 +225,13 @@ def place_grad(leaf: Any) -> None:
     """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
     if not leaf.is_leaf or PLACED in leaf.__dict__:
         return
-    target = grad_layout(leaf._spec.placements)
-    leaf.register_hook(lambda grad: _placed(grad, target))
+    _register_placing(leaf)
     leaf.__dict__[PLACED] = True
+
+
+def _register_placing(tensor: Any) -> None:
+    target = grad_layout(tensor._spec.placements)
+    tensor.register_hook(lambda grad: _placed(grad, target))
 
 
 def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:

@@ -47,23 +47,25 @@ class MeshTensor(torch.Tensor):
         return dispatch(func, args, kwargs)
 
     # -- torch.compile --
-    def __tensor_flatten__(self) -> tuple[list[str], TensorSpec]:
-        """The local tensor, and as constant metadata the spec: what compiled code is guarded by."""
-        return ["_local_tensor"], self._spec
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorSpec, bool]]:
+        """The local tensor, and what compiled code is guarded by: the spec, and whether gradients are brought to it."""
+        return ["_local_tensor"], (self._spec, gradient.PLACED in self.__dict__)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], spec: TensorSpec, size: Sequence[int], stride: Sequence[int]
+        inner: Mapping[str, torch.Tensor], known: tuple[TensorSpec, bool], size: Sequence[int], stride: Sequence[int]
     ) -> MeshTensor:
-        return gradient.rebuilt(inner["_local_tensor"], spec, size, stride)  # type: ignore[no-any-return]
+        return gradient.rebuilt(inner["_local_tensor"], *known, size, stride)  # type: ignore[no-any-return]
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """What compiled code takes for the layout of an output's gradient: that of the output, pending replicated."""
         return gradient.placed(self, gradient.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
-    def __coerce_same_metadata_as_tangent__(self, spec: TensorSpec, expected: type | None = None) -> MeshTensor | None:
+    def __coerce_same_metadata_as_tangent__(
+        self, known: tuple[TensorSpec, bool], expected: type | None = None
+    ) -> MeshTensor | None:
         """This gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
-        return None if expected is not None else gradient.placed(self, spec.placements)
+        return None if expected is not None else gradient.placed(self, known[0].placements)
 
     # -- layout --
     @property
