@@ -187,26 +187,18 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
 
 
-def rebuilt(
-    local: torch.Tensor, spec: TensorSpec, is_placed: bool, size: Sequence[int], stride: Sequence[int]
-) -> Any:
-    """A MeshTensor of the parts that :meth:`MeshTensor.__tensor_flatten__` gave, or that a compiled graph hands out."""
-    if spec.shape != size or spec.stride != stride:
-        spec = spec.with_meta(TensorMeta(torch.Size(size), tuple(stride), spec.dtype))
-    made = _wrap(local, spec)
-    if is_placed and is_traced(local):
-        made.__dict__[PLACED] = True
-        at_next_dispatch(partial(_place_traced, ref(made)))
-    return made
+def place_traced(stand_in: Any) -> None:
+    """Bring the gradient of what stands for a leaf in a traced program to the leaf's layout, inside the graph.
 
-
-def _place_traced(made: Callable[[], Any]) -> None:
-    """Bring the gradient of what stands for a leaf to the leaf's layout, inside the graph.
-
-    torch does not run a leaf's own hooks while it traces, and afterwards they run outside the graph. It gives the
-    stand-in its place in autograd's graph after it has made it; by the first op it is there.
+    torch runs a leaf's own hooks outside the graph. The stand-in gets its place in autograd's graph after it has been
+    made; by the first op it is there, and can take a hook that becomes part of the graph.
     """
-    tensor = made()
+    stand_in.__dict__[PLACED] = True
+    at_next_dispatch(partial(_register_if_there, ref(stand_in)))
+
+
+def _register_if_there(stand_in: Callable[[], Any]) -> None:
+    tensor = stand_in()
     if tensor is not None and tensor.requires_grad:
         _register_placing(tensor)
 
@@ -230,8 +222,13 @@ def place_grad(leaf: Any) -> None:
 
 
 def _register_placing(tensor: Any) -> None:
-    target = grad_layout(tensor._spec.placements)
-    tensor.register_hook(lambda grad: _placed(grad, target))
+    spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
+
+    def place(grad: Any) -> Any:
+        # The usual case, and all but free: it runs for every leaf at every step.
+        return None if getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
+
+    tensor.register_hook(place)
 
 
 def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:

@@ -14,7 +14,7 @@ from shardwise import gradient
 from shardwise.dispatcher import dispatch, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
-from shardwise.private_torch import disabled_torch_function, new_wrapper
+from shardwise.private_torch import disabled_torch_function, is_traced, new_wrapper
 from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = ["MeshTensor"]
@@ -55,7 +55,13 @@ class MeshTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], known: tuple[TensorSpec, bool], size: Sequence[int], stride: Sequence[int]
     ) -> MeshTensor:
-        return gradient.rebuilt(inner["_local_tensor"], *known, size, stride)  # type: ignore[no-any-return]
+        local, (spec, is_placed) = inner["_local_tensor"], known
+        if spec.tensor_meta.shape != size or spec.tensor_meta.stride != stride:
+            spec = spec.with_meta(TensorMeta(torch.Size(size), tuple(stride), spec.dtype))
+        made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
+        if is_placed and is_traced(local):
+            gradient.place_traced(made)
+        return made
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """What compiled code takes for the layout of an output's gradient: that of the output, pending replicated."""

@@ -40,7 +40,10 @@ PLACES = {
 
 
 class MaskedAttention(nn.Module):
-    """The demo's attention written out: DTensor has no rule for the fused one on CPU."""
+    """The demo's attention written out: DTensor has no rule for the fused one on CPU.
+
+    Heads come first, before the batch: what is sharded must be the outer part of the dim that ``bmm`` sees.
+    """
 
     def __init__(self, attention, context):
         super().__init__()
@@ -49,9 +52,9 @@ class MaskedAttention(nn.Module):
         self.register_buffer("mask", torch.full((context, context), float("-inf")).triu(1))
 
     def forward(self, x):
-        q, k, v = (w(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (w(x).unflatten(-1, (self.heads, -1)).permute(2, 0, 1, 3) for w in (self.wq, self.wk, self.wv))
         scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + self.mask
-        return self.wo((torch.softmax(scores, -1) @ v).transpose(1, 2).flatten(2))
+        return self.wo((torch.softmax(scores, -1) @ v).permute(1, 2, 0, 3).flatten(2))
 
 
 class Copied(torch.autograd.Function):
@@ -97,15 +100,32 @@ def gpt(layers, width, heads, context, **_):
     return model
 
 
-def by_hand(model, mesh, group):
+def parallel(model, enter, leave):
+    """Run ``enter`` on what goes into the parallel half of a layer and ``leave`` on what comes out."""
+    for block in model.blocks:
+        for half, last in ((block.attention, block.attention.wo), (block.feed, block.feed.down)):
+            half.register_forward_pre_hook(lambda _, inputs: (enter(inputs[0]),))
+            last.register_forward_hook(lambda _, __, output: leave(output))
+    return model
+
+
+def by_hand(model, mesh):
     """Megatron's tensor parallelism on bare tensors."""
+    group = mesh.get_group(0)
     local = placed(model, mesh, lambda t: t.to_local().clone())
     for block in local.blocks:
         block.attention.heads //= RANKS
-        for half, last in ((block.attention, block.attention.wo), (block.feed, block.feed.down)):
-            half.register_forward_pre_hook(lambda _, inputs: (Copied.apply(inputs[0], group),))
-            last.register_forward_hook(lambda _, __, output: Added.apply(output, group))
-    return local
+    return parallel(local, lambda x: Copied.apply(x, group), lambda x: Added.apply(x, group))
+
+
+def as_megatron(model):
+    """Say Megatron's layouts for activations too; otherwise each op's cheapest plan is taken."""
+    whole = [Replicate()]
+    return parallel(
+        model,
+        lambda x: x.redistribute(placements=whole, grad_placements=whole),
+        lambda x: x.redistribute(placements=whole),
+    )
 
 
 def loss_of(model, ids, target):
@@ -127,16 +147,17 @@ def step_of(model, backend, data, optimizer):
     return step
 
 
-def steps(mesh, settings, backend, optimizer):
+def steps(mesh, settings, backend, optimizer, free):
     """A step for each library, from the same weights and data."""
     torch.manual_seed(0)
     model = gpt(**settings)
     data = torch.randint(256, (2, settings["batch"], settings["context"])).unbind()
     ours = [sw.distribute_tensor(t, mesh, [Replicate()], src_data_rank=None) for t in data]
+    mine = placed(model, mesh, lambda t: t)
     models = {
-        "shardwise": (placed(model, mesh, lambda t: t), ours),
+        "shardwise": (mine if free else as_megatron(mine), ours),
         "DTensor": (placed(model, mesh, lambda t: t.to_dtensor()), [t.to_dtensor() for t in ours]),
-        "plain": (by_hand(model, mesh, mesh.get_group(0)), list(data)),
+        "plain": (by_hand(model, mesh), list(data)),
     }
     return {kind: step_of(m, backend, d, optimizer) for kind, (m, d) in models.items()}
 
@@ -159,8 +180,9 @@ def measure(runs, rounds, calls):
     return {kind: statistics.median(found) for kind, found in times.items()}, compiling
 
 
-def profile(run, calls):
+def profile(kind, run, calls):
     """Where the time of one library goes, by own time."""
+    click.echo(f"{kind}, {calls} steps")
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(calls):
@@ -172,20 +194,21 @@ def profile(run, calls):
 @click.command()
 @click.option("--backend", default="inductor", show_default=True)
 @click.option("--layers", default=4, show_default=True)
-@click.option("--width", default=64, show_default=True)
+@click.option("--width", default=128, show_default=True)
 @click.option("--context", default=32, show_default=True)
 @click.option("--batch", default=4, show_default=True)
 @click.option("--heads", default=4, show_default=True)
 @click.option("--rounds", default=9, show_default=True)
 @click.option("--calls", default=10, show_default=True)
 @click.option("--optimizer", is_flag=True, help="Let a compiled AdamW step follow.")
+@click.option("--free", is_flag=True, help="Leave the layout of activations to shardwise.")
 @click.option("--profile", "profiled", is_flag=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False))
-def main(backend, rounds, calls, optimizer, profiled, json_file, **settings):
+def main(backend, rounds, calls, optimizer, free, profiled, json_file, **settings):
     """Print medians and ratios."""
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    runs = steps(init_device_mesh("cpu", (RANKS,)), settings, backend, optimizer)
+    runs = steps(init_device_mesh("cpu", (RANKS,)), settings, backend, optimizer, free)
     medians, compiling = measure(runs, rounds, calls)
     title = f"a compiled step ({backend}), torch {torch.__version__}"
     table = Table("library", "ms per step", "of plain", "compiling, s", title=title)
@@ -193,7 +216,8 @@ def main(backend, rounds, calls, optimizer, profiled, json_file, **settings):
         table.add_row(kind, f"{medians[kind]:.2f}", f"{medians[kind] / medians['plain']:.2f}", f"{compiling[kind]:.0f}")
     Console().print(table)
     if profiled:
-        profile(runs["shardwise"], calls * rounds)
+        for kind, run in runs.items():
+            profile(kind, run, calls * rounds)
     if json_file:
         Path(json_file).write_text(json.dumps({"ms": medians, "compiling s": compiling, **settings}, indent=2))
     dist.destroy_process_group()
