@@ -22,6 +22,7 @@ from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_pla
 from shardwise.private_torch import current_mesh, is_traced, new_wrapper
 from shardwise.redistribute import redistribute_local
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.traceable import traceable
 
 __all__ = ["PLACED", "from_local", "place_grad", "redistribute", "set_tensor_class", "to_local"]
 
@@ -109,13 +110,14 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.grad = grad
-        return _wrap(local.view_as(local), spec)
+        return _wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
+@traceable
 def from_local(
     local: torch.Tensor,
     mesh: Any,
