@@ -16,13 +16,23 @@ from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import check_lengths
-from shardwise.private_torch import in_backward, is_composite, is_traced, new_wrapper, outside_modes
+from shardwise.private_torch import assert_when_run, in_backward, is_composite, is_traced, new_wrapper, outside_modes
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["PLANS_PER_OP", "at_next_dispatch", "clear_plans", "dispatch", "observe", "propagate", "set_tensor_class", "views"]
+__all__ = [
+    "PLANS_PER_OP",
+    "at_next_dispatch",
+    "clear_plans",
+    "dispatch",
+    "observe",
+    "propagate",
+    "rules_version",
+    "set_tensor_class",
+    "views",
+]
 
 Handler = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -34,6 +44,7 @@ _plan_stores: list[_PlanStore] = []
 _observers: list[Callable[[Plan], None]] = []
 _listening: set[int] = set()
 _tensor_class: list[type] = []
+_times_cleared = [0]
 
 
 def set_tensor_class(cls: type) -> None:
@@ -192,7 +203,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 def _is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
-        torch._assert_async((value == 0).all() | (value == 1).all())
+        assert_when_run((value == 0).all() | (value == 1).all())
         return True
     return not value.any() or bool((value == 1).all())
 
@@ -245,6 +256,12 @@ def clear_plans() -> None:
     for store in _plan_stores:
         store.clear()
     _plan_stores.clear()
+    _times_cleared[0] += 1
+
+
+def rules_version() -> int:
+    """A number that changes when some rule does; what was made with other rules must not be used again."""
+    return _times_cleared[0]
 
 
 class _PlanStore:

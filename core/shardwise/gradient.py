@@ -19,7 +19,7 @@ from shardwise.comm import check_agreement
 from shardwise.dispatcher import at_next_dispatch
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
-from shardwise.private_torch import current_mesh, is_traced, new_wrapper
+from shardwise.private_torch import current_mesh, new_wrapper
 from shardwise.redistribute import redistribute_local
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.traceable import traceable

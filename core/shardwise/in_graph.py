@@ -1,7 +1,12 @@
-"""Imported while a program is being compiled, for what the import does: see :mod:`shardwise.traceable`."""
+"""Tells dynamo of the functions that become single calls of a graph, once, when it is first imported.
 
-from shardwise.traceable import register
+Loading dynamo takes half a second, so nothing but a compilation imports this.
+"""
+
+import torch
+
+from shardwise.graph_calls import graph_calls
 
 __all__: list[str] = []
 
-register()
+torch.compiler.allow_in_graph(graph_calls)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
+    "assert_when_run",
     "current_mesh",
     "direct_call",
     "disabled_torch_function",
@@ -104,11 +105,16 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
 
 
+def assert_when_run(condition: torch.Tensor) -> None:
+    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once."""
+    torch._assert_async(condition)
+
+
 def outside_modes() -> AbstractContextManager[Any]:
     """A context in which tensors are real ones also while a graph is traced. There is no public way out of a mode."""
     if torch._C._len_torch_dispatch_stack() == 0:
         return nullcontext()
-    return _python_dispatch._disable_current_modes()  # type: ignore[no-untyped-call, no-any-return]
+    return _python_dispatch._disable_current_modes()
 
 
 # Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take

@@ -1,4 +1,4 @@
-"""Collectives under ``torch.compile``: the same as a :class:`shardwise.collectives.Group`'s, as functional ops of a graph.
+"""Collectives under ``torch.compile``: a :class:`shardwise.collectives.Group`'s, as functional ops of a graph.
 
 While a program is traced its local tensors stand for values that do not exist yet, so nothing can be sent. Each
 collective here becomes an op of the graph with a new tensor for a result, and a wait behind it, which a compiler may
@@ -8,7 +8,6 @@ move. Waiting, staging and buffers are the backend's business then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -59,7 +58,9 @@ class FunctionalGroup:
         bytes_ = carrier(flat)
         unit = flat.dtype.itemsize // bytes_.dtype.itemsize
         out, back = [n * unit for n in sent], [n * unit for n in received]
-        moved = self._exchange(bytes_, out, back) if self.order else graph_all_to_all(bytes_, back, out, self.process_group)
+        moved = (
+            self._exchange(bytes_, out, back) if self.order else graph_all_to_all(bytes_, back, out, self.process_group)
+        )
         return moved.view(flat.dtype)
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

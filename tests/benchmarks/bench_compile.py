@@ -74,11 +74,11 @@ class Added(torch.autograd.Function):
     """Out of the parallel part: the ranks' terms added up."""
 
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(_, x, group):
         return functional_collectives.all_reduce(x, "sum", group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(_, grad):
         return grad, None
 
 
