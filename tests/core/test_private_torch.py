@@ -6,7 +6,9 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import frozen
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import private_torch
@@ -90,3 +92,46 @@ def entered_mesh(shape):
 
 def test_the_mesh_in_force_is_found(pool):
     assert pool.run(entered_mesh, (2, 2)) == [True] * 4
+
+
+def test_stand_ins_of_a_traced_graph_are_told_from_tensors():
+    assert not private_torch.is_traced(torch.ones(2))
+    assert not private_torch.is_traced(torch.nn.Parameter(torch.ones(2)))
+    with FakeTensorMode():
+        assert private_torch.is_traced(torch.ones(2))
+
+
+def test_outside_modes_tensors_are_real():
+    with FakeTensorMode():
+        with private_torch.outside_modes():
+            assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+        assert private_torch.is_traced(torch.ones(2))
+
+
+def test_an_assertion_looks_at_the_value_when_it_runs():
+    private_torch.assert_when_run(torch.tensor(True))
+    with pytest.raises(RuntimeError):
+        private_torch.assert_when_run(torch.tensor(False))
+    with FakeTensorMode():
+        private_torch.assert_when_run(torch.tensor(False))
+
+
+def collectives_of_a_graph():
+    group, rank = dist.group.WORLD, float(dist.get_rank())
+    mine = torch.tensor([rank, rank + 10])
+    return (
+        private_torch.graph_all_gather(mine, 4, group).tolist(),
+        private_torch.graph_all_reduce(mine, "sum", group).tolist(),
+        private_torch.graph_reduce_scatter(torch.arange(4.0) + rank, "sum", 4, group).tolist(),
+        private_torch.graph_all_to_all(torch.arange(4.0) + 10 * rank, [1] * 4, [1] * 4, group).tolist(),
+        mine.tolist(),
+    )
+
+
+def test_collectives_of_a_graph_do_what_their_names_say(pool):
+    found = pool.run(collectives_of_a_graph)
+    assert [f[0] for f in found] == [[0, 10, 1, 11, 2, 12, 3, 13]] * 4
+    assert [f[1] for f in found] == [[6, 46]] * 4
+    assert [f[2] for f in found] == [[4 * i + 6] for i in range(4)]
+    assert [f[3] for f in found] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
+    assert [f[4] for f in found] == [[i, i + 10] for i in range(4)]
