@@ -203,7 +203,8 @@ def _is_plain(value: torch.Tensor) -> bool:
 def _is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
-        assert_when_run((value == 0).all() | (value == 1).all())
+        is_either = (value == 0).all() | (value == 1).all()
+        assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
         return True
     return not value.any() or bool((value == 1).all())
 

@@ -105,9 +105,12 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
 
 
-def assert_when_run(condition: torch.Tensor) -> None:
-    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once."""
-    torch._assert_async(condition)
+def assert_when_run(condition: torch.Tensor, message: str) -> None:
+    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once.
+
+    Only the form with a message survives in a graph; the other is dropped as dead code.
+    """
+    torch._assert_async(condition, message)
 
 
 def outside_modes() -> AbstractContextManager[Any]:

@@ -269,7 +269,7 @@ class TensorSpec(metaclass=_Interned):
         return f"TensorSpec({self.tensor_meta}, {show_all(self.placements)}, mesh={mesh})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
-        return self
+        return self  # frozen, and one object per value
 
     def __reduce__(self) -> Any:
         return TensorSpec, (self.mesh, self.placements, self.tensor_meta, self.is_copy)

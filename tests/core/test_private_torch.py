@@ -109,11 +109,11 @@ def test_outside_modes_tensors_are_real():
 
 
 def test_an_assertion_looks_at_the_value_when_it_runs():
-    private_torch.assert_when_run(torch.tensor(True))
-    with pytest.raises(RuntimeError):
-        private_torch.assert_when_run(torch.tensor(False))
+    private_torch.assert_when_run(torch.tensor(True), "it is")
+    with pytest.raises(RuntimeError, match="it is not"):
+        private_torch.assert_when_run(torch.tensor(False), "it is not")
     with FakeTensorMode():
-        private_torch.assert_when_run(torch.tensor(False))
+        private_torch.assert_when_run(torch.zeros((), dtype=torch.bool), "not looked at")
 
 
 def collectives_of_a_graph():

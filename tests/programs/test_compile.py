@@ -343,3 +343,26 @@ def test_a_view_that_needs_data_from_elsewhere_is_refused_in_compiled_code_too(p
 def test_a_plain_tensor_is_refused_in_compiled_code_too(pool):
     said = pool.run(refused, lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
     assert all("distribute_tensor" in text for text in said)
+
+
+class TwosBehind(torch.autograd.Function):
+    """Gives a plain tensor for a gradient, which is neither zeros nor ones."""
+
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_, grad):
+        return torch.full(grad.shape, 2.0)
+
+
+def plain_gradient(backend):
+    torch._dynamo.reset()
+    program = torch.compile(lambda x, w: TwosBehind.apply(x @ w).sum(), backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match="a plain tensor met a MeshTensor"):
+        program(*operands(mesh((4,)))).backward()
+
+
+def test_a_plain_gradient_is_refused_when_the_graph_runs(pool):
+    pool.run(plain_gradient, "aot_eager")
