@@ -18,6 +18,7 @@ from shardwise.placements import REPLICATE, Placement, check_placements
 from shardwise.private_torch import current_mesh
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
+from shardwise.traceable import traceable
 
 __all__ = ["distribute_module", "distribute_tensor"]
 
@@ -28,6 +29,7 @@ PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 # -- tensors -----------------------------------------------------------------------------------------------------
 
 
+@traceable
 def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh | None = None,

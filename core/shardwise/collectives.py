@@ -19,9 +19,11 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.carried import CARRIED, REAL, is_native
+from shardwise.carried import CARRIED, REAL, average, carrier, is_native
 from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
+from shardwise.private_torch import is_traced, outside_modes
+from shardwise.traced import FunctionalGroup
 
 __all__ = ["Event", "Group", "all_reduce", "broadcast_", "generation", "group_of", "observe", "rank_at", "together"]
 
@@ -86,18 +88,6 @@ _REDUCE_OPS = {
 _SMALL = 1 << 16
 
 
-def _average(total: Tensor, size: int) -> Tensor:
-    """Divide in place; an integer average is cut towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(size)
-    return total.div_(size, rounding_mode="trunc")
-
-
-def _carrier(flat: Tensor) -> Tensor:
-    """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
-
-
 class Group:
     """The ranks along some mesh dims; ``position`` is this rank's, ``size`` their number.
 
@@ -123,6 +113,7 @@ class Group:
         self._gloo = backend == "gloo"
         if process_group is None:
             return
+        self._functional = FunctionalGroup(process_group, size, position, order, not self._gloo)
         # Named all_gather_single from torch 2.13 on; the coalesced form is the public one that older releases have.
         self._gather = getattr(process_group, "all_gather_single", None) or self._gather_coalesced
         self._sum_options = {kind: _all_reduce_options(op) for kind, op in _REDUCE_OPS.items()}
@@ -135,6 +126,8 @@ class Group:
 
     def start_all_gather(self, out: Tensor, piece: Tensor) -> Flight:
         """Fill ``out`` with the pieces of all ranks, one behind the other; the pieces are of one shape."""
+        if is_traced(piece):
+            return Flight(None, self._functional.all_gather(piece).view(out.shape))
         batch = _here.batch
         flight = self._all_gather(out, piece, batch)
         # One of several that go together is told of with them.
@@ -146,6 +139,8 @@ class Group:
 
     def start_all_to_all(self, pieces: Tensor) -> Flight:
         """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here, all of one shape."""
+        if is_traced(pieces):
+            return Flight(None, self._functional.all_to_all(pieces))
         flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
         return self._told(flight, "all_to_all", pieces) if _observers else flight
 
@@ -155,6 +150,8 @@ class Group:
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
         """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
+        if is_traced(flat):
+            return Flight(None, self._functional.exchange(flat, sent, received))
         flight = self._exchange(flat, sent, received)
         return self._told(flight, "all_to_all", flat) if _observers else flight
 
@@ -166,6 +163,8 @@ class Group:
 
     def start_all_reduce(self, tensor: Tensor, kind: str) -> Flight:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
+        if is_traced(tensor):
+            return Flight(None, self._functional.all_reduce(tensor, kind))
         if is_native(kind, tensor.dtype):
             flight = self._all_reduce(tensor, kind)
         else:
@@ -178,6 +177,8 @@ class Group:
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> Flight:
         """The reduction of all ranks' ``pieces[position]``; the pieces are of one shape."""
+        if is_traced(pieces):
+            return Flight(None, self._functional.reduce_scatter(pieces, kind))
         # gloo's own is an all-reduce of everything.
         if self._gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
@@ -191,6 +192,8 @@ class Group:
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Flight:
         """As :meth:`start_reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
+        if is_traced(flat):
+            return Flight(None, self._functional.reduce_scatter_uneven(flat, sent, kind))
         here = sent[self.position]
         flight = self._exchange(flat, sent, [here] * self.size)
         flight.then(lambda received: self._reduce(received.view(self.size, here), kind))
@@ -205,7 +208,7 @@ class Group:
         return self._averaged(flight, kind)
 
     def _averaged(self, flight: Flight, kind: str) -> Flight:
-        return flight.then(lambda total: _average(total, self.size)) if kind == "avg" else flight
+        return flight.then(lambda total: average(total, self.size)) if kind == "avg" else flight
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
         if not is_native(kind, stacked.dtype):
@@ -213,7 +216,7 @@ class Group:
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
         found = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
-        return _average(found, self.size) if kind == "avg" else found
+        return average(found, self.size) if kind == "avg" else found
 
     def _reduce_by_moving(self, tensor: Tensor, kind: str) -> Flight:
         """Every rank reduces its part of the elements and the parts are gathered; small tensors are gathered whole."""
@@ -249,7 +252,7 @@ class Group:
 
     def _all_gather(self, out: Tensor, piece: Tensor, batch: _Batch | None = None) -> Flight:
         # Flat, because backends compare the shapes of pieces and output.
-        flat, piece = _carrier(out.view(-1)), _carrier(piece.view(-1))
+        flat, piece = carrier(out.view(-1)), carrier(piece.view(-1))
         target, piece = self._staged(flat, piece)
         if self._order:
             blocks = target.view(self.size, -1)
@@ -279,7 +282,7 @@ class Group:
 
     def _all_to_all(self, out: Tensor, pieces: Tensor, received: list[int], sent: list[int]) -> Flight:
         """Move runs of the given lengths; empty lists stand for equal parts."""
-        flat, given = _carrier(out.view(-1)), _carrier(pieces.view(-1))
+        flat, given = carrier(out.view(-1)), carrier(pieces.view(-1))
         target, given = self._staged(flat, given)
         if self._order:
             flight = self._all_to_all_ordered(target, given, received, sent)
@@ -423,7 +426,8 @@ def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
     dims = tuple(mesh_dims)
     known = _groups.get((mesh, dims))
     if known is None:
-        known = _groups[mesh, dims] = _make_group(mesh, dims)
+        with outside_modes():  # the mesh's ranks are real while a graph is traced
+            known = _groups[mesh, dims] = _make_group(mesh, dims)
     return known
 
 
@@ -471,7 +475,7 @@ def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
 def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
     """Overwrite a contiguous tensor on all ranks along a mesh dim by that of the rank at ``index``."""
     if mesh.size(mesh_dim) > 1:
-        carried = _carrier(tensor.view(-1))
+        carried = carrier(tensor.view(-1))
         dist.broadcast(carried, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
     return tensor
 

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import collectives
 from shardwise.collectives import broadcast_, group_of, rank_at
-from shardwise.errors import RankDisagreementError
+from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.placements import Replicate
+from shardwise.private_torch import is_traced, outside_modes
 from shardwise.spec import Mesh, TensorSpec
 
 __all__ = ["MeshComm", "agree_on_generator", "broadcast_whole", "check_agreement"]
@@ -38,6 +39,7 @@ class MeshComm:
         group = group_of(self.mesh, (mesh_dim,))
         if group.size == 1:
             return [tensor]
+        _refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
         shapes = _shapes(group.all_gather(self._row(tensor)))
         return _exchange(group, [tensor] * group.size, shapes)
 
@@ -46,6 +48,7 @@ class MeshComm:
         group = group_of(self.mesh, (mesh_dim,))
         if group.size == 1:
             return list(tensors)
+        _refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
         shapes = _shapes(group.all_to_all(torch.stack([self._row(t) for t in tensors])))
         return _exchange(group, tensors, shapes)
 
@@ -58,6 +61,10 @@ class MeshComm:
         if by % n == 0:
             return tensor
         here = self.mesh.get_coordinate()[mesh_dim]
+        if is_traced(tensor):
+            sent, back = [0] * n, [0] * n
+            sent[(here + by) % n] = back[(here - by) % n] = tensor.numel()
+            return group_of(self.mesh, (mesh_dim,)).exchange(tensor.reshape(-1), sent, back).view(tensor.shape)
         there, before = (rank_at(self.mesh, mesh_dim, (here + step) % n) for step in (by, -by))
         received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         ops = [
@@ -67,6 +74,15 @@ class MeshComm:
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return received
+
+
+def _refuse_traced(tensor: torch.Tensor, asked: str) -> None:
+    if is_traced(tensor):
+        raise TracingError(
+            asked=asked,
+            found="a graph is being traced, and it cannot wait for what other ranks answer",
+            do="Do it outside of compiled code, or redistribute first so that it is not needed.",
+        )
 
 
 def _shape_row(shape: Sequence[int]) -> list[int]:
@@ -92,6 +108,7 @@ def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> tor
 
     Raises :class:`RankDisagreementError` on every rank when shapes or dtypes differ.
     """
+    _refuse_traced(tensor, "distribute the values of one rank")
     _check_alike(tensor, mesh, "distribute a tensor")
     found = tensor.clone(memory_format=torch.contiguous_format)
     for mesh_dim in range(mesh.ndim):
@@ -119,6 +136,7 @@ def _raise_if_unlike(mine: torch.Tensor, mesh: DeviceMesh, asked: str, here: str
 
 def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
     """Ranks must agree on the global shape, and replicated copies must be alike; raises on every rank if not."""
+    _refuse_traced(local, "check that ranks agree")
     mesh: Any = spec.mesh
     shape = [*_shape_row(spec.shape), sum(map(ord, str(spec.dtype)))]
     _raise_if_unlike(
@@ -150,8 +168,12 @@ def agree_on_generator(mesh: Mesh) -> None:
     if not isinstance(mesh, DeviceMesh) or mesh in _agreed:
         return
     _agreed.add(mesh)
-    if mesh.size() == 1:
-        return
+    if mesh.size() > 1:
+        with outside_modes():
+            _agree(mesh)
+
+
+def _agree(mesh: DeviceMesh) -> None:
     on_cpu = mesh.device_type == "cpu"
     module = torch if on_cpu else torch.get_device_module(mesh.device_type)
     state = module.get_rng_state().to(mesh.device_type)

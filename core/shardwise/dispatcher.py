@@ -18,13 +18,32 @@ from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import check_lengths
-from shardwise.private_torch import direct_call, in_backward, is_composite, new_wrapper
+from shardwise.private_torch import (
+    assert_when_run,
+    direct_call,
+    in_backward,
+    is_composite,
+    is_traced,
+    new_wrapper,
+    outside_modes,
+)
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["PLANS_PER_OP", "clear_plans", "dispatch", "observe", "observed", "propagate", "set_tensor_class", "views"]
+__all__ = [
+    "PLANS_PER_OP",
+    "at_next_dispatch",
+    "clear_plans",
+    "dispatch",
+    "observe",
+    "observed",
+    "propagate",
+    "rules_version",
+    "set_tensor_class",
+    "views",
+]
 
 Handler = Callable[..., Any]
 
@@ -40,6 +59,7 @@ _plan_stores: list[_PlanStore] = []
 _observers: list[Callable[[Plan], None]] = []
 _listening: set[int] = set()
 _tensor_class: list[type] = []
+_times_cleared = [0]
 
 
 def set_tensor_class(cls: type) -> None:
@@ -75,10 +95,7 @@ def _enter(op: Op, handle: Handler) -> torch.library.Library:
 @contextmanager
 def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
     """Call ``callback(plan)`` at each dispatch while the context lasts."""
-    # Nobody is told on a hit: while anybody listens, there are no hits.
-    for store in _plan_stores:
-        store.retire()
-    _observers.append(callback)
+    _listen(callback)
     try:
         yield
     finally:
@@ -88,6 +105,23 @@ def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
 def observed() -> bool:
     """Whether anybody listens."""
     return bool(_observers)
+
+
+def _listen(callback: Callable[[Plan], None]) -> None:
+    # Nobody is told on a hit: while anybody listens, there are no hits.
+    for store in _plan_stores:
+        store.retire()
+    _observers.append(callback)
+
+
+def at_next_dispatch(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` once, at the next dispatch."""
+
+    def call(_: Plan) -> None:
+        _observers.remove(call)
+        callback()
+
+    _listen(call)
 
 
 # -- views -------------------------------------------------------------------------------------------------------
@@ -179,9 +213,9 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return type(value), value
     if isinstance(value, _tensor_class[0]):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
-    if isinstance(value, torch.Tensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.dim() == 0:
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and (not value.any() or bool((value == 1).all())):
+    if isinstance(value, torch.Tensor) and in_backward() and _is_zeros_or_ones(value):
         # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -195,6 +229,19 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         argument=name,
         shape=shape,
     )
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
+
+
+def _is_zeros_or_ones(value: torch.Tensor) -> bool:
+    """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
+    if is_traced(value):
+        is_either = (value == 0).all() | (value == 1).all()
+        assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
+        return True
+    return not value.any() or bool((value == 1).all())
 
 
 def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
@@ -246,6 +293,12 @@ def clear_plans() -> None:
     for store in _plan_stores:
         store.clear()
     _plan_stores.clear()
+    _times_cleared[0] += 1
+
+
+def rules_version() -> int:
+    """A number that changes when some rule does; what was made with other rules must not be used again."""
+    return _times_cleared[0]
 
 
 class _PlanStore:
@@ -277,7 +330,8 @@ class _PlanStore:
         """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
         plan = self.cold.get(key)
         if plan is None:
-            plan = _plan_call(self.op, self.info, args, kwargs or {})
+            with outside_modes():
+                plan = _plan_call(self.op, self.info, args, kwargs or {})
         if _observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()

@@ -97,6 +97,10 @@ class ListLengthError(ShardingError):
     """Tensor lists that are zipped (foreach, fused) have unequal lengths."""
 
 
+class TracingError(ShardingError):
+    """Something that ``torch.compile`` cannot take into a graph: what is to be done depends on data of other ranks."""
+
+
 class RankDisagreementError(ShardingError):
     """Ranks of one mesh do not agree on something that they must agree on."""
 

@@ -16,6 +16,7 @@ from shardwise.placements import REPLICATE, Placement, check_placements
 from shardwise.private_torch import current_mesh
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
+from shardwise.traceable import traceable
 
 __all__ = ["empty", "full", "ones", "rand", "randn", "zeros"]
 
@@ -72,7 +73,7 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, is_random: bool = 
 
     factory.__name__ = factory.__qualname__ = make.__name__
     factory.__doc__ = f"{summary} Takes the global size; replicated when no placements are given."
-    return factory
+    return traceable(factory)
 
 
 def check_layout(layout: torch.layout) -> None:
@@ -92,6 +93,7 @@ rand = _factory(torch.rand, "Uniform values on [0, 1), those that torch.rand giv
 randn = _factory(torch.randn, "Normal values, those that torch.randn gives on one device.", is_random=True)
 
 
+@traceable
 def full(
     size: Sequence[int],
     fill_value: Any,

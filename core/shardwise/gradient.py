@@ -7,19 +7,23 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import check_agreement
+from shardwise.dispatcher import at_next_dispatch
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.flight import Flight, Window
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
-from shardwise.private_torch import current_mesh, new_wrapper
-from shardwise.redistribute import Route, route
+from shardwise.private_torch import current_mesh, is_traced, new_wrapper
+from shardwise.redistribute import Route, redistribute_local, route
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.traceable import traceable
 from shardwise.waiting import set_tensor_class as set_waiting_class
 from shardwise.waiting import source_of, waiting
 
@@ -108,7 +112,7 @@ def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
     if way.stays:
         # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
         return _wrap(local.view_as(local), way.target)
-    if async_op and way.start is not None:
+    if async_op and way.start is not None and not is_traced(local):
         return waiting(way.start(local).keep(tensor, local), way.target, local.device)
     return _wrap(way.run(local), way.target)
 
@@ -143,13 +147,14 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.grad = grad
-        return _wrap(local.view_as(local), spec)
+        return _wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
+@traceable
 def from_local(
     local: torch.Tensor,
     mesh: Any,
@@ -218,6 +223,32 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
     return sizes, steps
 
 
+# -- at the border of a compiled graph ---------------------------------------------------------------------------
+
+
+def place_traced(stand_in: Any) -> None:
+    """Bring the gradient of what stands for a leaf in a traced program to the leaf's layout, inside the graph.
+
+    torch runs a leaf's own hooks outside the graph. The stand-in gets its place in autograd's graph after it has been
+    made; by the first op it is there, and can take a hook that becomes part of the graph.
+    """
+    stand_in.__dict__[PLACED] = True
+    at_next_dispatch(partial(_register_if_there, ref(stand_in)))
+
+
+def _register_if_there(stand_in: Callable[[], Any]) -> None:
+    tensor = stand_in()
+    if tensor is not None and tensor.requires_grad:
+        _register_placing(tensor)
+
+
+def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+    """A gradient under other placements, below autograd."""
+    spec = grad._spec
+    wanted = spec.with_placements(target)
+    return grad if wanted is spec else _wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
+
+
 # -- into .grad --------------------------------------------------------------------------------------------------
 
 
@@ -225,9 +256,18 @@ def place_grad(leaf: Any) -> None:
     """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
     if not leaf.is_leaf or PLACED in leaf.__dict__:
         return
-    target = grad_layout(leaf._spec.placements)
-    leaf.register_hook(lambda grad: _placed(grad, target))
+    _register_placing(leaf)
     leaf.__dict__[PLACED] = True
+
+
+def _register_placing(tensor: Any) -> None:
+    spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
+
+    def place(grad: Any) -> Any:
+        # The usual case, and all but free: it runs for every leaf at every step.
+        return None if getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
+
+    tensor.register_hook(place)
 
 
 def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:

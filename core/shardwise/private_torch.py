@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _python_dispatch
@@ -19,12 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
+    "assert_when_run",
     "binding_namespaces",
     "current_mesh",
     "direct_call",
     "disabled_torch_function",
+    "graph_all_gather",
+    "graph_all_reduce",
+    "graph_all_to_all",
+    "graph_reduce_scatter",
     "in_backward",
     "is_composite",
+    "is_traced",
     "new_wrapper",
     "outside_modes",
     "recorded_ops",
@@ -144,10 +152,54 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
     module._parameters[name] = tensor  # type: ignore[assignment]
 
 
-def outside_modes() -> AbstractContextManager[Any]:
-    """Run torch for real inside a block, whatever mode (fake tensors, tracing) is in force around it.
+# -- torch.compile ---------------------------------------------------------------------------------------------------
 
-    Modes are public only for those who enter them; ``torch.compile`` itself leaves them this way.
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value of a graph that is being traced. Only these two private classes say so."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
+
+
+def assert_when_run(condition: torch.Tensor, message: str) -> None:
+    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once.
+
+    Only the form with a message survives in a graph; the other is dropped as dead code.
     """
-    modes: AbstractContextManager[Any] = _python_dispatch._disable_current_modes()
-    return modes
+    torch._assert_async(condition, message)
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """A context in which tensors are real ones also while a graph is traced. There is no public way out of a mode."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return nullcontext()
+    return _python_dispatch._disable_current_modes()
+
+
+# Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take
+# a group in forms that a backend does not. Each result is waited for where it is used.
+_functional = torch.ops._c10d_functional
+
+
+def graph_all_gather(piece: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """The flat pieces of a process group's ranks, one behind the other."""
+    gathered = _functional.all_gather_into_tensor(piece.contiguous(), size, group.group_name)
+    return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
+
+
+def graph_all_reduce(tensor: torch.Tensor, kind: str, group: Any) -> torch.Tensor:
+    """The reduction of a tensor over a process group, in new memory."""
+    return _functional.wait_tensor(_functional.all_reduce(tensor.contiguous(), kind, group.group_name))  # type: ignore[no-any-return]
+
+
+def graph_reduce_scatter(pieces: torch.Tensor, kind: str, size: int, group: Any) -> torch.Tensor:
+    """The reduction of this rank's share of dim 0, which is the group's size times as long."""
+    found = _functional.reduce_scatter_tensor(pieces.contiguous(), kind, size, group.group_name)
+    return _functional.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
+    """Send runs of these lengths of a flat tensor to the ranks of a process group, and receive such."""
+    moved = _functional.all_to_all_single(flat.contiguous(), list(received), list(sent), group.group_name)
+    return _functional.wait_tensor(moved)  # type: ignore[no-any-return]

@@ -20,6 +20,7 @@ from shardwise.link_agreement import agree_on_links
 from shardwise.movers import Mover, Run, Start, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, check_placements, shard
+from shardwise.private_torch import outside_modes
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.transition import Step, transition
 
@@ -85,7 +86,8 @@ def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
     del default_group
     agree_on_links(src.mesh)
     order = memory_order(src.tensor_meta)
-    moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
+    with outside_modes():  # making process groups communicates; so that works also while a graph is traced
+        moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)
     return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)
 

@@ -284,5 +284,8 @@ class TensorSpec(metaclass=_Interned):
         mesh = "x".join(map(str, self.mesh_shape))
         return f"TensorSpec({self.tensor_meta}, {show_all(self.placements)}, mesh={mesh})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
+        return self  # frozen, and one object per value
+
     def __reduce__(self) -> Any:
         return TensorSpec, (self.mesh, self.placements, self.tensor_meta, self.is_copy)

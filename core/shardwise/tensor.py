@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -11,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import gradient
-from shardwise.dispatcher import dispatch, set_tensor_class, views
+from shardwise.dispatcher import dispatch, rules_version, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
-from shardwise.private_torch import disabled_torch_function, new_wrapper, support_foreach
+from shardwise.private_torch import disabled_torch_function, is_traced, new_wrapper, support_foreach
 from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = ["MeshTensor"]
+
+_PROCESS = secrets.token_hex(16)
 
 
 class MeshTensor(torch.Tensor):
@@ -45,6 +49,44 @@ class MeshTensor(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         return dispatch(func, args, kwargs)
+
+    # -- torch.compile --
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorSpec, bool]]:
+        """The local tensor, and what compiled code is guarded by: the spec, and whether gradients are brought to it."""
+        return ["_local_tensor"], (self._spec, gradient.PLACED in self.__dict__)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], known: tuple[TensorSpec, bool], size: Sequence[int], stride: Sequence[int]
+    ) -> MeshTensor:
+        local, (spec, is_placed) = inner["_local_tensor"], known
+        if spec.tensor_meta.shape != size or spec.tensor_meta.stride != stride:
+            spec = spec.with_meta(TensorMeta(torch.Size(size), tuple(stride), spec.dtype))
+        made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
+        if is_placed and is_traced(local):
+            gradient.place_traced(made)
+        return made
+
+    def _stable_hash_for_caching(self) -> str:
+        """The part of the key under which torch caches compiled graphs on disk.
+
+        A graph is made for one rank's place, by the rules of this process; it is of use to no other.
+        """
+        spec, local = self._spec, self._local_tensor
+        layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
+        part = (local.shape, local.stride(), local.dtype, local.device)
+        known = (_PROCESS, rules_version(), layout, part, gradient.PLACED in self.__dict__, self.requires_grad)
+        return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+    def __coerce_tangent_metadata__(self) -> MeshTensor:
+        """What compiled code takes for the layout of an output's gradient: that of the output, pending replicated."""
+        return gradient.placed(self, gradient.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
+
+    def __coerce_same_metadata_as_tangent__(
+        self, known: tuple[TensorSpec, bool], expected: type | None = None
+    ) -> MeshTensor | None:
+        """The gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
+        return None if expected is not None else gradient.placed(self, known[0].placements)
 
     # -- layout --
     @property

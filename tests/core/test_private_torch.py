@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from attrs import frozen
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -141,3 +142,39 @@ def test_inside_a_mode_a_block_can_run_torch_for_real():
             assert real.tolist() == [1, 1]
         assert isinstance(torch.ones(2), FakeTensor)
     assert type(real) is torch.Tensor
+
+
+def test_stand_ins_of_a_traced_graph_are_told_from_tensors():
+    assert not private_torch.is_traced(torch.ones(2))
+    assert not private_torch.is_traced(torch.nn.Parameter(torch.ones(2)))
+    with FakeTensorMode():
+        assert private_torch.is_traced(torch.ones(2))
+
+
+def test_an_assertion_looks_at_the_value_when_it_runs():
+    private_torch.assert_when_run(torch.tensor(True), "it is")
+    with pytest.raises(RuntimeError, match="it is not"):
+        private_torch.assert_when_run(torch.tensor(False), "it is not")
+    with FakeTensorMode():
+        private_torch.assert_when_run(torch.zeros((), dtype=torch.bool), "not looked at")
+
+
+def collectives_of_a_graph():
+    group, rank = dist.group.WORLD, float(dist.get_rank())
+    mine = torch.tensor([rank, rank + 10])
+    return (
+        private_torch.graph_all_gather(mine, 4, group).tolist(),
+        private_torch.graph_all_reduce(mine, "sum", group).tolist(),
+        private_torch.graph_reduce_scatter(torch.arange(4.0) + rank, "sum", 4, group).tolist(),
+        private_torch.graph_all_to_all(torch.arange(4.0) + 10 * rank, [1] * 4, [1] * 4, group).tolist(),
+        mine.tolist(),
+    )
+
+
+def test_collectives_of_a_graph_do_what_their_names_say(pool):
+    found = pool.run(collectives_of_a_graph)
+    assert [f[0] for f in found] == [[0, 10, 1, 11, 2, 12, 3, 13]] * 4
+    assert [f[1] for f in found] == [[6, 46]] * 4
+    assert [f[2] for f in found] == [[4 * i + 6] for i in range(4)]
+    assert [f[3] for f in found] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
+    assert [f[4] for f in found] == [[i, i + 10] for i in range(4)]

@@ -1,0 +1,368 @@
+"""Whole programs under ``torch.compile`` on four gloo ranks, against the same in eager mode and on one device."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import MeshTensor, Replicate, Shard, collectives, dispatcher
+from shardwise.errors import PlainTensorError, ViewError
+from shardwise.testing import mesh
+
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def attend(self, x):
+        q, k, v = (w(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.wo(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        x = x + self.attend(self.norm1(x))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Ids ``(batch, time)`` in, scores ``(batch, vocabulary, time)`` out."""
+
+    def __init__(self, layers=2, width=8, heads=4, vocabulary=12, context=6):
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(context, width))
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids) + self.positions[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).transpose(1, 2)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(12, 6), nn.Linear(6, 16), nn.Linear(16, 12)
+
+    def forward(self, ids):
+        return self.down(torch.relu(self.up(self.embed(ids)))).transpose(1, 2)
+
+
+def loss_of(model, ids, target):
+    return functional.cross_entropy(model(ids), target)
+
+
+def train(model, ids, target, loss=loss_of):
+    """Losses, then gradients and parameters after the last step."""
+    steps = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
+    losses = []
+    for _ in range(STEPS):
+        steps.zero_grad()
+        found = loss(model, ids, target)
+        found.backward()
+        steps.step()
+        losses.append(found.detach())
+    return losses, [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
+
+
+def whole(found):
+    return [[t.full_tensor() if isinstance(t, MeshTensor) else t for t in tensors] for tensors in found]
+
+
+def compare(make, mesh_of, partition, data, backend, batch, hook=None, dtype=torch.float64):
+    """Train on one device, on the mesh, and compiled on the mesh: all must be equal."""
+    torch._dynamo.reset()
+    m = mesh(*mesh_of)
+    torch.manual_seed(0)
+    reference = make().to(dtype)
+    ids, target = torch.randint(12, (2, batch, 6), generator=torch.Generator().manual_seed(1)).unbind()
+    expected = train(copy.deepcopy(reference), ids, target)
+    eager, spread = (sw.distribute_module(copy.deepcopy(reference), m, partition) for _ in range(2))
+    for model in (eager, spread):
+        if hook is not None:
+            hook(model)
+    placed = [sw.distribute_tensor(t, m, data) for t in (ids, target)]
+    seen = train(eager, *placed)
+    issued = []
+    compiled = torch.compile(loss_of, backend=backend, fullgraph=True, dynamic=False)
+    with collectives.observe(issued.append):
+        found = train(spread, *placed, compiled)
+    # AdamW moves nothing, so every collective of the step lies in a graph.
+    assert issued == []
+    tolerance = TIGHT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(whole(found), whole(expected), **tolerance)
+    for one, other in zip(seen, found, strict=True):
+        assert [t.spec for t in one] == [t.spec for t in other]
+        torch.testing.assert_close([t.to_local() for t in one], [t.to_local() for t in other], **tolerance)
+
+
+DP_TP = ((2, 2), ("dp", "tp"))
+ONE = ((4,), ("all",))
+TENSOR = {
+    "layers.*.w[qkv].weight": {"tp": Shard(0)},
+    "layers.*.wo.weight": {"tp": Shard(1)},
+    "layers.*.up.*": {"tp": Shard(0)},
+    "layers.*.down.weight": {"tp": Shard(1)},
+    "embed.weight": {"tp": Shard(0)},
+    "head.weight": {"tp": Shard(0)},
+}
+BOTH = {
+    "layers.*.w[qkv].weight": [Shard(0), Shard(0)],
+    "layers.*.wo.weight": [Shard(0), Shard(1)],
+    "layers.*.up.*": [Shard(0), Shard(0)],
+    "layers.*.down.weight": [Shard(0), Shard(1)],
+    "*weight": {"dp": Shard(0)},
+}
+flat = {k: list(v.values()) for k, v in TENSOR.items()}
+
+
+def sequence_parallel(model):
+    """Norms and residuals run on shards of the sequence; the linear layers see it whole."""
+
+    def gathered(_, inputs):
+        return (inputs[0].redistribute(placements=[inputs[0].placements[0], Replicate()]),)
+
+    def sharded(_, __, output):
+        return output.redistribute(placements=[output.placements[0], Shard(1)])
+
+    model.embed.register_forward_hook(sharded)
+    for layer in model.layers:
+        for name in ("wq", "wk", "wv", "up"):
+            getattr(layer, name).register_forward_pre_hook(gathered)
+        for name in ("wo", "down"):
+            getattr(layer, name).register_forward_hook(sharded)
+    model.head.register_forward_pre_hook(gathered)
+
+
+CASES = {
+    "tensor (4,)": (ONE, flat, [Replicate()], 4, None),
+    "data and tensor 2x2, uneven": (DP_TP, TENSOR, [Shard(0), Replicate()], 7, None),
+    "parameters over data, tensor and sequence 2x2": (DP_TP, BOTH, [Shard(0), Replicate()], 4, sequence_parallel),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_transformer_trains_as_in_eager_mode(pool, case):
+    mesh_of, partition, data, batch, hook = CASES[case]
+    pool.run(compare, Transformer, mesh_of, partition, data, "aot_eager", batch, hook, timeout=240)
+
+
+def test_inductor_trains_an_mlp_as_in_eager_mode(pool):
+    partition = {"up.*": [Shard(0)], "down.weight": [Shard(1)]}
+    pool.run(compare, MLP, ONE, partition, [Replicate()], "inductor", 4, None, torch.float32, timeout=280)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_inductor_trains_a_transformer_as_in_eager_mode(pool, case):
+    mesh_of, partition, data, batch, hook = CASES[case]
+    pool.run(compare, Transformer, mesh_of, partition, data, "inductor", batch, hook, timeout=280)
+
+
+# -- what user code may call --------------------------------------------------------------------------------------
+
+
+def redistributed(x, w):
+    return (x @ w).redistribute(placements=[Shard(1)]).relu()
+
+
+def pending_out(x, w):
+    return x.redistribute(placements=[Shard(1)]) @ w.redistribute(placements=[Shard(0)])
+
+
+def local_part(x, w):
+    return (x @ w).to_local().relu()
+
+
+def gathered_whole(x, w):
+    return (x @ w).full_tensor().sum(0)
+
+
+def in_and_out(x, w):
+    y = x @ w
+    return MeshTensor.from_local(2 * y.to_local(), y.device_mesh, y.placements, shape=y.shape, stride=y.stride())
+
+
+def by_layout(x, w):
+    y = x @ w
+    return y * 2 if y.placements == (Shard(0),) else y * 3
+
+
+def made_inside(x, w):
+    m = x.device_mesh
+    made = sw.zeros(7, 12, device_mesh=m, placements=[Shard(0)]) + sw.full((7, 12), 2.5, device_mesh=m)
+    return x @ w + made + sw.distribute_tensor(torch.ones(7, 12), m, [Shard(0)], src_data_rank=None)
+
+
+def viewed(x, w):
+    return (x @ w).view(7, 3, 4).transpose(1, 2)[:, 1:3].sum(-1)
+
+
+def split_in_two(x, w):
+    _, used = (x @ w).split(6, 1)
+    return torch.cat([used, used.flip(0)], 0)
+
+
+def reduced(x, w):
+    y = (x @ w).redistribute(placements=[Shard(1)])
+    return y.amax(1), torch.softmax(y, 1), y.logsumexp(0), y.prod(1), y.std(0), y.norm()
+
+
+def in_place(x, w):
+    y = x @ w
+    y.add_(1)
+    y[:, 2:4].mul_(3)
+    return y
+
+
+def with_numbers(x, w):
+    return (x @ w) * torch.tensor(2.0) / x.shape[0] + x.numel()
+
+
+def of_input(x, w):
+    return x.t(), x[1:], w
+
+
+PROGRAMS = [
+    redistributed, pending_out, local_part, gathered_whole, in_and_out, by_layout, made_inside, viewed, split_in_two,
+    reduced, in_place, with_numbers, of_input,
+]  # fmt: skip
+
+
+def operands(m, requires_grad=True):
+    torch.manual_seed(0)
+    x = sw.distribute_tensor(torch.randn(7, 16), m, [Shard(0)])
+    return x, sw.distribute_tensor(torch.randn(16, 12), m, [Replicate()]).requires_grad_(requires_grad)
+
+
+def outcome(program, x, w):
+    """Results and the gradient of ``w``, each with its spec."""
+    found = program(x, w)
+    found = found if isinstance(found, tuple) else (found,)
+    total = sum(t.square().sum() for t in found if t.requires_grad)
+    (total.full_tensor() if isinstance(total, MeshTensor) else total).backward()
+    parts = [t.detach() for t in found] + [w.grad]
+    return [(getattr(t, "spec", None), t.to_local() if isinstance(t, MeshTensor) else t) for t in parts]
+
+
+def run_both(program, backend):
+    torch._dynamo.reset()
+    m = mesh((4,))
+    expected = outcome(program, *operands(m))
+    found = outcome(torch.compile(program, backend=backend, fullgraph=True), *operands(m))
+    assert [spec for spec, _ in found] == [spec for spec, _ in expected]
+    torch.testing.assert_close([t for _, t in found], [t for _, t in expected])
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+def test_a_compiled_program_gives_what_it_gives_in_eager_mode(pool, program):
+    pool.run(run_both, program, "aot_eager", timeout=120)
+
+
+def plans_of(program, x, w):
+    seen = []
+    with dispatcher.observe(lambda plan: seen.append(plan.strategies)):
+        program(x, w)
+    return seen
+
+
+def plans_while_tracing_and_after():
+    torch._dynamo.reset()
+    dispatcher.clear_plans()
+    m = mesh((4,))
+    traced = plans_of(torch.compile(viewed, backend="eager", fullgraph=True), *operands(m, requires_grad=False))
+    dispatcher.clear_plans()
+    eager = plans_of(viewed, *operands(m, requires_grad=False))
+    assert traced[: len(eager)] == eager
+    assert len(eager) > 3
+
+
+def test_plans_made_while_tracing_are_those_of_eager_mode(pool):
+    pool.run(plans_while_tracing_and_after)
+
+
+# -- when a graph is made again -----------------------------------------------------------------------------------
+
+
+def graphs_for(dynamic, *layouts):
+    """How many graphs one compiled function needs for inputs of these shapes and placements."""
+    torch._dynamo.reset()
+    m = mesh((4,))
+    made = []
+
+    def backend(graph, _):
+        made.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x.relu() * 2, backend=backend, fullgraph=True, dynamic=dynamic)
+    for shape, placements in layouts:
+        x = sw.distribute_tensor(torch.arange(float(torch.Size(shape).numel())).view(shape), m, placements)
+        torch.testing.assert_close(compiled(x).full_tensor(), x.full_tensor().relu() * 2)
+    return len(made)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_graph_is_used_again_for_the_same_layout_and_no_other(pool, dynamic):
+    rows, columns = ((8, 4), [Shard(0)]), ((8, 4), [Shard(1)])
+    assert pool.run(graphs_for, dynamic, rows, rows, rows) == [1] * 4
+    assert pool.run(graphs_for, dynamic, rows, columns, rows, columns) == [2] * 4
+    assert pool.run(graphs_for, dynamic, rows, ((12, 4), [Shard(0)]), rows) == [2] * 4
+
+
+# -- refusals -----------------------------------------------------------------------------------------------------
+
+
+def refused(program, error):
+    torch._dynamo.reset()
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # dynamo wraps the error in its own, with the message
+        torch.compile(program, backend="aot_eager", fullgraph=True)(*operands(mesh((4,))))
+    assert error.__name__ in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_view_that_needs_data_from_elsewhere_is_refused_in_compiled_code_too(pool):
+    said = pool.run(refused, lambda x, w: (x @ w).view(-1, 2, 6).view(84), ViewError)
+    assert all("redistribute the tensor first" in text for text in said)
+
+
+def test_a_plain_tensor_is_refused_in_compiled_code_too(pool):
+    said = pool.run(refused, lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
+    assert all("distribute_tensor" in text for text in said)
+
+
+class TwosBehind(torch.autograd.Function):
+    """Gives a plain tensor for a gradient, which is neither zeros nor ones."""
+
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_, grad):
+        return torch.full(grad.shape, 2.0)
+
+
+def plain_gradient(backend):
+    torch._dynamo.reset()
+    program = torch.compile(lambda x, w: TwosBehind.apply(x @ w).sum(), backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match="a plain tensor met a MeshTensor"):
+        program(*operands(mesh((4,)))).backward()
+
+
+def test_a_plain_gradient_is_refused_when_the_graph_runs(pool):
+    pool.run(plain_gradient, "aot_eager")
