@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise import stepping
+from shardwise import leaving, stepping
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 stepping.install()
+leaving.install()
 
 
 def __getattr__(name: str) -> Any:

@@ -23,9 +23,10 @@ from shardwise.carried import CARRIED, REAL, average, carrier, is_native
 from shardwise.flight import Flight
 from shardwise.layout import reduce_stacked
 from shardwise.private_torch import is_traced, outside_modes
+from shardwise.start import generation
 from shardwise.traced import FunctionalGroup
 
-__all__ = ["Event", "Group", "all_reduce", "broadcast_", "generation", "group_of", "observe", "rank_at", "together"]
+__all__ = ["Event", "Group", "all_reduce", "broadcast_", "group_of", "observe", "rank_at", "together"]
 
 
 @frozen
@@ -110,10 +111,10 @@ class Group:
         self.mesh_dims = mesh_dims
         # order[i] is the position here of the process group's rank i; None, the usual case, where they agree.
         self._order = order
-        self._gloo = backend == "gloo"
+        self.is_gloo = backend == "gloo"
         if process_group is None:
             return
-        self._functional = FunctionalGroup(process_group, size, position, order, not self._gloo)
+        self._functional = FunctionalGroup(process_group, size, position, order, not self.is_gloo)
         # Named all_gather_single from torch 2.13 on; the coalesced form is the public one that older releases have.
         self._gather = getattr(process_group, "all_gather_single", None) or self._gather_coalesced
         self._sum_options = {kind: _all_reduce_options(op) for kind, op in _REDUCE_OPS.items()}
@@ -180,7 +181,7 @@ class Group:
         if is_traced(pieces):
             return Flight(None, self._functional.reduce_scatter(pieces, kind))
         # gloo's own is an all-reduce of everything.
-        if self._gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
+        if self.is_gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
             flight.then(lambda stacked: self._reduce(stacked, kind))
         else:
@@ -264,7 +265,7 @@ class Group:
 
     def _stages(self, tensor: Tensor) -> bool:
         """Whether a tensor travels through CPU memory: gloo sees no other."""
-        return tensor.is_cuda and self._gloo
+        return tensor.is_cuda and self.is_gloo
 
     def _staged(self, out: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
         """Where to receive and what to send."""
@@ -404,17 +405,23 @@ def together() -> Iterator[None]:
 # -- the groups of a mesh --------------------------------------------------------------------------------------------
 
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Group] = {}
-_world: Any = None
+_start = [0]
 
 
-def generation() -> Any:
-    """The default process group; when it is another than before, all groups that were made before are forgotten."""
-    global _world  # noqa: PLW0603  # one process has one default group at a time
-    now = dist.group.WORLD
-    if now is not _world:
+def _of_this_start() -> dict[tuple[DeviceMesh, tuple[int, ...]], Group]:
+    """The groups made so far; those of an earlier start of torch.distributed are forgotten."""
+    now = generation()
+    if now != _start[0]:
         _groups.clear()
-        _world = now
-    return now
+        _start[0] = now
+    return _groups
+
+
+def forget() -> bool:
+    """Let go of all process groups; whether any of them had threads of gloo."""
+    by_gloo = any(group.is_gloo for group in _groups.values())
+    _groups.clear()
+    return by_gloo
 
 
 def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
@@ -422,12 +429,12 @@ def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
 
     Made once. Over several mesh dims the first call makes a process group: all ranks of the group must make it alike.
     """
-    generation()
+    groups = _of_this_start()
     dims = tuple(mesh_dims)
-    known = _groups.get((mesh, dims))
+    known = groups.get((mesh, dims))
     if known is None:
         with outside_modes():  # the mesh's ranks are real while a graph is traced
-            known = _groups[mesh, dims] = _make_group(mesh, dims)
+            known = groups[mesh, dims] = _make_group(mesh, dims)
     return known
 
 

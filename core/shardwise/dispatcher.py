@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from shardwise.bindings import binding
+from shardwise.call_plans import NUMBERS, plan_call
 from shardwise.discovery import default_registry
-from shardwise.errors import DeviceMismatchError, MeshMismatchError, PlainTensorError, ViewError
+from shardwise.errors import PlainTensorError, ViewError
 from shardwise.handlers import defaults, handler_source
-from shardwise.meta import output_metas
 from shardwise.placements import REPLICATE
-from shardwise.plan import Plan, make_plan
-from shardwise.planner import check_lengths
+from shardwise.plan import Plan
 from shardwise.private_torch import (
     assert_when_run,
-    direct_call,
     in_backward,
     is_composite,
     is_traced,
@@ -29,8 +26,8 @@ from shardwise.private_torch import (
 )
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
-from shardwise.signature import Arg, Kind, Op, op_name, signature
-from shardwise.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.signature import Op, op_name
+from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = [
     "PLANS_PER_OP",
@@ -200,16 +197,14 @@ def _freeze(value: Any) -> Any:
     return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
 
 
-# A number where an op takes a tensor (`x + 1` is add.Tensor) reaches the dispatcher as it is.
-_NUMBERS = (bool, int, float, complex)
-_PLAIN = frozenset({*_NUMBERS, type(None)})
+_PLAIN = frozenset({*NUMBERS, type(None)})
 
 
 def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
     dims.
     """
-    if value is None or isinstance(value, _NUMBERS):
+    if value is None or isinstance(value, NUMBERS):
         return type(value), value
     if isinstance(value, _tensor_class[0]):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
@@ -331,7 +326,7 @@ class _PlanStore:
         plan = self.cold.get(key)
         if plan is None:
             with outside_modes():
-                plan = _plan_call(self.op, self.info, args, kwargs or {})
+                plan = plan_call(_tensor_class[0], _registry().lookup(self.op), self.info, args, kwargs or {})
         if _observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()
@@ -344,108 +339,3 @@ class _PlanStore:
         self.cold.pop(key, None)
         self.hot[key] = plan
         return plan
-
-
-def _plan_call(op: Op, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    """Build the schema of one call, check it, and plan it."""
-    entry = _registry().lookup(op)
-    values = signature(op).bind(args, kwargs)
-    mesh = _common_mesh(op, values)
-    schema = OpSchema(op, tuple(_to_specs(op, mesh, values)), info, _number_operands(op, values))
-    if entry.rule.zip_lists:
-        check_lengths(schema)
-    described = [
-        n if _is_number_operand(a, n) else v for a, n, v in zip(signature(op).args, values, schema.values, strict=True)
-    ]
-    plan = make_plan(entry, schema, output_metas(op, described))
-    if plan.call is direct_call(op):
-        plan.run_by(_local_binding(plan, args, kwargs))
-    return plan
-
-
-def _local_binding(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The C function that runs the plan's op on arguments of the types that the handler will pass."""
-    schema = plan.schema
-    if plan.full:
-        values = signature(schema.op).bind(args, kwargs)
-        if plan.static is not None:
-            replaced = iter(plan.static)
-            named = zip(schema.signature.args, values, strict=True)
-            values = [next(replaced) if a.name in schema.info.by_value else v for a, v in named]
-        args, kwargs = signature(schema.op).unbind(values)
-    return binding(schema.op, [_local(v) for v in args], {name: _local(v) for name, v in kwargs.items()})
-
-
-def _local(value: Any) -> Any:
-    if isinstance(value, _tensor_class[0]):
-        return value._local_tensor  # type: ignore[attr-defined]
-    return [_local(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-
-def _tensors(op: Op, values: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    for arg, value in zip(signature(op).args, values, strict=True):
-        if arg.kind is Kind.TENSOR and isinstance(value, torch.Tensor):
-            yield arg.name, value
-        elif arg.kind is Kind.TENSORS:
-            yield from ((f"{arg.name}[{i}]", t) for i, t in enumerate(value or ()) if t is not None)
-
-
-def _common_mesh(op: Op, values: Sequence[Any]) -> Mesh:
-    """The one mesh of all MeshTensors of a call; raises when they differ."""
-    cls: Any = _tensor_class[0]
-    first: tuple[str, Mesh] | None = None
-    for name, tensor in _tensors(op, values):
-        if not isinstance(tensor, cls):
-            continue
-        mesh = tensor._spec.mesh
-        if first is None:
-            first = (name, mesh)
-        elif mesh != first[1]:
-            raise _mesh_error(op, first, (name, mesh))
-    assert first is not None, f"{op_name(op)} was dispatched without a MeshTensor"
-    return first[1]
-
-
-def _mesh_error(op: Op, one: tuple[str, Mesh], other: tuple[str, Mesh]) -> Exception:
-    kind = DeviceMismatchError if one[1].device_type != other[1].device_type else MeshMismatchError
-    return kind(
-        asked=f"run {op_name(op)}",
-        found=f"its argument {one[0]!r} lies on {one[1]} and {other[0]!r} on {other[1]}",
-        do="Bring both to one mesh: full_tensor() on one, then distribute_tensor on the other's mesh.",
-        op=op_name(op),
-        meshes=(str(one[1]), str(other[1])),
-    )
-
-
-def _is_number_operand(arg: Arg, value: Any) -> bool:
-    return arg.kind is Kind.TENSOR and isinstance(value, _NUMBERS)
-
-
-def _number_operands(op: Op, values: Sequence[Any]) -> tuple[int, ...]:
-    """Flat indices of the tensor operands that were given as Python numbers."""
-    found, at = [], 0
-    for arg, value in zip(signature(op).args, values, strict=True):
-        if _is_number_operand(arg, value):
-            found.append(at)
-        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
-    return tuple(found)
-
-
-def _to_specs(op: Op, mesh: Mesh, values: Sequence[Any]) -> Iterator[Any]:
-    """The schema values: a spec for each tensor, replicated for a plain 0-dim tensor and for a number in its place."""
-    whole = (REPLICATE,) * mesh.ndim
-    for arg, value in zip(signature(op).args, values, strict=True):
-        if _is_number_operand(arg, value):
-            yield TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(value).dtype))
-        else:
-            yield _to_spec(mesh, value)
-
-
-def _to_spec(mesh: Mesh, value: Any) -> Any:
-    if isinstance(value, _tensor_class[0]):
-        return value._spec  # type: ignore[attr-defined]
-    if isinstance(value, torch.Tensor):
-        return TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(_to_spec(mesh, v) for v in value)
-    return value

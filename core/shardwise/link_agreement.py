@@ -19,12 +19,13 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives import broadcast_, generation
+from shardwise.collectives import broadcast_
 from shardwise.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import outside_modes
 from shardwise.spec import Mesh
+from shardwise.start import generation
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "survey"]
 
@@ -41,7 +42,7 @@ class Ground:
 
 
 _agreed: set[DeviceMesh] = set()
-_world: Any = None
+_start = [0]
 
 
 def agree_on_links(mesh: Mesh) -> bool:
@@ -74,11 +75,10 @@ def agree_to(mesh: DeviceMesh, links: Links) -> None:
 
 def _is_known(mesh: DeviceMesh) -> bool:
     """Whether the mesh's ranks agreed already; a new default process group makes all meshes new."""
-    global _world  # noqa: PLW0603  # one process has one default group at a time
     now = generation()
-    if now is not _world:
+    if now != _start[0]:
         forget()
-        _world = now
+        _start[0] = now
     return mesh in _agreed
 
 

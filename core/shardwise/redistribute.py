@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.collectives import generation
 from shardwise.flight import Flight
 from shardwise.link_agreement import agree_on_links
 from shardwise.movers import Mover, Run, Start, make_mover
@@ -22,6 +20,7 @@ from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, check_placements, shard
 from shardwise.private_torch import outside_modes
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.start import generation
 from shardwise.transition import Step, transition
 
 __all__ = ["Mover", "Route", "mover", "redistribute_local", "route"]
@@ -73,23 +72,29 @@ def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
 
 # Bounded: what was not asked for lately is found again.
 @lru_cache(maxsize=4096)
-def _route(src: TensorSpec, placements: tuple[Placement, ...], default_group: Any) -> Route:
+def _route(src: TensorSpec, placements: tuple[Placement, ...], start: int) -> Route:
     checked = check_placements(placements, src.mesh.ndim, src.ndim)
     target = src.with_placements(checked)
-    found = _mover(src, target, default_group)
+    found = _mover(src, target, start)
     return Route(target, checked == src.placements, found.run, found.start)
 
 
 @lru_cache(maxsize=4096)
-def _mover(src: TensorSpec, dst: TensorSpec, default_group: Any) -> Mover:
-    # The default process group is in the key: movers hold groups that end with it.
-    del default_group
+def _mover(src: TensorSpec, dst: TensorSpec, start: int) -> Mover:
+    # In the key because movers hold process groups, which end with their start.
+    del start
     agree_on_links(src.mesh)
     order = memory_order(src.tensor_meta)
     with outside_modes():  # making process groups communicates; so that works also while a graph is traced
         moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)
     return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)
+
+
+def forget() -> None:
+    """Let go of all movers, and so of their process groups."""
+    _route.cache_clear()
+    _mover.cache_clear()
 
 
 def _together(steps: Sequence[Step]) -> list[list[Step]]:

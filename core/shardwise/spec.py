@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
 import torch
-import torch.distributed as dist
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
+from shardwise.start import generation
 
 __all__ = ["AbstractMesh", "Mesh", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
 
@@ -135,10 +135,10 @@ class _Interned(type):
         cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
     ) -> Any:
         # The class is in the key because attrs builds a slotted class from a first, slotless one.
-        # The default process group is, because a mesh that is made after a new start equals the one before, whose
+        # The start is, because a mesh that is made after a new start equals the one before, whose
         # groups are gone.
-        world = dist.group.WORLD if isinstance(mesh, DeviceMesh) else None
-        place = (cls, mesh, is_copy, world)
+        start = generation() if isinstance(mesh, DeviceMesh) else None
+        place = (cls, mesh, is_copy, start)
         known = _Interned._known.get(place)
         if known is None:
             for empty in [old for old, specs in _Interned._known.items() if not specs]:

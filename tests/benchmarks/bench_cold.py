@@ -34,15 +34,15 @@ WARM_UP = 3
 WARM_DTENSOR = 3
 """Mesh dims up to which DTensor is warmed up: beyond, a call takes seconds, and a first call adds little to it."""
 
-_sizes = itertools.count(64, 8)
-"""Sizes that no call of this process had before."""
+_sizes = itertools.product(range(8, 200, 4), repeat=2)
+"""Pairs of sizes that no call of this process had before; small, so that the local work hides nothing."""
 
-# Each op: the shapes of its operands at size n, and for each the (mesh dim, tensor dim) that "placed" shards.
+# Each op: the shapes of its operands at sizes m and n, and for each the (mesh dim, tensor dim) that "placed" shards.
 OPS = {
-    "mm": (torch.mm, lambda n: [(n, 32), (32, n + 32)], [(0, 0), (1, 1)]),
-    "addmm": (torch.addmm, lambda n: [(n + 32,), (n, 32), (32, n + 32)], [(1, 0), (0, 0), (1, 1)]),
-    "bmm": (torch.bmm, lambda n: [(n, 32, 16), (n, 16, 32)], [(0, 0), (0, 0)]),
-    "add": (torch.add, lambda n: [(n, 32), (32,)], [(0, 0), None]),
+    "mm": (torch.mm, lambda m, n: [(m, 16), (16, n)], [(0, 0), (1, 1)]),
+    "addmm": (torch.addmm, lambda m, n: [(n,), (m, 16), (16, n)], [(1, 0), (0, 0), (1, 1)]),
+    "bmm": (torch.bmm, lambda m, n: [(m, n, 8), (m, 8, 16)], [(0, 0), (0, 0)]),
+    "add": (torch.add, lambda m, n: [(m, n), (n,)], [(0, 0), None]),
 }
 
 
@@ -60,7 +60,7 @@ def operands(op, mesh, layout, draw):
     """Fresh operands for both libraries, the same placements in each."""
     _, shapes, places = OPS[op]
     ours = []
-    for shape, where in zip(shapes(next(_sizes)), places, strict=True):
+    for shape, where in zip(shapes(*next(_sizes)), places, strict=True):
         given = placements(layout, len(shape), mesh.ndim, where, draw)
         ours.append(sw.distribute_tensor(torch.ones(shape), mesh, given, src_data_rank=None))
     return {OURS: ours, DTENSOR: [t.to_dtensor() for t in ours]}

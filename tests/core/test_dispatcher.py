@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise import MeshTensor, Replicate, Shard, dispatcher
+from shardwise import MeshTensor, Replicate, Shard, call_plans, dispatcher
 from shardwise.discovery import default_registry
 from shardwise.rule import rule
 
@@ -97,8 +97,8 @@ def test_observers_see_hits_and_misses_and_nothing_after(x):
 
 def test_a_plan_is_made_once(x, monkeypatch):
     made = []
-    original = dispatcher.make_plan
-    monkeypatch.setattr(dispatcher, "make_plan", lambda *args: made.append(args) or original(*args))
+    original = call_plans.make_plan
+    monkeypatch.setattr(call_plans, "make_plan", lambda *args: made.append(args) or original(*args))
     torch.tanh(x)
     torch.tanh(x)
     with dispatcher.observe(lambda _: None):
@@ -124,8 +124,8 @@ def test_what_is_asked_for_often_stays(monkeypatch):
     often = sw.zeros(7, device_mesh=mesh)
     torch.cosh(often)
     made = []
-    original = dispatcher.make_plan
-    monkeypatch.setattr(dispatcher, "make_plan", lambda *args: made.append(args[1].specs[0]) or original(*args))
+    original = call_plans.make_plan
+    monkeypatch.setattr(call_plans, "make_plan", lambda *args: made.append(args[1].specs[0]) or original(*args))
     for n in range(10, 40):
         torch.cosh(often)
         torch.cosh(sw.zeros(n, device_mesh=mesh))
