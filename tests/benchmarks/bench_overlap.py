@@ -8,14 +8,13 @@ the slowest rank's time. Where processes share cores, hiding communication behin
 same cores.
 """
 
-import json
 import statistics
 import time
-from pathlib import Path
 
 import click
 import torch
 import torch.distributed as dist
+from measuring import line, report
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -155,6 +154,18 @@ def show_steps(console, seconds):
     console.print(table)
 
 
+def lines(timeline_seconds, step_seconds):
+    """The lines of docs/performance.md."""
+    overlapped = timeline_seconds["async"] / timeline_seconds["at once"]
+    ahead = step_seconds["prefetch"] / step_seconds["gathered at use"]
+    two = "two all-gathers over different groups and a computation, four gloo ranks, async over one after the other"
+    ahead_of = "training step, parameters sharded over the data dim, four gloo ranks, prefetch over gathers at use"
+    return [
+        line(two, "< 1", f"{overlapped:.2f}", met=overlapped < 1),
+        line(ahead_of, "< 1", f"{ahead:.2f}", met=ahead < 1),
+    ]
+
+
 @click.command()
 @click.option("--size", default=1024, show_default=True, help="Rows and columns of the tensor of the timeline.")
 @click.option("--width", default=256, show_default=True, help="Width of the model.")
@@ -173,9 +184,8 @@ def main(size, width, layers, rows, rounds, json_file):
     slowest = {n: statistics.median(map(max, zip(*(times[n] for times, _ in ranks), strict=True))) for n in STEPS}
     show_steps(console, slowest)
     console.print("loss after them: " + ", ".join(f"{name} {loss:.6f}" for name, loss in losses[0].items()))
-    if json_file:
-        found = {"timeline": {"seconds": seconds, "intervals": intervals}, "steps": slowest, "losses": losses[0]}
-        Path(json_file).write_text(json.dumps(found, indent=2))
+    rows_ = [{"what": name, "seconds": value} for name, value in {**seconds, **slowest}.items()]
+    report(rows_, lines(seconds, slowest), json_file, intervals=intervals, losses=losses[0])
 
 
 if __name__ == "__main__":
