@@ -33,9 +33,11 @@ def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[
 
 
 def _type_of(value: Any) -> Any:
-    """What torch's argument parser can tell apart: 0-dim tensors pass for numbers, lists of one for their element."""
+    """What torch's argument parser can tell apart: 0-dim tensors pass for numbers of their dtype, lists of one for what
+    is in them.
+    """
     if isinstance(value, torch.Tensor):
-        return torch.Tensor, value.dim() == 0
+        return torch.Tensor, value.dtype if value.dim() == 0 else None
     if isinstance(value, (list, tuple)):
         return list, min(len(value), 2), frozenset(map(_type_of, value))
     return type(value)

@@ -11,9 +11,10 @@ import torch
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives import Group, group_of
+from shardwise.collectives import Group
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
 from shardwise.fitting import Point, fit_links
+from shardwise.groups import group_of
 from shardwise.link_agreement import Ground, agree_to, from_first, survey
 from shardwise.link_file import Calibration, chosen_file, default_file, store
 from shardwise.movers import copied

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise import collectives
-from shardwise.collectives import broadcast_, group_of, rank_at
+from shardwise import collectives, groups
 from shardwise.errors import RankDisagreementError, TracingError
+from shardwise.groups import broadcast_, group_of, rank_at
 from shardwise.placements import Replicate
 from shardwise.private_torch import is_traced, outside_modes
 from shardwise.spec import Mesh, TensorSpec
@@ -32,7 +32,7 @@ class MeshComm:
     def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:
         """The reduction over some mesh dims; ``tensor`` is left as it is."""
         dims = tuple(m for m in mesh_dims if self.mesh.size(m) > 1)
-        return collectives.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
+        return groups.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
 
     def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
         """The tensors of all ranks along a mesh dim; the shapes may differ."""

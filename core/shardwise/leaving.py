@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import time
 
-from shardwise import collectives, redistribute
+from shardwise import groups, redistribute
 from shardwise.dispatcher import clear_plans
 
 __all__ = ["install", "let_go"]
@@ -22,7 +22,7 @@ def let_go() -> None:
     """Forget everything that holds a process group; it is found again when it is asked for."""
     clear_plans()
     redistribute.forget()
-    if collectives.forget():
+    if groups.forget():
         time.sleep(_A_MOMENT)
 
 

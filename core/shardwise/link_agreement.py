@@ -19,9 +19,9 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives import broadcast_
 from shardwise.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.errors import LinksFileError, LinksFitError
+from shardwise.groups import broadcast_
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import outside_modes
 from shardwise.spec import Mesh

@@ -15,8 +15,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.collectives import Group, group_of
+from shardwise.collectives import Group
 from shardwise.flight import Flight
+from shardwise.groups import group_of
 from shardwise.layout import IDEMPOTENT_KINDS, neutral
 from shardwise.placements import Placement, Shard
 from shardwise.spec import TensorSpec

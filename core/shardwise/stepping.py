@@ -66,8 +66,8 @@ def _may_step_locally(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:
-    """Whether a setting, such as a learning rate, is itself a MeshTensor."""
-    return any(isinstance(value, MeshTensor) for value in values)
+    """Whether a setting is or holds a MeshTensor, as a learning rate or a pair of betas may."""
+    return any(isinstance(v, MeshTensor) or (isinstance(v, tuple) and _has_mesh_tensor(v)) for v in values)
 
 
 class _Twin:
@@ -89,7 +89,9 @@ class _Twin:
         self.states = list(optimizer.state.values())
         self.tensors = list(_values(self.states))
         local_of = dict(zip(self.parameters, self.locals, strict=True))
-        found = {local_of[p]: {k: _local(v) for k, v in s.items()} for p, s in optimizer.state.items()}
+        # A loaded state may hold entries of parameters that are not there; no step looks at those.
+        known = ((local_of.get(p), s) for p, s in optimizer.state.items())
+        found = {p: {k: _local(v) for k, v in s.items()} for p, s in known if p is not None}
         self.local_states = defaultdict(dict, found)
         self.local_tensors = list(_values(found.values()))
 
@@ -151,8 +153,8 @@ def _local(value: Any) -> Any:
     return value._local_tensor if isinstance(value, MeshTensor) else value
 
 
-def _values(states: Iterable[dict[str, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, states))
+def _values(states: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(s.values() for s in states if isinstance(s, dict))
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:

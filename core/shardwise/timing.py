@@ -9,8 +9,8 @@ from statistics import median
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.collectives import group_of
 from shardwise.comm import MeshComm
+from shardwise.groups import group_of
 
 __all__ = ["Tell", "time_together"]
 

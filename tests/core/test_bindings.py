@@ -55,7 +55,7 @@ def test_the_binding_depends_on_what_the_parser_can_tell_apart():
     one = bindings._type_of([X])
     assert one != bindings._type_of([X, X])
     assert bindings._type_of([X, X]) == bindings._type_of([X] * 200)
-    assert bindings._type_of(X) != bindings._type_of(X[0, 0])
+    assert bindings._type_of(X) != bindings._type_of(X[0, 0]) != bindings._type_of(INDEX[0])
     assert bindings._type_of(1) != bindings._type_of(1.0) != bindings._type_of(True)
     assert bindings._type_of(None) != bindings._type_of(X)
 

@@ -36,6 +36,7 @@ FLOORS = (
     {"hookspecs"},
     {"discovery", "flight"},
     {"collectives"},
+    {"groups"},
     {"movers", "link_agreement"},
     {"redistribute"},
     {"comm"},

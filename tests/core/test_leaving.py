@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
-from shardwise import Replicate, Shard, collectives, dispatcher, leaving, redistribute
+from shardwise import Replicate, Shard, dispatcher, groups, leaving, redistribute
 
 PROGRAM = """
 import torch.distributed as dist
@@ -35,7 +35,7 @@ def test_what_was_let_go_of_is_found_again():
         x.redistribute(placements=[Replicate()])
         (x + x).sum()
         leaving.let_go()
-        assert not collectives._groups
+        assert not groups._groups
         assert not dispatcher._handlers
         assert redistribute._mover.cache_info().currsize == 0
         assert x.redistribute(placements=[Replicate()]).shape == (8, 4)

@@ -315,16 +315,16 @@ def test_observers_see_each_collective_and_no_local_step(pool):
 
 def test_movers_are_made_once_and_not_kept_past_their_process_group(pool):
     def made():
-        from shardwise import collectives, start
+        from shardwise import groups, start
 
         full = numbers((8, 4), torch.float32)
         src, dst = (spec_of(full, mesh((2, 2)), text) for text in ("S(0) S(0)", "R R"))
-        first, group = mover(src, dst), collectives.group_of(src.mesh, (0, 1))
+        first, group = mover(src, dst), groups.group_of(src.mesh, (0, 1))
         assert mover(src, dst) is first
-        assert collectives.group_of(src.mesh, (0, 1)) is group
+        assert groups.group_of(src.mesh, (0, 1)) is group
         # As if the default process group had been another one until now.
         start._seen[0] = None
-        assert collectives.group_of(src.mesh, (0, 1)) is not group
+        assert groups.group_of(src.mesh, (0, 1)) is not group
 
     pool.run(made)
 

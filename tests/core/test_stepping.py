@@ -228,6 +228,28 @@ def observed_step(optimizer):
     assert plans
 
 
+def test_a_state_of_what_is_no_parameter_is_left_alone(mesh):
+    """load_state_dict keeps such entries."""
+    parameters = placed(mesh)
+    optimizer = optim.AdamW(parameters, lr=0.1)
+    optimizer.state[99] = {"exp_avg": torch.ones(2)}
+    optimizer.state["note"] = 3
+    assert one_step(optimizer, parameters) == 1
+    assert one_step(optimizer, parameters) == 1
+    assert optimizer.state["note"] == 3
+    assert torch.equal(optimizer.state[99]["exp_avg"], torch.ones(2))
+    assert optimizer.state[parameters[0]]["step"] == 2
+
+
+def test_settings_that_hold_mesh_tensors_go_the_long_way(mesh):
+    half = sw.full((), 0.5, device_mesh=mesh, dtype=torch.float64)
+    parameters = placed(mesh)
+    optimizer = optim.AdamW(parameters, lr=0.1)
+    for setting in (half, (half, 0.9)):
+        optimizer.param_groups[0]["of mine"] = setting
+        assert one_step(optimizer, parameters) == 0
+
+
 def test_a_subclass_or_an_unnamed_optimizer_goes_the_long_way(mesh):
     class Mine(optim.SGD):
         pass
