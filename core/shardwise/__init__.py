@@ -13,6 +13,8 @@ from shardwise.tensor import MeshTensor
 
 if TYPE_CHECKING:
     from shardwise.calibration import calibrate
+    from shardwise.registry import Override
+    from shardwise.rule import AnyRule
 
 __all__ = [
     "MeshTensor",
@@ -29,6 +31,7 @@ __all__ = [
     "empty",
     "full",
     "ones",
+    "override",
     "prefetch",
     "rand",
     "randn",
@@ -37,6 +40,16 @@ __all__ = [
 
 stepping.install()
 leaving.install()
+
+
+def override(*rules: "AnyRule") -> "Override":
+    """Put rules above those of all plugins in this process: until what comes back is called, or during a ``with``.
+
+    Every rank of a program must do so alike and at the same point. Raises :class:`RuleError` for what is no rule.
+    """
+    from shardwise.discovery import default_registry
+
+    return default_registry().override(*rules)
 
 
 def __getattr__(name: str) -> Any:

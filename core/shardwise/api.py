@@ -16,6 +16,7 @@ from shardwise.gradient import check_device
 from shardwise.layout import scatter_local
 from shardwise.placements import REPLICATE, Placement, check_placements
 from shardwise.private_torch import current_mesh
+from shardwise.rule_agreement import agree_on_rules
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 from shardwise.traceable import traceable
@@ -50,6 +51,7 @@ def distribute_tensor(
     check_device(tensor, mesh)
     wanted = [REPLICATE] * mesh.ndim if placements is None else placements
     spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
+    agree_on_rules(mesh)
     whole = tensor.detach()
     if src_data_rank is not None and mesh.size() > 1 and whole.device.type != "meta":
         whole = broadcast_whole(whole, mesh, src_data_rank)

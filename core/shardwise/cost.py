@@ -10,7 +10,7 @@ tensor alone always wins. All ranks of a mesh compute by the same figures: writt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 
 from attrs import Attribute, field, frozen
@@ -27,6 +27,7 @@ __all__ = [
     "default_links",
     "links_of",
     "step_costs",
+    "supply_links",
     "use_agreed_links",
     "use_links",
 ]
@@ -132,10 +133,31 @@ def _defaults(device_type: str, wires: tuple[Wire, ...]) -> Links:
     return Links(tuple(WIRES[wire] for wire in wires), *local)
 
 
+# What plugins say of (mesh shape, device type, wires), if any does.
+Supplier = Callable[[tuple[int, ...], str, tuple[Wire, ...]], Links | None]
+_supplier: list[Supplier] = []
+_supplied: dict[tuple[tuple[int, ...], str, tuple[Wire, ...]], Links | None] = {}
+
+
+def supply_links(supplier: Supplier | None) -> None:
+    """Ask ``supplier`` before the written defaults; None: nobody."""
+    _supplied.clear()
+    _supplier[:] = [] if supplier is None else [supplier]
+
+
 def default_links(mesh: Mesh, wires: Sequence[Wire] | None = None) -> Links:
-    """The written defaults: by what connects the ranks of each mesh dim, else as if all were inside one host."""
+    """What holds where nothing was measured: what a plugin says, or the written defaults by what connects the ranks of
+    each mesh dim (default: as if all were inside one host).
+    """
     inside = "loopback" if mesh.device_type == "cpu" else "nvlink"
-    return _defaults(mesh.device_type, (inside,) * mesh.ndim if wires is None else tuple(wires))
+    given = (inside,) * mesh.ndim if wires is None else tuple(wires)
+    if _supplier:
+        key = (tuple(mesh.shape), mesh.device_type, given)
+        if key not in _supplied:
+            _supplied[key] = _supplier[0](*key)
+        if (found := _supplied[key]) is not None:
+            return found
+    return _defaults(mesh.device_type, given)
 
 
 # -- the figures in use ----------------------------------------------------------------------------------------------

@@ -1,45 +1,32 @@
-"""Finding and loading plugins: entry points in, a filled registry out.
+"""Loading plugins, and the one registry of this process.
 
-``importlib.metadata`` finds, pluggy validates. Steps: enumerate, dedupe, sort by name, filter by settings, check the
-version, import, register. A broken third-party plugin is reported and left out; a broken first-party one is fatal.
+``finding`` enumerates, dedupes, sorts by name, filters by settings and checks versions; here each plugin that is left
+is imported, registered and validated. A broken third-party plugin is reported and left out; a broken first-party one is
+fatal.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import Any
 
 import pluggy
 from attrs import frozen
 
 from shardwise import hookspecs
+from shardwise.cost import Links, supply_links
 from shardwise.errors import PluginLoadError
-from shardwise.registry import Failure, Origin, Registrar, Registry
+from shardwise.finding import GROUP, Found, discover
+from shardwise.registry import Failure, Registrar, Registry
+from shardwise.settings import Settings, read_settings
 
-__all__ = ["GROUP", "Found", "Status", "default_registry", "discover", "load", "use_registry"]
-
-GROUP = "shardwise.plugins.v1"
-_FAMILY = "shardwise.plugins.v"
-FIRST_PARTY = "shardwise"
-
-
-@frozen
-class Found:
-    """One plugin entry point, before anything is imported. ``status``: ready, blocked, needs upgrade or refused."""
-
-    origin: Origin
-    entry: EntryPoint
-    status: str
-    reason: str = ""
-
-    @property
-    def first_party(self) -> bool:
-        return self.origin.distribution == FIRST_PARTY
+__all__ = ["GROUP", "Found", "Status", "default_registry", "discover", "load", "statuses", "use_registry"]
 
 
 @frozen
@@ -53,97 +40,31 @@ class Status:
     traceback: str = ""
 
 
-# -- finding -----------------------------------------------------------------------------------------------------
-
-
-def discover() -> list[Found]:
-    """All plugin entry points of the environment, by name, with what the settings say of each."""
-    unique: dict[tuple[str, str, str], tuple[Distribution, EntryPoint]] = {}
-    for dist in distributions():
-        for entry in dist.entry_points:
-            if entry.group.startswith(_FAMILY):
-                # A stale egg-info beside a fresh install shows one plugin twice; the first on the path is imported.
-                unique.setdefault((entry.group, _canonical(dist.name), entry.name), (dist, entry))
-    found = [_judge(dist, entry) for dist, entry in unique.values()]
-    found.sort(key=lambda f: (f.origin.plugin, f.origin.distribution))
-    _check_names(found)
-    return found
-
-
-def _canonical(name: str) -> str:
-    # Imported here and below: `packaging` is needed once plugins are looked for, not to `import shardwise`.
-    from packaging.utils import canonicalize_name
-
-    return canonicalize_name(name)
-
-
-def _judge(dist: Distribution, entry: EntryPoint) -> Found:
-    origin = Origin(entry.name, _canonical(dist.name), dist.version)
-    if entry.group != GROUP:
-        return Found(origin, entry, "needs upgrade", f"it registers under {entry.group}; this shardwise reads {GROUP}")
-    if not _truthy(os.environ.get("SHARDWISE_AUTOLOAD", "1")):
-        return Found(origin, entry, "blocked", "SHARDWISE_AUTOLOAD is off")
-    allowed, disabled = _names("SHARDWISE_PLUGINS"), _names("SHARDWISE_DISABLE_PLUGINS") or set()
-    if allowed is not None and entry.name not in allowed:
-        return Found(origin, entry, "blocked", "not in SHARDWISE_PLUGINS")
-    if entry.name in disabled:
-        return Found(origin, entry, "blocked", "in SHARDWISE_DISABLE_PLUGINS")
-    clash = _version_clash(dist)
-    return Found(origin, entry, "refused" if clash else "ready", clash)
-
-
-def _names(variable: str) -> set[str] | None:
-    value = os.environ.get(variable)
-    return None if value is None else {name.strip() for name in value.split(",") if name.strip()}
-
-
-def _truthy(value: str) -> bool:
-    return value.strip().lower() not in {"0", "false", "no", "off"}
-
-
-def _check_names(found: Iterable[Found]) -> None:
-    known = {f.origin.plugin for f in found}
-    for variable in ("SHARDWISE_PLUGINS", "SHARDWISE_DISABLE_PLUGINS"):
-        unknown = sorted((_names(variable) or set()) - known)
-        if unknown:
-            raise PluginLoadError(
-                asked=f"read {variable}",
-                found=f"there is no plugin {', '.join(unknown)}",
-                do=f"The installed plugins are {', '.join(sorted(known)) or 'none'}.",
-                plugin=unknown[0],
-            )
-
-
-def _version_clash(dist: Distribution) -> str:
-    """Why the distribution's own requirement on shardwise does not hold, or nothing."""
-    from packaging.requirements import Requirement
-
-    for line in dist.requires or ():
-        need = Requirement(line)
-        if _canonical(need.name) != FIRST_PARTY or (need.marker and not need.marker.evaluate({"extra": ""})):
-            continue
-        have = Distribution.from_name(FIRST_PARTY).version
-        if not need.specifier.contains(have, prereleases=True):
-            return f"it needs shardwise{need.specifier} and {have} is installed"
-    return ""
-
-
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(found: Iterable[Found], registry: Registry) -> list[Status]:
-    """Import and register the ready ones. Third-party failures become a warning and a :class:`Status`."""
+def load(found: Iterable[Found], registry: Registry, *, strict: bool | None = None) -> list[Status]:
+    """Import and register the ready ones. Third-party failures become a warning and a :class:`Status`.
+
+    When ``strict`` (default: as the settings say) any problem raises :class:`PluginLoadError`.
+    """
+    strict = read_settings().strict if strict is None else strict
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    return [_load_one(manager, f, registry) if f.status == "ready" else Status(f, f.status, f.reason) for f in found]
+    return [_load_one(manager, f, registry, strict=strict) for f in found]
 
 
-def _load_one(manager: pluggy.PluginManager, found: Found, registry: Registry) -> Status:
+def _load_one(manager: pluggy.PluginManager, found: Found, registry: Registry, *, strict: bool) -> Status:
+    if found.status != "ready":
+        if strict and found.status != "blocked":
+            raise _fatal(found, found.reason)
+        return Status(found, found.status, found.reason)
     registrar = Registrar(found.origin)
     try:
         _register(manager, found, registrar)
-    except Exception as error:  # noqa: BLE001  # a third party may raise anything; it is reported and kept
-        return _failed(found, error, registry)
+    # A third party may raise anything, and end the process by sys.exit(); it is reported and kept.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
+        return _failed(found, error, registry, strict=strict)
     registry.accept(registrar)
     return Status(found, "loaded", ops=len(registrar.entries))
 
@@ -154,11 +75,10 @@ def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar)
     try:
         manager.register(module, name)
         manager.check_pending()
-        impls = [i for i in manager.hook.shardwise_register.get_hookimpls() if i.plugin_name == name]
-        if not impls:
-            _refuse_hookless(found)
-        for impl in impls:
+        for impl in _required(manager, found, name):
             impl.function(*(registrar for _ in impl.argnames))
+        registrar.links += [_plain(impl) for impl in _implementations(manager, "shardwise_links", name)]
+        registrar.observers += [_plain(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
     except BaseException:
         # pluggy may keep a plugin whose validation failed, and a later check would blame the next one for it.
         if manager.has_plugin(name):
@@ -166,30 +86,56 @@ def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar)
         raise
 
 
-def _refuse_hookless(found: Found) -> None:
-    raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
+def _required(manager: pluggy.PluginManager, found: Found, plugin: str) -> list[Any]:
+    impls = _implementations(manager, "shardwise_register", plugin)
+    if not impls:
+        raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
+    return impls
 
 
-def _failed(found: Found, error: Exception, registry: Registry) -> Status:
+def _implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[Any]:
+    return [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin]
+
+
+def _plain(impl: Any) -> Any:
+    """A hook as a function of all arguments of its specification, by position: an implementation may leave some out,
+    and pluggy's own call is too slow where ops are dispatched.
+    """
+    name = impl.opts["specname"] or impl.function.__name__
+    names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
+    if tuple(impl.argnames) == names:
+        return impl.function
+    wanted = [names.index(argument) for argument in impl.argnames]
+    return lambda *given: impl.function(*(given[i] for i in wanted))
+
+
+def _failed(found: Found, error: BaseException, registry: Registry, *, strict: bool) -> Status:
     cause = f"{type(error).__name__}: {error}"
-    disable = f"SHARDWISE_DISABLE_PLUGINS={found.origin.plugin}"
     trace = traceback.format_exc()
-    if found.first_party or _truthy(os.environ.get("SHARDWISE_STRICT", "0")):
-        raise PluginLoadError(
-            asked=f"load the plugin {found.origin}",
-            found=cause,
-            do=f"Reinstall {found.origin.distribution}, or disable the plugin with {disable}.",
-            plugin=found.origin.plugin,
-            distribution=found.origin.distribution,
-        ) from error
+    if found.first_party or strict:
+        raise _fatal(found, cause) from error
     registry.reject(Failure(found.origin, cause, trace))
     warnings.warn(
-        f"shardwise left out the plugin {found.origin}: {cause}. Disable it with {disable}; "
-        f"`shardwise plugins` lists all.",
+        f"shardwise left out the plugin {found.origin}: {cause}. Disable it with {_disable(found)}; "
+        f"`shardwise plugins show {found.origin.plugin}` has the traceback.",
         RuntimeWarning,
         stacklevel=2,
     )
     return Status(found, "failed", cause, traceback=trace)
+
+
+def _fatal(found: Found, cause: str) -> PluginLoadError:
+    return PluginLoadError(
+        asked=f"load the plugin {found.origin}",
+        found=cause,
+        do=f"Reinstall {found.origin.distribution}, or disable the plugin with {_disable(found)}.",
+        plugin=found.origin.plugin,
+        distribution=found.origin.distribution,
+    )
+
+
+def _disable(found: Found) -> str:
+    return f"SHARDWISE_DISABLE_PLUGINS={found.origin.plugin}"
 
 
 # -- the registry of this process --------------------------------------------------------------------------------
@@ -200,24 +146,88 @@ class _Process:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
+        self.loading = False
         self.registry: Registry | None = None
         self.statuses: list[Status] = []
 
 
-_process = _Process()
+# A reload of this module must not make a second registry beside the one that plans were made by.
+_process: _Process = globals().get("_process") or _Process()
+
+
+def _hold() -> None:
+    _process.lock.acquire()
+
+
+def _release() -> None:
+    _process.lock.release()
+
+
+if "_forks_safely" not in globals():
+    # No thread is in the middle of loading while the process is copied: the copy has a whole registry, or none.
+    os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+_forks_safely = True
 
 
 def default_registry() -> Registry:
-    """The registry of this process; the first call finds and loads the plugins."""
+    """The registry of this process; the first call finds and loads the plugins.
+
+    Raises :class:`SettingsError` for bad settings, and :class:`PluginLoadError` for a broken first-party plugin, for
+    any problem in strict mode, and when a plugin asks for the registry while it is being loaded.
+    """
     ready = _process.registry
     if ready is not None:
         return ready
     with _process.lock:
         if _process.registry is None:
-            registry = Registry()
-            _process.statuses = load(discover(), registry)
-            _process.registry = registry
+            _fill(read_settings())
+        assert _process.registry is not None
         return _process.registry
+
+
+def _fill(settings: Settings) -> None:
+    if _process.loading:
+        raise PluginLoadError(
+            asked="look up a rule",
+            found="the plugins are just being loaded, and one of them asks",
+            do="Let a plugin's module define rules and do nothing else; run ops on MeshTensors later.",
+        )
+    _process.loading = True
+    try:
+        registry = Registry(settings.prefer)
+        found = load(discover(settings), registry, strict=settings.strict)
+        if settings.strict:
+            for verdict in registry.conflicts():
+                registry.lookup(verdict.op)
+        _process.statuses, _process.registry = found, registry
+        _supply_links(registry)
+    finally:
+        _process.loading = False
+
+
+def _supply_links(registry: Registry | None) -> None:
+    """Let the plugins of a registry say what moves cost where nothing was measured."""
+    suppliers = registry.links if registry is not None else []
+
+    def ask(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Links | None:
+        for origin, supplier in suppliers:
+            links = supplier(mesh_shape, device_type, wires)
+            if links is not None:
+                return _checked(links, mesh_shape, str(origin))
+        return None
+
+    supply_links(ask if suppliers else None)
+
+
+def _checked(links: Any, mesh_shape: tuple[int, ...], origin: str) -> Links:
+    if isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape):
+        return links
+    raise PluginLoadError(
+        asked=f"cost moves on a mesh of shape {mesh_shape} by the plugin {origin}",
+        found=f"its hook shardwise_links answers {links!r}",
+        do=f"Return None, or Links with {len(mesh_shape)} mesh dims.",
+        plugin=origin,
+    )
 
 
 def statuses() -> list[Status]:
@@ -231,12 +241,14 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
     """Make another registry this process's one for a while, as tests do."""
     with _process.lock:
         before, _process.registry = _process.registry, registry
+    _supply_links(registry)
     registry.changed()
     try:
         yield registry
     finally:
         with _process.lock:
             _process.registry = before
+        _supply_links(before)
         for one in (registry, before):
             if one is not None:
                 one.changed()

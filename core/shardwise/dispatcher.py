@@ -25,6 +25,7 @@ from shardwise.private_torch import (
     outside_modes,
 )
 from shardwise.registry import Registry
+from shardwise.rule_agreement import agree_on_rules
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Op, op_name
 from shardwise.spec import TensorMeta, TensorSpec
@@ -73,6 +74,7 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
     key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
     handle = _handlers.get(key)
     if handle is None:
+        _meet(args, kwargs)
         handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
         if id(op) not in _entries:
             _entries[id(op)] = _enter(op, handle)
@@ -273,7 +275,21 @@ def _registry() -> Registry:
     if id(registry) not in _listening:
         _listening.add(id(registry))
         registry.on_change(clear_plans)
+        for observer in registry.observers:
+            _listen(observer)
     return registry
+
+
+def _meet(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Have the ranks of a call's mesh agree on their rules, before any of them looks one up and may find none.
+
+    Most meshes were met where a tensor was put on them; one that came with a tensor from a file, say, was not.
+    """
+    for value in (*args, *(kwargs or {}).values()):
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, _tensor_class[0]):
+                agree_on_rules(part._spec.mesh)  # type: ignore[attr-defined]
+                return
 
 
 def propagate(schema: OpSchema) -> OutputSharding:
@@ -325,6 +341,7 @@ class _PlanStore:
         """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
         plan = self.cold.get(key)
         if plan is None:
+            _meet(args, kwargs)
             with outside_modes():
                 plan = plan_call(_tensor_class[0], _registry().lookup(self.op), self.info, args, kwargs or {})
         if _observers:

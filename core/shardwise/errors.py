@@ -128,6 +128,10 @@ class PluginLoadError(ShardingError):
     """A plugin could not be imported, validated or registered."""
 
 
+class SettingsError(PluginLoadError):
+    """A setting cannot be read, or names a plugin that is not installed."""
+
+
 # -- processes -------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import scatter_local
 from shardwise.placements import REPLICATE, Placement, check_placements
 from shardwise.private_torch import current_mesh
+from shardwise.rule_agreement import agree_on_rules
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 from shardwise.traceable import traceable
@@ -49,6 +50,7 @@ def _make(
     wanted = [REPLICATE] * mesh.ndim if placements is None else placements
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
     spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, len(size)), meta)
+    agree_on_rules(mesh)
     if is_random:
         agree_on_generator(mesh)
     # Random values must not depend on the mesh, so every rank draws them all; a pending tensor holds its value once.

@@ -22,6 +22,7 @@ from shardwise.flight import Flight, Window
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
 from shardwise.private_torch import current_mesh, is_traced, new_wrapper
 from shardwise.redistribute import Route, redistribute_local, route
+from shardwise.rule_agreement import agree_on_rules
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.traceable import traceable
 from shardwise.waiting import set_tensor_class as set_waiting_class
@@ -170,6 +171,7 @@ def from_local(
     wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
     given = check_placements(wanted, mesh.ndim, local.ndim)
     spec = _spec_of_local(local, mesh, given, shape, stride)
+    agree_on_rules(mesh)
     if run_check:
         check_agreement(local, spec)
     return _FromLocal.apply(local, spec, _given(grad_placements, spec))  # type: ignore[no-untyped-call]

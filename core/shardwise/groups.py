@@ -15,7 +15,7 @@ from shardwise.collectives import Group
 from shardwise.private_torch import outside_modes
 from shardwise.start import generation
 
-__all__ = ["all_reduce", "broadcast_", "forget", "group_of", "rank_at"]
+__all__ = ["all_reduce", "backend_of", "broadcast_", "carrying_device", "forget", "group_of", "rank_at"]
 
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Group] = {}
 _start = [0]
@@ -105,3 +105,14 @@ def all_reduce(tensor: Tensor, kind: str, mesh: DeviceMesh, mesh_dims: Sequence[
     own = tensor.clone(memory_format=torch.contiguous_format)
     group = group_of(mesh, mesh_dims)
     return own if group.size == 1 or own.numel() == 0 else group.all_reduce_(own, kind)
+
+
+def backend_of(mesh: DeviceMesh) -> str:
+    """What carries the mesh's collectives; the same on all ranks, which made the process groups together."""
+    config = str(dist.get_backend_config(mesh.get_group(0)))
+    return dict(pair.split(":") for pair in config.split(",")).get(mesh.device_type, config)
+
+
+def carrying_device(mesh: DeviceMesh) -> str:
+    """The device whose tensors the mesh's process groups carry."""
+    return "cpu" if backend_of(mesh) == "gloo" else mesh.device_type

@@ -1,4 +1,4 @@
-"""The hooks that a plugin implements. They are few and cold: none runs during a dispatch."""
+"""The hooks that a plugin implements. They are few and cold: none goes through pluggy during a dispatch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import pluggy
 
 if TYPE_CHECKING:
+    from shardwise.cost import Links
+    from shardwise.plan import Plan
     from shardwise.registry import Registrar
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "shardwise_register"]
+__all__ = ["PROJECT", "hookimpl", "hookspec", "shardwise_dispatched", "shardwise_links", "shardwise_register"]
 
 PROJECT = "shardwise"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -18,4 +20,21 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def shardwise_register(registry: Registrar) -> None:
-    """Hand the plugin's rules over: ``registry.add(RULE, OTHER_RULE, ...)``. Called once per process."""
+    """Hand the plugin's rules over: ``registry.add(RULE, OTHER_RULE, ...)``. Called once per process; required."""
+
+
+@hookspec
+def shardwise_links(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Links | None:
+    """What redistributions cost on such a mesh, where nothing was measured; None leaves the defaults. Rarely needed.
+
+    ``wires`` has what connects the ranks of each mesh dim (the keys of :data:`shardwise.cost.WIRES`). Every rank asks
+    for itself, so the answer must follow from the arguments alone. The first plugin by name that answers counts.
+    """
+
+
+@hookspec
+def shardwise_dispatched(plan: Plan) -> None:
+    """Watch: called with the plan of every op on MeshTensors, before it runs. Rarely needed.
+
+    While any plugin implements it every dispatch takes the slower way by which observers are told.
+    """

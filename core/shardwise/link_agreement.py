@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.errors import LinksFileError, LinksFitError
-from shardwise.groups import broadcast_
+from shardwise.groups import backend_of, broadcast_, carrying_device
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import outside_modes
 from shardwise.spec import Mesh
@@ -54,7 +54,7 @@ def agree_on_links(mesh: Mesh) -> bool:
     """
     if not isinstance(mesh, DeviceMesh) or _is_known(mesh):
         return False
-    if mesh.size() > 1 and not are_chosen(mesh) and _backend(mesh) != "fake":
+    if mesh.size() > 1 and not are_chosen(mesh) and backend_of(mesh) != "fake":
         before = links_of(mesh)
         # Plans are made under tracing too, where a tensor made here would not be real.
         with outside_modes():
@@ -129,7 +129,7 @@ def _read_file() -> dict[str, Any]:
 
 def survey(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
     """Find out together where a mesh lies; ``mine`` is what this rank tells if it is the first. All ranks must call."""
-    backend = _backend(mesh)
+    backend = backend_of(mesh)
     hosts = _host_grid(mesh)
     spread = tuple(_most_hosts(hosts, m) for m in range(mesh.ndim))
     about = {"device": _device_name(mesh.device_type), "infiniband": _has_infiniband(), **(mine or {})}
@@ -140,12 +140,6 @@ def survey(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
     inside = "nvlink" if mesh.device_type != "cpu" and backend != "gloo" else "loopback"
     between = "infiniband" if inside == "nvlink" and told["infiniband"] else "ethernet"
     return Ground(site, tuple(between if n > 1 else inside for n in spread), told)
-
-
-def _backend(mesh: DeviceMesh) -> str:
-    """What carries the mesh's collectives; the same on all ranks, which made the process groups together."""
-    config = str(dist.get_backend_config(mesh.get_group(0)))
-    return dict(pair.split(":") for pair in config.split(",")).get(mesh.device_type, config)
 
 
 def _device_name(device_type: str) -> str:
@@ -173,7 +167,7 @@ def _host() -> int:
 def _host_grid(mesh: DeviceMesh) -> torch.Tensor:
     """The host of every rank, in the shape of the mesh."""
     # A sum of grids with one entry each: process groups count their ranks in an order of their own.
-    grid = torch.zeros(tuple(mesh.shape), dtype=torch.int64, device=_carrier(mesh))
+    grid = torch.zeros(tuple(mesh.shape), dtype=torch.int64, device=carrying_device(mesh))
     grid[_place(mesh)] = _host()
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
@@ -196,7 +190,7 @@ def _most_hosts(hosts: torch.Tensor, mesh_dim: int) -> int:
 
 def from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
     """What the rank at coordinate 0 of every mesh dim tells, a JSON object; all ranks of the mesh must call."""
-    data = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=_carrier(mesh))
+    data = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=carrying_device(mesh))
     length = torch.tensor([len(data)], device=data.device)
     _broadcast(mesh, length)
     sent = data.new_zeros(int(length))
@@ -210,8 +204,3 @@ def from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
 def _broadcast(mesh: DeviceMesh, tensor: torch.Tensor) -> None:
     for m in range(mesh.ndim):
         broadcast_(tensor, mesh, m)
-
-
-def _carrier(mesh: DeviceMesh) -> str:
-    """The device whose tensors the mesh's process groups carry."""
-    return "cpu" if _backend(mesh) == "gloo" else mesh.device_type

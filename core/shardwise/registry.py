@@ -1,10 +1,10 @@
-"""The registry: op -> rule, and who supplied it."""
+"""The registry: op -> rule, who supplied it, and which one holds where several do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Self
 
 import torch
 from attrs import field, frozen
@@ -12,37 +12,17 @@ from attrs import field, frozen
 from shardwise import planner
 from shardwise.errors import NoRuleError, NoStrategyError, RuleConflictError, RuleError
 from shardwise.meta import UNKNOWN, schema_metas
+from shardwise.precedence import Entry, Origin, Verdict, judge, resolving
 from shardwise.rule import AnyRule, FullMeshRule, Rule
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, TupleStrategy
+from shardwise.settings import normalised
 from shardwise.signature import Op, op_name
 from shardwise.spec import TensorMeta
 
-__all__ = ["Entry", "Failure", "Origin", "Registrar", "Registry"]
+__all__ = ["Entry", "Failure", "Origin", "Override", "Registrar", "Registry"]
 
-
-@frozen
-class Origin:
-    """A plugin and the distribution that brought it."""
-
-    plugin: str
-    distribution: str = "this process"
-    version: str = "-"
-
-    def __str__(self) -> str:
-        same = self.plugin == self.distribution
-        return f"{self.plugin} {self.version}" if same else f"{self.plugin} ({self.distribution} {self.version})"
-
-
-@frozen(eq=False)
-class Entry:
-    """One rule for one op, with its origin."""
-
-    op: Op
-    rule: AnyRule
-    origin: Origin
-
-    def __str__(self) -> str:
-        return f"{self.origin} at {self.rule.source}"
+Observer = Callable[[Any], None]
+LinkSupplier = Callable[[tuple[int, ...], str, tuple[str, ...]], Any]
 
 
 @frozen
@@ -61,14 +41,20 @@ class Registrar:
         self.origin = origin
         self._by_op: dict[Op, Entry] = {}
         self.optimizers: list[type[torch.optim.Optimizer]] = []
+        self.observers: list[Observer] = []
+        self.links: list[LinkSupplier] = []
 
     @property
     def entries(self) -> list[Entry]:
         """All that was handed over, in that order."""
         return list(self._by_op.values())
 
-    def add(self, *rules: AnyRule) -> None:
-        """Hand over rules. Raises :class:`RuleError` for something that is no rule or an op that comes twice."""
+    def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
+        """Hand over rules.
+
+        ``replaces`` names the distribution whose rules for these ops give way, for rules that do not say so themselves.
+        Raises :class:`RuleError` for what is no rule, an op that comes twice, or a plugin that replaces itself.
+        """
         for rule in rules:
             if not isinstance(rule, (Rule, FullMeshRule)):
                 raise RuleError(
@@ -77,7 +63,7 @@ class Registrar:
                     do="Hand over what rule(), rule_from() or full_mesh_rule() returned.",
                 )
             for op in rule.ops:
-                self._add(op, rule)
+                self._add(op, rule, rule.replaces or replaces)
 
     def add_optimizers(self, *classes: Any) -> None:
         """Name optimizers whose step treats each element alone: it may run on shards as they are.
@@ -93,7 +79,7 @@ class Registrar:
                 )
         self.optimizers += classes
 
-    def _add(self, op: Op, rule: AnyRule) -> None:
+    def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
         twice = self._by_op.get(op)
         if twice is not None:
             raise RuleError(
@@ -102,16 +88,51 @@ class Registrar:
                 do="Keep one.",
                 op=op_name(op),
             )
-        self._by_op[op] = Entry(op, rule, self.origin)
+        replaced = None if replaces is None else normalised(replaces)
+        if replaced == normalised(self.origin.distribution):
+            raise RuleError(
+                asked=f"register {op_name(op)} of {self.origin}",
+                found=f"its rule at {rule.source} replaces {replaces!r}, its own distribution",
+                do="Name the other distribution in replaces=.",
+                op=op_name(op),
+            )
+        self._by_op[op] = Entry(op, rule, self.origin, replaced)
+
+
+class Override:
+    """Rules that stand above all others in this process until taken back: by a call, or at the end of a ``with``."""
+
+    def __init__(self, registry: Registry, entries: list[Entry]) -> None:
+        self._registry = registry
+        self._entries = entries
+
+    def __call__(self) -> None:
+        """Take the rules back; a second time does nothing."""
+        entries, self._entries = self._entries, []
+        if entries:
+            self._registry.take_back(entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self()
 
 
 class Registry:
-    """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up."""
+    """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
 
-    def __init__(self) -> None:
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold.
+    """
+
+    def __init__(self, prefer: Sequence[tuple[str, str]] = ()) -> None:
+        self.prefer = tuple(prefer)
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
+        self._verdicts: dict[Op, Verdict] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
+        self.observers: list[Observer] = []
+        self.links: list[tuple[Origin, LinkSupplier]] = []
         self.origins: list[Origin] = []
         self.failures: list[Failure] = []
         self._listeners: list[Callable[[], None]] = []
@@ -121,6 +142,8 @@ class Registry:
         """Take over all that one plugin registered."""
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
+        self.observers += registrar.observers
+        self.links += [(registrar.origin, supplier) for supplier in registrar.links]
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()
@@ -129,20 +152,23 @@ class Registry:
         """Record a plugin that failed; none of its rules is taken."""
         self.failures.append(failure)
 
-    def override(self, *rules: AnyRule) -> Callable[[], None]:
-        """Put rules above all others in this process; returns the function that takes them back."""
+    def override(self, *rules: AnyRule) -> Override:
+        """Put rules above all others in this process. Call what comes back, or use it in a ``with``, to undo it.
+
+        Every rank of a program must do so alike and at the same point.
+        """
         registrar = Registrar(Origin("override"))
         registrar.add(*rules)
         for entry in registrar.entries:
             self._overrides.setdefault(entry.op, []).append(entry)
         self.changed()
+        return Override(self, registrar.entries)
 
-        def undo() -> None:
-            for entry in registrar.entries:
-                self._overrides[entry.op].remove(entry)
-            self.changed()
-
-        return undo
+    def take_back(self, entries: Sequence[Entry]) -> None:
+        """Undo what :meth:`override` did with these entries."""
+        for entry in entries:
+            self._overrides[entry.op].remove(entry)
+        self.changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever a look-up may answer differently than before (caches of plans hang on it)."""
@@ -150,18 +176,30 @@ class Registry:
 
     def changed(self) -> None:
         """Tell the listeners that a look-up may answer differently now."""
+        self._verdicts.clear()
         for listener in self._listeners:
             listener()
 
     # -- asking --
     def lookup(self, op: Op) -> Entry:
         """The rule that holds for an op; raises :class:`NoRuleError` or :class:`RuleConflictError`."""
-        if self._overrides.get(op):
-            return self._overrides[op][-1]
-        found = self._entries.get(op, [])
-        if len(found) == 1:
-            return found[0]
-        raise self._conflict(op, found) if found else self._missing(op)
+        verdict = self.judge(op)
+        if verdict.winner is not None:
+            return verdict.winner
+        raise self._conflict(verdict) if verdict.losers else self._missing(op)
+
+    def judge(self, op: Op) -> Verdict:
+        """Which rule holds for an op and why, and why its rivals do not; never raises."""
+        found = self._verdicts.get(op)
+        if found is None:
+            overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
+            found = self._verdicts[op] = judge(op, overrides, entries, self.prefer)
+        return found
+
+    def conflicts(self) -> list[Verdict]:
+        """The ops with several rules of which none holds, by name."""
+        found = (self.judge(op) for op in self._entries)
+        return sorted((v for v in found if v.winner is None), key=lambda v: op_name(v.op))
 
     def find(self, op: Op) -> list[Entry]:
         """All rules for an op, overrides first."""
@@ -206,15 +244,20 @@ class Registry:
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
         )
 
-    def _conflict(self, op: Op, found: list[Entry]) -> RuleConflictError:
-        rivals = sorted(found, key=lambda e: e.origin.plugin)
+    def _conflict(self, verdict: Verdict) -> RuleConflictError:
+        name, rivals = op_name(verdict.op), verdict.rivals
+        settings = resolving(verdict.op, rivals[0])
+        others = "".join(f" or ={e.origin.plugin}" for e in rivals[1:])
         return RuleConflictError(
-            asked=f"find the rule for {op_name(op)}",
-            found="; ".join(map(str, rivals)) + " all supply one",
-            do=f"Disable all but one, for example SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}, "
-            "or choose in this process with registry.override(rule).",
-            op=op_name(op),
+            asked=f"find the rule for {name}",
+            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, and {verdict.reason}",
+            do=f"Set {settings['environment']}{others} (or the same under [tool.shardwise.prefer] in pyproject.toml), "
+            f"or leave a plugin out with SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}",
+            op=name,
             plugins=tuple(e.origin.plugin for e in rivals),
+            distributions=tuple(f"{e.origin.distribution} {e.origin.version}" for e in rivals),
+            sources=tuple(e.rule.source for e in rivals),
+            settings=settings,
         )
 
 

@@ -53,7 +53,8 @@ class Rule:
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
-    the ops write though their schemas do not say so, ``results`` corrects the metas of the results.
+    the ops write though their schemas do not say so, ``results`` corrects the metas of the results. ``replaces`` names
+    the distribution whose rule for an op gives way to this one.
     """
 
     ops: tuple[Op, ...]
@@ -67,6 +68,7 @@ class Rule:
     partial: tuple[str, ...] = ()
     writes: frozenset[str] = frozenset()
     results: Results | None = None
+    replaces: str | None = None
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -90,6 +92,7 @@ class FullMeshRule:
     lowering: Lowering | None = None
     local_args: LocalArgs | None = None
     text: str = "function of the full mesh"
+    replaces: str | None = None
     zip_lists: bool = field(default=False, init=False)
     writes: frozenset[str] = field(default=frozenset(), init=False)
     results: Results | None = field(default=None, init=False)
@@ -117,6 +120,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     local_args: LocalArgs | None = None,
     lowered: bool | Iterable[str] | None = None,
     nonempty: Iterable[str] = (),
+    replaces: str | None = None,
 ) -> Rule:
     """A rule in einop notation.
 
@@ -126,7 +130,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
     whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
     a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
-    ``lowering``; all but ``R`` when it is not given.
+    ``lowering``; all but ``R`` when it is not given. ``replaces`` names the distribution whose rules for these ops give
+    way to this one (``"shardwise"`` for those that ship with it); without it, two rules for one op are a conflict.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
@@ -150,6 +155,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
         local_args=local_args,
         source=_caller(),
         partial=options.partial,
+        replaces=replaces,
     )
 
 
@@ -162,6 +168,7 @@ def rule_from(
     local_args: LocalArgs | None = None,
     writes: Iterable[str] = (),
     results: Results | None = None,
+    replaces: str | None = None,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -172,7 +179,7 @@ def rule_from(
 
     ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
-    device's kernel differs from the meta device.
+    device's kernel differs from the meta device. ``replaces`` is as in :func:`rule`.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -191,6 +198,7 @@ def rule_from(
             source=f"{code.co_filename}:{code.co_firstlineno}",
             writes=_checked_writes(ops, writes),
             results=results,
+            replaces=replaces,
         )
 
     return make
@@ -202,14 +210,19 @@ def full_mesh_rule(
     static: Iterable[str] = (),
     lowering: Lowering | None = None,
     local_args: LocalArgs | None = None,
+    replaces: str | None = None,
 ) -> Callable[[Callable[[Any, Any], Any]], FullMeshRule]:
-    """Decorator: a rule from a function ``(mesh, op_schema) -> OpStrategy`` over the full mesh."""
+    """Decorator: a rule from a function ``(mesh, op_schema) -> OpStrategy`` over the full mesh.
+
+    ``replaces`` is as in :func:`rule`.
+    """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
 
     def make(function: Callable[[Any, Any], Any]) -> FullMeshRule:
         code = function.__code__
-        return FullMeshRule(ops, function, f"{code.co_filename}:{code.co_firstlineno}", keyed, lowering, local_args)
+        source = f"{code.co_filename}:{code.co_firstlineno}"
+        return FullMeshRule(ops, function, source, keyed, lowering, local_args, replaces=replaces)
 
     return make
 

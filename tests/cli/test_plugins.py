@@ -45,7 +45,7 @@ def test_an_unknown_plugin_in_the_settings_is_a_message(monkeypatch):
     monkeypatch.setattr("shardwise.discovery._process.registry", None)
     result = run("plugins")
     assert result.exit_code == 1
-    assert "Error: PluginLoadError: read SHARDWISE_PLUGINS: there is no plugin shardwise-nothing" in result.output
+    assert "Error: SettingsError: read SHARDWISE_PLUGINS: there is no plugin shardwise-nothing" in result.output
 
 
 @pytest.mark.usefixtures("_toy_registry")

@@ -161,7 +161,7 @@ def test_settings_block_a_plugin(tmp_path, settings, reason):
 
 def test_an_unknown_name_in_a_setting_is_an_error(tmp_path):
     done = run(tmp_path, STATUS, SHARDWISE_PLUGINS="acme-misspelt")
-    assert "PluginLoadError" in done.stderr
+    assert "SettingsError" in done.stderr
     assert "there is no plugin acme-misspelt" in done.stderr
 
 

@@ -1,0 +1,169 @@
+"""What a person sets: environment variables first, then ``[tool.shardwise]`` of the nearest pyproject.toml.
+
+========================== =================== ================================================================
+environment                pyproject           meaning
+========================== =================== ================================================================
+SHARDWISE_PLUGINS          plugins             the only plugins to load (unset: all, empty: none)
+SHARDWISE_DISABLE_PLUGINS  disable-plugins     plugins that are never imported
+SHARDWISE_AUTOLOAD         autoload            off: only what ``plugins`` names is loaded
+SHARDWISE_STRICT           strict              on: any problem with a plugin raises when plugins are loaded
+SHARDWISE_PREFER           prefer              which plugin wins, by op (``aten.mm.default``, ``aten.mm``, ``*mm*``)
+========================== =================== ================================================================
+
+Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
+separated by commas.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from attrs import field, frozen
+
+from shardwise.errors import SettingsError
+
+__all__ = ["Settings", "normalised", "preferred", "read_settings"]
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as package indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@frozen
+class Settings:
+    """All settings, and where each that is set was read. ``plugins`` is None when no allow-list is set."""
+
+    plugins: frozenset[str] | None = None
+    disabled: frozenset[str] = frozenset()
+    autoload: bool = True
+    strict: bool = False
+    prefer: tuple[tuple[str, str], ...] = ()
+    sources: Mapping[str, str] = field(factory=dict)
+
+    def source(self, name: str) -> str:
+        """Where a setting was read, as a person would name it."""
+        return self.sources.get(name, f"the setting {name!r}")
+
+
+def preferred(prefer: Sequence[tuple[str, str]], op: str) -> tuple[str, str] | None:
+    """The pair of the ``prefer`` setting that holds for an op's full name (``aten.mm.default``).
+
+    The full name goes before the name without overload, that before a pattern, a longer pattern before a shorter one.
+    """
+    packet = op.rpartition(".")[0]
+    fitting = [
+        pair for pair in prefer if pair[0] in (op, packet) or (_is_pattern(pair[0]) and fnmatchcase(op, pair[0]))
+    ]
+    return min(fitting, key=lambda p: (p[0] != op, p[0] != packet, -len(p[0]), p[0]), default=None)
+
+
+def _is_pattern(name: str) -> bool:
+    return any(c in name for c in "*?[")
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Settings:
+    """The settings in force in ``folder`` (default: the current one).
+
+    Raises :class:`SettingsError` for a value that cannot be read or a key that does not exist.
+    """
+    environ = os.environ if environ is None else environ
+    found: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    path, table = _pyproject(Path.cwd() if folder is None else folder)
+    for key, value in table.items():
+        name = key.replace("_", "-")
+        if name not in _KEYS:
+            raise _refusal(f"[tool.shardwise] of {path}", f"there is no setting {key!r}", f"It has {', '.join(_KEYS)}.")
+        attribute, parse_value, _ = _KEYS[name]
+        where = f"{key!r} in [tool.shardwise] of {path}"
+        found[attribute], sources[attribute] = parse_value(where, value), where
+    for attribute, parse_value, variable in _KEYS.values():
+        text = environ.get(variable)
+        if text is not None:
+            found[attribute], sources[attribute] = parse_value(variable, text), variable
+    return Settings(**found, sources=sources)
+
+
+def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """The nearest pyproject.toml with a table for shardwise, from ``folder`` upwards."""
+    for path in (parent / "pyproject.toml" for parent in (folder, *folder.parents)):
+        if not path.is_file():
+            continue
+        try:
+            table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("shardwise")
+        except (OSError, ValueError) as error:
+            # Many a broken file in a folder above is none of ours; one that speaks of us is.
+            if _mentions_us(path):
+                raise _refusal(str(path), str(error), "Correct the file.") from error
+            continue
+        if table is not None:
+            if not isinstance(table, dict):
+                raise _refusal(str(path), "tool.shardwise is no table", "Write [tool.shardwise] and keys under it.")
+            return path, table
+    return None, {}
+
+
+def _mentions_us(path: Path) -> bool:
+    try:
+        return b"tool.shardwise" in path.read_bytes()
+    except OSError:
+        return False
+
+
+def _names(where: str, value: Any) -> frozenset[str]:
+    words = value.split(",") if isinstance(value, str) else value
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise _refusal(where, f"{value!r} is no list of names", 'Write a list, as in ["acme-kernels"].')
+    return frozenset(normalised(word.strip()) for word in words if word.strip())
+
+
+def _flag(where: str, value: Any) -> bool:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word is True or word in _TRUE:
+        return True
+    if word is False or word in _FALSE:
+        return False
+    raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
+
+
+def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
+    pairs = dict(_split(where, word) for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
+        raise _refusal(
+            where, f"{value!r} does not map ops to plugins", 'Write a table, as in {"aten.mm" = "acme-kernels"}.'
+        )
+    return tuple(sorted((op.strip().replace("::", "."), normalised(plugin.strip())) for op, plugin in pairs.items()))
+
+
+def _split(where: str, word: str) -> tuple[str, str]:
+    op, equals, plugin = word.partition("=")
+    if not (equals and op.strip() and plugin.strip()):
+        raise _refusal(where, f"{word!r} is no pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other.")
+    return op, plugin
+
+
+def _refusal(where: str, found: str, do: str) -> SettingsError:
+    return SettingsError(asked=f"read {where}", found=found, do=do, setting=where)
+
+
+# key in pyproject -> attribute, reader, environment variable
+_KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
+    "plugins": ("plugins", _names, "SHARDWISE_PLUGINS"),
+    "disable-plugins": ("disabled", _names, "SHARDWISE_DISABLE_PLUGINS"),
+    "autoload": ("autoload", _flag, "SHARDWISE_AUTOLOAD"),
+    "strict": ("strict", _flag, "SHARDWISE_STRICT"),
+    "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
+}
