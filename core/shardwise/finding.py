@@ -97,9 +97,6 @@ def _location(dist: Distribution) -> str:
 
 def _verdict(settings: Settings, found: Found, dist: Distribution) -> tuple[str, str]:
     origin, group = found.origin, found.entry.group
-    if group != GROUP:
-        newer = "this shardwise" if _major(group) > _major(GROUP) else "the plugin"
-        return "needs upgrade", f"it registers under {group}, this shardwise reads {GROUP}: upgrade {newer}"
     if any(origin.is_called(name) for name in settings.disabled):
         return "blocked", f"in {settings.source('disabled')}"
     allowed = settings.plugins is not None and any(origin.is_called(name) for name in settings.plugins)
@@ -107,6 +104,9 @@ def _verdict(settings: Settings, found: Found, dist: Distribution) -> tuple[str,
         return "blocked", f"{settings.source('autoload')} is off"
     if settings.plugins is not None and not allowed:
         return "blocked", f"not in {settings.source('plugins')}"
+    if group != GROUP:
+        newer = "this shardwise" if _major(group) > _major(GROUP) else "the plugin"
+        return "needs upgrade", f"it registers under {group}, this shardwise reads {GROUP}: upgrade {newer}"
     clash = _version_clash(dist)
     return ("refused", clash) if clash else ("ready", "")
 

@@ -72,11 +72,11 @@ def _agree(mesh: DeviceMesh) -> None:
     except ShardingError as error:
         # This rank alone must not leave: the others would wait for it.
         failure, mine = error, {"failure": {"loading its plugins": f"{type(error).__name__}: {error}"}}
-    alike = _are_alike(mesh, mine)
+    told = None if _are_alike(mesh, mine) else _all(mesh, mine)
     if failure is not None:
         raise failure
-    if not alike:
-        raise _refusal(mesh, _all(mesh, mine))
+    if told is not None:
+        raise _refusal(mesh, told)
 
 
 def summary(registry: Registry) -> Summary:

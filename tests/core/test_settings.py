@@ -1,0 +1,80 @@
+"""Settings: words that people write, patterns of ``prefer``, and what cannot be read."""
+
+import pytest
+
+from shardwise.errors import SettingsError
+from shardwise.settings import Settings, preferred, read_settings
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", " off ", "FALSE"])
+def test_words_for_off(word, tmp_path):
+    assert not read_settings({"SHARDWISE_AUTOLOAD": word}, tmp_path).autoload
+
+
+@pytest.mark.parametrize("word", ["1", "true", "Yes", " on "])
+def test_words_for_on(word, tmp_path):
+    assert read_settings({"SHARDWISE_STRICT": word}, tmp_path).strict
+
+
+def test_unset_and_empty_are_not_the_same(tmp_path):
+    assert read_settings({}, tmp_path).plugins is None
+    assert read_settings({"SHARDWISE_PLUGINS": " "}, tmp_path).plugins == frozenset()
+
+
+def test_defaults(tmp_path):
+    assert read_settings({}, tmp_path) == Settings()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("SHARDWISE_AUTOLOAD", "maybe", "'maybe' is neither on nor off"),
+        ("SHARDWISE_STRICT", "", "'' is neither on nor off"),
+        ("SHARDWISE_PREFER", "aten.mm", "'aten.mm' is no pair"),
+        ("SHARDWISE_PREFER", "=acme", "'=acme' is no pair"),
+    ],
+)
+def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp_path):
+    with pytest.raises(SettingsError, match=f"read {variable}: {found}"):
+        read_settings({variable: value}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("[tool.shardwise]\nplugin = []", "there is no setting 'plugin'"),
+        ("[tool.shardwise]\nplugins = 'a'\nstrict = 2", "2 is neither on nor off"),
+        ("[tool.shardwise]\nplugins = [1]", "is no list of names"),
+        ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
+        ("[tool.shardwise\n", "line 1"),
+        ("[tool]\nshardwise = 3", "is no table"),
+    ],
+)
+def test_a_pyproject_that_cannot_be_read(text, found, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        read_settings({}, tmp_path)
+    assert found in str(caught.value)
+    assert str(tmp_path / "pyproject.toml") in str(caught.value)
+
+
+def test_a_broken_pyproject_that_does_not_speak_of_shardwise_is_nobodys_error(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.other\n")
+    assert read_settings({}, tmp_path) == Settings()
+
+
+def test_everything_in_pyproject(tmp_path):
+    (tmp_path / "pyproject.toml").write_text(
+        "[tool.shardwise]\nplugins = ['A_b']\ndisable_plugins = ['c']\nautoload = false\nstrict = true\n"
+        "[tool.shardwise.prefer]\n'aten::mm' = 'A.B'\n"
+    )
+    read = read_settings({}, tmp_path)
+    assert (read.plugins, read.disabled, read.autoload, read.strict) == ({"a-b"}, {"c"}, False, True)
+    assert read.prefer == (("aten.mm", "a-b"),)
+
+
+def test_the_closest_preference_holds():
+    pairs = [("*", "a"), ("aten.m*", "b"), ("aten.mm", "c"), ("aten.mm.out", "d")]
+    chosen = [preferred(pairs, op) for op in ("aten.add.Tensor", "aten.mul.Tensor", "aten.mm.default", "aten.mm.out")]
+    assert [plugin for _, plugin in chosen] == ["a", "b", "c", "d"]
+    assert preferred(pairs[1:], "aten.add.Tensor") is None

@@ -1,0 +1,179 @@
+"""What becomes of an installed plugin: loaded, failed, blocked, refused or needing an upgrade; none is dropped."""
+
+import pytest
+
+FATES = """
+    import json, sys, warnings
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        from shardwise.discovery import statuses
+        found = [(s.found.origin.plugin, s.status, s.reason) for s in statuses()]
+    said = [str(w.message) for w in caught if "shardwise" in str(w.message)]
+    imported = sorted(m for m in sys.modules if m.startswith(("acme", "bolt")))
+    acme = {name: [status, reason] for name, status, reason in found if name.startswith(("acme", "bolt"))}
+    print(json.dumps({"acme": acme, "order": [f[0] for f in found], "said": said, "imported": imported}))
+"""
+LOOKUP = """
+    import torch
+    from shardwise.discovery import default_registry
+    print(default_registry().lookup(torch.ops.aten.bincount.default).origin)
+"""
+
+
+@pytest.fixture(scope="module")
+def fates(zoo):
+    return zoo.answer(FATES)
+
+
+def test_a_plugin_that_pip_installed_is_live(fates):
+    assert fates["acme"]["acme-kernels"] == ["loaded", ""]
+
+
+def test_a_plugin_of_an_older_major_is_listed_as_needing_an_upgrade_and_not_imported(fates):
+    status, reason = fates["acme"]["acme-old"]
+    assert status == "needs upgrade"
+    assert "shardwise.plugins.v0" in reason
+    assert "upgrade the plugin" in reason
+    assert "acme_old_plugin" not in fates["imported"]
+
+
+def test_a_plugin_of_a_newer_major_says_that_shardwise_is_too_old(fates):
+    status, reason = fates["acme"]["acme-coming"]
+    assert status == "needs upgrade"
+    assert "upgrade this shardwise" in reason
+    assert "acme_coming_plugin" not in fates["imported"]
+
+
+def test_a_plugin_for_another_version_is_refused_before_import(fates):
+    status, reason = fates["acme"]["acme-new"]
+    assert status == "refused"
+    assert reason.startswith("it needs shardwise>=99 and ")
+    assert "acme_new_plugin" not in fates["imported"]
+
+
+def test_a_broken_plugin_is_caught_with_one_warning(fates):
+    assert fates["acme"]["acme-broken"] == ["failed", "OSError: no libacme.so"]
+    (said,) = fates["said"]
+    assert "acme-broken 1.0" in said  # distribution and version
+    assert "OSError: no libacme.so" in said
+    assert "SHARDWISE_DISABLE_PLUGINS=acme-broken" in said
+
+
+def test_the_order_is_by_name(fates):
+    assert fates["order"] == sorted(fates["order"])
+
+
+def test_a_broken_plugin_leaves_no_rule_its_traceback_is_kept_and_a_miss_names_it(zoo):
+    code = """
+        import json, torch, warnings
+        warnings.simplefilter("ignore")
+        from shardwise.discovery import default_registry, statuses
+        from shardwise.errors import NoRuleError
+        try:
+            default_registry().lookup(torch.ops.aten.histc.default)
+        except NoRuleError as error:
+            (kept,) = [s.traceback for s in statuses() if s.status == "failed"]
+            print(json.dumps([str(error), kept]))
+    """
+    miss, kept = zoo.answer(code)
+    assert "acme-broken 1.0 failed to load (OSError: no libacme.so)" in miss
+    assert "acme_broken_plugin.py" in kept
+
+
+def test_strict_mode_raises_for_any_problem_at_load(zoo):
+    done = zoo.run(LOOKUP, SHARDWISE_STRICT="1", SHARDWISE_DISABLE_PLUGINS="acme-old,acme-new,acme-coming")
+    assert "PluginLoadError: load the plugin acme-broken 1.0: OSError: no libacme.so" in done.stderr
+    for left in ("acme-old", "acme-new", "acme-coming"):
+        others = {"acme-broken", "acme-old", "acme-new", "acme-coming"} - {left}
+        done = zoo.run(LOOKUP, SHARDWISE_STRICT="yes", SHARDWISE_DISABLE_PLUGINS=",".join(others))
+        assert f"PluginLoadError: load the plugin {left} 1.0" in done.stderr
+
+
+BROKEN = {
+    "no hook": ("x = 1", "implements no shardwise_register"),
+    "misspelt": (
+        "from shardwise.hookspecs import hookimpl\n@hookimpl\ndef shardwise_registr(registry): ...",
+        "shardwise_registr",
+    ),
+    "unknown argument": (
+        "from shardwise.hookspecs import hookimpl\n@hookimpl\ndef shardwise_register(registry, more): ...",
+        "more",
+    ),
+    "no rule": (
+        "from shardwise.hookspecs import hookimpl\n@hookimpl\ndef shardwise_register(registry): registry.add(3)",
+        "is a int",
+    ),
+    "exits": ("import sys\nsys.exit(3)", "SystemExit: 3"),
+    "absent": ("import acme_nowhere", "No module named 'acme_nowhere'"),
+    "asks": (
+        "from shardwise.discovery import default_registry\ndefault_registry()",
+        "the plugins are just being loaded",
+    ),
+}
+
+
+def test_whatever_is_wrong_with_plugins_is_caught_for_each_and_the_next_one_loads(environment, wheel):
+    """In one environment, so that a plugin after a broken one is seen not to be blamed for it."""
+    wheels = [wheel(f"acme-{i}", source) for i, (source, _) in enumerate(BROKEN.values())]
+    found = environment(*wheels, wheel("bolt-kernels")).answer(FATES)
+    for i, (_, cause) in enumerate(BROKEN.values()):
+        status, reason = found["acme"][f"acme-{i}"]
+        assert status == "failed"
+        assert cause in reason
+    assert found["acme"]["bolt-kernels"] == ["loaded", ""]
+    assert len(found["said"]) == len(BROKEN)
+
+
+def test_a_broken_first_party_plugin_is_fatal(environment):
+    env = environment()
+    (env.site / "shardwise_conv" / "plugin.py").write_text("raise OSError('half an installation')")
+    done = env.run(LOOKUP)
+    assert "PluginLoadError: load the plugin shardwise-conv" in done.stderr
+    assert "half an installation" in done.stderr
+
+
+def test_a_plugin_for_several_majors_is_used_by_the_one_that_fits(environment, wheel):
+    entries = {f"shardwise.plugins.v{n}": {"acme-kernels": "acme_kernels_plugin"} for n in (0, 1, 2)}
+    assert environment(wheel("acme-kernels", entries=entries)).answer(FATES)["acme"] == {"acme-kernels": ["loaded", ""]}
+
+
+def test_two_distributions_with_one_entry_name_are_both_loaded(environment, wheel):
+    histc = "import torch\n" + HISTC
+    wheels = [
+        wheel("acme-kernels"),
+        wheel("bolt-kernels", histc, entries={"shardwise.plugins.v1": {"acme-kernels": "bolt_kernels_plugin"}}),
+    ]
+    code = """
+        import json, torch
+        from shardwise.discovery import default_registry
+        look = default_registry().lookup
+        print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in ("bincount", "histc")]))
+    """
+    assert environment(*wheels).answer(code) == ["acme-kernels 1.0", "acme-kernels (bolt-kernels 1.0)"]
+
+
+HISTC = """
+from shardwise.hookspecs import hookimpl
+from shardwise.rule import rule
+
+@hookimpl
+def shardwise_register(registry):
+    registry.add(rule(torch.ops.aten.histc.default, "R -> R"))
+"""
+
+
+def test_stale_metadata_in_front_on_the_path_does_not_hide_the_installed_plugin(environment, wheel):
+    env = environment(wheel("acme-kernels", version="2.0"))
+    stale = env.cwd / "acme_kernels.egg-info"
+    stale.mkdir()
+    (stale / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: acme_kernels\nVersion: 0.9\n")
+    (stale / "entry_points.txt").write_text("[shardwise.plugins.v1]\nacme-kernels = acme_nowhere\n")
+    code = """
+        import json
+        from shardwise.finding import discover
+        print(json.dumps([[f.origin.version, f.hides] for f in discover() if f.origin.plugin == "acme-kernels"]))
+    """
+    ((version, hides),) = env.answer(code)
+    assert version == "2.0"
+    assert hides == [f"acme_kernels 0.9 in {env.cwd.resolve()}"]
+    assert env.answer(FATES)["acme"] == {"acme-kernels": ["loaded", ""]}
