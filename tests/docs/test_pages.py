@@ -1,37 +1,94 @@
-"""The pages: links lead somewhere, examples compile, and the README's example runs."""
+"""The pages: links lead somewhere, every page is in the site, and every block of every page runs or says why not."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
-from pathlib import Path
+import tomllib
 
 import pytest
+from click.testing import CliRunner
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+from shardwise.cli import main
+
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# Blocks that hold no program: what something printed, and settings, which are read.
+READ = {"json": json.loads, "toml": tomllib.loads, "text": str, "yaml": str}
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
-
-@by_page
 def test_links_lead_somewhere(page):
     for target in LINK.findall(page.read_text()):
         assert (page.parent / target).exists(), target
 
 
-@by_page
-def test_examples_compile(page):
-    for number, example in enumerate(PYTHON.findall(page.read_text())):
-        compile(example, f"{page.name} example {number}", "exec")
+def test_every_page_is_in_the_navigation_of_the_site(page, docs):
+    if page.parent.name == "docs":
+        assert f"- {page.name}\n" in (docs.ROOT / "mkdocs.yml").read_text()
 
 
-def test_the_readme_example_runs(tmp_path):
-    (example,) = PYTHON.findall((ROOT / "README.md").read_text())
+def test_every_block_runs_or_says_why_not(page, docs):
+    for block in docs.blocks(page):
+        runs = block.language in {"setup", "python", "console", *READ} or block.how.startswith(("in an", "file:"))
+        assert runs or re.match(r"not run: \S+ \S+", block.how), f"{block} needs a language or a reason"
+
+
+def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
+    """Those for one process in one namespace, those for several ranks as one program on the pool."""
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "page"}
+    for block in docs.blocks(page):
+        if block.language in {"setup", "python"} and not block.how:
+            exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
+    programs = [b.text for b in docs.blocks(page) if b.how == "on 4 ranks"]
+    if programs:
+        pool.run(run_program, "".join(programs))
+
+
+def run_program(text):
+    exec(compile(text, "page", "exec"), {"__name__": "page"})  # noqa: S102  # the text under test
+
+
+def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for block in docs.blocks(page):
+        if block.language != "console" or block.how not in ("", "output varies"):
+            continue
+        for command, shown in commands(block.text):
+            words = shlex.split(command)
+            assert words[0] == "shardwise", f"{block}: {command} needs a mark of how it runs"
+            result = CliRunner().invoke(main, words[1:])
+            assert result.exception is None or isinstance(result.exception, SystemExit), f"{block}: {result.exception!r}"
+            if block.how != "output varies":
+                assert squeezed(shown) == squeezed(result.output), str(block)
+
+
+def commands(text):
+    """The commands of a console block, each with what it is shown to print."""
+    parts = re.split(r"^\$ (.*(?:\\\n.*)*)\n", text, flags=re.MULTILINE)
+    return zip((c.replace("\\\n", " ") for c in parts[1::2]), parts[2::2], strict=True)
+
+
+def squeezed(text):
+    """Lines without the space that the width of a terminal decides, and without versions of shardwise."""
+    lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═]+", " ", line).strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def test_the_readme_example_runs(tmp_path, docs):
+    (example,) = [b.text for b in docs.blocks(docs.ROOT / "README.md") if b.language == "python"]
     script = tmp_path / "example.py"
     script.write_text(example)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("MeshTensor") == 10
+
+
+@pytest.mark.slow
+def test_the_site_builds(docs, tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra shardwise[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=docs.ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site" / "first-rule" / "index.html").exists()

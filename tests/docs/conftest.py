@@ -1,0 +1,62 @@
+"""The blocks of the documentation: what is in each fence, and what the comment before it says of how it runs.
+
+==============================  ====================================================================================
+``<!-- setup ... -->``          Python that runs before the blocks that follow it, and that readers do not see
+``<!-- setup on 4 ranks ... ->`` the same in the program for several ranks
+``<!-- on 4 ranks -->``         the next block is Python for so many ranks; those of a page are one program
+``<!-- output varies -->``      the next console block runs, and what it prints is not compared
+``<!-- in an environment -->``  the next block runs in a fresh virtual environment with shardwise (a slow test)
+``<!-- file: NAME -->``         the next block is that file, in the folder of the blocks in an environment
+``<!-- not run: why -->``       the next block does not run, for the reason given
+==============================  ====================================================================================
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import frozen
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_PART = re.compile(
+    r"^<!-- setup(?: (?P<where>on 4 ranks))?\n(?P<setup>.*?)^-->$|(?:^<!-- (?P<how>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@frozen
+class Block:
+    """A fence of a page; ``how`` is the comment before it, ``language`` is ``setup`` for what readers do not see."""
+
+    page: Path
+    number: int
+    language: str
+    how: str
+    text: str
+
+    def __str__(self):
+        return f"{self.page.name} block {self.number} ({self.language or 'no language'})"
+
+
+def blocks(page):
+    found = []
+    for number, part in enumerate(_PART.finditer(page.read_text()), 1):
+        if part["setup"] is not None:
+            found.append(Block(page, number, "setup", part["where"] or "", part["setup"]))
+        else:
+            text = "".join(line.removeprefix(part["indent"]) for line in part["text"].splitlines(keepends=True))
+            found.append(Block(page, number, part["language"], part["how"] or "", text))
+    return found
+
+
+@pytest.fixture(scope="session")
+def docs():
+    """This module: the pages and their blocks."""
+    return sys.modules[__name__]
+
+
+def pytest_generate_tests(metafunc):
+    if "page" in metafunc.fixturenames:
+        metafunc.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
