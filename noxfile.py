@@ -8,6 +8,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
+CONTRIB = sorted(path.parent.name for path in (ROOT / "plugins_contrib").glob("shardwise-*/pyproject.toml"))
 
 
 def install(session: nox.Session, *extras: str) -> None:
@@ -46,9 +47,19 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Links between the pages, and the examples in them."""
-    install(session, "test")
-    session.run("pytest", "tests/docs", *session.posargs)
+    """The site, into build/site, and every block of every page."""
+    install(session, "test", "docs")
+    session.run("mkdocs", "build", "--strict")
+    session.run("pytest", "tests/docs", "-m", "slow or not slow", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("name", CONTRIB, ids=CONTRIB)
+def contrib(session: nox.Session, name: str) -> None:
+    """One contrib distribution, in an environment of its own."""
+    session.install("-c", "constraints.txt", ".", f"./plugins_contrib/{name}[test]")
+    with session.chdir(ROOT / "plugins_contrib" / name):
+        session.run("pytest", *session.posargs)
 
 
 @nox.session
