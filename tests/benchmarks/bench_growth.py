@@ -69,7 +69,14 @@ def figures(rounds, calls):
         mesh = init_device_mesh("cpu", (2, 2))
         hits, misses = _hits(mesh, rounds, calls), _misses(mesh, max(50, calls // 20))
     loaded = sum(status.status == "loaded" for status in statuses())
-    return {"find": find, "load": load, "hit": hits, "miss": misses, "plugins": loaded, "rules": len(list(default_registry().ops()))}
+    return {
+        "find": find,
+        "load": load,
+        "hit": hits,
+        "miss": misses,
+        "plugins": loaded,
+        "rules": len(list(default_registry().ops())),
+    }
 
 
 def _placed(mesh, *shape):
@@ -142,7 +149,10 @@ def lines(rows):
         ratio = grown[name] / without[name]
         work = f"{PLUGINS} plugins of {RULES} rules installed: a {name}"
         yield line(work, target, f"{(ratio - 1) * 100:+.0f} %", met=ratio <= limit)
-    for name, what in (("find", "finding all plugins, no import"), ("load", "loading all plugins, once (finds them too)")):
+    for name, what in (
+        ("find", "finding all plugins, no import"),
+        ("load", "loading all plugins, once (finds them too)"),
+    ):
         yield line(f"- {what}", "-", f"{grown[name]:.0f} ms against {without[name]:.0f}", met=None)
 
 

@@ -58,7 +58,9 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
             words = shlex.split(command)
             assert words[0] == "shardwise", f"{block}: {command} needs a mark of how it runs"
             result = CliRunner().invoke(main, words[1:])
-            assert result.exception is None or isinstance(result.exception, SystemExit), f"{block}: {result.exception!r}"
+            assert result.exception is None or isinstance(result.exception, SystemExit), (
+                f"{block}: {result.exception!r}"
+            )
             if block.how != "output varies":
                 assert squeezed(shown) == squeezed(result.output), str(block)
 

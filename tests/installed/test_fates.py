@@ -1,5 +1,8 @@
 """What becomes of an installed plugin: loaded, failed, blocked, refused or needing an upgrade; none is dropped."""
 
+import json
+import subprocess
+
 import pytest
 
 FATES = """
@@ -177,3 +180,30 @@ def test_stale_metadata_in_front_on_the_path_does_not_hide_the_installed_plugin(
     assert version == "2.0"
     assert hides == [f"acme_kernels 0.9 in {env.cwd.resolve()}"]
     assert env.answer(FATES)["acme"] == {"acme-kernels": ["loaded", ""]}
+
+
+def test_the_command_lists_every_plugin_with_its_fate(zoo):
+    done = subprocess.run(
+        [str(zoo.folder / "bin" / "shardwise"), "plugins", "--json"],
+        env=zoo.environ(SHARDWISE_DISABLE_PLUGINS="shardwise-conv"),
+        cwd=zoo.cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    fates = {row["plugin"]: row["status"] for row in json.loads(done.stdout)}
+    assert fates["acme-kernels"] == "loaded"
+    assert fates["acme-broken"] == "failed"
+    assert fates["acme-old"] == fates["acme-coming"] == "needs upgrade"
+    assert fates["acme-new"] == "refused"
+    assert fates["shardwise-conv"] == "blocked"
+
+
+def test_nothing_of_shardwise_loads_into_every_pytest(zoo):
+    code = """
+        import json
+        from importlib.metadata import distribution
+        print(json.dumps(sorted({e.group for e in distribution("shardwise").entry_points})))
+    """
+    assert zoo.answer(code) == ["console_scripts", "shardwise.plugins.v1"]
