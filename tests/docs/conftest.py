@@ -20,10 +20,9 @@ from attrs import frozen
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_PART = re.compile(
-    r"^<!-- setup(?: (?P<where>on 4 ranks))?\n(?P<setup>.*?)^-->$|(?:^<!-- (?P<how>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
-    re.MULTILINE | re.DOTALL,
-)
+_SETUP = r"^<!-- setup(?: (?P<where>on 4 ranks))?\n(?P<setup>.*?)^-->$"
+_FENCE = r"(?:^<!-- (?P<how>[^\n]*?) -->\n)?^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$"
+_PART = re.compile(f"{_SETUP}|{_FENCE}", re.MULTILINE | re.DOTALL)
 
 
 @frozen
