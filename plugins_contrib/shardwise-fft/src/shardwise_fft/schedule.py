@@ -70,18 +70,19 @@ class _Course:
                 self.steps.append(Compute(tuple(whole), stage.kernel))
                 todo = [d for d in todo if d not in whole]
                 continue
-            free = [d for d in todo if self._freeing(d, later.union(todo)) is not None]
+            undone = later.union(todo)
+            free = [d for d in todo if self._freeing(d, undone) is not None]
             d = min(free or todo, key=lambda d: _splits(self.layout, d))
-            freeing = self._freeing(d, later.union(todo))
+            freeing = self._freeing(d, undone) or self._detour(d, undone)
             if freeing is None:
                 self.steps.append(Along(d, _splits(self.layout, d), stage.kernel))
                 todo.remove(d)
             else:
                 self._take(freeing)
 
-    def _freeing(self, dim: int, undone: set[int]) -> list[Step] | None:
+    def _freeing(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
         """The moves that make a dim whole on the way to the goal, if there are such."""
-        found: list[Step] = []
+        found: list[Swap | Gather] = []
         layout = self.layout
         for mesh_dim in reversed(_splits(layout, dim)):
             step = self._move(layout, mesh_dim, undone)
@@ -91,7 +92,16 @@ class _Course:
             layout = _moved(layout, mesh_dim, self.goal[mesh_dim])
         return found
 
-    def _move(self, layout: Layout, mesh_dim: int, undone: Iterable[int]) -> Step | None:
+    def _detour(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
+        """A swap with a third dim, where the goal's own is not done yet: two moves in all, and ``Along`` takes three."""
+        split = _splits(self.layout, dim)
+        if len(split) != 1 or self.goal[split[0]] in (dim, None):
+            return None
+        taken = {dim, self.goal[split[0]], *self.layout}
+        by_way_of = sorted(undone - taken)
+        return [Swap(split[0], dim, by_way_of[0])] if by_way_of else None
+
+    def _move(self, layout: Layout, mesh_dim: int, undone: Iterable[int]) -> Swap | Gather | None:
         """One move of a mesh dim to its goal, if one collective does it: it must be the innermost before and after."""
         dim, into = layout[mesh_dim], self.goal[mesh_dim]
         if dim is None or dim == into or into in undone or _splits(layout, dim)[-1] != mesh_dim:
@@ -101,11 +111,10 @@ class _Course:
         inner = any(m > mesh_dim for m in _splits(layout, into))
         return None if inner else Swap(mesh_dim, dim, into)
 
-    def _take(self, steps: Sequence[Step]) -> None:
+    def _take(self, steps: Sequence[Swap | Gather]) -> None:
         for step in steps:
-            assert isinstance(step, (Swap, Gather))
             self.steps.append(step)
-            self.layout = _moved(self.layout, step.mesh_dim, self.goal[step.mesh_dim])
+            self.layout = _moved(self.layout, step.mesh_dim, step.into if isinstance(step, Swap) else None)
 
     def settle(self) -> None:
         """Bring what is left to the goal."""
@@ -122,6 +131,6 @@ class _Course:
         self.steps.append(Place(tuple(sorted(dims))))
         self.layout = self.goal
 
-    def _any_move(self) -> Step | None:
+    def _any_move(self) -> Swap | Gather | None:
         found = (self._move(self.layout, m, ()) for m in reversed(range(len(self.layout))))
         return next((step for step in found if step is not None), None)
