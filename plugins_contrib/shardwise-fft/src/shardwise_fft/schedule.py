@@ -7,13 +7,16 @@ result wants it is swapped, or in the last resort gathered and cut. The steps de
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from attrs import define, field
 
 from shardwise.placements import Placement, Shard
 from shardwise.rule import LocalCall
-from shardwise_fft.kernels import Stage, stages
+from shardwise.spec import chunk
+from shardwise_fft.four_step import FourStep, factors
+from shardwise_fft.kernels import Kernel, Stage, stages
 from shardwise_fft.steps import Along, Compute, Gather, Place, Step, Swap
 
 __all__ = ["schedule"]
@@ -32,7 +35,7 @@ def schedule(local: LocalCall) -> tuple[Step, ...] | None:
     transformed = {d for part in parts for d in part.dims}
     if before == after and not transformed & set(before):
         return None
-    course = _Course(before, after)
+    course = _Course(before, after, tuple(source.shape), source.mesh_shape)
     for i, part in enumerate(parts):
         later = {d for other in parts[i + 1 :] for d in other.dims}
         course.transform(part, later)
@@ -55,10 +58,12 @@ def _moved(layout: Layout, mesh_dim: int, dim: int | None) -> Layout:
 
 @define(eq=False)
 class _Course:
-    """The layout so far on the way to ``goal``, and the steps that led there."""
+    """The layout so far on the way to ``goal``, and the steps that led there. ``sizes`` are the operand's."""
 
     layout: Layout
     goal: Layout
+    sizes: tuple[int, ...]
+    mesh_shape: tuple[int, ...]
     steps: list[Step] = field(factory=list, init=False)
 
     def transform(self, stage: Stage, later: set[int]) -> None:
@@ -75,10 +80,28 @@ class _Course:
             d = min(free or todo, key=lambda d: _splits(self.layout, d))
             freeing = self._freeing(d, undone) or self._detour(d, undone)
             if freeing is None:
-                self.steps.append(Along(d, _splits(self.layout, d), stage.kernel))
+                self.steps.append(self._along(d, stage.kernel))
                 todo.remove(d)
             else:
                 self._take(freeing)
+
+    def _along(self, dim: int, kernel: Kernel) -> Step:
+        """A dim on its shards: by its lines, or together where no rank would get one of them."""
+        split = _splits(self.layout, dim)
+        ranks = self.mesh_shape[split[0]]
+        if len(split) == 1 and self._most_lines(dim) < ranks:
+            by = factors(self.sizes[dim], ranks, kernel)
+            if by is not None:
+                return FourStep(dim, split[0], kernel, by)
+        return Along(dim, split, kernel)
+
+    def _most_lines(self, dim: int) -> int:
+        """The lines along a dim on the rank that has most."""
+        sizes = list(self.sizes)
+        for mesh_dim, d in enumerate(self.layout):
+            if d is not None:
+                sizes[d] = chunk(sizes[d], self.mesh_shape[mesh_dim], 0)[0]
+        return math.prod(n for d, n in enumerate(sizes) if d != dim)
 
     def _freeing(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
         """The moves that make a dim whole on the way to the goal, if there are such."""

@@ -16,7 +16,7 @@ from shardwise.rule import LocalCall
 from shardwise.spec import chunk
 from shardwise_fft.kernels import Kernel
 
-__all__ = ["Along", "Compute", "Gather", "Place", "Step", "Swap", "run_all"]
+__all__ = ["Along", "Compute", "Gather", "Place", "Step", "Swap", "from_lines", "lines_of", "ranks_of", "run_all"]
 
 
 class Step(Protocol):
@@ -86,7 +86,7 @@ class Along:
     """Transform a sharded dim and leave it sharded: all lines along it are dealt out to the ranks, and returned.
 
     A line is one run of the dim; there are as many as the other dims have elements here. They are dealt out evenly,
-    whatever the other dims are. Two all-to-alls per mesh dim that shards the dim.
+    whatever the other dims are, in two all-to-alls per mesh dim that shards the dim.
     """
 
     dim: int
@@ -95,20 +95,30 @@ class Along:
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        last = x.movedim(self.dim, -1)
-        lead = last.shape[:-1]
-        lines = last.reshape(lead.numel(), last.shape[-1])
+        lines = lines_of(x, self.dim)
         for mesh_dim in reversed(self.mesh_dims):
-            dealt = lines.tensor_split(_ranks(local, mesh_dim), 0)
+            dealt = lines.tensor_split(ranks_of(local, mesh_dim), 0)
             lines = torch.cat(local.comm.all_to_all(dealt, mesh_dim), 1)
         lines = self.kernel.run(lines, (1,))
         for mesh_dim in self.mesh_dims:
             runs = lines.split(_sizes(local, mesh_dim, lines.shape[1]), 1)
             lines = torch.cat(local.comm.all_to_all(runs, mesh_dim), 0)
-        return lines.reshape(*lead, lines.shape[1]).movedim(-1, self.dim)
+        return from_lines(lines, x, self.dim)
 
 
-def _ranks(local: LocalCall, mesh_dim: int) -> int:
+def lines_of(x: Tensor, dim: int) -> Tensor:
+    """The lines along a dim, one per row."""
+    last = x.movedim(dim, -1)
+    return last.reshape(last.shape[:-1].numel(), last.shape[-1])
+
+
+def from_lines(lines: Tensor, x: Tensor, dim: int) -> Tensor:
+    """The inverse of :func:`lines_of` for lines of any length; ``x`` has the other dims."""
+    return lines.reshape(*x.movedim(dim, -1).shape[:-1], lines.shape[1]).movedim(-1, dim)
+
+
+def ranks_of(local: LocalCall, mesh_dim: int) -> int:
+    """How many ranks a mesh dim has."""
     result = local.outputs[0]
     assert result is not None
     return result.mesh_shape[mesh_dim]
@@ -116,7 +126,7 @@ def _ranks(local: LocalCall, mesh_dim: int) -> int:
 
 def _sizes(local: LocalCall, mesh_dim: int, size: int) -> list[int]:
     """How a dim that has ``size`` elements on this rank is split over a further mesh dim."""
-    ranks = _ranks(local, mesh_dim)
+    ranks = ranks_of(local, mesh_dim)
     return [chunk(size, ranks, i)[0] for i in range(ranks)]
 
 
