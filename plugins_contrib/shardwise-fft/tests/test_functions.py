@@ -165,3 +165,19 @@ def short_time():
 
 def test_short_time_transforms(pool):
     assert pool.run(short_time) == [True] * 4
+
+
+def moves():
+    found = []
+    pending = sw.MeshTensor.from_local(made((5, 6), torch.complex128), mesh(), [Partial("sum")])
+    for dtype in (torch.complex64, torch.complex128):
+        whole = made((5, 6), dtype)
+        starts = [sw.distribute_tensor(whole, mesh(), [p]) for p in (Replicate(), Shard(0), Shard(1))]
+        for x, to in product([*starts, (pending / 4).to(dtype)], (Replicate(), Shard(0), Shard(1))):
+            wanted = made((5, 6), torch.complex128).to(dtype) if x.placements[0].is_partial() else whole
+            found.append(torch.allclose(x.redistribute(placements=[to]).full_tensor(), wanted))
+    return found
+
+
+def test_complex_tensors_move_between_all_layouts(pool):
+    assert pool.run(moves) == [[True] * 24] * 4

@@ -6,8 +6,6 @@ import pytest
 import torch
 from shardwise_fft import rules
 
-from shardwise.errors import ShardingError
-from shardwise.rule import Row, Rows, rule_from
 from shardwise.testing import check_rule
 from shardwise.testing.samples import made
 
@@ -31,6 +29,7 @@ CALLS = [
     ((4, 4, 3, 2), [2]),
     ((16,), [0]),
     ((36,), [0]),
+    ((2, 32), [1]),
 ]
 FEW = CALLS[2], CALLS[7], CALLS[9]
 
@@ -87,13 +86,13 @@ SAMPLES = {
 
 @pytest.mark.parametrize("rule", [*rules.RULES, *rules.TRANSPOSING], ids=str)
 def test_rules_are_right(rule):
-    report = check_rule(rule, SAMPLES, cases=500)
+    report = check_rule(rule, SAMPLES, cases=200)
     assert not report.unsampled
     assert not report.unexercised
-    assert report.cases > 900
+    assert report.cases >= 400
 
 
 @pytest.mark.parametrize("rule", rules.RULES, ids=str)
 def test_three_mesh_dims(rule):
-    report = check_rule(rule, SAMPLES, cases=150, meshes=[(2, 2, 2), (3, 2, 2)], seed=3)
-    assert report.cases >= 300
+    report = check_rule(rule, SAMPLES, cases=80, meshes=[(2, 2, 2), (3, 2, 2)], seed=3)
+    assert report.cases >= 160

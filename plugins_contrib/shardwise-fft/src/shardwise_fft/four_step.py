@@ -1,4 +1,4 @@
-"""The four-step algorithm: one long transform shared by all ranks of a mesh dim, for where there are too few to deal out.
+"""The four-step algorithm: all ranks of a mesh dim share one long transform, where there are too few to deal out.
 
 A transform of size ``n1 * n2`` is one of size ``n1``, a multiplication by roots of unity, and one of size ``n2``, with
 transpositions between them (D. H. Bailey, "FFTs in external or hierarchical memory", 1990). Three all-to-alls; no rank
@@ -37,8 +37,8 @@ def factors(size: int, ranks: int, kernel: Kernel) -> tuple[int, int] | None:
 class FourStep:
     """Transform a dim that one mesh dim shards evenly, and leave it so. ``by`` is what :func:`factors` gives.
 
-    An element ``j`` of a line is ``j1 * n2 + j2``, one of the result is ``k1 + n1 * k2``; the transforms are over ``j1``
-    and ``j2``.
+    An element ``j`` of a line is ``j1 * n2 + j2``, one of the result is ``k1 + n1 * k2``; the transforms are over
+    ``j1`` and ``j2``.
     """
 
     dim: int

@@ -1,4 +1,4 @@
-"""The transforms that one call of ``_fft_c2c``, ``_fft_r2c`` or ``_fft_c2r`` is made of, and how each runs on a shard."""
+"""The transforms that a call of ``_fft_c2c``, ``_fft_r2c`` or ``_fft_c2r`` is made of, and how each runs on a shard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Kernel:
         return n // 2 + 1 if self.kind == "r2c" and self.onesided else n
 
     def run(self, x: Tensor, dims: Sequence[int]) -> Tensor:
-        """The transform of dims that are whole on this rank. Of no elements it makes none, which torch's own refuses."""
+        """The transform of dims that are whole on this rank. Of no elements it makes none; torch's own refuses them."""
         if not x.numel():
             return self._empty(x, dims[-1])
         found: Tensor

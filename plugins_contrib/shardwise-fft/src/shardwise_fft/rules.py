@@ -27,9 +27,9 @@ C2R = (aten._fft_c2r.default, aten._fft_c2r.out)
 
 
 def transform(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
-    """This rank's part of the transform; exchanges shards of transformed dims for shards of others."""
+    """The lowering of all rows: exchanges shards of transformed dims for shards of others."""
     steps = local.once(schedule)
-    x = x.resolve_conj().resolve_neg()  # type: ignore[no-untyped-call]
+    x = x.resolve_conj().resolve_neg()
     if steps is not None:
         found = _dense(run_all(steps, local, x), local)
     elif x.numel():

@@ -1,14 +1,14 @@
 """Which steps bring a call from the layout of its operand to that of its result; worked out once per plan.
 
-Dims that are whole are transformed at once. Then each sharded one in turn: by a swap with the dim that is to be sharded in
-its place, where the result wants that and that dim is done; else along its shards. What is then still not where the
-result wants it is swapped, or in the last resort gathered and cut. The steps depend on specs alone, so all ranks agree.
+Dims that are whole are transformed at once. Then each sharded one in turn: by a swap with the dim that is to be sharded
+in its place, where the result wants that and that dim is done; else along its shards. What is then still not where the
+result wants it is swapped, or in the last resort gathered and cut. The steps depend on specs alone: all ranks agree.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from attrs import define, field
 
@@ -116,7 +116,7 @@ class _Course:
         return found
 
     def _detour(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
-        """A swap with a third dim, where the goal's own is not done yet: two moves in all, and ``Along`` takes three."""
+        """A swap with a third dim where the goal's own is not done yet: two moves; ``Along`` would take three."""
         split = _splits(self.layout, dim)
         if len(split) != 1 or self.goal[split[0]] in (dim, None):
             return None
@@ -124,7 +124,7 @@ class _Course:
         by_way_of = sorted(undone - taken)
         return [Swap(split[0], dim, by_way_of[0])] if by_way_of else None
 
-    def _move(self, layout: Layout, mesh_dim: int, undone: Iterable[int]) -> Swap | Gather | None:
+    def _move(self, layout: Layout, mesh_dim: int, undone: Collection[int | None]) -> Swap | Gather | None:
         """One move of a mesh dim to its goal, if one collective does it: it must be the innermost before and after."""
         dim, into = layout[mesh_dim], self.goal[mesh_dim]
         if dim is None or dim == into or into in undone or _splits(layout, dim)[-1] != mesh_dim:

@@ -23,7 +23,7 @@ class Step(Protocol):
     """One step; see the module."""
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
-        """This rank's part after the step."""
+        """What the rank has after the step."""
         ...
 
 
@@ -34,7 +34,7 @@ class Compute:
     dims: tuple[int, ...]
     kernel: Kernel
 
-    def run(self, local: LocalCall, x: Tensor) -> Tensor:
+    def run(self, local: LocalCall, x: Tensor) -> Tensor:  # noqa: ARG002  as every step
         """See :class:`Step`."""
         return self.kernel.run(x, self.dims)
 
@@ -49,7 +49,7 @@ class Swap:
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        pieces = x.split(_sizes(local, self.mesh_dim, x.shape[self.into]), self.into)
+        pieces = torch.split(x, _sizes(local, self.mesh_dim, x.shape[self.into]), self.into)
         return torch.cat(local.comm.all_to_all(pieces, self.mesh_dim), self.dim)
 
 
@@ -101,7 +101,7 @@ class Along:
             lines = torch.cat(local.comm.all_to_all(dealt, mesh_dim), 1)
         lines = self.kernel.run(lines, (1,))
         for mesh_dim in self.mesh_dims:
-            runs = lines.split(_sizes(local, mesh_dim, lines.shape[1]), 1)
+            runs = torch.split(lines, _sizes(local, mesh_dim, lines.shape[1]), 1)
             lines = torch.cat(local.comm.all_to_all(runs, mesh_dim), 0)
         return from_lines(lines, x, self.dim)
 
