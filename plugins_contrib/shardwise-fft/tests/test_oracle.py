@@ -6,7 +6,8 @@ import pytest
 import torch
 from shardwise_fft import rules
 
-from shardwise.testing import check_rule
+from shardwise.rule import like, rule_from
+from shardwise.testing import RuleRefuted, check_rule
 from shardwise.testing.samples import made
 
 aten = torch.ops.aten
@@ -96,3 +97,12 @@ def test_rules_are_right(rule):
 def test_three_mesh_dims(rule):
     report = check_rule(rule, SAMPLES, cases=80, meshes=[(2, 2, 2), (3, 2, 2)], seed=3)
     assert report.cases >= 160
+
+
+def test_transforms_of_shards_alone_are_refused():
+    @rule_from(aten._fft_c2c.default)
+    def careless(self):
+        return like(self)
+
+    with pytest.raises(RuleRefuted, match="elements differ"):
+        check_rule(careless, SAMPLES)
