@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,21 @@ def _local_size(local: LocalCall) -> Mapping[str, Any]:
     local_args=_local_size,
 )
 def NEW(x: TensorMeta, size: Sequence[int]) -> Flow:
-    """As the input when the shapes agree, else whole, wherever the input lies."""
-    return like(x, partial=["* -> R"]) if tuple(size) == tuple(x.shape) else _whole(x, len(size))
+    """As the input when the shapes agree (of complex tensors: but for one dim), else whole, wherever the input lies."""
+    if tuple(size) == tuple(x.shape):
+        return like(x, partial=["* -> R"])
+    # The gradient of a real Fourier transform fills a half spectrum up with zeros, in one dim of what may be large. Of
+    # other tensors sizes may agree by chance, and what is whole can be written in part.
+    like_sizes = x.dtype.is_complex and len(size) == x.ndim
+    kept = [d for d in range(x.ndim) if like_sizes and size[d] == x.shape[d]]
+    return _whole(x, len(size), kept if len(kept) == x.ndim - 1 else ())
 
 
-def _whole(x: TensorMeta, ndim: int) -> Flow:
+def _whole(x: TensorMeta, ndim: int, kept: Collection[int] = ()) -> Flow:
+    """A whole result, but for dims that lie as the input's do."""
     names = labels(x.ndim)
-    return Flow([names], [(None,) * ndim], reduce={name: "R" for name in names if name}, partial=["* -> R"])
+    result = [names[d] if d in kept else None for d in range(ndim)]
+    return Flow([names], [result], reduce={name: "R" for name in names if name}, partial=["* -> R"])
 
 
 # -- with strides ------------------------------------------------------------------------------------------------

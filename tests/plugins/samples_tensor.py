@@ -118,7 +118,10 @@ SAMPLES |= {
     aten.new_full.out: new_into(3),
     aten.full_like.default: after((2,), (-1.5,)),
     aten.new_empty.default: after(*((size,) for size in SIZES)),
-    aten.new_zeros.default: over(*(((size,), {}) for size in SIZES), (((5, 7),), {"dtype": torch.float64})),
+    aten.new_zeros.default: lambda: [
+        *over(*(((size,), {}) for size in SIZES), (((5, 7),), {"dtype": torch.float64}))(),
+        *(((made((5, 3, 4), torch.complex64), size), {}) for size in ((5, 3, 7), (5, 8, 4), (5, 8, 7), (5, 12))),
+    ],
     aten.new_ones.default: after(*((size,) for size in SIZES)),
     aten.new_full.default: after(*((size, 3) for size in SIZES)),
     aten.new_empty_strided.default: strided,

@@ -97,6 +97,11 @@ GOLDEN = [
     ((aten.stack.default, [empty(4), empty(4)], 0), ["shard d0: [S(0), S(0)] -> [S(1)]"]),
     ((aten.new_zeros.default, empty(4, 6), [6]), ["shard d0: [S(0)] -> [R]", "shard d1: [S(1)] -> [R]"]),
     ((aten.new_zeros.default, empty(4), [4]), ["shard d0: [S(0)] -> [S(0)]"]),
+    ((aten.new_zeros.default, empty(4, 6), [4, 9]), ["shard d0: [S(0)] -> [R]", "shard d1: [S(1)] -> [R]"]),
+    (
+        (aten.new_zeros.default, empty(4, 6).to(torch.complex64), [4, 9]),
+        ["shard d0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [R]"],
+    ),
     (
         (aten.copy_.default, empty(4, 6), empty(6)),
         ["shard d0: [S(0), R] -> [S(0)]", "shard d1: [S(1), S(0)] -> [S(1)]"],

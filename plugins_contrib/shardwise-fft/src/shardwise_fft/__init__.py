@@ -1,0 +1,1 @@
+"""``torch.fft`` on MeshTensors: transforms along sharded dims by all-to-all."""

@@ -1,0 +1,117 @@
+"""The rules of the three ops that every function of ``torch.fft`` comes down to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.placements import REPLICATE, Placement, shard
+from shardwise.rule import Call, Flow, LocalCall, Row, Rows, Rule, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_fft.schedule import schedule
+from shardwise_fft.steps import run_all
+
+__all__ = ["RULES", "TRANSPOSING"]
+
+aten = torch.ops.aten
+
+C2C = (aten._fft_c2c.default, aten._fft_c2c.out)
+R2C = (aten._fft_r2c.default, aten._fft_r2c.out)
+C2R = (aten._fft_c2r.default, aten._fft_c2r.out)
+
+
+# -- running -----------------------------------------------------------------------------------------------------
+
+
+def transform(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
+    """The lowering of all rows: exchanges shards of transformed dims for shards of others."""
+    steps = local.once(schedule)
+    x = x.resolve_conj().resolve_neg()
+    if steps is not None:
+        found = _dense(run_all(steps, local, x), local)
+    elif x.numel():
+        found = local.call.op.overloadpacket.default(x, *args)
+    else:  # torch's kernels refuse to transform nothing
+        result = local.outputs[0]
+        assert result is not None
+        found = x.new_empty(local.local_shape(result), dtype=result.dtype)
+    return found if out is None else out.copy_(found)
+
+
+def _dense(x: Tensor, local: LocalCall) -> Tensor:
+    """``x`` in the memory order that the whole result has, so that it can be viewed as that can."""
+    result = local.outputs[0]
+    assert result is not None
+    order = sorted(range(x.ndim), key=lambda d: -result.stride[d])
+    back = [order.index(d) for d in range(x.ndim)]
+    return x.permute(order).contiguous().permute(back)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+def _rows(call: Call, *, keep: bool) -> Rows:
+    """Dims that are not transformed pass; a transformed one stays sharded, or another is sharded in its place.
+
+    The first that fits is taken: the transformed dim stays (``keep``), or its place is taken.
+    """
+    x = call.args["self"]
+    dims = [d % x.ndim for d in call.args["dim"]]
+    labels = tuple(None if d in dims else f"d{d}" for d in range(x.ndim))
+    names = [label for label in labels if label]
+    flow = Flow([labels], [labels], partial=["sum -> sum", "avg -> avg"], lowered=names)
+    *others, whole = flow.bind(call).rows
+    moving = [row for d in dims for row in _moving(call, d, dims, keep=keep)]
+    return Rows((*others[: len(names)], *moving, *others[len(names) :], whole))
+
+
+def _moving(call: Call, dim: int, dims: Sequence[int], *, keep: bool) -> list[Row]:
+    x = call.args["self"]
+    stay = _row(call, dim, shard(dim))
+    moved = [_row(call, dim, shard(e)) for e in _places(x, dim, dims, forward=_is_forward(call))]
+    # Half a spectrum is cut, and written in part, by the gradients of real transforms; no shard of it may be.
+    if dim == dims[-1] and call.args.get("onesided"):
+        return [*(moved or [_row(call, dim, REPLICATE)]), stay]
+    return [stay, *moved] if keep else [*moved, stay]
+
+
+def _row(call: Call, dim: int, result: Placement) -> Row:
+    into = "" if result == shard(dim) else f" -> {result.dim if result.is_shard() else 'R'}"  # type: ignore[attr-defined]
+    outs = len(call.out_operands)
+    return Row((shard(dim), *(result,) * outs), (result,), f"transform {dim}{into}", lowered=True)
+
+
+def _is_forward(call: Call) -> bool:
+    return bool(call.args.get("forward", "onesided" in call.args))
+
+
+def _places(x: TensorMeta, dim: int, dims: Sequence[int], *, forward: bool) -> list[int]:
+    """The dims that may be sharded in place of a transformed one, the best first.
+
+    Of the transformed dims the next one, and on the way back the one before: so there and back ends where it began, and
+    pencils on several mesh dims make room for each other. Then the others, the largest first.
+    """
+    ring = sorted(dims)
+    at = ring.index(dim)
+    later = ring[at + 1 :] + ring[:at]
+    rest = sorted((d for d in range(x.ndim) if d not in dims), key=lambda d: (-x.shape[d], d))
+    return (later if forward else later[::-1]) + rest
+
+
+# -- the rules ---------------------------------------------------------------------------------------------------
+
+
+def _rule(ops: Sequence[Any], *, keep: bool) -> Rule:
+    def describe(call: Call) -> Rows:
+        return _rows(call, keep=keep)
+
+    first = "a transformed dim stays sharded" if keep else "another dim is sharded in place of a transformed one"
+    describe.__doc__ = f"Other dims pass; {first}, by all-to-all. sum -> sum; avg -> avg."
+    return rule_from(ops, static=(), lowering=transform)(describe)
+
+
+RULES = tuple(_rule(ops, keep=True) for ops in (C2C, R2C, C2R))
+TRANSPOSING = tuple(_rule(ops, keep=False) for ops in (C2C, R2C, C2R))

@@ -1,0 +1,160 @@
+"""Where results lie, what is sent for it, and what may be asked for instead."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import Replicate, Shard, dispatcher
+from shardwise.collectives import observe
+from shardwise.discovery import default_registry
+from shardwise.testing import mesh
+
+README = Path(__file__).parents[1] / "README.md"
+F = torch.fft
+
+
+def placed(tensor):
+    return [p.dim if isinstance(p, Shard) else None for p in tensor.placements]
+
+
+def received(run):
+    """Bytes that this rank receives from others in a run, tables of shapes and agreements aside."""
+    found = []
+    with observe(found.append):
+        run()
+    shares = {"all_to_all": lambda n: (n - 1) / n, "all_gather": lambda n: n - 1}
+    return sum(e.nbytes * shares[e.kind](e.group_size) for e in found if e.kind in shares and e.nbytes > 63 * 8 * 4)
+
+
+def grid(*layout, shape=(16, 16, 16), dtype=torch.complex128, on=(2, 2)):
+    x = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    return x, sw.distribute_tensor(x, mesh(on), [Replicate() if d is None else Shard(d) for d in layout])
+
+
+# -- as it lay ---------------------------------------------------------------------------------------------------
+
+
+def kept():
+    _, x = grid(0, 1)
+    spectra = [F.fftn(x), F.fft(x, dim=0), F.fft(x, dim=2), F.rfftn(x.real), F.irfftn(x)]
+    halved = F.rfft(x.real.redistribute(placements=[Shard(0), Shard(2)]))
+    single = F.rfft(sw.distribute_tensor(torch.ones(8), mesh((4,)), [Shard(0)]))
+    return [placed(s) for s in spectra], placed(halved), placed(single)
+
+
+def test_a_result_lies_as_its_operand_but_for_half_spectra_that_would_be_cut(pool):
+    assert pool.run(kept)[0] == ([[0, 1]] * 5, [0, 0], [None])
+
+
+# -- in place of the transformed dim -----------------------------------------------------------------------------
+
+
+def into_given():
+    whole, x = grid(0, 1)
+    _, out = grid(1, 2)
+    wanted = received(lambda: F.fftn(x, out=out))
+    usual = received(lambda: F.fftn(x))
+    shard = out.to_local().nbytes
+    return placed(out), torch.allclose(out.full_tensor(), F.fftn(whole)), wanted / shard, usual / shard
+
+
+def test_out_chooses_the_layout_and_halves_what_is_sent(pool):
+    assert pool.run(into_given) == [([1, 2], True, 1.0, 2.0)] * 4
+
+
+def transpose():
+    from shardwise_fft.rules import TRANSPOSING  # rules do not travel to workers
+
+    return default_registry().override(*TRANSPOSING)
+
+
+def transposed(layout, on):
+    undo = transpose()
+    try:
+        whole, x = grid(*layout, on=on)
+        y = F.fftn(x.requires_grad_())
+        back = F.ifftn(y)
+        back.abs().square().sum().backward()
+        right = torch.allclose(y.full_tensor(), F.fftn(whole)) and torch.allclose(back.full_tensor(), whole)
+        return placed(y), placed(back), right and torch.allclose(x.grad.full_tensor(), 2 * whole)
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize(
+    ("layout", "on", "there"), [([0], (4,), [1]), ([2], (4,), [0]), ([0, 1], (2, 2), [1, 2]), ([2, 0], (2, 2), [0, 1])]
+)
+def test_transposing_rules_go_round_and_come_back(pool, layout, on, there):
+    assert pool.run(transposed, layout, on) == [(there, layout, True)] * 4
+
+
+# -- what is sent --------------------------------------------------------------------------------------------------
+
+
+def steps_of(x, dims):
+    plans = []
+    with dispatcher.observe(plans.append):
+        F.fftn(x, dim=dims)
+    return plans[0].names
+
+
+def test_the_rows_taken_can_be_seen(pool):
+    def rows():
+        return steps_of(grid(0, 1)[1], (0, 2))
+
+    assert pool.run(rows)[0] == ("transform 0", "shard d1")
+
+
+def readme(*examples):
+    """The names that examples of the README define, one behind the other."""
+    program = {"__name__": "poisson"}
+    found = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(found) == 3
+    for example in examples:
+        exec(found[example], program)  # noqa: S102  our own page
+    return program
+
+
+def poisson(transposing):
+    program = readme(0, 2) if transposing else readme(0)
+    try:
+        _, f = program["exact"](64)
+        x = sw.distribute_tensor(f, mesh((2, 2)), [Shard(0), Shard(1)])
+        program["solve"](x)
+        sent = received(lambda: program["solve"](x))
+        return program["main"](), sent, received(x.full_tensor)
+    finally:
+        program.get("undo", lambda: None)()
+
+
+@pytest.mark.parametrize("transposing", [False, True])
+def test_the_readme_solves_its_equation(pool, transposing):
+    for error, sent, gathered in pool.run(poisson, transposing):
+        assert error < 1e-13
+        assert sent < (1.12e6 if transposing else 2.17e6)
+        assert gathered == 3 * 64**3 * 8 / 4
+
+
+def readme_spectrum():
+    whole, x = grid(0, 1)
+    y = readme(0, 1)["spectrum_of"](x)
+    return placed(y), torch.allclose(y.full_tensor(), F.fftn(whole))
+
+
+def test_the_readme_names_a_layout(pool):
+    assert pool.run(readme_spectrum) == [([1, 2], True)] * 4
+
+
+def by_way_of_a_third_dim():
+    x = grid(2, on=(4,))[1].real
+    found = []
+    with observe(found.append):
+        y = F.rfftn(x)
+    return placed(y), [e.kind for e in found if e.nbytes > 63 * 8 * 4]
+
+
+def test_a_half_spectrum_takes_two_exchanges(pool):
+    assert pool.run(by_way_of_a_third_dim)[0] == ([0], ["all_to_all"] * 2)
