@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -49,8 +50,7 @@ def test_the_tutorial_as_its_reader_does_it(environment, docs):
                     folder = folder / command.removeprefix("cd ")
                     continue
                 ran = subprocess.run(
-                    command,
-                    shell=True,
+                    shlex.split(command),
                     cwd=folder,
                     env=environ,
                     capture_output=True,

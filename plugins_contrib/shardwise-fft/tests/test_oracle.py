@@ -4,11 +4,11 @@ from itertools import cycle
 
 import pytest
 import torch
-from shardwise_fft import rules
 
 from shardwise.rule import like, rule_from
 from shardwise.testing import RuleRefuted, check_rule
 from shardwise.testing.samples import made
+from shardwise_fft import rules
 
 aten = torch.ops.aten
 C64, C128 = torch.complex64, torch.complex128
