@@ -12,10 +12,11 @@ import torch
 from attrs import field, frozen
 
 from shardwise.rule import Row, Rule
-from shardwise.signature import Kind, Op, op_name
+from shardwise.signature import Op, op_name
 from shardwise.testing.inference.draws import (
     Draws,
     InferenceError,
+    check_can_be_probed,
     check_deterministic,
     draw,
     is_zipped,
@@ -69,19 +70,16 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
     Raises :class:`InferenceError` when the op refuses every sample, answers equal calls differently or gives results
     whose shapes depend on data.
     """
+    check_can_be_probed(op)
     given = list(samples_of(op, {}) if samples is None else samples)
     with torch.random.fork_rng(devices=[]), quietly():
         generator = torch.Generator().manual_seed(seed)
         drawn, legal, notes = _drawn(op, given, generator)
         check_deterministic(drawn[0].first)
         found = [_searched(draws, k, len(drawn), generator, tell) for k, draws in enumerate(drawn)]
-    zipped = is_zipped(op)
-    fitted = fit(op, grouped(found), zipped=zipped)
-    first = drawn[0].first
-    no_meta = _lacks_meta(first)
-    report = check_rule(
-        fitted.source.rule, legal, cases=_CASES, seed=seed, keep_going=True, trust_results=no_meta
-    )
+        fitted = fit(op, grouped(found), zipped=is_zipped(op))
+        trust = _lacks_meta(drawn[0].first)
+        report = check_rule(fitted.source.rule, legal, cases=_CASES, seed=seed, keep_going=True, trust_results=trust)
     return Inferred(
         op,
         tuple(draws.name for draws in drawn),
@@ -89,14 +87,12 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
         fitted.source.text,
         fitted.source.rule,
         tuple(dict.fromkeys(row for _, rows in fitted.unsaid for row in sorted(rows, key=str))),
-        (*notes, *_notes(op, found, fitted)),
+        (*notes, *_notes(found, fitted)),
         report,
     )
 
 
-def _drawn(
-    op: Op, given: Sequence[Sample], generator: torch.Generator
-) -> tuple[list[Draws], list[Sample], list[str]]:
+def _drawn(op: Op, given: Sequence[Sample], generator: torch.Generator) -> tuple[list[Draws], list[Sample], list[str]]:
     """The samples to search, those for the oracle, and what is to be said of the others."""
     drawn: list[Draws] = []
     legal: list[Sample] = []
@@ -149,7 +145,7 @@ def _lacks_meta(trial: Trial) -> bool:
 # -- what a reviewer must know -----------------------------------------------------------------------------------
 
 
-def _notes(op: Op, found: Sequence[Found], fitted: Fit) -> Iterator[str]:
+def _notes(found: Sequence[Found], fitted: Fit) -> Iterator[str]:
     first = found[0].draws
     if _lacks_meta(first.first):
         yield (
@@ -158,7 +154,7 @@ def _notes(op: Op, found: Sequence[Found], fitted: Fit) -> Iterator[str]:
         )
     if len({tuple(None if m is None else m.ndim for m in one.draws.operands) for one in found}) == 1:
         yield "All samples have the same numbers of dims; other calls are untried."
-    yield from _static_notes(op, found)
+    yield from _static_notes(found)
     if any(one.cut for one in found):
         yield "There are too many ways to place the operands; only those of which rows are usually made were tried."
     if any(len(one.draws.trials) == 1 for one in found):
@@ -169,7 +165,7 @@ def _notes(op: Op, found: Sequence[Found], fitted: Fit) -> Iterator[str]:
         yield "No notation says all rows that were found; those that are left out are listed."
 
 
-def _static_notes(op: Op, found: Sequence[Found]) -> Iterator[str]:
+def _static_notes(found: Sequence[Found]) -> Iterator[str]:
     values = [static_args(one.draws) for one in found]
     same = {n: v for n, v in values[0].items() if all(repr(other[n]) == repr(v) for other in values) and v is not None}
     if same:

@@ -15,12 +15,23 @@ from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.judge import difference
 from shardwise.testing.samples import Sample
-from shardwise.testing.trial import Answer, Illegal, Trial, copied, flat_operands, split_results, with_operands
+from shardwise.testing.trial import Answer, Illegal, Trial, copied, split_results, with_operands
 
-__all__ = ["Draws", "InferenceError", "check_deterministic", "draw", "is_zipped", "positions", "probing_rule"]
+__all__ = [
+    "Draws",
+    "InferenceError",
+    "check_can_be_probed",
+    "check_deterministic",
+    "draw",
+    "is_zipped",
+    "list_spans",
+    "positions",
+    "probing_rule",
+]
 
-# Factors of the new values: some rows hold only as long as values stay on one side of a threshold.
-_SCALES = (1.0, 1.0, 1.0, 30.0)
+# Factors of the new values, and whether they are rounded: some rows hold only as long as values stay on one side of a
+# threshold, others only as long as none is zero or equals another.
+_DRAWS = ((1.0, False), (1.0, False), (30.0, False), (2.0, True))
 
 
 class InferenceError(ShardingError):
@@ -59,6 +70,17 @@ def out_count(trial: Trial) -> int:
     return sum((1 if a.kind is Kind.TENSOR else len(v or ())) for a, v in values if a.is_out)
 
 
+def list_spans(trial: Trial) -> list[tuple[int, int]]:
+    """Where the lists of tensors begin and end among the flat operands."""
+    found: list[tuple[int, int]] = []
+    at = 0
+    for arg, value in zip(trial.signature.args, trial.values, strict=True):
+        width = 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
+        found += [(at, at + width)] if arg.kind is Kind.TENSORS else []
+        at += width
+    return found
+
+
 def probing_rule(op: Op) -> Rule:
     """A rule that says nothing; a trial needs one."""
 
@@ -77,8 +99,8 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
     rule = probing_rule(op)
     first = Trial.of(rule, op, *sample, op)
     trials = [first]
-    for scale in _SCALES:
-        for values in _wilder_first(first, scale, generator):
+    for scale, rounded in _DRAWS:
+        for values in _wilder_first(first, scale, generator, rounded=rounded):
             trial = _legal(first, values)
             if trial is not None:
                 trials.append(trial)
@@ -86,9 +108,12 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
     return Draws(number, f"{number}: {first}", tuple(trials))
 
 
-def _wilder_first(first: Trial, scale: float, generator: torch.Generator) -> Iterator[list[Tensor | None]]:
-    signed: Callable[[Tensor], Tensor] = lambda t: _float(t, scale, generator, keep_sign=False)  # noqa: E731
-    tame: Callable[[Tensor], Tensor] = lambda t: _float(t, scale, generator, keep_sign=True)  # noqa: E731
+def _wilder_first(
+    first: Trial, scale: float, generator: torch.Generator, *, rounded: bool
+) -> Iterator[list[Tensor | None]]:
+    end: Callable[[Tensor], Tensor] = lambda t: t.round() if rounded and not t.is_complex() else t  # noqa: E731
+    signed: Callable[[Tensor], Tensor] = lambda t: end(_float(t, scale, generator, keep_sign=False))  # noqa: E731
+    tame: Callable[[Tensor], Tensor] = lambda t: end(_float(t, scale, generator, keep_sign=True))  # noqa: E731
     whole: Callable[[Tensor], Tensor] = lambda t: _whole(t, generator)  # noqa: E731
     as_they_are: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
     # A float without a negative may need to be so (a variance); a constant one says nothing of what it needs.
@@ -142,12 +167,7 @@ def _legal(first: Trial, operands: Sequence[Tensor | None]) -> Trial | None:
         return None
     shapes, wanted = ([None if t is None else t.shape for t in a.expected.tensors] for a in (trial, first))
     if shapes != wanted:
-        raise InferenceError(
-            asked=f"infer a rule for {op_name(first.op)}",
-            found=f"the shapes of its results depend on the values of {first}: {wanted}, then {shapes}",
-            do="Write the rule by hand: such results are known only after the call and must be whole.",
-            op=op_name(first.op),
-        )
+        raise _refusal(first.op, f"the shapes of its results depend on the values of {first}: {wanted}, then {shapes}")
     return trial if _finite(trial.expected) or not _finite(first.expected) else None
 
 
@@ -159,16 +179,32 @@ def _finite(answer: Answer) -> bool:
 # -- what cannot be probed ---------------------------------------------------------------------------------------
 
 
+def check_can_be_probed(op: Op) -> None:
+    """Raises :class:`InferenceError` for an op that says itself that running it tells nothing."""
+    found = None
+    if not any(not a.is_out for a in signature(op).tensor_args):
+        found = "it takes no tensors"
+    elif torch.Tag.nondeterministic_seeded in op.tags:
+        found = "it draws random numbers"
+    elif torch.Tag.dynamic_output_shape in op.tags:
+        found = "the shapes of its results depend on data"
+    if found:
+        raise _refusal(op, found)
+
+
 def check_deterministic(trial: Trial) -> None:
     """Raises :class:`InferenceError` for an op that does not answer equal calls alike."""
-    if not trial.random and all(_answers_alike(trial) for _ in range(2)):
-        return
-    raise InferenceError(
-        asked=f"infer a rule for {op_name(trial.op)}",
-        found=f"two runs of {trial} give different results: it draws random numbers, reads memory that nobody wrote "
-        "or keeps a state",
-        do="Write the rule by hand; docs/lowerings.md says how ranks draw alike.",
-        op=op_name(trial.op),
+    if not all(_answers_alike(trial) for _ in range(2)):
+        what = "it draws random numbers, reads memory that nobody wrote or keeps a state"
+        raise _refusal(trial.op, f"two runs of {trial} give different results: {what}")
+
+
+def _refusal(op: Op, found: str) -> InferenceError:
+    return InferenceError(
+        asked=f"infer a rule for {op_name(op)}",
+        found=found,
+        do="Write the rule by hand: what holds for it cannot be seen by running it.",
+        op=op_name(op),
     )
 
 

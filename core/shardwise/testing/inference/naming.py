@@ -15,7 +15,7 @@ __all__ = ["Metas", "Named", "collapsed", "name_dims", "only_pending", "with_ell
 
 # (operands, results) of one sample.
 Metas = tuple[Sequence[TensorMeta | None], Sequence[TensorMeta | None]]
-# ("in" or "out", tensor, dim)
+# Side (in or out), number of the tensor, dim.
 Place = tuple[str, int, int]
 Operand = tuple[str, ...] | None
 
@@ -24,14 +24,14 @@ _POOLS = {"all": "bgc", "passes": "mnpqstuvw", "reduced": "klji", "whole": "defh
 
 @frozen
 class Named:
-    """A notation and its options. ``None`` operands are ``R``; ``unsaid`` are the rows that it cannot say."""
+    """A notation and its options. ``None`` operands are ``R``."""
 
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     reduce: Mapping[str, str]
     replicate: tuple[str, ...]
     partial: tuple[str, ...]
-    unsaid: tuple[Row, ...] = ()
+    nonempty: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -46,19 +46,18 @@ def _operand_text(dims: Operand) -> str:
 def name_dims(rows: Iterable[Row], metas: Sequence[Metas]) -> Named:
     """The named dims by which rows read, for samples of one form; one row per name, the others written out."""
     naming = _Naming(metas)
-    rest = [row for row in _preferred(rows, naming) if not naming.accept(row)]
+    rest = [row for row in _preferred(rows) if not naming.accept(row)]
     rest = [row for row in rest if any(p not in (REPLICATE, None) for p in (*row.inputs, *row.outputs))]
     for row in rest:
         naming.give_names(row)
-    said = [(row, naming.words(row)) for row in rest]
+    said = [naming.words(row) for row in rest]
     naming.name_the_rest()
     return naming.named(
-        tuple(collapsed(words for _, words in said if words is not None)),
-        tuple(row for row, words in said if words is None),
+        tuple(collapsed(words for words in said if words is not None)),
     )
 
 
-def _preferred(rows: Iterable[Row], naming: _Naming) -> list[Row]:
+def _preferred(rows: Iterable[Row]) -> list[Row]:
     """Rows that shard many dims of one size come first: they are what a name says best."""
     return sorted(
         rows,
@@ -66,8 +65,8 @@ def _preferred(rows: Iterable[Row], naming: _Naming) -> list[Row]:
             -sum(isinstance(p, Shard) for p in row.inputs),
             -sum(isinstance(p, Shard) for p in row.outputs),
             [(p.dim if isinstance(p, Shard) else 99) for p in row.inputs],
-            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else -1 for p in row.inputs],
-            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else -1 for p in row.outputs],
+            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.inputs],
+            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.outputs],
         ),
     )
 
@@ -80,6 +79,7 @@ class _Naming:
     names: dict[Place, int] = field(factory=dict, init=False)
     sharded: set[int] = field(factory=set, init=False)
     kind: dict[int, str] = field(factory=dict, init=False)
+    nonempty: set[int] = field(factory=set, init=False)
     fresh: Iterator[int] = field(factory=count, init=False)
 
     def sizes(self, place: Place) -> tuple[int, ...]:
@@ -110,6 +110,7 @@ class _Naming:
         name = next(self.fresh)
         self.names.update(dict.fromkeys(places, name))
         self.sharded.add(name)
+        self.nonempty |= {name} if row.nonempty else set()
         if others:
             self.kind[name] = others.pop()
         return True
@@ -123,6 +124,7 @@ class _Naming:
             name = self.names.get(place)
             if name is None:
                 name = self.names[place] = known.setdefault(sizes, next(self.fresh))
+                self.nonempty |= {name} if row.nonempty else set()
             known.setdefault(sizes, name)
         for place in _sharded("out", row.outputs):
             name = known.get(self.sizes(place))
@@ -160,7 +162,7 @@ class _Naming:
             if name is not None and name not in self._of(place[:2]):
                 self.names[place] = name
 
-    def named(self, partial: tuple[str, ...], unsaid: tuple[Row, ...]) -> Named:
+    def named(self, partial: tuple[str, ...]) -> Named:
         inputs, outputs = (self._dims(side) for side in ("in", "out"))
         letters = self._letters(inputs, outputs)
         whole = [name for name in letters if name not in self.sharded]
@@ -173,7 +175,7 @@ class _Naming:
             {letters[name]: kind for name, kind in self.kind.items() if name in left},
             tuple(letters[name] for name in whole if any(name in (dims or ()) for dims in inputs)),
             tuple(_with_letters(text, letters) for text in partial),
-            unsaid,
+            tuple(letters[name] for name in sorted(self.nonempty)),
         )
 
     def _dims(self, side: str) -> tuple[tuple[int, ...] | None, ...]:
@@ -190,13 +192,15 @@ class _Naming:
         # Where it is the only operand, its names carry over to the result.
         return dims if len(self.metas[0][0]) == 1 else None
 
-    def _letters(self, inputs: Sequence[Sequence[int] | None], outputs: Sequence[Sequence[int] | None]) -> dict[int, str]:
+    def _letters(
+        self, inputs: Sequence[Sequence[int] | None], outputs: Sequence[Sequence[int] | None]
+    ) -> dict[int, str]:
         pools = {role: _letters_of(pool) for role, pool in _POOLS.items()}
         order = dict.fromkeys(name for dims in inputs for name in dims or () if name >= 0)
         made = {name for dims in outputs for name in dims or ()}
-        everywhere = {name for name in order if all(name in (dims or ()) for dims in (*inputs, *outputs))}
-        # A batch dim is one that all tensors have beside others; where all dims are such, none stands out.
-        batch = everywhere if len(inputs) > 1 and everywhere < self.sharded else set()
+        everywhere = {name for name in order if all(dims and dims[0] == name for dims in (*inputs, *outputs))}
+        # A batch dim is one that all tensors have first, beside others that only some have.
+        batch = everywhere if any(len(set(order) & set(dims or ())) < len(order) for dims in inputs) else set()
         found: dict[int, str] = {}
         for name in order:
             if name not in self.sharded:
@@ -248,7 +252,7 @@ def collapsed(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[s
         if len(kinds) == 1:
             starred = [tuple("*" if w in kinds else w for w in side) for side in (inputs, outputs)]
             every = [tuple(tuple(k if w == "*" else w for w in side) for side in starred) for k in PENDING_KINDS]
-            if known.issuperset(every):  # type: ignore[arg-type]
+            if known.issuperset(every):
                 inputs, outputs = starred  # noqa: PLW2901
         found[f"{', '.join(inputs)} -> {', '.join(outputs)}".strip()] = None
     return list(found)
@@ -270,7 +274,7 @@ def with_ellipsis(named: Named) -> Iterator[Named]:
     """The same with ``...`` for leading dims, the most first, where they stand alike in every tensor."""
     tensors = (*named.inputs, *named.outputs)
     spoken = {word for text in named.partial for word in text.replace(",", " ").split()}
-    fixed = {*named.reduce, *named.replicate, *spoken, "_"}
+    fixed = {*named.reduce, *named.replicate, *named.nonempty, *spoken, "_"}
     longest = max((dims for dims in tensors if dims), key=len, default=())
     assert longest is not None
     for n in range(len(longest), 0, -1):

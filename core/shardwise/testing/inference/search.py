@@ -7,11 +7,11 @@ from itertools import islice, product
 from math import prod
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 
 from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, Shard, partial
 from shardwise.rule import Row
-from shardwise.spec import TensorMeta
+from shardwise.spec import TensorMeta, chunk
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import Probe, tried
 
@@ -22,6 +22,8 @@ MESHES = (2, 3, 4)
 _MOST = 4096
 # Parts of pending tensors grow by this in every second draw, so that thresholds and overflows show.
 _WILD = 64.0
+# Ranks of the mesh on which a shard is empty, if none of the usual ones has one.
+_LARGEST = 17
 
 Inputs = tuple[Placement | None, ...]
 # How many placings are done, of how many.
@@ -30,20 +32,28 @@ Tell = Callable[[int, int], None]
 
 @frozen
 class Evidence:
-    """Mesh sizes on which a row held for one sample, and those on which it did not; ``even`` ones split evenly."""
+    """Mesh sizes on which a row held for one sample, and those on which it did not.
+
+    On ``even`` ones all shards are of one size, on ``empty`` ones some rank has nothing.
+    """
 
     held: frozenset[int]
     failed: frozenset[int]
     even: frozenset[int]
+    empty: frozenset[int]
 
     @property
     def holds(self) -> bool:
         return not self.failed
 
     @property
-    def holds_when_even(self) -> bool:
-        """Whether it held wherever the shards are of one size, and only there was it sure to."""
-        return bool(self.even) and self.even <= self.held and bool(self.failed)
+    def holds_unless_empty(self) -> bool:
+        return self.failed <= self.empty and not self.held <= self.empty
+
+    @property
+    def held_unevenly(self) -> bool:
+        """Whether it held for shards of different sizes none of which is empty."""
+        return not self.held <= self.even | self.empty
 
 
 @frozen
@@ -56,22 +66,22 @@ class Found:
 
 
 def search(draws: Draws, generator: torch.Generator, tell: Tell) -> Found:
-    """Every row of one sample that holds on a mesh of 2, 3 or 4 ranks for all draws of its values."""
+    """Every row of one sample that holds for all draws of its values on meshes of 2, 3 and 4 ranks, and with an empty shard."""
     placings, cut = _placings(draws.operands)
-    benches = {n: _benches(draws, n, generator) for n in MESHES}
+    benches = _Benches(draws, generator)
     rows: dict[Row, Evidence] = {}
     for done, inputs in enumerate(placings):
         tell(done, len(placings))
-        even = even_meshes(inputs, draws.operands)
+        even, empty = even_meshes(inputs, draws.operands), _empty_meshes(inputs, draws.operands)
         start = next((n for n in MESHES if n in even), MESHES[0])
-        first = benches[start][0].rows(inputs)
+        first = benches.of(start)[0].rows(inputs)
         if not first:
             continue
-        held = {n: _held(benches[n], inputs, first if n == start else None) for n in MESHES}
-        found = dict.fromkeys(row for several in held.values() for row in several)
-        for row in found:
-            where = frozenset(n for n in MESHES if row in held[n])
-            rows[row] = Evidence(where, frozenset(MESHES) - where, even)
+        meshes = sorted({*MESHES, *empty})
+        held = {n: _held(benches.of(n), inputs, first if n == start else None) for n in meshes}
+        for row in dict.fromkeys(row for several in held.values() for row in several):
+            where = frozenset(n for n in meshes if row in held[n])
+            rows[row] = Evidence(where, frozenset(meshes) - where, even, empty)
     tell(len(placings), len(placings))
     return Found(draws, _undominated(rows), cut)
 
@@ -81,11 +91,21 @@ def may_lie(row: Row, operands: Sequence[TensorMeta | None]) -> bool:
     return all(p in choices for p, choices in zip(row.inputs, tried(operands), strict=True))
 
 
-def _benches(draws: Draws, ranks: int, generator: torch.Generator) -> list[Probe]:
-    return [
-        Probe(trial, ranks, generator, _WILD if number % 2 else 1.0)
-        for number, trial in enumerate((draws.first, *draws.trials))
-    ]
+@define(eq=False)
+class _Benches:
+    """Probes of all draws of a sample, by the size of the mesh; made when they are first asked for."""
+
+    draws: Draws
+    generator: torch.Generator
+    _known: dict[int, list[Probe]] = field(factory=dict, init=False)
+
+    def of(self, ranks: int) -> list[Probe]:
+        if ranks not in self._known:
+            self._known[ranks] = [
+                Probe(trial, ranks, self.generator, _WILD if number % 2 else 1.0)
+                for number, trial in enumerate((self.draws.first, *self.draws.trials))
+            ]
+        return self._known[ranks]
 
 
 def _held(benches: Sequence[Probe], inputs: Inputs, known: frozenset[Row] | None) -> frozenset[Row]:
@@ -99,8 +119,24 @@ def _held(benches: Sequence[Probe], inputs: Inputs, known: frozenset[Row] | None
 
 def even_meshes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> frozenset[int]:
     """The sizes of meshes on which no shard of these operands is smaller than another."""
-    sizes = [m.shape[p.dim] for p, m in zip(inputs, operands, strict=True) if isinstance(p, Shard) and m is not None]
+    sizes = _sharded_sizes(inputs, operands)
     return frozenset(n for n in MESHES if all(size % n == 0 for size in sizes))
+
+
+def _empty_meshes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> frozenset[int]:
+    """The sizes of meshes on which some rank has nothing of a sharded dim: of those that are tried, or the least."""
+    sizes = _sharded_sizes(inputs, operands)
+    least = next((n for n in range(2, _LARGEST) if any(_leaves_empty(size, n) for size in sizes)), None)
+    of_all = (n for n in MESHES if any(_leaves_empty(size, n) for size in sizes))
+    return frozenset(of_all) | (frozenset() if least is None else {least})
+
+
+def _leaves_empty(size: int, ranks: int) -> bool:
+    return chunk(size, ranks, ranks - 1)[0] == 0
+
+
+def _sharded_sizes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> list[int]:
+    return [m.shape[p.dim] for p, m in zip(inputs, operands, strict=True) if isinstance(p, Shard) and m is not None]
 
 
 def _undominated(rows: dict[Row, Evidence]) -> dict[Row, Evidence]:
@@ -147,7 +183,6 @@ def _families(
             yield [[*s] or _whole_or(kind, c) for s, c in zip(shards, choices, strict=True)]
     for kind in PENDING_KINDS:
         yield [_whole_or(kind, c) for c in choices]
-
 
 
 def _whole_or(kind: str, choices: Sequence[Placement | None]) -> list[Placement | None]:

@@ -28,7 +28,8 @@ class Source:
     @classmethod
     def of(cls, name: str, imports: Sequence[str], body: str) -> Source:
         """Run the text. Raises what it raises."""
-        text = "\n".join(("import torch", *imports, "", body))
+        gap = ["", ""] if body.startswith("@") else [""]
+        text = "\n".join(("import torch", *imports, *gap, body))
         scope: dict[str, Any] = {}
         exec(compile(text, "<inferred rule>", "exec"), scope)  # noqa: S102  the text was made here
         rule: Rule = scope[name]
@@ -62,16 +63,21 @@ def plain(op: Op, named: Named, *, zipped: bool) -> Source:
 
 def einop_call(named: Named) -> str:
     """The expression ``einop(notation, ...)``."""
-    return f"einop({', '.join((_quoted(named.text), *_options(named, nested=True)))})"
+    parts = [_quoted(named.text), *_options(named)]
+    short = f"einop({', '.join(parts)})"
+    if len(short) < _WIDTH and "\n" not in short:
+        return short
+    return "einop(\n" + "".join(f"    {part},\n" for part in parts) + ")"
 
 
 def rows_call(rows: Sequence[Row], outs: int) -> str:
     """The expression ``Rows((Row(...), ...))``; ``out=`` operands lie as the results."""
-    shown = [
-        f"            Row({_placements((*row.inputs, *row.outputs[:outs]))}, {_placements(row.outputs)}),\n"
-        for row in rows
-    ]
-    return f"Rows(\n        (\n{''.join(shown)}        )\n    )"
+    shown = []
+    for row in rows:
+        nonempty = f", nonempty={row.nonempty!r}" if row.nonempty else ""
+        inputs, outputs = _placements((*row.inputs, *row.outputs[:outs])), _placements(row.outputs)
+        shown.append(f"        Row({inputs}, {outputs}{nonempty}),\n")
+    return f"Rows(\n    (\n{''.join(shown)}    )\n)"
 
 
 def _placements(placements: Sequence[Placement | None]) -> str:
@@ -94,17 +100,18 @@ def from_function(op: Op, uses: Sequence[str], lines: Sequence[str], summary: st
     return Source.of(
         name,
         _imports(body),
-        f'@rule_from({", ".join((_op_text(op), *_keyed(op, uses, zipped=zipped)))})\n'
+        f"@rule_from({', '.join((_op_text(op), *_keyed(op, uses, zipped=zipped)))})\n"
         f'def {name}({_parameters(op, uses)}):\n    """{summary}"""\n{body}',
     )
 
 
 def by_case(op: Op, feature: str, uses: Sequence[str], cases: Sequence[Case], *, zipped: bool) -> Source:
     """A function that looks up what the cases differ in; calls like none of the samples stay whole."""
-    lines = []
+    lines = [f"asked = {feature}"]
     for case in cases:
         which = f"sample{'s' * (len(case.samples) > 1)} {', '.join(map(str, case.samples))}"
-        lines += [f"if {feature} == {case.value!r}:  # {which}", f"    return {case.returned}"]
+        returned = f"return {case.returned}".splitlines()
+        lines += [f"if asked == {case.value!r}:  # {which}", *(f"    {line}" for line in returned)]
     lines.append('return einop("R -> R")  # nothing is known of other calls: they stay whole')
     return from_function(op, uses, lines, "Inferred case by case, for review.", zipped=zipped)
 
@@ -135,15 +142,17 @@ def _parameters(op: Op, uses: Sequence[str]) -> str:
     return ", ".join([*shown, *(["*", *named] if named else [])])
 
 
-def _options(named: Named, *, nested: bool = False) -> list[str]:
+def _options(named: Named) -> list[str]:
     found = []
     if named.reduce:
         found.append(f"reduce={_mapping(named.reduce)}")
     if named.replicate:
         found.append(f"replicate={_listed(named.replicate)}")
+    if named.nonempty:
+        found.append(f"nonempty={_listed(named.nonempty)}")
     if named.partial:
         line = f"partial={_listed(named.partial)}"
-        if nested or len(line) < _WIDTH:
+        if len(line) < _WIDTH:
             found.append(line)
         else:
             rows = "".join(f"        {_quoted(text)},\n" for text in named.partial)

@@ -37,7 +37,8 @@ class Finding:
     meshes: tuple[int, ...]
 
     def __str__(self) -> str:
-        return f"{show_all(self.row.inputs)} -> {show_all(self.row.outputs)}"
+        unless = ", no shard empty" if self.row.nonempty else ""
+        return f"{show_all(self.row.inputs)} -> {show_all(self.row.outputs)}{unless}"
 
 
 def _form(draws: Draws) -> tuple[str, ...]:
@@ -60,22 +61,36 @@ def findings(found: Sequence[Found]) -> tuple[Finding, ...]:
 
 def _finding(row: Row, form: str, found: Sequence[Found]) -> Finding:
     tried = [one for one in found if may_lie(row, one.draws.operands)]
-    held = [one for one in tried if row in one.rows and one.rows[row].holds]
-    verdict: Verdict = "some meshes"
-    if len(held) == len(tried):
-        verdict = "all samples"
-    elif all(_holds_when_even(row, one) for one in tried):
-        verdict = "even shards only"
-    elif held:
-        verdict = "some samples"
+    verdict, said, held = _settled(row, tried)
     return Finding(
-        row,
+        said,
         form,
         verdict,
         tuple(one.draws.number for one in held),
         tuple(one.draws.number for one in tried if one not in held),
         tuple(sorted({n for one in tried if row in one.rows for n in one.rows[row].held})),
     )
+
+
+def _settled(row: Row, tried: Sequence[Found]) -> tuple[Verdict, Row, list[Found]]:
+    """What samples of one form say of a row: the verdict, the row with its condition, and those for which it holds."""
+    known = [one.rows[row] for one in tried if row in one.rows]
+    # A row that fails for empty shards alone is one for shards that are not; if only even ones are left, who knows.
+    unevenly = any(evidence.held_unevenly for evidence in known)
+    held = [
+        one
+        for one in tried
+        if row in one.rows and (one.rows[row].holds or (one.rows[row].holds_unless_empty and unevenly))
+    ]
+    if not all(one.rows[row].holds for one in held):
+        said = evolve(row, nonempty=tuple((i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)))
+    else:
+        said = row
+    if len(held) == len(tried):
+        return "all samples", said, held
+    if all(_holds_when_even(row, one) for one in tried):
+        return "even shards only", row, []
+    return ("some samples", said, held) if held else ("some meshes", row, [])
 
 
 def _holds_when_even(row: Row, found: Found) -> bool:
@@ -120,12 +135,11 @@ def grouped(found: Sequence[Found]) -> list[Group]:
 
 
 def _common(found: Sequence[Found]) -> list[Row]:
-    rows = dict.fromkeys(row for one in found for row in one.rows)
-    return [
-        row
-        for row in rows
-        if all(row in one.rows and one.rows[row].holds for one in found if may_lie(row, one.draws.operands))
-    ]
+    settled = (
+        _settled(row, [one for one in found if may_lie(row, one.draws.operands)])
+        for row in dict.fromkeys(row for one in found for row in one.rows)
+    )
+    return [row for verdict, row, _ in settled if verdict == "all samples"]
 
 
 def call_of(rule: Rule, draws: Draws, *, zipped: bool) -> Call:
@@ -146,7 +160,7 @@ def rule_rows(rule: Rule, draws: Draws, *, zipped: bool = False) -> set[Row]:
         plain = not row.lowered and not row.divides and may_lie(Row(inputs, ()), draws.operands)
         stays = all(outputs[o] == inputs[i] for o, i in same if i < count)
         if plain and stays and not _shards_one_element(outputs, draws.outputs):
-            found.add(Row(inputs, outputs))
+            found.add(Row(inputs, outputs, nonempty=row.nonempty))
     return found
 
 
@@ -163,7 +177,7 @@ def missing(rule: Rule, group: Group, *, zipped: bool) -> tuple[set[Row], set[Ro
     for one in group.found:
         try:
             has = rule_rows(rule, one.draws, zipped=zipped)
-        except (ShardingError, LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
+        except (ShardingError, LookupError, TypeError, ValueError, AttributeError, NameError, ZeroDivisionError):
             return None
         wanted = {row for row in group.rows if may_lie(row, one.draws.operands)}
         lacks |= wanted - has
