@@ -47,9 +47,9 @@ def infer(
     """
     for module in modules:
         _load(module)
-    overload = find_op(op)
     given: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
     given += _called(function) if function else []
+    overload = find_op(op)
     with _bar() as tell:
         found = infer_rule(overload, given or None, seed=seed, tell=tell)
     if as_json:
@@ -104,7 +104,11 @@ def _load(name: str) -> ModuleType:
             raise click.ClickException(f"cannot import {name}: {error}") from error
         finally:
             sys.path.remove(str(Path.cwd()))
-    path = Path(name)
+    path = Path(name).resolve()
+    # An op can be defined once; a file may be asked for twice, for the op and for its samples.
+    for known in list(sys.modules.values()):
+        if getattr(known, "__file__", None) == str(path):
+            return known
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None or not path.exists():
         raise click.ClickException(f"there is no file {name}")

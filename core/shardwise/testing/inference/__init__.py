@@ -161,8 +161,16 @@ def _notes(found: Sequence[Found], fitted: Fit) -> Iterator[str]:
         yield "The op refuses other values for some samples: a row may hold by accident of the values."
     if any(_is_mixed(one.draws) for one in found):
         yield "Integers and bools beside floats were taken for indices and masks and never made pending."
+    if any(_lacks_uneven(finding, found) for finding in findings(found)):
+        yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
     if fitted.unsaid:
-        yield "No notation says all rows that were found; those that are left out are listed."
+        yield "The rule does not say all rows that were found; those that are left out are listed."
+
+
+def _lacks_uneven(finding: Finding, found: Sequence[Found]) -> bool:
+    """Whether a row failed for empty shards only and was never tried on uneven ones that are not empty."""
+    mine = [one.rows.get(finding.row) for one in found if one.draws.number in finding.fails_for]
+    return finding.verdict == "even shards only" and all(e is not None and e.failed <= e.empty for e in mine)
 
 
 def _static_notes(found: Sequence[Found]) -> Iterator[str]:

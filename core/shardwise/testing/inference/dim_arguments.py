@@ -45,23 +45,25 @@ def by_dims(op: Op, tensor: Arg, name: str, dims: str, pending: Sequence[str]) -
     """Functions that leave the named dims whole, or drop them from the result with each pending kind in turn."""
     x = f"{tensor.name}[0]" if tensor.kind is Kind.TENSORS else tensor.name
     listed = ", ".join(f'"{text}"' for text in pending)
-    partial = f", partial=[{listed}]" if pending else ""
+    partial = [f"partial=[{listed}]"] if pending else []
     dims = dims.format(x=x)
-    whole = f"return like({x}, whole={dims}{partial})"
+    whole = f"return like({', '.join((x, f'whole={dims}', *partial))})"
     yield Body((tensor.name, name), (whole,), f"Every dim may be sharded except those that {name} names.")
     keeps = tuple(a.name for a in signature(op).args if a.name == "keepdim")
     kept = f"{keeps[0]} or i not in gone" if keeps else "i not in gone"
     for kind, nonempty in product((*PENDING_KINDS, None), (False, True)):
         what = f"leaves a pending {kind}" if kind else "must be whole"
         option = f'reduce={{names[i]: "{kind}" for i in gone}}' if kind else "replicate=[names[i] for i in gone]"
-        option += ", nonempty=[names[i] for i in gone]" if nonempty else ""
+        options = [option, *(["nonempty=[names[i] for i in gone]"] if nonempty else []), *partial]
         yield Body(
             (tensor.name, name, *keeps),
             (
                 f"gone = {{i % {x}.ndim for i in {dims}}}",
                 f'names = [f"d{{i}}" for i in range({x}.ndim)]',
                 f"kept = [None if i in gone else name for i, name in enumerate(names) if {kept}]",
-                f"return Flow([names], [kept], {option}{partial})",
+                "return Flow(",
+                *(f"    {part}," for part in ("[names]", "[kept]", *options)),
+                ")",
             ),
             f"A dim that {name} names {what}.",
         )

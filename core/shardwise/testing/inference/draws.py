@@ -93,8 +93,8 @@ def probing_rule(op: Op) -> Rule:
 def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Draws:
     """The sample and its further draws. Raises :class:`Illegal` when the op refuses the sample.
 
-    A new value of an integer operand lies in the range of the old ones, one of a float that had no negative has none.
-    What the op refuses, or answers with inf or nan where it did not before, is drawn in a tamer way or left out.
+    A new value of an integer operand lies in the range of the old ones. What the op refuses, or answers with inf or nan
+    where it did not before, is drawn in a tamer way (no negative where there was none) or left out.
     """
     rule = probing_rule(op)
     first = Trial.of(rule, op, *sample, op)
@@ -116,13 +116,8 @@ def _wilder_first(
     tame: Callable[[Tensor], Tensor] = lambda t: end(_float(t, scale, generator, keep_sign=True))  # noqa: E731
     whole: Callable[[Tensor], Tensor] = lambda t: _whole(t, generator)  # noqa: E731
     as_they_are: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-    # A float without a negative may need to be so (a variance); a constant one says nothing of what it needs.
-    constant = any(
-        t is not None and t.is_floating_point() and t.numel() and bool((t == t.flatten()[0]).all())
-        for t in first.operands
-    )
-    ways = [(tame, whole), (tame, as_they_are)]
-    for floats, integers in [(signed, whole), *ways] if constant else ways:
+    # Values of both signs say most. A float that had none below zero may need to be so (a variance), though.
+    for floats, integers in ((signed, whole), (tame, whole), (tame, as_they_are)):
         yield [
             None if t is None else _redrawn(t, floats if t.is_floating_point() or t.is_complex() else integers)
             for t in first.operands

@@ -112,9 +112,8 @@ class _Fitting:
         draws = [one.draws for one in group.found]
         named = name_dims(group.rows, [(d.operands, d.outputs) for d in draws])
         shared = evolve(named, partial=tuple(self._pending_everywhere(len(draws[0].operands))))
-        several = len({other.ndims for other in self.groups}) > 1
         for one in (named, shared) if named.partial != shared.partial else (named,):
-            for form in (*with_ellipsis(one), one) if several else (one, *with_ellipsis(one)):
+            for form in _forms(one, self.groups):
                 yield from (form,) if self.zipped else _for_lists(self.op, form)
 
     def _pending_everywhere(self, count: int) -> list[str]:
@@ -188,6 +187,18 @@ def _has(group: Group, row: Row) -> bool:
     return row in group.rows or not any(
         len(row.inputs) == len(one.draws.operands) and may_lie(row, one.draws.operands) for one in group.found
     )
+
+
+def _forms(named: Named, groups: Sequence[Group]) -> list[Named]:
+    """The notation as it is, and with ``...``: first where it is all there is or results vary in ndim."""
+    shorter = list(with_ellipsis(named))
+    if len({group.ndims for group in groups}) == 1:
+        return [named, *shorter]
+    tensors = [dims for one in shorter[:1] for dims in (*one.inputs, *one.outputs)]
+    plain = all(not dims or dims == ("...",) for dims in tensors)
+    if plain or len({tuple(m and m.ndim for m in group.found[0].draws.outputs) for group in groups}) > 1:
+        return [*shorter, named]
+    return [named, *shorter]
 
 
 def _for_lists(op: Op, named: Named) -> Iterator[Named]:

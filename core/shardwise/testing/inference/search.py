@@ -66,7 +66,7 @@ class Found:
 
 
 def search(draws: Draws, generator: torch.Generator, tell: Tell) -> Found:
-    """Every row of one sample that holds for all draws of its values on meshes of 2, 3 and 4 ranks, and with an empty shard."""
+    """Every row of one sample that holds for all draws of its values on some mesh; each is tried on an empty shard."""
     placings, cut = _placings(draws.operands)
     benches = _Benches(draws, generator)
     rows: dict[Row, Evidence] = {}
@@ -77,11 +77,8 @@ def search(draws: Draws, generator: torch.Generator, tell: Tell) -> Found:
         first = benches.of(start)[0].rows(inputs)
         if not first:
             continue
-        meshes = sorted({*MESHES, *empty})
-        held = {n: _held(benches.of(n), inputs, first if n == start else None) for n in meshes}
-        for row in dict.fromkeys(row for several in held.values() for row in several):
-            where = frozenset(n for n in meshes if row in held[n])
-            rows[row] = Evidence(where, frozenset(meshes) - where, even, empty)
+        for row, where in _held_on(benches, inputs, first, sorted({*MESHES, *empty})).items():
+            rows[row] = Evidence(where, frozenset({*MESHES, *empty}) - where, even, empty)
     tell(len(placings), len(placings))
     return Found(draws, _undominated(rows), cut)
 
@@ -108,13 +105,24 @@ class _Benches:
         return self._known[ranks]
 
 
-def _held(benches: Sequence[Probe], inputs: Inputs, known: frozenset[Row] | None) -> frozenset[Row]:
-    """The rows that hold in every draw; the one after the other, each only for what is left."""
-    for bench in benches:
-        known = bench.rows(inputs, known)
-        if not known:
-            break
-    return known or frozenset()
+def _held_on(
+    benches: _Benches, inputs: Inputs, rows: frozenset[Row], meshes: Sequence[int]
+) -> dict[Row, frozenset[int]]:
+    """Where each row holds in every draw, as sizes of meshes; without rows that say less than one that holds."""
+    most = frozenset(row for row in rows if not any(_says_more(other, row) for other in rows if other != row))
+    found = _held(benches, inputs, most, meshes)
+    sure = [row for row, where in found.items() if len(where) == len(meshes)]
+    less = frozenset(row for row in rows - most if not any(_says_more(other, row) for other in sure))
+    return {**found, **(_held(benches, inputs, less, meshes) if less else {})}
+
+
+def _held(benches: _Benches, inputs: Inputs, rows: frozenset[Row], meshes: Sequence[int]) -> dict[Row, frozenset[int]]:
+    left = dict.fromkeys(meshes, rows)
+    for n in meshes:
+        for bench in benches.of(n):
+            left[n] = bench.rows(inputs, left[n]) if left[n] else left[n]
+    held = {row: frozenset(n for n in meshes if row in left[n]) for row in sorted(rows, key=str)}
+    return {row: where for row, where in held.items() if where}
 
 
 def even_meshes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> frozenset[int]:

@@ -88,9 +88,9 @@ def _settled(row: Row, tried: Sequence[Found]) -> tuple[Verdict, Row, list[Found
         said = row
     if len(held) == len(tried):
         return "all samples", said, held
-    if all(_holds_when_even(row, one) for one in tried):
-        return "even shards only", row, []
-    return ("some samples", said, held) if held else ("some meshes", row, [])
+    if held:
+        return "some samples", said, held
+    return ("even shards only" if all(_holds_when_even(row, one) for one in tried) else "some meshes"), row, []
 
 
 def _holds_when_even(row: Row, found: Found) -> bool:
