@@ -9,7 +9,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["rules.md", "lowerings.md", "oracle.md", "dispatch.md", "plugins.md"])
+@pytest.mark.parametrize("page", ["rules.md", "lowerings.md", "oracle.md", "infer.md", "dispatch.md", "plugins.md"])
 def test_the_examples_run(page):
     scope = {}
     for number, example in enumerate(PYTHON.findall((DOCS / page).read_text())):

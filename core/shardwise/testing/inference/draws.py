@@ -181,8 +181,6 @@ def check_can_be_probed(op: Op) -> None:
         found = "it takes no tensors"
     elif torch.Tag.nondeterministic_seeded in op.tags:
         found = "it draws random numbers"
-    elif torch.Tag.dynamic_output_shape in op.tags:
-        found = "the shapes of its results depend on data"
     if found:
         raise _refusal(op, found)
 
