@@ -29,9 +29,22 @@ __all__ = [
     "probing_rule",
 ]
 
-# Factors of the new values, and whether they are rounded: some rows hold only as long as values stay on one side of a
-# threshold, others only as long as none is zero or equals another.
-_DRAWS = ((1.0, False), (1.0, False), (30.0, False), (2.0, True))
+Change = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def _sparse(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    return tensor * (torch.rand(tensor.shape, generator=generator) < 0.1)  # noqa: PLR2004
+
+
+# Factors of the new values, and what is made of them: some rows hold only as long as values stay on one side of a
+# threshold, as long as none is zero or equals another, or as long as one is not.
+_DRAWS: tuple[tuple[float, Change], ...] = (
+    (1.0, lambda t, _: t),
+    (30.0, lambda t, _: t),
+    (2.0, lambda t, _: t if t.is_complex() else t.round()),
+    (1.0, _sparse),
+    (1.0, lambda t, _: torch.zeros_like(t)),
+)
 
 
 class InferenceError(ShardingError):
@@ -99,8 +112,8 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
     rule = probing_rule(op)
     first = Trial.of(rule, op, *sample, op)
     trials = [first]
-    for scale, rounded in _DRAWS:
-        for values in _wilder_first(first, scale, generator, rounded=rounded):
+    for scale, change in _DRAWS:
+        for values in _wilder_first(first, scale, change, generator):
             trial = _legal(first, values)
             if trial is not None:
                 trials.append(trial)
@@ -109,11 +122,10 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
 
 
 def _wilder_first(
-    first: Trial, scale: float, generator: torch.Generator, *, rounded: bool
+    first: Trial, scale: float, change: Change, generator: torch.Generator
 ) -> Iterator[list[Tensor | None]]:
-    end: Callable[[Tensor], Tensor] = lambda t: t.round() if rounded and not t.is_complex() else t  # noqa: E731
-    signed: Callable[[Tensor], Tensor] = lambda t: end(_float(t, scale, generator, keep_sign=False))  # noqa: E731
-    tame: Callable[[Tensor], Tensor] = lambda t: end(_float(t, scale, generator, keep_sign=True))  # noqa: E731
+    signed: Callable[[Tensor], Tensor] = lambda t: change(_float(t, scale, generator, keep_sign=False), generator)  # noqa: E731
+    tame: Callable[[Tensor], Tensor] = lambda t: change(_float(t, scale, generator, keep_sign=True), generator)  # noqa: E731
     whole: Callable[[Tensor], Tensor] = lambda t: _whole(t, generator)  # noqa: E731
     as_they_are: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
     # Values of both signs say most. A float that had none below zero may need to be so (a variance), though.
