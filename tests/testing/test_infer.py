@@ -1,5 +1,7 @@
 """Rule inference: what it finds is what rules written by hand say, and what only seems to hold is not found."""
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -128,9 +130,14 @@ KNOWN = {
 }
 
 
+@cache
+def known(op):
+    return infer(op, KNOWN[op])
+
+
 @pytest.mark.parametrize("op", KNOWN, ids=op_name)
 def test_it_finds_what_the_rule_of_the_op_says(op):
-    found = infer(op, KNOWN[op])
+    found = known(op)
     by_hand = default_registry().lookup(op).rule
     assert found.accepted, found.report.refuted
     for number, sample in enumerate(KNOWN[op]):
@@ -146,7 +153,7 @@ def test_it_finds_what_the_rule_of_the_op_says(op):
 def test_what_is_found_beyond_the_rule_of_an_op_stands_before_the_oracle_by_itself():
     """Rows that the first-party rule lacks: sound, but they hang on the sign of beta, which plans do not know."""
     op = aten.addmm.default
-    found = infer(op, KNOWN[op])
+    found = known(op)
     with quietly():
         draws = draw(op, 0, KNOWN[op][0], torch.Generator())
     beyond = rule_rows(found.rule, draws) - rule_rows(default_registry().lookup(op).rule, draws)
@@ -173,7 +180,7 @@ def last_statement(found):
 
 
 def test_a_product_reads_as_in_the_pages():
-    found = infer(aten.mm.default, KNOWN[aten.mm.default])
+    found = known(aten.mm.default)
     assert last_statement(found) == (
         "MM = rule(\n"
         "    torch.ops.aten.mm.default,\n"
@@ -196,7 +203,7 @@ def test_a_product_reads_as_in_the_pages():
     ids=str,
 )
 def test_one_notation_serves_all_samples(op, notation):
-    assert infer(op, KNOWN[op]).rule.text == notation
+    assert known(op).rule.text == notation
 
 
 def test_samples_are_made_where_the_schema_is_enough():
@@ -210,7 +217,7 @@ def test_every_kind_is_a_star():
 
 
 def test_a_dim_argument_is_read_and_not_guessed():
-    found = infer(aten._softmax.default, KNOWN[aten._softmax.default])
+    found = known(aten._softmax.default)
     assert "return like(self, whole=(dim,))" in found.text
     verdicts = {str(f): (f.verdict, f.holds_for, f.fails_for) for f in found.findings}
     assert verdicts["[S(0)] -> [S(0)]"] == ("some samples", (0,), (1,))
@@ -220,7 +227,7 @@ def test_a_dim_argument_is_read_and_not_guessed():
 
 
 def test_a_call_like_no_sample_stays_whole():
-    found = infer(aten.transpose.int, KNOWN[aten.transpose.int])
+    found = known(aten.transpose.int)
     with quietly():
         draws = draw(aten.transpose.int, 0, ((t(8, 7, 5), 0, 2), {}), torch.Generator())
     assert {show_all(row.inputs) for row in rule_rows(found.rule, draws)} == {"[R]"}

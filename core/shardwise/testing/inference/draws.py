@@ -39,9 +39,9 @@ def _sparse(tensor: Tensor, generator: torch.Generator) -> Tensor:
 # Factors of the new values, and what is made of them: some rows hold only as long as values stay on one side of a
 # threshold, as long as none is zero or equals another, or as long as one is not.
 _DRAWS: tuple[tuple[float, Change], ...] = (
+    (2.0, lambda t, _: t if t.is_complex() else t.round()),
     (1.0, lambda t, _: t),
     (30.0, lambda t, _: t),
-    (2.0, lambda t, _: t if t.is_complex() else t.round()),
     (1.0, _sparse),
     (1.0, lambda t, _: torch.zeros_like(t)),
 )

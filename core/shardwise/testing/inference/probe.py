@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
+from typing import Literal
 
 import torch
 from attrs import define, evolve, field
@@ -20,9 +21,14 @@ from shardwise.testing.pending import can_be_pending, place
 from shardwise.testing.simulated import Coordinate
 from shardwise.testing.trial import Answer, Case, Trial
 
-__all__ = ["Probe", "placements_of", "tried", "written_results"]
+__all__ = ["PARTS", "Probe", "placements_of", "tried", "written_results"]
 
 Locals = dict[Coordinate, Tensor]
+# Parts of a pending tensor as the oracle has them; far larger, so that thresholds and overflows show; whole steps away
+# from what they reduce to, so that zeros and ties show.
+Parts = Literal["plain", "wild", "near"]
+PARTS: tuple[Parts, ...] = ("plain", "wild", "near")
+_WILD = 64.0
 
 
 def placements_of(meta: TensorMeta | None, *, pending: bool) -> list[Placement | None]:
@@ -45,12 +51,12 @@ def tried(operands: Sequence[TensorMeta | None]) -> list[list[Placement | None]]
 
 @define(eq=False)
 class Probe:
-    """One trial on a mesh of one dim. ``wild`` multiplies the parts of pending tensors (they still reduce alike)."""
+    """One trial on a mesh of one dim. ``parts`` says how pending tensors are taken apart."""
 
     trial: Trial
     ranks: int
     generator: torch.Generator
-    wild: float = 1.0
+    parts: Parts = "plain"
     mesh: AbstractMesh = field(init=False)
     call: Call = field(init=False)
     outputs: tuple[TensorMeta | None, ...] = field(init=False)
@@ -102,11 +108,13 @@ class Probe:
     def _place(self, i: int, spec: TensorSpec, placement: Placement) -> Locals:
         full = self.trial.operands[i]
         assert full is not None
-        wild = self.wild if isinstance(placement, Partial) and placement.reduce_op != "product" else 1.0
-        if wild == 1.0 or not full.is_floating_point():
+        kind = placement.reduce_op if isinstance(placement, Partial) else ""
+        if kind in ("", "product") or not full.is_floating_point() or self.parts == "plain":
             return place(full, spec, self.generator)
-        # A power of two, so that nothing is rounded: the parts grow, and what they reduce to does not.
-        return {at: part * wild for at, part in place(full / wild, spec, self.generator).items()}
+        if self.parts == "wild":
+            # A power of two, so that nothing is rounded: the parts grow, and what they reduce to does not.
+            return {at: part * _WILD for at, part in place(full / _WILD, spec, self.generator).items()}
+        return {(rank,): part for rank, part in enumerate(_near(full, kind, self.ranks, self.generator))}
 
     # -- outputs --
     def _candidates(self, inputs: tuple[Placement | None, ...], answers: Mapping[Coordinate, Answer]) -> Iterator[Row]:
@@ -141,6 +149,21 @@ class Probe:
             return judge(self.trial, evolve(case, inputs=inputs, outputs=results), before, answers) is None
         except (RuntimeError, ValueError):  # results that cannot even be compared
             return False
+
+
+def _near(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
+    """Parts of a sum, average, maximum or minimum that differ from it by small whole numbers."""
+    steps = torch.randint(0, 3, (ranks, *full.shape), generator=generator)
+    who = torch.randint(ranks, (1, *full.shape), generator=generator)
+    if kind in ("max", "min"):
+        sign = 1 if kind == "max" else -1
+        return list(full - sign * steps.scatter(0, who, 0).to(full.dtype))
+    # All but one are small whole numbers, and the one at `who` makes up for them.
+    others = (steps - 1).scatter(0, who, 0).to(full.dtype)
+    rest = full - others.sum(0, dtype=full.dtype)
+    if kind == "avg":
+        return list((others + full).scatter(0, who, rest.unsqueeze(0)))
+    return list(others.scatter(0, who, rest.unsqueeze(0)))
 
 
 def _results(meta: TensorMeta | None) -> list[Placement | None]:

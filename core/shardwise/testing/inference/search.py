@@ -13,15 +13,13 @@ from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, Shard, par
 from shardwise.rule import Row
 from shardwise.spec import TensorMeta, chunk
 from shardwise.testing.inference.draws import Draws
-from shardwise.testing.inference.probe import Probe, tried
+from shardwise.testing.inference.probe import PARTS, Probe, tried
 
 __all__ = ["MESHES", "Evidence", "Found", "Tell", "even_meshes", "may_lie", "search"]
 
 MESHES = (2, 3, 4)
 # Placings of all operands; each costs a fraction of a millisecond to rule out.
 _MOST = 4096
-# Parts of pending tensors grow by this in every second draw, so that thresholds and overflows show.
-_WILD = 64.0
 # Ranks of the mesh on which a shard is empty, if none of the usual ones has one.
 _LARGEST = 17
 
@@ -99,7 +97,7 @@ class _Benches:
     def of(self, ranks: int) -> list[Probe]:
         if ranks not in self._known:
             self._known[ranks] = [
-                Probe(trial, ranks, self.generator, _WILD if number % 2 else 1.0)
+                Probe(trial, ranks, self.generator, PARTS[number % len(PARTS)])
                 for number, trial in enumerate((self.draws.first, *self.draws.trials))
             ]
         return self._known[ranks]
