@@ -159,7 +159,9 @@ def _reduced(found: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tup
     if spec is None or not spec.pending:
         return parts, 1.0
     parts = {at: _wide(t) for at, t in parts.items()}
-    scale = max(1.0, *(_largest(t) for t in parts.values()))
+    # A sum of large parts rounds as they do. The extreme one is what it is, and a lax look at it would take any other.
+    rounds = not {"max", "min"}.issuperset(spec.pending.values())
+    scale = max(1.0, *(_largest(t) for t in parts.values())) if rounds else 1.0
     for mesh_dim, kind in reversed(spec.pending.items()):
         size = spec.mesh_shape[mesh_dim]
         heads = [at for at in parts if at[mesh_dim] == 0]

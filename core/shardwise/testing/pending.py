@@ -127,9 +127,16 @@ def _product(value: Tensor, count: int, generator: torch.Generator) -> list[Tens
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     if value.is_floating_point() or value.is_complex():
         factors = (signs * torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, shape, generator=generator)]).to(value.dtype)
-        return [*factors, value / factors.prod(0)]
+        return _shuffled([*factors, value / factors.prod(0)], generator)
     factors = (torch.ones_like(signs) if value.dtype == torch.uint8 else signs).to(value.dtype)
-    return [*factors, value * factors.prod(0, dtype=value.dtype)]
+    return _shuffled([*factors, value * factors.prod(0, dtype=value.dtype)], generator)
+
+
+def _shuffled(parts: list[Tensor], generator: torch.Generator) -> list[Tensor]:
+    """The parts of each element in an order of its own: no rank is the one that has all zeros."""
+    stacked = torch.stack(parts)
+    order = torch.rand(stacked.shape, generator=generator).argsort(0)
+    return list(stacked.gather(0, order))
 
 
 _SPLITS: dict[str, Callable[[Tensor, int, torch.Generator], list[Tensor]]] = {

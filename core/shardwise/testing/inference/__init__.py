@@ -1,0 +1,202 @@
+"""Rule inference: every row that holds for an op, found by running it on shards, and the rule that says so.
+
+The op is a black box: it is run on whole samples and on the pieces of simulated ranks, never read. What is found holds
+for the samples; whether it holds for every legal call is for a person to say, and for the oracle to test further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from attrs import field, frozen
+
+from shardwise.rule import Row, Rule
+from shardwise.signature import Op, op_name
+from shardwise.testing.inference.draws import (
+    Draws,
+    InferenceError,
+    check_can_be_probed,
+    check_deterministic,
+    draw,
+    is_zipped,
+    positions,
+)
+from shardwise.testing.inference.fitting import Fit, fit
+from shardwise.testing.inference.search import Found, Tell, search
+from shardwise.testing.inference.verdicts import Finding, findings, grouped, rule_rows, static_args
+from shardwise.testing.oracle import check_rule, quietly
+from shardwise.testing.report import Report
+from shardwise.testing.samples import Sample, samples_of
+from shardwise.testing.trial import Illegal, Trial
+
+__all__ = ["Finding", "InferenceError", "Inferred", "infer", "rule_rows"]
+
+_CASES = 400
+_PER_SAMPLE = 1000
+
+
+@frozen(eq=False)
+class Inferred:
+    """What was found out about an op.
+
+    ``findings`` are all rows that held for some sample, ``text`` is the rule as source code, ``rule`` what it makes.
+    ``unsaid`` are rows that hold for all samples of a form and that the rule leaves out, ``notes`` what a reviewer
+    must know. ``report`` is the oracle's on the rule with all samples.
+    """
+
+    op: Op
+    samples: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    text: str
+    rule: Rule
+    unsaid: tuple[Row, ...]
+    notes: tuple[str, ...]
+    report: Report = field(repr=False)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether the oracle found nothing wrong with the rule."""
+        return not self.report.refuted
+
+
+def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tell: Tell | None = None) -> Inferred:
+    """Find every row that holds for an op on meshes of one dim of 2, 3 and 4 ranks, and write the rule.
+
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors; without them they are made from the schema. Sizes should
+    differ from dim to dim and be no smaller than 4; values should be of both signs. The values are drawn anew several
+    times, integers in the range that they have. ``tell(done, total)`` is called as the search goes on.
+
+    Raises :class:`InferenceError` when the op refuses every sample, answers equal calls differently or gives results
+    whose shapes depend on data.
+    """
+    check_can_be_probed(op)
+    given = list(samples_of(op, {}) if samples is None else samples)
+    with torch.random.fork_rng(devices=[]), quietly():
+        generator = torch.Generator().manual_seed(seed)
+        drawn, legal, notes = _drawn(op, given, generator)
+        check_deterministic(drawn[0].first)
+        found = [_searched(draws, k, len(drawn), generator, tell) for k, draws in enumerate(drawn)]
+        fitted = fit(op, grouped(found), zipped=is_zipped(op))
+        trust = _lacks_meta(drawn[0].first)
+        report = check_rule(fitted.source.rule, legal, cases=_CASES, seed=seed, keep_going=True, trust_results=trust)
+    return Inferred(
+        op,
+        tuple(draws.name for draws in drawn),
+        findings(found),
+        fitted.source.text,
+        fitted.source.rule,
+        tuple(dict.fromkeys(row for _, rows in fitted.unsaid for row in sorted(rows, key=str))),
+        (*notes, *_notes(found, fitted)),
+        report,
+    )
+
+
+def _drawn(op: Op, given: Sequence[Sample], generator: torch.Generator) -> tuple[list[Draws], list[Sample], list[str]]:
+    """The samples to search, those for the oracle, and what is to be said of the others."""
+    drawn: list[Draws] = []
+    legal: list[Sample] = []
+    refused: list[str] = []
+    empty = 0
+    for sample in given:
+        try:
+            several = [draw(op, len(drawn) + i, one, generator) for i, one in enumerate(_parts(op, sample))]
+        except Illegal as error:
+            refused.append(str(error).strip().splitlines()[0] if str(error).strip() else "no reason given")
+            continue
+        legal.append(sample)
+        if any(m is not None and m.numel == 0 for draws in several for m in draws.operands):
+            empty += 1
+        else:
+            drawn += several
+    if not drawn:
+        raise InferenceError(
+            asked=f"infer a rule for {op_name(op)}",
+            found=f"the op refuses every sample, the last with: {refused[-1]}" if refused else _without(given),
+            do="Give sample calls of it, with tensors that are not empty: infer(op, [(args, kwargs)]), or --sample.",
+            op=op_name(op),
+        )
+    notes = [f"The op refuses {len(refused)} of {len(given)} samples; the first: {refused[0]}"] if refused else []
+    return drawn, legal, notes + ([f"{empty} empty samples went to the oracle only."] if empty else [])
+
+
+def _without(given: Sequence[Sample]) -> str:
+    return "every sample is empty" if given else "it has no sample, and its schema is not enough to make one"
+
+
+def _parts(op: Op, sample: Sample) -> list[Sample]:
+    return positions(op, sample) if is_zipped(op) else [sample]
+
+
+def _searched(draws: Draws, k: int, count: int, generator: torch.Generator, tell: Tell | None) -> Found:
+    def on(done: int, total: int) -> None:
+        if tell is not None:
+            tell(k * _PER_SAMPLE + done * _PER_SAMPLE // max(total, 1), count * _PER_SAMPLE)
+
+    return search(draws, generator, on)
+
+
+def _lacks_meta(trial: Trial) -> bool:
+    """Whether the op cannot be run on the meta device; see :meth:`Trial.of`."""
+    unknown = all(meta is None for meta in trial.planned) and any(t is not None for t in trial.expected.tensors)
+    return unknown or (trial.disagreement or "").startswith("on the meta device it raises")
+
+
+# -- what a reviewer must know -----------------------------------------------------------------------------------
+
+
+def _notes(found: Sequence[Found], fitted: Fit) -> Iterator[str]:
+    first = found[0].draws
+    if _lacks_meta(first.first):
+        yield (
+            "The op has no meta kernel, so no call of it on a mesh can be planned: give it one with "
+            "torch.library.register_fake. The oracle took the shapes of the results from data."
+        )
+    if len({tuple(None if m is None else m.ndim for m in one.draws.operands) for one in found}) == 1:
+        yield "All samples have the same numbers of dims; other calls are untried."
+    yield from _static_notes(found)
+    if any(one.cut for one in found):
+        yield "There are too many ways to place the operands; only those of which rows are usually made were tried."
+    if any(len(one.draws.trials) == 1 for one in found):
+        yield "The op refuses other values for some samples: a row may hold by accident of the values."
+    if any(_is_mixed(one.draws) for one in found):
+        yield "Integers and bools beside floats were taken for indices and masks and never made pending."
+    if any(_lacks_uneven(finding, found) for finding in findings(found)):
+        yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
+    if fitted.unsaid:
+        yield "The rule does not say all rows that were found; those that are left out are listed."
+
+
+def _lacks_uneven(finding: Finding, found: Sequence[Found]) -> bool:
+    """Whether a row failed for empty shards only and was never tried on uneven ones that are not empty."""
+    mine = [one.rows.get(finding.row) for one in found if one.draws.number in finding.fails_for]
+    return finding.verdict == "even shards only" and all(e is not None and e.failed <= e.empty for e in mine)
+
+
+def _static_notes(found: Sequence[Found]) -> Iterator[str]:
+    values = [static_args(one.draws) for one in found]
+    same = {n: v for n, v in values[0].items() if all(repr(other[n]) == repr(v) for other in values) and v is not None}
+    if same:
+        shown = ", ".join(f"{name}={value}" for name, value in same.items())
+        yield f"Static arguments had one value in all samples ({shown}); for others the rule is unproved."
+    sizes = [name for name in values[0] if any(_is_shape(one, name) for one in found)]
+    if sizes:
+        yield (
+            f"{', '.join(sizes)} holds a shape: rows that need a local one do not hold for the op on shards as it is. "
+            "See local_args in docs/lowerings.md."
+        )
+
+
+def _is_shape(one: Found, name: str) -> bool:
+    value = static_args(one.draws)[name]
+    shapes = [tuple(m.shape) for m in one.draws.outputs if m is not None]
+    return isinstance(value, tuple) and len(value) > 1 and any(_matches(value, shape) for shape in shapes)
+
+
+def _matches(value: tuple[object, ...], shape: tuple[int, ...]) -> bool:
+    return len(value) == len(shape) and all(v in (-1, n) for v, n in zip(value, shape, strict=True))
+
+
+def _is_mixed(draws: Draws) -> bool:
+    floats = {m.dtype.is_floating_point or m.dtype.is_complex for m in draws.operands if m is not None}
+    return len(floats) > 1

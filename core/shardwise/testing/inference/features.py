@@ -1,0 +1,116 @@
+"""What the calls of one op differ in, as expressions that a rule's function may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from shardwise.signature import Kind, Op, signature
+from shardwise.testing.inference.draws import probing_rule
+from shardwise.testing.inference.verdicts import Group, call_of, static_args
+
+__all__ = ["Feature", "features", "joined", "telling"]
+
+
+@frozen
+class Feature:
+    """An expression, the arguments that it reads, and its value for each group of samples.
+
+    ``always`` marks one that a case must ask for: a call with another value is one of which nothing is known.
+    """
+
+    text: str
+    uses: tuple[str, ...]
+    values: tuple[Any, ...]
+    always: bool
+
+
+_Template = tuple[str, Callable[[Any], Any], bool]
+_OF_TENSORS: tuple[_Template, ...] = (
+    ("{}.ndim", lambda meta: meta.ndim, True),
+    ("tuple(n == 1 for n in {}.shape)", lambda meta: tuple(n == 1 for n in meta.shape), False),
+)
+_OF_LISTS: tuple[_Template, ...] = (
+    ("len({})", len, True),
+    (
+        "tuple(None if t is None else t.ndim for t in {})",
+        lambda metas: tuple(None if m is None else m.ndim for m in metas),
+        True,
+    ),
+)
+
+
+def features(op: Op, groups: Sequence[Group], *, zipped: bool) -> list[Feature]:
+    """The numbers of dims, which dims have one element, and the static arguments."""
+    probing = probing_rule(op)
+    calls = [call_of(probing, group.found[0].draws, zipped=zipped).args for group in groups]
+    statics = [static_args(group.found[0].draws) for group in groups]
+    found: list[Feature] = []
+    for arg in signature(op).args:
+        if arg.name in statics[0]:
+            values = tuple(static[arg.name] for static in statics)
+            if all(map(_can_be_written, values)):
+                found.append(Feature(arg.name, (arg.name,), values, arg.kind is Kind.BY_VALUE))
+        elif not arg.is_out:
+            found += _of_tensors(arg.name, [call[arg.name] for call in calls])
+    return found
+
+
+def _of_tensors(name: str, values: Sequence[Any]) -> Iterator[Feature]:
+    is_list = any(isinstance(value, tuple) for value in values)
+    absent = any(value is None for value in values)
+    for template, of, always in _OF_LISTS if is_list else _OF_TENSORS:
+        text = template.format(name)
+        yield Feature(
+            f"(None if {name} is None else {text})" if absent else text,
+            (name,),
+            tuple(None if value is None else of(value) for value in values),
+            always,
+        )
+
+
+def _can_be_written(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_can_be_written, value))
+    return (
+        value is None
+        or isinstance(value, (bool, int, str, torch.dtype))
+        or (isinstance(value, float) and _plain(value))
+    )
+
+
+def _plain(value: float) -> bool:
+    return value - value == 0
+
+
+def telling(found: Sequence[Feature], branch: Sequence[int]) -> list[Feature] | None:
+    """The features to ask for, so that groups of different branches differ: the fewest beyond those always asked."""
+    base = [feature for feature in found if feature.always]
+    more = [feature for feature in found if not feature.always]
+    for n in range(len(more) + 1):
+        for several in combinations(more, n):
+            asked = [*base, *several]
+            if asked and _tells(asked, branch):
+                return asked
+    return None
+
+
+def _tells(asked: Sequence[Feature], branch: Sequence[int]) -> bool:
+    seen: dict[str, int] = {}
+    return all(seen.setdefault(repr([f.values[i] for f in asked]), b) == b for i, b in enumerate(branch))
+
+
+def joined(asked: Sequence[Feature]) -> Feature:
+    """Several features as one."""
+    if len(asked) == 1:
+        return asked[0]
+    return Feature(
+        f"({', '.join(f.text for f in asked)})",
+        tuple(name for f in asked for name in f.uses),
+        tuple(zip(*(f.values for f in asked), strict=True)),
+        always=True,
+    )

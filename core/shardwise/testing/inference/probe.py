@@ -1,0 +1,186 @@
+"""One probe: operands placed over simulated ranks, the op run once on each, and what the results then may be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from typing import Literal
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, partial, shard
+from shardwise.planner import make_call
+from shardwise.rule import Row
+from shardwise.signature import Call
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing.inference.draws import out_count
+from shardwise.testing.judge import difference, judge
+from shardwise.testing.pending import can_be_pending, place
+from shardwise.testing.simulated import Coordinate
+from shardwise.testing.trial import Answer, Case, Trial
+
+__all__ = ["PARTS", "Probe", "placements_of", "tried", "written_results"]
+
+Locals = dict[Coordinate, Tensor]
+# Parts of a pending tensor as the oracle has them; far larger, so that thresholds and overflows show; whole steps away
+# from what they reduce to, so that zeros and ties show.
+Parts = Literal["plain", "wild", "near"]
+PARTS: tuple[Parts, ...] = ("plain", "wild", "near")
+_WILD = 64.0
+
+
+def placements_of(meta: TensorMeta | None, *, pending: bool) -> list[Placement | None]:
+    """How an operand may be tried: whole, on each dim of more than one element, and, if asked, pending."""
+    if meta is None:
+        return [None]
+    kinds = [kind for kind in PENDING_KINDS if pending and can_be_pending(kind, meta.dtype)]
+    return [REPLICATE, *(shard(d) for d, n in enumerate(meta.shape) if n > 1), *map(partial, kinds)]
+
+
+def tried(operands: Sequence[TensorMeta | None]) -> list[list[Placement | None]]:
+    """Per operand, the placements that are tried.
+
+    Integers and bools beside floats are taken for indices and masks and never made pending: pieces of an index may lie
+    outside of what it points into, and not every kernel looks.
+    """
+    floats = [m is not None and (m.dtype.is_floating_point or m.dtype.is_complex) for m in operands]
+    return [placements_of(m, pending=is_float or not any(floats)) for m, is_float in zip(operands, floats, strict=True)]
+
+
+@define(eq=False)
+class Probe:
+    """One trial on a mesh of one dim. ``parts`` says how pending tensors are taken apart."""
+
+    trial: Trial
+    ranks: int
+    generator: torch.Generator
+    parts: Parts = "plain"
+    mesh: AbstractMesh = field(init=False)
+    call: Call = field(init=False)
+    outputs: tuple[TensorMeta | None, ...] = field(init=False)
+    outs: int = field(init=False)
+    _pieces: dict[tuple[int, Placement], Locals] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.mesh = AbstractMesh((self.ranks,))
+        self.outputs = tuple(None if t is None else TensorMeta.of(t) for t in self.trial.expected.tensors)
+        self.call = make_call(self.trial.rule, self.trial.schema(self.mesh), self.outputs)
+        self.outs = out_count(self.trial)
+
+    def rows(self, inputs: tuple[Placement | None, ...], known: frozenset[Row] | None = None) -> frozenset[Row]:
+        """The rows that begin with these input placements and hold here; of the ``known`` ones, if given."""
+        operands = self._scatter(inputs)
+        before = {at: tuple(None if t is None else t.clone() for t in ts) for at, ts in operands.items()}
+        case = Case((*self._specs(inputs), *(None,) * self.outs), (), (), lowered=False, mesh=self.mesh)
+        try:
+            answers = self.trial.locally(case, self.call, operands)
+        except Exception:  # noqa: BLE001  whatever the op raises on pieces, it does not hold for them
+            return frozenset()
+        candidates = self._candidates(inputs, answers) if known is None else known
+        return frozenset(row for row in candidates if self._holds(row, case, before, answers))
+
+    # -- inputs --
+    def _spec(self, meta: TensorMeta | None, placement: Placement | None) -> TensorSpec | None:
+        return None if meta is None or placement is None else TensorSpec(self.mesh, (placement,), meta)
+
+    def _specs(self, inputs: Sequence[Placement | None]) -> list[TensorSpec | None]:
+        metas = [None if t is None else TensorMeta.of(t) for t in self.trial.operands[: len(inputs)]]
+        return [self._spec(meta, p) for meta, p in zip(metas, inputs, strict=True)]
+
+    def _scatter(self, inputs: Sequence[Placement | None]) -> dict[Coordinate, tuple[Tensor | None, ...]]:
+        placed: list[Locals | None] = []
+        for i, (spec, placement) in enumerate(zip(self._specs(inputs), inputs, strict=True)):
+            if spec is None or placement is None:
+                placed.append(None)
+                continue
+            if (i, placement) not in self._pieces:
+                self._pieces[i, placement] = self._place(i, spec, placement)
+            placed.append(self._pieces[i, placement])
+        # An op gives an empty out= tensor the size of its result, whatever that will turn out to be.
+        outs = [t.new_empty(0) for t in self.trial.operands[len(inputs) :] if t is not None]
+        return {
+            (rank,): (*(None if p is None else p[rank,].clone() for p in placed), *(t.clone() for t in outs))
+            for rank in range(self.ranks)
+        }
+
+    def _place(self, i: int, spec: TensorSpec, placement: Placement) -> Locals:
+        full = self.trial.operands[i]
+        assert full is not None
+        kind = placement.reduce_op if isinstance(placement, Partial) else ""
+        if kind in ("", "product") or not full.is_floating_point() or self.parts == "plain":
+            return place(full, spec, self.generator)
+        if self.parts == "wild":
+            # A power of two, so that nothing is rounded: the parts grow, and what they reduce to does not.
+            return {at: part * _WILD for at, part in place(full / _WILD, spec, self.generator).items()}
+        return {(rank,): part for rank, part in enumerate(_near(full, kind, self.ranks, self.generator))}
+
+    # -- outputs --
+    def _candidates(self, inputs: tuple[Placement | None, ...], answers: Mapping[Coordinate, Answer]) -> Iterator[Row]:
+        """Rows by the results alone, each judged for itself."""
+        expected = self.trial.expected.tensors
+        if any(len(answer.tensors) != len(expected) for answer in answers.values()):
+            return
+        possible: list[list[Placement | None]] = []
+        for o, (whole, meta) in enumerate(zip(expected, self.outputs, strict=True)):
+            found = {at: answer.tensors[o] for at, answer in answers.items()}
+            possible.append([p for p in _results(meta) if self._fits(found, whole, self._spec(meta, p))])
+        same = written_results(self.trial)
+        for outputs in product(*possible):
+            if all(outputs[o] == inputs[i] for o, i in same if i < len(inputs)):
+                yield Row(inputs, outputs)
+
+    def _fits(self, found: Mapping[Coordinate, Tensor | None], whole: Tensor | None, spec: TensorSpec | None) -> bool:
+        if spec is not None and any(t is None or tuple(t.shape) != spec.local_shape(at) for at, t in found.items()):
+            return False
+        return difference(found, spec, whole, self.trial.tolerance) is None
+
+    def _holds(
+        self,
+        row: Row,
+        case: Case,
+        before: Mapping[Coordinate, tuple[Tensor | None, ...]],
+        answers: Mapping[Coordinate, Answer],
+    ) -> bool:
+        results = tuple(self._spec(meta, p) for meta, p in zip(self.outputs, row.outputs, strict=True))
+        inputs = case.inputs[: len(case.inputs) - self.outs] + results[: self.outs]
+        try:
+            return judge(self.trial, evolve(case, inputs=inputs, outputs=results), before, answers) is None
+        except (RuntimeError, ValueError):  # results that cannot even be compared
+            return False
+
+
+def _near(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
+    """Parts of a sum, average, maximum or minimum that differ from it by small whole numbers."""
+    steps = torch.randint(0, 3, (ranks, *full.shape), generator=generator)
+    who = torch.randint(ranks, (1, *full.shape), generator=generator)
+    if kind in ("max", "min"):
+        sign = 1 if kind == "max" else -1
+        return list(full - sign * steps.scatter(0, who, 0).to(full.dtype))
+    # All but one are small whole numbers, and the one at `who` makes up for them.
+    others = (steps - 1).scatter(0, who, 0).to(full.dtype)
+    rest = full - others.sum(0, dtype=full.dtype)
+    if kind == "avg":
+        return list((others + full).scatter(0, who, rest.unsqueeze(0)))
+    return list(others.scatter(0, who, rest.unsqueeze(0)))
+
+
+def _results(meta: TensorMeta | None) -> list[Placement | None]:
+    if meta is None:
+        return [None]
+    return placements_of(meta, pending=True)
+
+
+def written_results(trial: Trial) -> list[tuple[int, int]]:
+    """Pairs of a result and the flat operand that it is, as in-place ops return it."""
+    starts: list[int] = []
+    at = 0
+    for arg, value in zip(trial.signature.args, trial.values, strict=True):
+        starts.append(at)
+        at += 1 if arg in trial.signature.tensor_args and not arg.is_list else 0
+        at += len(value or ()) if arg in trial.signature.tensor_args and arg.is_list else 0
+    described = [r for r in trial.signature.results if r.is_tensor]
+    if any(r.is_list for r in described):
+        return []
+    return [(o, starts[r.alias]) for o, r in enumerate(described) if r.written and r.alias is not None]

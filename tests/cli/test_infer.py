@@ -1,0 +1,189 @@
+"""``shardwise infer``: how samples are written, how ops are named, what is printed."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardwise.cli import main
+from shardwise.cli.sample_text import SampleTextError, read_sample
+from shardwise.rule import Rule
+
+BLACK_BOX = """
+import torch
+
+@torch.library.custom_op("acme_cli::blend", mutates_args=())
+def blend(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x * w + 1
+
+def samples():
+    return [((torch.randn(8, 5), torch.randn(8, 5)), {})]
+"""
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["infer", *arguments])
+
+
+def shape_of(value):
+    return [shape_of(v) for v in value] if isinstance(value, list) else (value.dtype, tuple(value.shape))
+
+
+# -- samples -----------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_written_as_a_call():
+    args, kwargs = read_sample("f32[8,6], bf16[4], [f64[2, 3], f32[]], 1, -2.5, None, [1, -1], keepdim=True, dtype=f16")
+    assert [shape_of(args[0]), shape_of(args[1]), shape_of(args[2])] == [
+        (torch.float32, (8, 6)),
+        (torch.bfloat16, (4,)),
+        [(torch.float64, (2, 3)), (torch.float32, ())],
+    ]
+    assert args[3:] == [1, -2.5, None, [1, -1]]
+    assert kwargs == {"keepdim": True, "dtype": torch.float16}
+
+
+def test_floats_have_both_signs_and_tensors_differ():
+    (x, y), _ = read_sample("f32[50], f32[50]")
+    assert x.min() < 0 < x.max()
+    assert not torch.equal(x, y)
+    assert torch.equal(read_sample("f32[50]", seed=3)[0][0], read_sample("f32[50]", seed=3)[0][0])
+
+
+def test_integers_may_be_indices():
+    (_, i), _ = read_sample("f32[9,4], i64[100]")
+    assert set(i.tolist()) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "low", "high"),
+    [("i64[200] < 9", 0, 9), ("-3 <= i32[200] < 4", -3, 4), ("0 <= f32[200] < 1", 0, 1), ("f64[200] < 2", 0, 2)],
+)
+def test_values_in_a_range(text, low, high):
+    ((x,), _) = read_sample(text)
+    assert low <= x.min() < x.max() < high
+    assert x.shape == (200,)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("f32[8", "not a list of arguments"),
+        ("g32[8]", "'g32' is no dtype"),
+        ("f32[-1]", "sizes that are no numbers"),
+        ("f32[n]", "sizes that are no numbers"),
+        ("x + y", "neither a tensor nor a literal"),
+        ("3 > i64[5]", "is no range"),
+        ("**f32[3]", "not a list of arguments"),
+    ],
+)
+def test_samples_that_cannot_be_read(text, reason):
+    with pytest.raises(SampleTextError, match=reason):
+        read_sample(text)
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def black_box(tmp_path):
+    file = tmp_path / "black_box_of_acme.py"
+    file.write_text(BLACK_BOX)
+    return str(file)
+
+
+def test_a_black_box_in_a_file(black_box):
+    samples = ("--samples", f"{black_box}:samples", "--sample", "f32[4,5,7], f32[4,5,7]")
+    result = run("acme_cli::blend", "--import", black_box, *samples)
+    assert result.exit_code == 0, result.output
+    assert "sample 0: (f32[4,5,7], f32[4,5,7])" in result.output
+    assert '"..., ... -> ..."' in result.output
+    assert "register_fake" in result.output
+    assert "the oracle accepts:" in result.output
+
+
+def test_json_holds_all_that_was_found_and_a_rule_that_runs():
+    result = run("aten._softmax", "--sample", "f32[8,7], 1, False", "--sample", "f32[8,7], 0, False", "--json")
+    assert result.exit_code == 0, result.output
+    (found,) = json.loads(result.stdout)
+    assert found["op"] == "aten._softmax.default"
+    rows = {row["row"]: row for row in found["rows"]}
+    assert rows["[R] -> [R]"]["verdict"] == "all samples"
+    assert rows["[S(0)] -> [S(0)]"] | {"ranks": []} == {
+        "row": "[S(0)] -> [S(0)]",
+        "inputs": "[S(0)]",
+        "outputs": "[S(0)]",
+        "operands": "n n",
+        "verdict": "some samples",
+        "holds_for": [0],
+        "fails_for": [1],
+        "ranks": [],
+    }
+    assert found["accepted"]
+    assert found["cases"] > 5
+    scope = {}
+    exec(found["rule"], scope)  # noqa: S102  the text under test
+    assert isinstance(scope["SOFTMAX"], Rule)
+
+
+def test_the_table_says_for_which_samples():
+    output = run("aten._softmax", "--sample", "f32[8,7], 1, False", "--sample", "f32[8,7], 0, False").output
+    assert "some samples: 0; not 1" in output
+    assert "return like(self, whole=(dim,))" in output
+
+
+@pytest.mark.parametrize("name", ["aten.neg", "aten::neg", "aten.neg.default", "torch.ops.aten.neg"])
+def test_an_op_has_several_spellings(name):
+    result = run(name, "--sample", "f32[5,8]", "--json")
+    assert json.loads(result.stdout)[0]["op"] == "aten.neg.default"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["neg"], "is no op: write aten.mm"),
+        (["aten.nothing"], "there is no op 'aten.nothing'; --import the module"),
+        (["aten.add"], "has several overloads: aten.add.Tensor, aten.add.Scalar"),
+        (["aten.neg.none"], "is none of aten.neg.default, aten.neg.out"),
+        (["aten.mm"], "the op refuses every sample"),
+        (["aten.mm", "--sample", "f32[8"], "SampleTextError: read the sample"),
+        (["aten.neg", "--import", "no_such_module_here"], "cannot import no_such_module_here"),
+        (["aten.neg", "--import", "no_such_file.py"], "there is no file no_such_file.py"),
+        (["aten.neg", "--samples", "no_such_file"], "write FILE.py:FUNCTION"),
+        (["aten.native_dropout", "--sample", "f32[8], 0.5, True"], "it draws random numbers"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_mistakes_are_messages(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code != 0
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_rule_that_the_oracle_refutes_fails_the_command(monkeypatch):
+    wrong = 'einop("m n -> m n", partial=["max -> max"])'
+    monkeypatch.setattr(
+        "shardwise.testing.inference.fitting._Fitting.best",
+        lambda self: __import__("shardwise.testing.inference.sources", fromlist=["_"]).from_function(
+            self.op, [], [f"return {wrong}"], "Planted."
+        ),
+    )
+    result = run("aten.neg", "--sample", "f32[8,5]")
+    assert result.exit_code == 1
+    assert "the oracle refutes the rule" in result.output
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "infer.md").read_text()
+    (tmp_path / "acme.py").write_text(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "acme", None)  # put back what was there
+    shown = re.findall(r"```console\n\$ shardwise infer (.*?)\n(.*?)```", page, re.DOTALL)
+    assert len(shown) == 2
+    for command, output in shown:
+        assert run(*shlex.split(command)).output.splitlines() == output.splitlines()
