@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -54,7 +55,8 @@ _handlers: dict[Any, Handler] = {}
 _entries: dict[int, torch.library.Library] = {}
 _plan_stores: list[_PlanStore] = []
 _observers: list[Callable[[Plan], None]] = []
-_listening: set[int] = set()
+# By the registries themselves: the id of one that is gone is given to the next.
+_listening: WeakSet[Registry] = WeakSet()
 _tensor_class: list[type] = []
 _times_cleared = [0]
 
@@ -218,12 +220,21 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         asked=f"run {op_name(op)} on MeshTensors",
         found=f"its argument {name!r} is a {type(value).__name__}"
         + (f" of shape {shape}" if shape is not None else ""),
-        do="Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
-        "or MeshTensor.from_local(t, mesh, placements) for this rank's part.",
+        do=(_IN_BACKWARD if in_backward() else _MAKE_ONE),
         op=op_name(op),
         argument=name,
         shape=shape,
     )
+
+
+_MAKE_ONE = (
+    "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
+    "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
+)
+_IN_BACKWARD = (
+    "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
+    "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
+)
 
 
 def _is_plain(value: torch.Tensor) -> bool:
@@ -270,8 +281,8 @@ def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
 
 def _registry() -> Registry:
     registry = default_registry()
-    if id(registry) not in _listening:
-        _listening.add(id(registry))
+    if registry not in _listening:
+        _listening.add(registry)
         registry.on_change(clear_plans)
     return registry
 

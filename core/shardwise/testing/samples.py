@@ -66,7 +66,9 @@ def _with_out(op: Op, sample: Sample) -> Sample | None:
     if not outs:
         return sample
     if any(a.kind is Kind.TENSORS for a in outs):
-        like = next(v for v in args if isinstance(v, (list, tuple)))
+        like = next((v for v in args if isinstance(v, (list, tuple))), None)
+        if like is None:
+            return None
         return args, {**kwargs, outs[0].name: [torch.full_like(t, 3) for t in like]}
     own = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), DTYPES[0])
     for dtypes in product((own, *DTYPES), repeat=len(outs)):
