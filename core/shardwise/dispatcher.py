@@ -24,6 +24,7 @@ from shardwise.private_torch import (
     is_traced,
     new_wrapper,
     outside_modes,
+    put_before_dispatch,
 )
 from shardwise.registry import Registry
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
@@ -77,15 +78,9 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
     if handle is None:
         handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
         if id(op) not in _entries:
-            _entries[id(op)] = _enter(op, handle)
+            # From now on torch calls it for exactly a MeshTensor; subclasses come by __torch_dispatch__.
+            _entries[id(op)] = put_before_dispatch(op, _tensor_class[0], handle)
     return handle(None, op, (), args, kwargs)
-
-
-def _enter(op: Op, handle: Handler) -> torch.library.Library:
-    """Have torch call a handler for an op on exactly a MeshTensor; subclasses come by ``__torch_dispatch__``."""
-    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-    torch.library.register_torch_dispatch(op, _tensor_class[0], handle, lib=library)
-    return library
 
 
 # -- observing ---------------------------------------------------------------------------------------------------

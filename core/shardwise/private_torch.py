@@ -48,6 +48,7 @@ __all__ = [
     "outside_modes",
     "overload_of",
     "parts_of",
+    "put_before_dispatch",
     "recorded_ops",
     "schema_of",
     "support_foreach",
@@ -86,7 +87,13 @@ def known_custom_op(name: str) -> Any | None:
 
 def custom_op_of(op: OpOverload) -> Any | None:
     """What ``torch.library.custom_op`` returned for an op overload; ``None`` for an op that was made otherwise."""
-    return known_custom_op(op.name().partition(".")[0])
+    return known_custom_op(_qualified(op).partition(".")[0])
+
+
+def _qualified(op: OpOverload) -> str:
+    """``aten::add.Tensor``."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name
 
 
 @frozen
@@ -130,6 +137,21 @@ def make_custom_op(parts: CustomOpParts) -> Any:
     if parts.backward is not None:
         made.register_autograd(parts.backward, setup_context=parts.setup_context)
     return made
+
+
+def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) -> torch.library.Library:
+    """Have torch call a handler for an op on a tensor class, for as long as the library lives that is returned.
+
+    The public function hands a custom op's handler to the op's definition, which keeps it for ever. Where the way
+    around is missing, such an op comes by ``__torch_dispatch__``.
+    """
+    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    if custom_op_of(op) is None:
+        torch.library.register_torch_dispatch(op, cls, handler, lib=library)
+    elif hasattr(library, "_register_torch_dispatch_rule"):
+        register: Any = library._register_torch_dispatch_rule
+        register(_qualified(op).partition("::")[2], cls, handler)
+    return library
 
 
 # Turns __torch_function__ off for a tensor subclass. The documented spelling is this private name.

@@ -56,7 +56,7 @@ def _pickler() -> type[pickle.Pickler]:
     except ImportError:
         from pickle import Pickler
 
-    class OpPickler(Pickler):  # type: ignore[misc, valid-type]  # one of two classes
+    class OpPickler(Pickler):  # type: ignore[misc]  # one of two classes
         def reducer_override(self, obj: Any) -> Any:
             reduce = _REDUCERS.get(type(obj))
             if reduce is not None:
