@@ -128,8 +128,8 @@ def signature(op: Op) -> Signature:
 
 
 def _is_given_back(arg: Any, returned: set[str]) -> bool:
-    """Whether a written keyword-only argument is one of the results, as ``out=`` is. A state that an op keeps up to date
-    is not; ATen's lists of ``out=`` tensors are, though their ops return nothing.
+    """Whether a written keyword-only argument is one of the results, as ``out=`` is. A state that an op keeps up to
+    date is not; ATen's lists of ``out=`` tensors are, though their ops return nothing.
     """
     return _kind(str(arg.type)) is Kind.TENSORS or not returned.isdisjoint(arg.alias_info.before_set)
 

@@ -1,7 +1,8 @@
 """One op on real ranks, forward and backward, beside the same on one device.
 
-The oracle judges each rule by itself on simulated ranks, below autograd. What it cannot see is how a registered backward
-and the rules of the ops in it work together on MeshTensors; autograd takes a process group, so this takes a pool.
+The oracle judges each rule by itself on simulated ranks, below autograd. What it cannot see is how a registered
+backward and the rules of the ops in it work together on MeshTensors; autograd takes a process group, so this takes a
+pool.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["GradientRefuted", "RanksReport", "check_gradients"]
 class GradientRefuted(RuleRefuted):
     """An op gives other results or other gradients on real ranks than on one device, or raises there.
 
-    Fields: those of :class:`RuleRefuted` for the op itself, and ``ran``: what ran, forward and backward, with the rows and
-    the source of each rule.
+    Fields: those of :class:`RuleRefuted` for the op itself, and ``ran``: what ran, forward and backward, with the rows
+    and the source of each rule.
     """
 
 
@@ -66,14 +67,15 @@ def check_gradients(
 ) -> RanksReport:
     """Run an op and its backward on the ranks of a pool, on random placements, and compare with one device.
 
-    ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made from
-    the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a pending sum
-    per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is not installed, or
-    rules) stand above the installed ones. ``meshes`` must have as many ranks as the pool. ``timeout`` is in seconds.
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made
+    from the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a
+    pending sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
+    not installed, or rules) stand above the installed ones. ``meshes`` must have as many ranks as the pool.
+    ``timeout`` is in seconds.
 
-    Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when the
-    rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is no fault; the report
-    counts it.
+    Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when
+    the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is no fault; the
+    report counts it.
     """
     found = one_op(op, "check gradients")
     grids = _meshes(meshes, pool.world_size)
@@ -134,7 +136,8 @@ def _refusal(op: Op, sample: Sample, case: RealCase, outcome: Outcome, found: st
     return GradientRefuted(
         asked=f"run {op_name(op)} and its backward on {_shown(op, sample)} on a {mesh} mesh with {outcome.placements}",
         found=found + (f". What ran: {ran}" if ran else ""),
-        do="Judge the rule of each op that ran by itself (check_rule); where all are right, mend the registered backward.",
+        do="Judge the rule of each op that ran by itself (check_rule); where all are right, mend the registered "
+        "backward.",
         op=op_name(op),
         source=outcome.source,
         rows=outcome.rows,

@@ -31,9 +31,9 @@ class IsolatedRegistry(Registry):
 def isolated_registry(*rules: AnyRule, installed: bool = False) -> Iterator[IsolatedRegistry]:
     """Make a registry of its own this process's one, with ``rules`` above all others; afterwards the old one is back.
 
-    Without ``installed`` it has nothing else; with it, the rules of all installed plugins. Plans that were made by other
-    rules are forgotten on the way in and out. It concerns this process only: on a pool's workers, enter it in the
-    function that is sent.
+    Without ``installed`` it has nothing else; with it, the rules of all installed plugins. Plans that were made by
+    other rules are forgotten on the way in and out. It concerns this process only: on a pool's workers, enter it in
+    the function that is sent.
     """
     registry = IsolatedRegistry()
     if installed:

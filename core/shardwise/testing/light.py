@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from shardwise.errors import PluginLoadError
 
@@ -26,11 +27,12 @@ print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - b
 def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
     """Top-level packages that importing a plugin's module and calling its hook bring in, beyond what may be.
 
-    The standard library, shardwise, the module's own package and ``allowed`` ones may be, and whatever torch has imported
-    itself. Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process, with its traceback.
+    The standard library, shardwise, the module's own package and ``allowed`` ones may be, and whatever torch has
+    imported itself. Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process, with its
+    traceback.
     """
     # The search path of this process, so that what it can import the other one can, too.
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     done = subprocess.run(  # noqa: S603  our own script and a module's name
         [sys.executable, "-c", _SCRIPT, module],
         env={**os.environ, "PYTHONPATH": path},

@@ -1,4 +1,6 @@
-"""The workers' side of :func:`shardwise.testing.check_gradients`: one call on real ranks beside the same on one device."""
+"""The workers' side of :func:`shardwise.testing.check_gradients`: one call on real ranks beside the same on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,9 @@ class RealCase:
 class Outcome:
     """What became of one case, the same on every rank.
 
-    ``wrong`` is the verdict, empty when all is well; ``refused`` why no rank ran it. ``results`` and ``gradients`` count
-    the tensors that were compared. ``ran`` says of every op that ran which rows of which rule it took, with ``source`` and
-    ``rows`` those of the op itself.
+    ``wrong`` is the verdict, empty when all is well; ``refused`` why no rank ran it. ``results`` and ``gradients``
+    count the tensors that were compared. ``ran`` says of every op that ran which rows of which rule it took, with
+    ``source`` and ``rows`` those of the op itself.
     """
 
     wrong: str = ""

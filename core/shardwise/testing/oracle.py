@@ -98,9 +98,9 @@ def _calm() -> Iterator[None]:
 def check_plugin(plugin: Plugin, samples: Samples | None = None, **options: Any) -> Report:
     """:func:`check_rule` over all rules of a plugin; takes the same options.
 
-    ``plugin`` is the name of an installed plugin, a module (or other object) with a ``shardwise_register`` hook that need
-    not be installed, a rule, or a list of rules. Raises :class:`PluginLoadError` for anything else, and for a plugin that
-    does not load.
+    ``plugin`` is the name of an installed plugin, a module (or other object) with a ``shardwise_register`` hook that
+    need not be installed, a rule, or a list of rules. Raises :class:`PluginLoadError` for anything else, and for a
+    plugin that does not load.
     """
     report = Report()
     for rule in subject_of(plugin).rules:
@@ -167,8 +167,8 @@ class _Hearing:
                 yield trial
 
     def _takes(self, trial: Trial) -> bool:
-        """Whether the rule speaks of a call at all. An op may take more than its rule does, and then a guessed call is no
-        evidence: on a mesh it is refused with what the rule raises here.
+        """Whether the rule speaks of a call at all. An op may take more than its rule does, and then a guessed call is
+        no evidence: on a mesh it is refused with what the rule raises here.
         """
         if not self.guessed or trial.op.namespace == "aten" or isinstance(self.rule, FullMeshRule):
             return True

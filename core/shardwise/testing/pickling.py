@@ -43,7 +43,9 @@ def dumps_by_value(value: Any) -> bytes:
 
 
 def importable(module: str) -> bool:
-    """Whether a fresh process finds a module's package under its name; a folder without ``__init__.py`` does not count."""
+    """Whether a fresh process finds a module's package under its name; a folder without ``__init__.py`` does not
+    count.
+    """
     package = module.partition(".")[0]
     spec = PathFinder.find_spec(package)
     return package in sys.stdlib_module_names or (spec is not None and spec.origin is not None)

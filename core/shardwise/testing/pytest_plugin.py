@@ -35,7 +35,9 @@ def pool(pool_of: PoolFactory) -> WorkerPool:
 
 @pytest.fixture
 def registry() -> Iterator[IsolatedRegistry]:
-    """An empty registry that is this process's for the test: ``registry.add(RULE)``. The workers of a pool keep theirs."""
+    """An empty registry that is this process's for the test: ``registry.add(RULE)``. The workers of a pool keep
+    theirs.
+    """
     with isolated_registry() as made:
         yield made
 

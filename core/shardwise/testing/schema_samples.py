@@ -1,4 +1,5 @@
-"""Sample calls from an op's schema alone: shapes, dtypes and other arguments are guessed, and what the op takes is kept.
+"""Sample calls from an op's schema alone: what is not known is guessed, and what the op takes is kept.
+kept.
 
 A guess is tried on data. Guesses that go beyond tensors of one shape are kept only where the op's fake agrees with what
 the op returns: that an op happens to broadcast says nothing of what it is meant for.
@@ -56,9 +57,10 @@ def samples_from_schema(
     """At most ``most`` calls of an op that the op takes, as ``(args, kwargs)`` with small whole CPU tensors.
 
     ``op`` is an overload or what ``torch.library.custom_op`` returned; it needs nothing but its schema. Tensors (also
-    optional ones and lists), integers and lists of them, floats, flags, texts, dtypes, devices and layouts are filled in.
-    ``shapes`` gives the shapes per call, one per tensor argument, where guessing does not do or where the op would read
-    beyond a tensor of a wrong shape. ``alike`` leaves it at tensors of one shape if the op takes such. The list is empty when the op refuses every guess.
+    optional ones and lists), integers and lists of them, floats, flags, texts, dtypes, devices and layouts are filled
+    in. ``shapes`` gives the shapes per call, one per tensor argument, where guessing does not do or where the op would
+    read beyond a tensor of a wrong shape. ``alike`` leaves it at tensors of one shape if the op takes such. The list
+    is empty when the op refuses every guess.
     """
     filler = _Filler(one_op(op, "make samples"))
     if shapes is None:

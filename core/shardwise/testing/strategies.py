@@ -39,15 +39,15 @@ def sizes(max_size: int = 9, *, empty: bool = True) -> SearchStrategy[int]:
 def shapes(
     min_ndim: int = 0, max_ndim: int = 4, *, max_size: int = 9, empty: bool = True
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of ``min_ndim`` to ``max_ndim`` dims, each of at most ``max_size`` elements, uneven over any mesh as often as
-    not; with ``empty`` a dim may have none.
+    """Shapes of ``min_ndim`` to ``max_ndim`` dims, each of at most ``max_size`` elements, uneven over any mesh as
+    often as not; with ``empty`` a dim may have none.
     """
     return st.lists(sizes(max_size, empty=empty), min_size=min_ndim, max_size=max_ndim).map(tuple)
 
 
 def mesh_shapes(max_ndim: int = 3, *, max_size: int = 8, ranks: int | None = None) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of meshes of 1 to ``max_ndim`` dims and at most ``max_size`` ranks; with ``ranks`` of exactly so many, as a
-    pool's process group asks for.
+    """Shapes of meshes of 1 to ``max_ndim`` dims and at most ``max_size`` ranks; with ``ranks`` of exactly so many, as
+    a pool's process group asks for.
     """
     wanted = range(1, max_size + 1) if ranks is None else (ranks,)
     grids = sorted((g for n in wanted for g in _grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
@@ -75,8 +75,8 @@ def placements(
 ) -> SearchStrategy[tuple[Placement, ...]]:
     """One placement per mesh dim for a tensor of this shape: replicated first, then sharded on a dim, then pending.
 
-    ``kinds`` are the pending kinds that may come, of which those are left out that ``dtype`` cannot have; pass ``()`` for
-    none.
+    ``kinds`` are the pending kinds that may come, of which those are left out that ``dtype`` cannot have; pass ``()``
+    for none.
     """
     pending = [partial(kind) for kind in kinds if can_be_pending(kind, dtype)]
     one = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *pending])
@@ -101,8 +101,9 @@ def specs(
 
 @st.composite
 def samples(draw: st.DrawFn, op: OpLike) -> Sample:
-    """Calls ``(args, kwargs)`` of an op that it takes, from its schema: named sizes that fit (all tensors alike first) with
-    any number of elements, other arguments as :func:`shardwise.testing.samples_from_schema` tries them, any values.
+    """Calls ``(args, kwargs)`` of an op that it takes, from its schema: named sizes that fit (all tensors alike first)
+    with any number of elements, other arguments as :func:`shardwise.testing.samples_from_schema` tries them, any
+    values.
 
     Raises :class:`ShardingError` for an op that refuses every guess.
     """

@@ -24,8 +24,8 @@ Plugin = str | AnyRule | Iterable[AnyRule] | Any
 
 @frozen
 class Subject:
-    """Rules to judge. ``module`` is the module with the hook, where there is one; ``installed`` says whether any process
-    of this environment finds the rules by itself.
+    """Rules to judge. ``module`` is the module with the hook, where there is one; ``installed`` says whether any
+    process of this environment finds the rules by itself.
     """
 
     name: str

@@ -32,10 +32,11 @@ class PluginTests:
             plugin = "acme-kernels"
             samples = {acme.ops.swish_gate: [((made((5, 7)), made((5, 7), seed=1)), {})]}
 
-    ``plugin`` and ``samples`` are those of :func:`shardwise.testing.check_plugin`; the tests on real ranks take the ``pool``
-    fixture of :mod:`shardwise.testing.pytest_plugin`. What is left out is stated, with a reason each: ops without a sample
-    in ``unsampled``, rows that no sample reaches in ``unexercised`` (by the line that the failing test shows), packages that
-    the plugin's module may import beside its own in ``imports``. A reason that no longer holds fails, too.
+    ``plugin`` and ``samples`` are those of :func:`shardwise.testing.check_plugin`; the tests on real ranks take the
+    ``pool`` fixture of :mod:`shardwise.testing.pytest_plugin`. What is left out is stated, with a reason each: ops
+    without a sample in ``unsampled``, rows that no sample reaches in ``unexercised`` (by the line that the failing
+    test shows), packages that the plugin's module may import beside its own in ``imports``. A reason that no longer
+    holds fails, too.
     """
 
     plugin: ClassVar[Plugin]
