@@ -1,5 +1,4 @@
 """Sample calls from an op's schema alone: what is not known is guessed, and what the op takes is kept.
-kept.
 
 A guess is tried on data. Guesses that go beyond tensors of one shape are kept only where the op's fake agrees with what
 the op returns: that an op happens to broadcast says nothing of what it is meant for.
@@ -21,13 +20,14 @@ from shardwise.signature import Arg, Kind, Op, OpLike, signature
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
-__all__ = ["Pattern", "accepts", "calls_of", "patterns_of", "redrawn", "samples_from_schema"]
+__all__ = ["SIZE_NAMES", "Pattern", "accepts", "calls_of", "patterns_of", "redrawn", "samples_from_schema"]
 
 Shape = tuple[int, ...]
 
-# Letters are sizes; all differ, so that what fits does so on purpose. The last ones probe empty and uneven shards.
+SIZE_NAMES = "abcde"
+# All differ, so that what fits does so on purpose. The last ones are small and empty.
 _SIZES: tuple[Mapping[str, int], ...] = tuple(
-    dict(zip("abcde", sizes, strict=True))
+    dict(zip(SIZE_NAMES, sizes, strict=True))
     for sizes in ((5, 7, 3, 2, 4), (8, 6, 4, 2, 12), (1, 2, 3, 4, 5), (0, 3, 2, 5, 4))
 )
 _FIRST = ("ab", "abc", "a", "abcd")

@@ -17,7 +17,7 @@ from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, partial, s
 from shardwise.signature import Op, OpLike, op_name
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.pending import can_be_pending
-from shardwise.testing.schema_samples import Pattern, calls_of, patterns_of, redrawn
+from shardwise.testing.schema_samples import SIZE_NAMES, Pattern, calls_of, patterns_of, redrawn
 from shardwise.testing.values import Sample, one_op
 
 try:
@@ -111,7 +111,8 @@ def samples(draw: st.DrawFn, op: OpLike) -> Sample:
     names, indices = draw(st.sampled_from(_patterns(found)))
     # An index is 0 or 1, and what it points into has that many.
     size = st.integers(2, 9) if indices else sizes()
-    drawn = {name: draw(size) for name in dict.fromkeys("".join(names))}
+    # All sizes for every pattern: with fewer choices a later pattern would be simpler than the first.
+    drawn = {name: draw(size) for name in SIZE_NAMES}
     calls = calls_of(found, (names, indices), drawn)
     assume(calls)
     return redrawn(draw(st.sampled_from(calls)), draw(st.integers(0, 1 << 16)))
