@@ -204,8 +204,8 @@ def test_a_custom_op_stands_for_its_overload_and_the_reverse():
 
 def test_a_custom_op_is_made_again_from_its_parts():
     source = torch.library.custom_op("private_torch_test::source", _bump, mutates_args=())
-    source.register_fake(lambda x, by=1.0: torch.empty_like(x))
-    source.register_autograd(lambda ctx, grad: (5 * grad, None))
+    source.register_fake(lambda x, *_: torch.empty_like(x))
+    source.register_autograd(lambda *given: (5 * given[-1], None))
     parts = private_torch.parts_of(source)
     assert (parts.name, parts.written, parts.module) == ("private_torch_test::source", (), __name__)
     made = private_torch.make_custom_op(evolve(parts, name="private_torch_test::copy"))
@@ -224,7 +224,9 @@ def test_parts_of_an_op_with_several_kernels_have_no_kernel():
 def test_a_handler_is_called_as_long_as_its_library_lives(op):
     made = private_torch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
     for answer in ("first", "second"):
-        library = private_torch.put_before_dispatch(op, Wrapper, lambda *_, found=answer, **__: torch.tensor(len(found)))
+        library = private_torch.put_before_dispatch(
+            op, Wrapper, lambda *_, found=answer, **__: torch.tensor(len(found))
+        )
         assert int(op(made)) == len(answer)
         del library
     Wrapper.seen.clear()

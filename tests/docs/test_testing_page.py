@@ -12,7 +12,7 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def test_the_examples_run(pool, registry, capsys):
     names = {"__name__": "testing_page"}
     for number, example in enumerate(PYTHON.findall(PAGE.read_text())):
-        exec(compile(example, f"{PAGE.name} example {number}", "exec"), names)
+        exec(compile(example, f"{PAGE.name} example {number}", "exec"), names)  # noqa: S102  # the text under test
     tests = {name: test for name, test in names.items() if name.startswith("test_")}
     assert set(tests) == {
         "test_gradients", "test_my_rules_hold", "test_a_program", "test_linear_in_x", "test_shards_cover_the_tensor"

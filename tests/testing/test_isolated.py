@@ -41,10 +41,12 @@ def test_what_is_no_rule_is_refused(registry):
 
 def test_the_old_one_is_back_afterwards_also_after_an_error():
     before = default_registry()
-    with pytest.raises(KeyError), isolated_registry(RELU) as registry:
+    with isolated_registry(RELU) as registry:
         assert default_registry() is registry
         assert registry.lookup(aten.relu.default).rule is RELU
-        raise KeyError
+    assert default_registry() is before
+    with pytest.raises(NoRuleError), isolated_registry() as registry:
+        registry.lookup(aten.relu.default)
     assert default_registry() is before
 
 

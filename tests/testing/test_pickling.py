@@ -1,5 +1,7 @@
 """What travels to workers: ops by name, custom ops of modules that no worker can import by their parts."""
 
+# ruff: noqa: ARG005  # a fake and a backward take what the op takes
+
 import pickle
 
 import pytest
@@ -29,7 +31,9 @@ twice.register_autograd(lambda ctx, grad: 2 * grad, setup_context=lambda ctx, in
 RULE = rule(twice, "... -> ...")
 
 
-@pytest.mark.parametrize("op", [torch.ops, aten, aten.add, aten.add.Tensor, twice, torch.ops.kit_pickling.twice.default])
+@pytest.mark.parametrize(
+    "op", [torch.ops, aten, aten.add, aten.add.Tensor, twice, torch.ops.kit_pickling.twice.default]
+)
 def test_an_op_comes_back_as_itself(op):
     assert pickle.loads(dumps_by_value(op)) is op
 

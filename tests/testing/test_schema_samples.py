@@ -1,5 +1,7 @@
 """Samples from a schema: what an op takes is found, every kind of argument is filled in, and nothing else is made."""
 
+# ruff: noqa: ARG005  # a fake and a backward take what the op takes
+
 from collections.abc import Sequence
 
 import pytest
@@ -10,7 +12,7 @@ from torch.library import custom_op
 from shardwise.errors import RuleError
 from shardwise.testing import made, samples_from_schema
 from shardwise.testing.samples import samples_of
-from shardwise.testing.schema_samples import accepts
+from shardwise.testing.schema_samples import accepts, lacks_fake
 
 aten = torch.ops.aten
 
@@ -91,7 +93,7 @@ def test_patterns_of_named_sizes_are_found(op, wanted):
 
 
 def test_shapes_may_be_given():
-    assert shapes(samples_from_schema(gated, shapes=[((4, 3), (3,)), ((2,), (2,))])) [0] == ((4, 3), (3,))
+    assert shapes(samples_from_schema(gated, shapes=[((4, 3), (3,)), ((2,), (2,))]))[0] == ((4, 3), (3,))
     assert shapes(samples_from_schema(gated, shapes=[((4, 3), (7,))])) == []
 
 
@@ -126,3 +128,14 @@ def test_samples_are_given_as_lists_or_functions_by_any_name_of_the_op():
 
 def test_an_op_with_a_list_of_results_and_no_list_argument_gets_no_out():
     assert samples_of(aten.split_copy.Tensor_out, {}) == []
+
+
+def test_an_op_that_cannot_tell_its_results_without_data_lacks_a_fake():
+    library = torch.library.Library("kit_schema", "FRAGMENT")
+    library.define("cpu_only(Tensor x) -> Tensor")
+    library.impl("cpu_only", torch.clone, "CPU")
+    op = torch.ops.kit_schema.cpu_only.default
+    assert lacks_fake(op, samples_from_schema(op))
+    torch.library.register_fake(op, torch.empty_like, lib=library)
+    assert not lacks_fake(op, samples_from_schema(op))
+    assert not lacks_fake(aten.nonzero.default, [((made((3,)),), {})])

@@ -51,7 +51,7 @@ def test_check_plugin_judges_all_rules():
 
 
 def test_an_unknown_name_is_no_plugin_without_rules():
-    with pytest.raises(PluginLoadError, match="it is not installed.*shardwise-matmul"):
+    with pytest.raises(PluginLoadError, match=r"it is not installed.*shardwise-matmul"):
         check_plugin("shardwise-matmull")
 
 

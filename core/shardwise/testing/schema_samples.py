@@ -20,7 +20,16 @@ from shardwise.signature import Arg, Kind, Op, OpLike, signature
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
-__all__ = ["SIZE_NAMES", "Pattern", "accepts", "calls_of", "patterns_of", "redrawn", "samples_from_schema"]
+__all__ = [
+    "SIZE_NAMES",
+    "Pattern",
+    "accepts",
+    "calls_of",
+    "lacks_fake",
+    "patterns_of",
+    "redrawn",
+    "samples_from_schema",
+]
 
 Shape = tuple[int, ...]
 
@@ -290,6 +299,21 @@ def accepts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, fake: boo
     except Exception:  # noqa: BLE001  an op may refuse a guess with anything
         return False
     return known is UNKNOWN or list(map(_form, known)) == list(map(_form, metas))
+
+
+_DATA_DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def lacks_fake(op: Op, samples: Sequence[Sample]) -> bool:
+    """Whether an op without a tag that data decide its results has nothing that tells them without data."""
+    if not _DATA_DECIDE.isdisjoint(op.tags):
+        return False
+    for args, kwargs in samples:
+        try:
+            return output_metas(op, [_spec(v) for v in signature(op).bind(args, kwargs)]) is UNKNOWN
+        except Exception:  # noqa: BLE001, S112  a fake that raises is for the oracle to judge
+            continue
+    return False
 
 
 def _form(meta: TensorMeta | None) -> Any:

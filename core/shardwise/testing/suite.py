@@ -17,6 +17,7 @@ from shardwise.testing.pickling import importable
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.report import Report
 from shardwise.testing.samples import Samples, by_op, samples_of
+from shardwise.testing.schema_samples import lacks_fake
 from shardwise.testing.subject import Plugin, Subject, subject_of
 from shardwise.testing.values import one_op
 
@@ -129,6 +130,16 @@ class PluginTests:
         missing = self.total().unsampled
         stated = {op_name(one_op(op, "read unsampled")): why for op, why in self.unsampled.items()}
         _check_stated("ops without a sample that they take", missing, stated, "samples, or a reason in unsampled")
+
+    def test_every_op_has_a_fake(self) -> None:
+        """Each op says without data what it returns, unless data decide the shape (then torch has a tag for it).
+
+        An op that does not is run on whole tensors only, whatever its rule says.
+        """
+        given = by_op(self.samples)
+        ops = {op for rule in self.subject().rules for op in rule.ops} - set(by_op(self.stand_ins))
+        silent = sorted(op_name(op) for op in ops if lacks_fake(op, samples_of(op, given)))
+        assert not silent, f"no fake says what these return: {', '.join(silent)}. Use torch.library.register_fake"
 
     def test_every_row_is_exercised(self) -> None:
         """Each row ran in some case, or has a reason in ``unexercised``."""
