@@ -126,7 +126,8 @@ def _drawn(samples: int, meshes: Sequence[tuple[int, ...]], cases: int, seed: in
     rng = random.Random(seed)  # noqa: S311  chance, no secret
     count = cases if samples else 0
     return [
-        RealCase(i % samples, meshes[(i + i // samples) % len(meshes)], rng.randrange(1 << 30)) for i in range(count)
+        RealCase(i % samples, meshes[(i + i // samples) % len(meshes)], rng.randrange(1 << 30), i % 2 == 0)
+        for i in range(count)
     ]
 
 

@@ -38,11 +38,15 @@ _SEED = 20
 
 @frozen
 class RealCase:
-    """One call to be tried: which sample, on which mesh, and the seed of its placements."""
+    """One call to be tried: which sample, on which mesh, and the seed of its placements.
+
+    With ``write_whole`` the operands that the op writes are replicated, which no rule can refuse.
+    """
 
     sample: int
     mesh_shape: tuple[int, ...]
     seed: int
+    write_whole: bool = False
 
 
 @define
@@ -177,7 +181,10 @@ class _Attempt:
                 found.append(None)
                 continue
             kinds = ("sum",) if i not in written and can_be_pending("sum", full.dtype) else ()
-            spec = TensorSpec(device_mesh, _placements(full.ndim, device_mesh.ndim, kinds, rng), TensorMeta.of(full))
+            placed = _placements(full.ndim, device_mesh.ndim, kinds, rng)
+            if i in written and self.case.write_whole:
+                placed = (REPLICATE,) * device_mesh.ndim
+            spec = TensorSpec(device_mesh, placed, TensorMeta.of(full))
             local = place(full.detach(), spec, generator)[spec.coordinate()]
             found.append(MeshTensor(local, spec))
         self.outcome.placements = ", ".join("-" if t is None else show_all(t.placements) for t in found)

@@ -134,10 +134,11 @@ class PluginTests:
     def test_every_op_has_a_fake(self) -> None:
         """Each op says without data what it returns, unless data decide the shape (then torch has a tag for it).
 
-        An op that does not is run on whole tensors only, whatever its rule says.
+        An op that does not is run on whole tensors only, whatever its rule says. Of torch's own ops nothing is asked.
         """
         given = by_op(self.samples)
-        ops = {op for rule in self.subject().rules for op in rule.ops} - set(by_op(self.stand_ins))
+        ops = {op for rule in self.subject().rules for op in rule.ops if op.namespace != "aten"}
+        ops -= set(by_op(self.stand_ins))
         silent = sorted(op_name(op) for op in ops if lacks_fake(op, samples_of(op, given)))
         assert not silent, f"no fake says what these return: {', '.join(silent)}. Use torch.library.register_fake"
 
