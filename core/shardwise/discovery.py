@@ -242,7 +242,9 @@ def use_registry(registry: Registry) -> Iterator[Registry]:
     with _process.lock:
         before, _process.registry = _process.registry, registry
     _supply_links(registry)
-    registry.changed()
+    for one in (before, registry):
+        if one is not None:
+            one.changed()
     try:
         yield registry
     finally:

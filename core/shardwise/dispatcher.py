@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -23,6 +24,7 @@ from shardwise.private_torch import (
     is_traced,
     new_wrapper,
     outside_modes,
+    put_before_dispatch,
 )
 from shardwise.registry import Registry
 from shardwise.rule_agreement import agree_on_rules
@@ -55,7 +57,8 @@ _handlers: dict[Any, Handler] = {}
 _entries: dict[int, torch.library.Library] = {}
 _plan_stores: list[_PlanStore] = []
 _observers: list[Callable[[Plan], None]] = []
-_listening: set[int] = set()
+# By the registries themselves: the id of one that is gone is given to the next.
+_listening: WeakSet[Registry] = WeakSet()
 _tensor_class: list[type] = []
 _times_cleared = [0]
 
@@ -77,15 +80,9 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
         _meet(args, kwargs)
         handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
         if id(op) not in _entries:
-            _entries[id(op)] = _enter(op, handle)
+            # From now on torch calls it for exactly a MeshTensor; subclasses come by __torch_dispatch__.
+            _entries[id(op)] = put_before_dispatch(op, _tensor_class[0], handle)
     return handle(None, op, (), args, kwargs)
-
-
-def _enter(op: Op, handle: Handler) -> torch.library.Library:
-    """Have torch call a handler for an op on exactly a MeshTensor; subclasses come by ``__torch_dispatch__``."""
-    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-    torch.library.register_torch_dispatch(op, _tensor_class[0], handle, lib=library)
-    return library
 
 
 # -- observing ---------------------------------------------------------------------------------------------------
@@ -220,12 +217,21 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         asked=f"run {op_name(op)} on MeshTensors",
         found=f"its argument {name!r} is a {type(value).__name__}"
         + (f" of shape {shape}" if shape is not None else ""),
-        do="Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
-        "or MeshTensor.from_local(t, mesh, placements) for this rank's part.",
+        do=(_IN_BACKWARD if in_backward() else _MAKE_ONE),
         op=op_name(op),
         argument=name,
         shape=shape,
     )
+
+
+_MAKE_ONE = (
+    "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
+    "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
+)
+_IN_BACKWARD = (
+    "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
+    "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
+)
 
 
 def _is_plain(value: torch.Tensor) -> bool:
@@ -272,8 +278,8 @@ def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
 
 def _registry() -> Registry:
     registry = default_registry()
-    if id(registry) not in _listening:
-        _listening.add(id(registry))
+    if registry not in _listening:
+        _listening.add(registry)
         registry.on_change(clear_plans)
         for observer in registry.observers:
             _listen(observer)

@@ -267,7 +267,8 @@ def _register_placing(tensor: Any) -> None:
 
     def place(grad: Any) -> Any:
         # The usual case, and all but free: it runs for every leaf at every step.
-        return None if getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
+        # A backward that has no gradient for the leaf hands over None.
+        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
 
     tensor.register_hook(place)
 

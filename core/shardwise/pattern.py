@@ -123,7 +123,8 @@ class Pattern:
         if self.has_compound:
             return self._labelled(call, options)
         ndims = tuple(None if m is None else m.ndim for m in (*call.operands, None, *call.outputs))
-        key = (id(options), ndims, call.operand_names if self.positional is None else len(call.outputs))
+        named = self.positional is None or _has_lists(call.op)
+        key = (id(options), ndims, len(call.outputs), call.operand_names if named else None)
         found = self._flows.get(key)
         if found is None:
             if len(self._flows) >= _MAX_FLOWS:
@@ -134,13 +135,22 @@ class Pattern:
 
     def _labelled(self, call: Call, options: Options) -> Flow:
         if self.positional is not None:
-            return labelled(call, self.positional.inputs, self.positional.outputs, options)
+            return labelled(call, _per_element(call, self.positional.inputs), self.positional.outputs, options)
         inputs = [self.named[name.partition("[")[0]] for name in call.operand_names]
         assert self.result is not None
         return labelled(call, inputs, [self.result] * len(call.outputs), options)
 
     def __str__(self) -> str:
         return self.text
+
+
+def _per_element(call: Call, inputs: Sequence[Operand]) -> Sequence[Operand]:
+    """An operand per tensor: what is written for a list of tensors holds for each of them."""
+    names = [a.name for a in call.signature.tensor_args if not a.is_out]
+    if not _has_lists(call.op) or len(inputs) != len(names):
+        return inputs
+    written = dict(zip(names, inputs, strict=True))
+    return [written[name.partition("[")[0]] for name in call.operand_names]
 
 
 def _check_counts(op: Op, text: str, parsed: Notation) -> None:

@@ -204,7 +204,8 @@ def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> Non
     raise NoStrategyError(
         asked=f"run {schema}",
         found="the shape of its result depends on data, and its rule shards an operand",
-        do="Give such an op only the row in which every operand is whole.",
+        do="Give such an op only the row in which every operand is whole. Where the shape does follow from the "
+        "arguments, the op lacks a fake that says so: torch.library.register_fake.",
         op=op_name(schema.op),
     )
 

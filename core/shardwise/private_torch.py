@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from attrs import frozen
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import device_mesh
@@ -21,9 +24,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
+    "CustomOpDef",
+    "CustomOpParts",
+    "OpLike",
+    "OpOverload",
+    "OpOverloadPacket",
     "assert_when_run",
     "binding_namespaces",
     "current_mesh",
+    "custom_op_of",
     "direct_call",
     "disabled_torch_function",
     "graph_all_gather",
@@ -33,8 +42,13 @@ __all__ = [
     "in_backward",
     "is_composite",
     "is_traced",
+    "known_custom_op",
+    "make_custom_op",
     "new_wrapper",
     "outside_modes",
+    "overload_of",
+    "parts_of",
+    "put_before_dispatch",
     "recorded_ops",
     "schema_of",
     "support_foreach",
@@ -46,6 +60,98 @@ __all__ = [
 def schema_of(op: Any) -> Any:
     """The ``FunctionSchema`` of an op overload. There is no public accessor; every out-of-tree backend uses this."""
     return op._schema
+
+
+# Everything that people write for one op. The class behind torch.library.custom_op has no public name.
+OpLike = OpOverload | CustomOpDef | OpOverloadPacket
+
+
+def overload_of(op: Any) -> Any | None:
+    """The op overload behind what ``torch.library.custom_op`` returns; ``None`` for anything else.
+
+    An overload packet with one overload (``torch.ops.acme.swish``) stands for that one. Nothing public leads from the
+    decorated function to its overload.
+    """
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        return getattr(op, names[0]) if len(names) == 1 else None
+    return None
+
+
+def known_custom_op(name: str) -> Any | None:
+    """What ``torch.library.custom_op`` returned for ``acme::swish`` in this process, if it made an op of that name."""
+    return OPDEFS.get(name)
+
+
+def custom_op_of(op: OpOverload) -> Any | None:
+    """What ``torch.library.custom_op`` returned for an op overload; ``None`` for an op that was made otherwise."""
+    return known_custom_op(_qualified(op).partition(".")[0])
+
+
+def _qualified(op: OpOverload) -> str:
+    """``aten::add.Tensor``."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name
+
+
+@frozen
+class CustomOpParts:
+    """What a custom op was made of: enough to make it again in another process.
+
+    ``kernel`` is ``None`` where the op has kernels for several device types.
+    """
+
+    name: str
+    schema: str
+    written: tuple[str, ...]
+    module: str
+    kernel: Callable[..., Any] | None
+    fake: Callable[..., Any] | None
+    backward: Callable[..., Any] | None
+    setup_context: Callable[..., Any] | None
+
+
+def parts_of(definition: Any) -> CustomOpParts:
+    """The functions that were registered for a custom op. ``torch.library`` takes them and gives none back."""
+    kernel = definition._init_fn
+    return CustomOpParts(
+        definition._qualname,
+        definition._schema,
+        tuple(a.name for a in definition._opoverload._schema.arguments if a.alias_info and a.alias_info.is_write),
+        kernel.__module__,
+        kernel if set(definition._backend_fns) == {None} else None,
+        definition._abstract_fn,
+        definition._backward_fn,
+        definition._setup_context_fn,
+    )
+
+
+def make_custom_op(parts: CustomOpParts) -> Any:
+    """The inverse of :func:`parts_of`."""
+    assert parts.kernel is not None
+    made = torch.library.custom_op(parts.name, parts.kernel, mutates_args=parts.written, schema=parts.schema)
+    if parts.fake is not None:
+        made.register_fake(parts.fake)
+    if parts.backward is not None:
+        made.register_autograd(parts.backward, setup_context=parts.setup_context)
+    return made
+
+
+def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) -> torch.library.Library:
+    """Have torch call a handler for an op on a tensor class, for as long as the library lives that is returned.
+
+    The public function hands a custom op's handler to the op's definition, which keeps it for ever. Where the way
+    around is missing, such an op comes by ``__torch_dispatch__``.
+    """
+    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    if custom_op_of(op) is None:
+        torch.library.register_torch_dispatch(op, cls, handler, lib=library)
+    elif hasattr(library, "_register_torch_dispatch_rule"):
+        register: Any = library._register_torch_dispatch_rule
+        register(_qualified(op).partition("::")[2], cls, handler)
+    return library
 
 
 # Turns __torch_function__ off for a tensor subclass. The documented spelling is this private name.

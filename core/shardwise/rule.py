@@ -19,7 +19,7 @@ from shardwise.lowering import LocalArgs, LocalCall, Lowering
 from shardwise.notation import parse
 from shardwise.pattern import Options, Pattern, labelled, listed
 from shardwise.placements import partial, shard
-from shardwise.signature import ByType, Call, Kind, Op, op_name, signature
+from shardwise.signature import ByType, Call, Kind, Op, OpLike, as_op, op_name, signature
 from shardwise.spec import TensorMeta
 
 __all__ = [
@@ -108,7 +108,7 @@ AnyRule = Rule | FullMeshRule
 
 
 def rule(  # noqa: PLR0913  # keyword-only options of one value
-    ops: Op | Iterable[Op],
+    ops: OpLike | Iterable[OpLike],
     notation: str | Mapping[str, str],
     *,
     reduce: Mapping[str, str] | None = None,
@@ -160,7 +160,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
 
 
 def rule_from(
-    ops: Op | Iterable[Op],
+    ops: OpLike | Iterable[OpLike],
     *,
     static: Iterable[str] = (),
     zip_lists: bool = False,
@@ -205,7 +205,7 @@ def rule_from(
 
 
 def full_mesh_rule(
-    ops: Op | Iterable[Op],
+    ops: OpLike | Iterable[OpLike],
     *,
     static: Iterable[str] = (),
     lowering: Lowering | None = None,
@@ -267,16 +267,17 @@ def einop(
 # -- small parts -------------------------------------------------------------------------------------------------
 
 
-def _as_ops(ops: Op | Iterable[Op]) -> tuple[Op, ...]:
-    given: tuple[Any, ...] = (ops,) if isinstance(ops, Op) else tuple(ops)
-    if not given or not all(isinstance(op, Op) for op in given):
-        wrong = next((op for op in given if not isinstance(op, Op)), None)
+def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
+    given: tuple[Any, ...] = (ops,) if isinstance(ops, OpLike) or not isinstance(ops, Iterable) else tuple(ops)
+    found = tuple(op for one in given if (op := as_op(one)) is not None)
+    if not given or len(found) != len(given):
+        wrong = next((op for op in given if as_op(op) is None), None)
         raise RuleError(
             asked="make a rule",
-            found=f"{wrong!r} is not an op overload" if given else "no op is named",
-            do="Name overloads, as in torch.ops.aten.mm.default.",
+            found=f"{wrong!r} is not one op overload" if given else "no op is named",
+            do="Name overloads, as in torch.ops.aten.mm.default, or what torch.library.custom_op returned.",
         )
-    return given
+    return found
 
 
 def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:

@@ -13,12 +13,17 @@ from attrs import field, frozen
 from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
-from shardwise.private_torch import schema_of
+from shardwise.private_torch import OpLike, overload_of, schema_of
 from shardwise.spec import TensorMeta
 
-__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "op_name", "signature"]
+__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "OpLike", "Result", "Signature", "as_op", "op_name", "signature"]
 
 Op = OpOverload
+
+
+def as_op(op: Any) -> Op | None:
+    """The overload that is meant: itself, a custom op's only one, or the only one of a packet; else ``None``."""
+    return op if isinstance(op, Op) else overload_of(op)
 
 
 class Kind(Enum):
@@ -102,12 +107,13 @@ def _kind(type_text: str) -> Kind:
 def signature(op: Op) -> Signature:
     """The signature of an op, cached for the life of the process."""
     schema = schema_of(op)
+    returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
     args = tuple(
         Arg(
             name=a.name,
             kind=_kind(str(a.type)),
             kwarg_only=a.kwarg_only,
-            is_out=a.is_out,
+            is_out=a.is_out and _is_given_back(a, returned),
             written=bool(a.alias_info and a.alias_info.is_write),
             is_list="List[" in str(a.type),
             has_default=a.has_default_value(),
@@ -119,6 +125,13 @@ def signature(op: Op) -> Signature:
     in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
     results = tuple(_result(r, aliases, in_lists) for r in schema.returns)
     return Signature(op_name(op), args, results)
+
+
+def _is_given_back(arg: Any, returned: set[str]) -> bool:
+    """Whether a written keyword-only argument is one of the results, as ``out=`` is. A state that an op keeps up to
+    date is not; ATen's lists of ``out=`` tensors are, though their ops return nothing.
+    """
+    return _kind(str(arg.type)) is Kind.TENSORS or not returned.isdisjoint(arg.alias_info.before_set)
 
 
 # `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.

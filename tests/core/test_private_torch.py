@@ -7,7 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -178,3 +178,57 @@ def test_collectives_of_a_graph_do_what_their_names_say(pool):
     assert [f[2] for f in found] == [[4 * i + 6] for i in range(4)]
     assert [f[3] for f in found] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
     assert [f[4] for f in found] == [[i, i + 10] for i in range(4)]
+
+
+# -- custom ops --------------------------------------------------------------------------------------------------
+
+
+def _bump(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+    return x + by
+
+
+bump = torch.library.custom_op("private_torch_test::bump", _bump, mutates_args=())
+
+
+def test_a_custom_op_stands_for_its_overload_and_the_reverse():
+    overload = torch.ops.private_torch_test.bump.default
+    assert private_torch.overload_of(bump) is overload
+    assert private_torch.overload_of(torch.ops.private_torch_test.bump) is overload
+    assert private_torch.overload_of(aten.add) is None
+    assert private_torch.overload_of(torch.add) is None
+    assert private_torch.custom_op_of(overload) is bump
+    assert private_torch.custom_op_of(aten.add.Tensor) is None
+    assert private_torch.known_custom_op("private_torch_test::bump") is bump
+    assert private_torch.known_custom_op("private_torch_test::none") is None
+
+
+def test_a_custom_op_is_made_again_from_its_parts():
+    source = torch.library.custom_op("private_torch_test::source", _bump, mutates_args=())
+    source.register_fake(lambda x, *_: torch.empty_like(x))
+    source.register_autograd(lambda *given: (5 * given[-1], None))
+    parts = private_torch.parts_of(source)
+    assert (parts.name, parts.written, parts.module) == ("private_torch_test::source", (), __name__)
+    made = private_torch.make_custom_op(evolve(parts, name="private_torch_test::copy"))
+    x = torch.ones(2, requires_grad=True)
+    made(x, 2.0).sum().backward()
+    assert x.grad.tolist() == [5, 5]
+    assert torch.ops.private_torch_test.copy(torch.empty(3, device="meta")).shape == (3,)
+
+
+def test_parts_of_an_op_with_several_kernels_have_no_kernel():
+    made = torch.library.custom_op("private_torch_test::kernels", _bump, mutates_args=(), device_types="cpu")
+    assert private_torch.parts_of(made).kernel is None
+
+
+@pytest.mark.parametrize("op", [aten.neg.default, torch.ops.private_torch_test.bump.default], ids=str)
+def test_a_handler_is_called_as_long_as_its_library_lives(op):
+    made = private_torch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    for answer in ("first", "second"):
+        library = private_torch.put_before_dispatch(
+            op, Wrapper, lambda *_, found=answer, **__: torch.tensor(len(found))
+        )
+        assert int(op(made)) == len(answer)
+        del library
+    Wrapper.seen.clear()
+    op(made)
+    assert Wrapper.seen == [op]

@@ -52,6 +52,8 @@ def run_program(text):
 def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for block in docs.blocks(page):
+        if block.how.startswith("file: ") and "/" not in block.how:
+            (tmp_path / block.how.removeprefix("file: ")).write_text(block.text)
         if block.language != "console" or block.how not in ("", "output varies"):
             continue
         for command, shown in commands(block.text):

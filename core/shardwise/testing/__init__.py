@@ -1,22 +1,39 @@
-"""The kit for testing rules and programs: the oracle that judges a rule, a pool of real workers, and meshes.
+"""The kit for testing rules, plugins and programs.
 
-The worker pool sends functions of test modules by cloudpickle, which the extra ``shardwise[test]`` brings.
+The oracle judges a rule, or all rules of a plugin, on simulated ranks (:func:`check_rule`, :func:`check_plugin`);
+:func:`check_gradients` runs an op and its backward on real ranks of a :class:`WorkerPool`; :class:`PluginTests` is
+both as a test class. :mod:`shardwise.testing.pytest_plugin` has fixtures and :mod:`shardwise.testing.strategies` what
+hypothesis draws from. The extra ``shardwise[test]`` brings what these need: pytest, hypothesis, and cloudpickle, by
+which functions of test modules reach the workers.
 """
 
+from shardwise.testing.gradients import GradientRefuted, RanksReport, check_gradients
 from shardwise.testing.inference import InferenceError, Inferred, infer
+from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
 from shardwise.testing.meshes import mesh
 from shardwise.testing.oracle import Report, RuleRefuted, check_plugin, check_rule
 from shardwise.testing.pool import RankFailure, WorkerPool
+from shardwise.testing.schema_samples import samples_from_schema
+from shardwise.testing.suite import PluginTests
+from shardwise.testing.values import made
 
 __all__ = [
+    "GradientRefuted",
     "InferenceError",
     "Inferred",
+    "IsolatedRegistry",
+    "PluginTests",
     "RankFailure",
+    "RanksReport",
     "Report",
     "RuleRefuted",
     "WorkerPool",
+    "check_gradients",
     "check_plugin",
     "check_rule",
     "infer",
+    "isolated_registry",
+    "made",
     "mesh",
+    "samples_from_schema",
 ]

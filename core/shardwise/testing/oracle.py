@@ -16,16 +16,17 @@ from zlib import crc32
 import torch
 from attrs import define, evolve, field, frozen
 
-from shardwise.discovery import default_registry
+from shardwise.errors import RuleError
 from shardwise.placements import show_all
-from shardwise.planner import make_call
-from shardwise.rule import AnyRule
-from shardwise.signature import Call, Op, op_name
+from shardwise.planner import make_call, problems
+from shardwise.rule import AnyRule, FullMeshRule
+from shardwise.signature import Call, Op, OpLike, op_name
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.cases import Option, list_cases
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
-from shardwise.testing.samples import Sample, Samples, samples_of
+from shardwise.testing.samples import Sample, Samples, by_op, samples_of
+from shardwise.testing.subject import Plugin, subject_of
 from shardwise.testing.trial import Case, Illegal, Trial
 
 __all__ = ["MESHES", "Report", "RuleRefuted", "check_plugin", "check_rule", "quietly"]
@@ -35,7 +36,13 @@ MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (2, 3))
 _ALL = 49
 _FEW = 4
 
-StandIns = Mapping[Op, Callable[..., Any]]
+_MEND_ROW = "Remove or correct the row, or give it a lowering."
+_MEND_FAKE = (
+    "Make the op's fake (torch.library.register_fake) or the rule's results= say what the op returns, "
+    "or give samples of calls that the op is meant for."
+)
+
+StandIns = Mapping[OpLike, Callable[..., Any]]
 
 
 @frozen
@@ -43,7 +50,7 @@ class _Settings:
     meshes: tuple[tuple[int, ...], ...]
     cases: int | None
     seed: int
-    stand_ins: StandIns
+    stand_ins: Mapping[Op, Callable[..., Any]]
     keep_going: bool
     trust_results: bool
 
@@ -67,12 +74,14 @@ def check_rule(
     With ``keep_going`` refusals are collected in the report, one per op and row. ``trust_results`` takes the results'
     shapes and dtypes from data, for an op that has no meta kernel (yet).
     """
-    settings = _Settings(tuple(map(tuple, meshes)), cases, seed, stand_ins or {}, keep_going, trust_results)
+    settings = _Settings(tuple(map(tuple, meshes)), cases, seed, by_op(stand_ins or {}), keep_going, trust_results)
     report = Report(rules=1)
+    given = by_op(samples or {}) if samples is None or isinstance(samples, Mapping) else samples
     for op in rule.ops:
-        given = samples_of(op, samples or {}) if samples is None or isinstance(samples, Mapping) else samples
         with quietly():
-            report += _Hearing(rule, op, settings).run(given)
+            calls = samples_of(op, given) if isinstance(given, Mapping) else given
+            guessed = isinstance(given, Mapping) and op not in given
+            report += _Hearing(rule, op, settings, guessed).run(calls)
     return report
 
 
@@ -89,10 +98,15 @@ def quietly() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def check_plugin(plugin: str, samples: Samples | None = None, **options: Any) -> Report:
-    """:func:`check_rule` over all rules of an installed plugin; takes the same options."""
+def check_plugin(plugin: Plugin, samples: Samples | None = None, **options: Any) -> Report:
+    """:func:`check_rule` over all rules of a plugin; takes the same options.
+
+    ``plugin`` is the name of an installed plugin, a module (or other object) with a ``shardwise_register`` hook that
+    need not be installed, a rule, or a list of rules. Raises :class:`PluginLoadError` for anything else, and for a
+    plugin that does not load.
+    """
     report = Report()
-    for rule in default_registry().rules(plugin):
+    for rule in subject_of(plugin).rules:
         report += check_rule(rule, samples, **options)
     return report
 
@@ -108,11 +122,15 @@ class _Candidate:
 
 @define(eq=False)
 class _Hearing:
-    """The judgement of one op of a rule. ``ran`` says of every row seen whether it ran."""
+    """The judgement of one op of a rule. ``ran`` says of every row seen whether it ran.
+
+    ``guessed`` says that nobody gave the sample calls: of those the rule may refuse some.
+    """
 
     rule: AnyRule
     op: Op
     settings: _Settings
+    guessed: bool
     ran: dict[str, bool] = field(factory=dict, init=False)
     cases: int = field(default=0, init=False)
     left: int = field(default=0, init=False)
@@ -120,7 +138,7 @@ class _Hearing:
 
     def run(self, calls: Sequence[Sample]) -> Report:
         rng = random.Random(self.settings.seed + crc32(op_name(self.op).encode()))  # noqa: S311  chance, no secret
-        trials = list(self._trials(calls))
+        trials = [trial for trial in self._trials(calls) if self._takes(trial)]
         limit = self.settings.cases
         most = _ALL if limit is None else max(_FEW, 2 * limit // max(1, len(trials)))
         candidates = [
@@ -147,12 +165,27 @@ class _Hearing:
             except Illegal:
                 continue
             if trial.disagreement and not self.settings.trust_results:
-                self._refuse(trial, None, trial.disagreement)
+                self._refuse(trial, None, trial.disagreement, do=_MEND_FAKE)
             elif self.settings.trust_results:
                 real = trial.expected.tensors
                 yield evolve(trial, planned=tuple(None if t is None else TensorMeta.of(t) for t in real))
             else:
                 yield trial
+
+    def _takes(self, trial: Trial) -> bool:
+        """Whether the rule speaks of a call at all. An op may take more than its rule does, and then a guessed call is
+        no evidence: on a mesh it is refused with what the rule raises here.
+        """
+        if not self.guessed or trial.op.namespace == "aten" or isinstance(self.rule, FullMeshRule):
+            return True
+        schema = trial.schema(AbstractMesh((1,)))
+        try:
+            problems(self.rule, schema, make_call(self.rule, schema, trial.planned))
+        except RuleError:
+            return False
+        except Exception:  # noqa: BLE001  it is refused where the case is tried
+            return True
+        return True
 
     def _meshes(self, rng: random.Random) -> list[AbstractMesh]:
         """The meshes for one sample: all, or with a limit of cases those of one dim and one of the others."""
@@ -190,14 +223,16 @@ class _Hearing:
             self._refuse(trial, case, wrong, cause)
         self.ran.update(dict.fromkeys(case.rows, True))
 
-    def _refuse(self, trial: Trial, case: Case | None, wrong: str, cause: BaseException | None = None) -> None:
-        refusal = _refusal(self.rule, trial, case, wrong)
+    def _refuse(
+        self, trial: Trial, case: Case | None, wrong: str, cause: BaseException | None = None, do: str = _MEND_ROW
+    ) -> None:
+        refusal = _refusal(self.rule, trial, case, wrong, do)
         if not self.settings.keep_going:
             raise refusal from cause
         self.refuted.setdefault(tuple(refusal.rows), refusal)
 
 
-def _refusal(rule: AnyRule, trial: Trial, case: Case | None, wrong: str) -> RuleRefuted:
+def _refusal(rule: AnyRule, trial: Trial, case: Case | None, wrong: str, do: str) -> RuleRefuted:
     asked = f"the rule for {op_name(trial.op)} ({rule.source}) to {trial}"
     mesh = placed = "-"
     if case is not None:
@@ -207,7 +242,7 @@ def _refusal(rule: AnyRule, trial: Trial, case: Case | None, wrong: str) -> Rule
     return RuleRefuted(
         asked=f"apply {asked}",
         found=wrong,
-        do="Remove or correct the row, or give it a lowering.",
+        do=do,
         op=op_name(trial.op),
         source=rule.source,
         rows=case.rows if case else (),

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
-from importlib.machinery import PathFinder
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -24,7 +23,8 @@ import torch.multiprocessing as mp
 from attrs import evolve, frozen
 
 from shardwise.errors import WorkerError
-from shardwise.testing.worker import Answer, RankFailure, Seat, dumps_by_value, serve
+from shardwise.testing.pickling import dumps_by_value, importable
+from shardwise.testing.worker import Answer, RankFailure, Seat, serve
 
 __all__ = ["RankFailure", "WorkerPool"]
 
@@ -171,7 +171,7 @@ class WorkerPool:
 
 def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     package = sys.modules.get((getattr(fn, "__module__", None) or "__main__").partition(".")[0])
-    if package is None or package.__name__ == "__main__" or _importable(package.__name__):
+    if package is None or package.__name__ == "__main__" or importable(package.__name__):
         return dumps_by_value((fn, args))
     import cloudpickle
 
@@ -180,12 +180,6 @@ def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         return dumps_by_value((fn, args))
     finally:
         cloudpickle.unregister_pickle_by_value(package)
-
-
-def _importable(package: str) -> bool:
-    """Whether a fresh process finds the package under its name; a folder without ``__init__.py`` does not count."""
-    spec = PathFinder.find_spec(package)
-    return package in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
 
 
 def _answer_of(worker: Worker) -> Answer:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
 from shardwise.testing.pool import WorkerPool
 
 PoolFactory = Callable[..., WorkerPool]
@@ -30,3 +31,19 @@ def pool_of() -> Iterator[PoolFactory]:
 def pool(pool_of: PoolFactory) -> WorkerPool:
     """Four gloo workers, started by the first test that runs something on them."""
     return pool_of(4)
+
+
+@pytest.fixture
+def registry() -> Iterator[IsolatedRegistry]:
+    """An empty registry that is this process's for the test: ``registry.add(RULE)``. The workers of a pool keep
+    theirs.
+    """
+    with isolated_registry() as made:
+        yield made
+
+
+@pytest.fixture
+def installed_registry() -> Iterator[IsolatedRegistry]:
+    """As ``registry``, with the rules of all installed plugins in it."""
+    with isolated_registry(installed=True) as made:
+        yield made

@@ -1,49 +1,50 @@
 """Sample calls for the oracle: those that a rule's author gives, those of a related op, and generic ones by schema.
 
-A sample is ``(args, kwargs)`` of one op with small whole CPU tensors. ``Samples`` maps ops to functions that make lists
-of them.
+A sample is ``(args, kwargs)`` of one op with small whole CPU tensors. ``Samples`` maps ops to lists of them, or to
+functions that make such lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.private_torch import schema_of
-from shardwise.signature import Kind, Op, op_name, signature
+from shardwise.signature import Kind, Op, OpLike, op_name, signature
+from shardwise.testing.schema_samples import samples_from_schema
+from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
-__all__ = ["Sample", "Samples", "generic_samples", "made", "samples_of"]
+__all__ = ["Sample", "Samples", "by_op", "generic_samples", "made", "samples_of"]
 
-Sample = tuple[Sequence[Any], Mapping[str, Any]]
-Samples = Mapping[Op, Callable[[], Sequence[Sample]]]
+T = TypeVar("T")
 
-# Even and uneven over 4, 2 and 3 ranks, empty shards, size-1 and size-0 dims, none at all.
-SHAPES: tuple[tuple[int, ...], ...] = ((8, 6), (5, 7), (4, 1, 3), (1, 2), (0, 3), (9,), ())
-DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+# Keys are ops; a mapping's key type is invariant, so that naming it would refuse mappings with one kind of them.
+Samples = Mapping[Any, Callable[[], Sequence[Sample]] | Sequence[Sample]]
 
 
-def made(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """A random tensor with values of both signs; the same for the same arguments."""
-    generator = torch.Generator().manual_seed(seed * 7919 + len(shape))
-    if dtype == torch.bool:
-        return torch.rand(tuple(shape), generator=generator) < 0.5  # noqa: PLR2004
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
-    low = 0 if dtype == torch.uint8 else -5
-    return torch.randint(low, 6, tuple(shape), generator=generator).to(dtype)
+def by_op(given: Mapping[OpLike, T]) -> dict[Op, T]:
+    """A mapping with op overloads as keys, whatever stood for them; raises :class:`RuleError` for what is no op."""
+    return {one_op(key, "read samples"): value for key, value in given.items()}
 
 
 def samples_of(op: Op, given: Samples) -> list[Sample]:
-    """The calls to judge an op by: its own samples, else those of an overload alike, else generic ones."""
-    if op in given:
-        return list(given[op]())
-    relative = next((other for other in given if _alike(op, other)), None)
-    base = list(given[relative]()) if relative is not None else generic_samples(op)
+    """The calls to judge an op by: its own samples, else those of an overload alike, else ones from its schema."""
+    named = by_op(given)
+    if op in named:
+        return _listed(named[op])
+    relative = next((other for other in named if _alike(op, other)), None)
+    # Wrong sizes crash some of torch's own kernels, so there less is guessed.
+    guess = generic_samples if op.namespace == "aten" else samples_from_schema
+    base = _listed(named[relative]) if relative is not None else guess(op)
     return [sample for call in base if (sample := _with_out(op, call)) is not None]
+
+
+def _listed(samples: Callable[[], Sequence[Sample]] | Sequence[Sample]) -> list[Sample]:
+    return list(samples() if callable(samples) else samples)
 
 
 def _alike(op: Op, other: Op) -> bool:
@@ -66,7 +67,9 @@ def _with_out(op: Op, sample: Sample) -> Sample | None:
     if not outs:
         return sample
     if any(a.kind is Kind.TENSORS for a in outs):
-        like = next(v for v in args if isinstance(v, (list, tuple)))
+        like = next((v for v in args if isinstance(v, (list, tuple))), None)
+        if like is None:
+            return None
         return args, {**kwargs, outs[0].name: [torch.full_like(t, 3) for t in like]}
     own = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), DTYPES[0])
     for dtypes in product((own, *DTYPES), repeat=len(outs)):

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-__all__ = ["Answer", "RankFailure", "Seat", "dumps_by_value", "serve"]
+from shardwise.testing.pickling import dumps_by_value
+
+__all__ = ["Answer", "RankFailure", "Seat", "serve"]
 
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 PR_SET_PDEATHSIG = 1
@@ -75,16 +77,6 @@ def serve(seat: Seat, connection: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def dumps_by_value(value: Any) -> bytes:
-    """Pickle with functions and classes of test modules by value, as cloudpickle does, where it is installed."""
-    try:
-        import cloudpickle
-    except ImportError:
-        return pickle.dumps(value)
-    data: bytes = cloudpickle.dumps(value)
-    return data
 
 
 def _die_with_parent(parent: int) -> None:

@@ -1,0 +1,181 @@
+"""One op on real ranks, forward and backward, beside the same on one device.
+
+The oracle judges each rule by itself on simulated ranks, below autograd. What it cannot see is how a registered
+backward and the rules of the ops in it work together on MeshTensors; autograd takes a process group, so this takes a
+pool.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import asdict, frozen
+
+from shardwise.signature import Op, OpLike, op_name, signature
+from shardwise.testing.on_ranks import Outcome, RealCase, run_cases
+from shardwise.testing.pool import WorkerPool
+from shardwise.testing.report import RuleRefuted
+from shardwise.testing.samples import Samples, by_op, samples_of
+from shardwise.testing.schema_samples import samples_from_schema
+from shardwise.testing.subject import Plugin, subject_of
+from shardwise.testing.values import Sample, one_op
+
+__all__ = ["GradientRefuted", "RanksReport", "check_gradients"]
+
+
+class GradientRefuted(RuleRefuted):
+    """An op gives other results or other gradients on real ranks than on one device, or raises there.
+
+    Fields: those of :class:`RuleRefuted` for the op itself, and ``ran``: what ran, forward and backward, with the rows
+    and the source of each rule.
+    """
+
+
+@frozen
+class RanksReport:
+    """Counts of what was run on real ranks: cases, those that the rules refused, results and gradients compared."""
+
+    ops: int = 0
+    cases: int = 0
+    refused: int = 0
+    results: int = 0
+    gradients: int = 0
+
+    def __add__(self, other: RanksReport) -> RanksReport:
+        mine, theirs = asdict(self), asdict(other)
+        return RanksReport(**{name: mine[name] + theirs[name] for name in mine})
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ops} ops, {self.cases} cases on real ranks ({self.refused} refused); "
+            f"{self.results} results and {self.gradients} gradients are those of one device"
+        )
+
+
+def check_gradients(
+    op: OpLike,
+    samples: Sequence[Sample] | Samples | None = None,
+    *,
+    pool: WorkerPool,
+    rules: Plugin = (),
+    meshes: Sequence[Sequence[int]] | None = None,
+    cases: int = 24,
+    seed: int = 0,
+    timeout: float = 120.0,
+) -> RanksReport:
+    """Run an op and its backward on the ranks of a pool, on random placements, and compare with one device.
+
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made
+    from the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a
+    pending sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
+    not installed, or rules) stand above the installed ones. ``meshes`` must have as many ranks as the pool.
+    ``timeout`` is in seconds.
+
+    Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when
+    the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is no fault; the
+    report counts it.
+    """
+    found = one_op(op, "check gradients")
+    grids = _meshes(meshes, pool.world_size)
+    sent = subject_of(rules).loose_rules
+    for given in _offered(found, samples):
+        tried = _drawn(len(given), grids, cases, seed)
+        outcomes = pool.run(run_cases, found, sent, given, tried, timeout=timeout)[0]
+        for case, outcome in zip(tried, outcomes, strict=False):
+            if outcome.wrong:
+                raise _refusal(found, given[case.sample], case, outcome, outcome.wrong)
+        if any(not o.illegal and not o.refused for o in outcomes):
+            return _counted([o for o in outcomes if not o.illegal])
+    raise _nothing_ran(found, given, tried, outcomes)
+
+
+def _offered(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[list[Sample]]:
+    """The samples to try. Guessed ones are of one shape at first: an op that broadcasts without meaning to would have a
+    backward that does not.
+    """
+    if samples is not None and not isinstance(samples, Mapping):
+        yield list(samples)
+        return
+    given = by_op(samples or {})
+    if op not in given:
+        yield samples_from_schema(op, alike=True)
+    yield samples_of(op, given)
+
+
+def _counted(legal: Sequence[Outcome]) -> RanksReport:
+    return RanksReport(
+        1,
+        len(legal),
+        sum(bool(o.refused) for o in legal),
+        sum(o.results for o in legal),
+        sum(o.gradients for o in legal),
+    )
+
+
+def _meshes(given: Sequence[Sequence[int]] | None, ranks: int) -> list[tuple[int, ...]]:
+    if given is not None:
+        return [tuple(shape) for shape in given]
+    halves = [(2, ranks // 2)] if ranks > 2 and ranks % 2 == 0 else []  # noqa: PLR2004
+    return [(ranks,), *halves]
+
+
+def _drawn(samples: int, meshes: Sequence[tuple[int, ...]], cases: int, seed: int) -> list[RealCase]:
+    """Every sample in turn, each round on the next mesh."""
+    rng = random.Random(seed)  # noqa: S311  chance, no secret
+    count = cases if samples else 0
+    return [
+        RealCase(i % samples, meshes[(i + i // samples) % len(meshes)], rng.randrange(1 << 30), i % 2 == 0)
+        for i in range(count)
+    ]
+
+
+def _refusal(op: Op, sample: Sample, case: RealCase, outcome: Outcome, found: str) -> GradientRefuted:
+    mesh = "x".join(map(str, case.mesh_shape))
+    ran = "; ".join(outcome.ran)
+    return GradientRefuted(
+        asked=f"run {op_name(op)} and its backward on {_shown(op, sample)} on a {mesh} mesh with {outcome.placements}",
+        found=found + (f". What ran: {ran}" if ran else ""),
+        do="Judge the rule of each op that ran by itself (check_rule); where all are right, mend the registered "
+        "backward.",
+        op=op_name(op),
+        source=outcome.source,
+        rows=outcome.rows,
+        mesh=mesh,
+        sample=_shown(op, sample),
+        placements=outcome.placements,
+        ran=tuple(outcome.ran),
+    )
+
+
+def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], outcomes: Sequence[Outcome]) -> Any:
+    refused = next((i for i, o in enumerate(outcomes) if o.refused), None)
+    if refused is not None:
+        case, outcome = cases[refused], outcomes[refused]
+        return _refusal(op, samples[case.sample], case, outcome, f"its rule refuses every case, as {outcome.refused}")
+    return GradientRefuted(
+        asked=f"run {op_name(op)} and its backward on {len(samples)} samples",
+        found="the op takes none of them on one device" if samples else "none could be made from its schema",
+        do="Give samples: a list of (args, kwargs) that the op takes.",
+        op=op_name(op),
+        source="",
+        rows=(),
+        mesh="-",
+        sample="-",
+        placements="-",
+        ran=(),
+    )
+
+
+def _shown(op: Op, sample: Sample) -> str:
+    values = signature(op).bind(*sample)
+    named = zip(signature(op).args, values, strict=True)
+    return "(" + ", ".join(f"{a.name}={_value(v)}" for a, v in named) + ")"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    shape = getattr(value, "shape", None)
+    return repr(value) if shape is None else f"{value.dtype}".removeprefix("torch.") + str(list(shape))

@@ -1,0 +1,146 @@
+"""What travels to worker processes: functions of test modules by value, and ops by their names.
+
+torch's ops cannot be pickled as they are. An op goes by its name; where ``torch.library.custom_op`` made it, the worker
+first imports the module that did, or makes the op again if no module can be imported for it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.machinery import PathFinder
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from shardwise.errors import WorkerError
+from shardwise.private_torch import (
+    CustomOpDef,
+    CustomOpParts,
+    OpOverload,
+    OpOverloadPacket,
+    custom_op_of,
+    known_custom_op,
+    make_custom_op,
+    parts_of,
+)
+
+__all__ = ["dumps_by_value", "importable"]
+
+Reduced = tuple[Any, ...]
+
+
+def dumps_by_value(value: Any) -> bytes:
+    """Pickle, ops by name; functions and classes of test modules by value, where cloudpickle is installed."""
+    buffer = io.BytesIO()
+    _pickler()(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def importable(module: str) -> bool:
+    """Whether a fresh process finds a module's package under its name; a folder without ``__init__.py`` does not
+    count.
+    """
+    package = module.partition(".")[0]
+    spec = PathFinder.find_spec(package)
+    return package in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
+
+
+@cache
+def _pickler() -> type[pickle.Pickler]:
+    try:
+        from cloudpickle import Pickler
+    except ImportError:
+        from pickle import Pickler
+
+    class OpPickler(Pickler):  # type: ignore[misc]  # one of two classes
+        def reducer_override(self, obj: Any) -> Any:
+            reduce = _REDUCERS.get(type(obj))
+            if reduce is not None:
+                return reduce(obj)
+            general = getattr(super(), "reducer_override", None)
+            return NotImplemented if general is None else general(obj)
+
+    return OpPickler
+
+
+# -- ops by name -------------------------------------------------------------------------------------------------
+
+
+def _reduce_overload(op: Any) -> Reduced:
+    return _find, (str(op), custom_op_of(op))
+
+
+def _reduce_packet(packet: Any) -> Reduced:
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return _find, (str(packet), next(filter(None, map(custom_op_of, overloads)), None))
+
+
+def _reduce_custom_op(definition: Any) -> Reduced:
+    parts = parts_of(definition)
+    if importable(parts.module):
+        return _imported, (parts.name, parts.module)
+    if parts.kernel is None:
+        raise WorkerError(
+            asked=f"send the custom op {parts.name} to a worker",
+            found=f"it has kernels for several device types, and a fresh process cannot import {parts.module}",
+            do="Define the op in a module that can be imported.",
+            op=parts.name,
+        )
+    _by_value(parts.module)
+    return _made_again, (parts,)
+
+
+def _by_value(module: str) -> None:
+    """Have cloudpickle send what a module defines; by its name no worker would find it."""
+    if module in sys.modules and module != "__main__":
+        import cloudpickle
+
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+
+
+_REDUCERS: dict[type, Callable[[Any], Reduced]] = {
+    OpOverload: _reduce_overload,
+    OpOverloadPacket: _reduce_packet,
+    CustomOpDef: _reduce_custom_op,
+    type(torch.ops): lambda _: (getattr, (torch, "ops")),
+    type(torch.ops.aten): lambda space: (getattr, (torch.ops, space.name)),
+}
+
+
+# -- ops found again ---------------------------------------------------------------------------------------------
+
+
+def _find(path: str, definition: Any) -> Any:  # noqa: ARG001  # unpickling the definition made the op
+    """The op ``acme.swish.default`` or the packet ``acme.swish``."""
+    try:
+        return attrgetter(path)(torch.ops)
+    except AttributeError as error:
+        raise WorkerError(
+            asked=f"use the op {path} in a worker",
+            found="no module that defines it has been imported there",
+            do="Import the module in the function that is sent, or make the op with torch.library.custom_op.",
+            op=path,
+        ) from error
+
+
+def _imported(name: str, module: str) -> Any:
+    import_module(module)
+    return known_custom_op(name)
+
+
+# Ops that this worker made; torch itself keeps no hold on what it returned for them.
+_made: dict[str, Any] = {}
+
+
+def _made_again(parts: CustomOpParts) -> Any:
+    """The custom op of these parts, made at first need. A worker keeps the op as it was first sent."""
+    known = known_custom_op(parts.name)
+    if known is None:
+        known = _made[parts.name] = make_custom_op(parts)
+    return known

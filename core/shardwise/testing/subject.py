@@ -1,0 +1,105 @@
+"""What is judged: the rules of an installed plugin, of a module with the hook that nobody installed, or given rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import pluggy
+from attrs import frozen
+
+from shardwise import hookspecs
+from shardwise.discovery import Found, discover, load
+from shardwise.errors import PluginLoadError
+from shardwise.registry import Origin, Registrar, Registry
+from shardwise.rule import AnyRule, FullMeshRule, Rule
+
+__all__ = ["Plugin", "Subject", "subject_of"]
+
+Plugin = str | AnyRule | Iterable[AnyRule] | Any
+"""The name of an installed plugin, an object with a ``shardwise_register`` hook (a module), a rule, or rules."""
+
+
+@frozen
+class Subject:
+    """Rules to judge. ``module`` is the module with the hook, where there is one; ``installed`` says whether any
+    process of this environment finds the rules by itself.
+    """
+
+    name: str
+    rules: tuple[AnyRule, ...]
+    module: str | None = None
+    installed: bool = False
+
+    @property
+    def loose_rules(self) -> tuple[AnyRule, ...]:
+        """The rules that another process must be given."""
+        return () if self.installed else self.rules
+
+
+def subject_of(plugin: Plugin) -> Subject:
+    """The rules that are meant by ``plugin``; see :data:`Plugin`.
+
+    Raises :class:`PluginLoadError` for a name that is not installed or not loaded, with the cause, and for an object
+    that has neither rules nor a hook, or none that pluggy accepts.
+    """
+    if isinstance(plugin, str):
+        return _installed(plugin)
+    if isinstance(plugin, (Rule, FullMeshRule)):
+        return Subject(str(plugin), (plugin,))
+    if isinstance(plugin, Iterable):
+        rules = tuple(plugin)
+        Registrar(Origin("rules")).add(*rules)  # refuses what is no rule, and two rules for one op
+        return Subject(f"{len(rules)} rules", rules)
+    return _hooked(plugin)
+
+
+def _installed(name: str) -> Subject:
+    found = discover()
+    meant = next((f for f in found if f.origin.plugin == name), None)
+    if meant is None:
+        known = ", ".join(sorted(f.origin.plugin for f in found)) or "none"
+        raise _refusal(name, "it is not installed", f"The installed plugins are: {known}.")
+    rules = _loaded(meant)
+    return Subject(name, tuple(rules), meant.entry.module, installed=True)
+
+
+def _loaded(found: Found) -> list[AnyRule]:
+    """The rules of one plugin, loaded by itself."""
+    registry = Registry()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the error says the same
+        (status,) = load([found], registry)
+    if status.status != "loaded":
+        plugin = found.origin.plugin
+        raise _refusal(
+            plugin, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {plugin}` says more."
+        )
+    return registry.rules()
+
+
+def _hooked(plugin: Any) -> Subject:
+    name = plugin.__name__ if isinstance(plugin, (ModuleType, type)) else type(plugin).__name__
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    try:
+        manager.register(plugin, name)
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise _refusal(name, str(error), "The hook is shardwise_register(registry).") from error
+    if not manager.hook.shardwise_register.get_hookimpls():
+        raise _refusal(
+            name,
+            "it has no shardwise_register hook",
+            "Give the name of an installed plugin, a module with the hook (marked with @hookimpl), or rules.",
+        )
+    registrar = Registrar(Origin(name))
+    manager.hook.shardwise_register(registry=registrar)
+    rules = {id(entry.rule): entry.rule for entry in registrar.entries}
+    return Subject(name, tuple(rules.values()), name if isinstance(plugin, ModuleType) else None)
+
+
+def _refusal(plugin: str, found: str, do: str) -> PluginLoadError:
+    return PluginLoadError(asked=f"read the rules of {plugin!r}", found=found, do=do, plugin=plugin)

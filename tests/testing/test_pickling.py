@@ -1,0 +1,86 @@
+"""What travels to workers: ops by name, custom ops of modules that no worker can import by their parts."""
+
+# ruff: noqa: ARG005  # a fake and a backward take what the op takes
+
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from shardwise.errors import WorkerError
+from shardwise.rule import rule
+from shardwise.testing.pickling import dumps_by_value, importable
+
+aten = torch.ops.aten
+
+
+@custom_op("kit_pickling::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@custom_op("kit_pickling::bump", mutates_args={"x"})
+def bump(x: Tensor) -> None:
+    x.add_(1)
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda ctx, grad: 2 * grad, setup_context=lambda ctx, inputs, output: None)
+RULE = rule(twice, "... -> ...")
+
+
+@pytest.mark.parametrize(
+    "op", [torch.ops, aten, aten.add, aten.add.Tensor, twice, torch.ops.kit_pickling.twice.default]
+)
+def test_an_op_comes_back_as_itself(op):
+    assert pickle.loads(dumps_by_value(op)) is op
+
+
+def use_twice(op):
+    x = torch.ones(2, requires_grad=True)
+    (grad,) = torch.autograd.grad(op(x).sum(), x)
+    meta = torch.ops.kit_pickling.twice(torch.empty(3, device="meta"))
+    return op(x).tolist(), grad.tolist(), tuple(meta.shape)
+
+
+def test_a_custom_op_of_a_test_module_works_in_a_worker(pool):
+    assert pool.run(use_twice, twice) == [([2.0, 2.0], [2.0, 2.0], (3,))] * 4
+    assert pool.run(use_twice, torch.ops.kit_pickling.twice.default) == [([2.0, 2.0], [2.0, 2.0], (3,))] * 4
+
+
+def test_a_function_may_speak_of_ops_through_globals(pool):
+    def bumped():
+        x = torch.zeros(2)
+        bump(x)
+        torch.ops.kit_pickling.bump(x)
+        return x.tolist(), torch.ops.aten.neg.default(x).tolist()
+
+    assert pool.run(bumped)[0] == ([2.0, 2.0], [-2.0, -2.0])
+
+
+def test_a_rule_of_a_test_module_travels(pool):
+    assert pool.run(lambda: str(RULE)) == ["kit_pickling.twice.default: ... -> ..."] * 4
+
+
+def test_an_op_that_no_worker_knows_is_named(pool):
+    library = torch.library.Library("kit_pickling", "FRAGMENT")
+    library.define("unknown(Tensor x) -> Tensor")
+    with pytest.raises(WorkerError, match=r"use the op kit_pickling.unknown.default in a worker.*Import the module"):
+        pool.run(str, torch.ops.kit_pickling.unknown.default)
+
+
+def test_an_op_with_several_kernels_wants_a_module():
+    @custom_op("kit_pickling::kernels", mutates_args=(), device_types="cpu")
+    def kernels(x: Tensor) -> Tensor:
+        return x.clone()
+
+    with pytest.raises(WorkerError, match="Define the op in a module that can be imported"):
+        dumps_by_value(kernels)
+
+
+def test_what_a_fresh_process_can_import():
+    assert importable("shardwise.testing.pool")
+    assert importable("json")
+    assert not importable(__name__)
