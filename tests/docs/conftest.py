@@ -6,7 +6,8 @@
 ``<!-- on 4 ranks -->``         the next block is Python for so many ranks; those of a page are one program
 ``<!-- output varies -->``      the next console block runs, and what it prints is not compared
 ``<!-- in an environment -->``  the next block runs in a fresh virtual environment with shardwise (a slow test)
-``<!-- file: NAME -->``         the next block is that file, in the folder of the blocks in an environment
+``<!-- file: NAME -->``         the next block is that file, in the folder that console blocks run in; with
+                                ``, run here too`` at its end it is also one of the page's Python blocks
 ``<!-- not run: why -->``       the next block does not run, for the reason given
 ==============================  ====================================================================================
 """

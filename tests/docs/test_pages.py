@@ -38,7 +38,7 @@ def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "page"}
     for block in docs.blocks(page):
-        if block.language in {"setup", "python"} and not block.how:
+        if block.language in {"setup", "python"} and (not block.how or block.how.endswith(", run here too")):
             exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
     programs = [b.text for b in docs.blocks(page) if b.how == "on 4 ranks"]
     if programs:
@@ -53,7 +53,7 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for block in docs.blocks(page):
         if block.how.startswith("file: ") and "/" not in block.how:
-            (tmp_path / block.how.removeprefix("file: ")).write_text(block.text)
+            (tmp_path / block.how.removeprefix("file: ").partition(",")[0]).write_text(block.text)
         if block.language != "console" or block.how not in ("", "output varies"):
             continue
         for command, shown in commands(block.text):
