@@ -18,7 +18,7 @@ from shardwise.signature import op_name
 from shardwise.spec import TensorMeta, TensorSpec, chunk
 from shardwise.transition import transition_cost
 
-__all__ = ["Problem", "exhaustive"]
+__all__ = ["Choice", "Problem", "exhaustive", "no_choice"]
 
 Choice = tuple[int, ...]  # one row index per mesh dim
 _COMMUTING = {"sum", "avg"}
@@ -144,8 +144,8 @@ class Problem:
             return False
         # A later mesh dim may split a dim further that an earlier row wants divided evenly.
         return not self.table.divides or all(
-            all(self._divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
-            and all(self._nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
+            all(self.divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
+            and all(self.nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
             for r in set(choice)
         )
 
@@ -153,13 +153,15 @@ class Problem:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
         return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
-    def _divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
+    def divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
+        """Whether the pieces into which a choice splits a dim of an operand number a divisor of ``size``."""
         shards = 1
         for n in self._splits(choice, operand, dim):
             shards *= n
         return size % shards == 0
 
-    def _nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
+    def nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
+        """Whether every rank holds something of a dim of an operand under a choice."""
         spec = self.specs[operand]
         sizes = {1 if spec is None else spec.shape[dim]}
         for n in self._splits(choice, operand, dim):

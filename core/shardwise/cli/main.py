@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from shardwise.cli.calibrate import calibrate
+from shardwise.cli.explain import explain
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rules import rules
 from shardwise.demo.command import demo
@@ -34,5 +35,6 @@ def main() -> None:
 
 main.add_command(calibrate)
 main.add_command(demo)
+main.add_command(explain)
 main.add_command(plugins)
 main.add_command(rules)
