@@ -72,7 +72,7 @@ def _dropped_rows(problem: Problem, mesh_dim: int, kept: Sequence[int]) -> Itera
 
 def _why_dropped(problem: Problem, row: int, mesh_dim: int) -> str:
     wanted = problem.rows[row]
-    names = operand_names(problem)
+    names = problem.operand_names
     here = [None if s is None else s.placements[mesh_dim] for s in problem.specs]
     codes = [None if source is None else source[mesh_dim] for source in problem.sources]
     for i in (*problem.written, *problem.fixed):
@@ -89,14 +89,6 @@ def _why_dropped(problem: Problem, row: int, mesh_dim: int) -> str:
 def _is_pending(problem: Problem, row: int, operand: int) -> bool:
     code = problem.table.inputs[row][operand]
     return code is not None and code < 0
-
-
-def operand_names(problem: Problem) -> tuple[str, ...]:
-    """A name per operand of the problem; for a position of zipped lists, those of the lists."""
-    names = problem.schema.operand_names
-    if len(names) == len(problem.specs):
-        return names
-    return tuple(a.name for a in problem.schema.signature.tensor_args)
 
 
 # -- combinations ----------------------------------------------------------------------------------------------------
@@ -139,7 +131,7 @@ class _Walk:
         barred = problem.table.barred[choice[-1]]
         if any(barred >> r & 1 for r in choice):
             return "pending kinds that do not commute would meet in one tensor"
-        names = operand_names(problem)
+        names = problem.operand_names
         for r in dict.fromkeys(choice):
             for i, d, n in problem.rows[r].divides:
                 if not problem.divides(choice, i, d, n):

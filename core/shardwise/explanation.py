@@ -7,6 +7,7 @@ disagree with what a program does. It needs no process group; specs may lie on a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -16,11 +17,11 @@ from shardwise.call_plans import describe_call
 from shardwise.choice import Chooser
 from shardwise.discovery import default_registry
 from shardwise.errors import CallError, MeshMismatchError
-from shardwise.exclusion import Exclusion, operand_names, survey
+from shardwise.exclusion import Exclusion, survey
 from shardwise.meta import UNKNOWN, output_metas
 from shardwise.plan import check_unknown, check_written
 from shardwise.planner import cheapest, make_call, merged, problems
-from shardwise.private_torch import outside_modes, schema_of
+from shardwise.private_torch import is_composite, outside_modes, recorded_ops, schema_of
 from shardwise.registry import Entry
 from shardwise.rehearsal import Collective, Issued, in_lowering, in_transition
 from shardwise.rule import FullMeshRule
@@ -125,6 +126,8 @@ def explain_call(
     values = [_spec_of(v) for v in bind_call(op, args, kwargs)]
     mesh = _mesh_of(op, values)
     registry = default_registry()
+    if op not in registry and is_composite(op):
+        raise _composite_error(op, values)
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
@@ -191,11 +194,29 @@ def call_error(op: Op, found: str, **fields: Any) -> CallError:
     )
 
 
+def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
+    """Torch takes such an op apart before anything is dispatched; the error names the parts."""
+    parts: list[str] = []
+
+    def run() -> None:
+        output_metas(op, values)
+
+    with outside_modes(), suppress(Exception):
+        parts += dict.fromkeys(op_name(part) for part, _, _ in recorded_ops(run, (), {}) if signature(part).tensor_args)
+    return CallError(
+        asked=f"explain a call of {op_name(op)}",
+        found=f"torch runs it as {', '.join(parts)}" if parts else "torch runs it as other ops",
+        do="Explain those.",
+        op=op_name(op),
+        parts=tuple(parts),
+    )
+
+
 def _outputs(op: Op, described: Sequence[Any]) -> Any:
     try:
         with outside_modes():
             return output_metas(op, described)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+    except Exception as error:  # torch raises whatever it likes, assertions among them
         raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
 
 
@@ -239,7 +260,7 @@ def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -
     ]
     if not ranked:
         raise no_choice(problem)
-    names = operand_names(problem)
+    names = problem.operand_names
     chosen = ranked[0][1]
     candidates = [Candidate(chosen, "")]
     candidates += [Candidate(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
@@ -286,11 +307,11 @@ def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Seq
         return f"{names[i]} cannot be reduced in its dtype"
     dearer = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
     moved = [name for name, extra in zip(names, dearer, strict=True) if extra > more * 1e-3]
-    return f"{_microseconds(more)} more, for {' and '.join(moved)}"
+    return f"{_microseconds(more)} more, for {', '.join(moved)}"
 
 
 def _microseconds(seconds: float) -> str:
     found = seconds * 1e6
-    return f"{found:,.1f} µs" if found >= 0.05 else f"{found:.2g} µs"  # noqa: PLR2004  # what one decimal shows
+    return f"{found:,.1f} µs" if found >= 0.05 else "under 0.1 µs"  # noqa: PLR2004  # what one decimal shows
 
 

@@ -90,6 +90,14 @@ class Problem:
         """The rows in codes."""
         return _table(self.rows, tuple(None if s is None else s.ndim for s in self.specs))
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """A name per operand; at a position of zipped lists, those of the lists."""
+        names = self.schema.operand_names
+        if len(names) == len(self.specs) and self.schema.specs == self.specs:
+            return names
+        return tuple(a.name for a in self.schema.signature.tensor_args)
+
     @cached_property
     def sources(self) -> tuple[tuple[int, ...] | None, ...]:
         """Where each operand lies, in codes."""
@@ -116,7 +124,7 @@ class Problem:
         return all(self.rows[row].inputs[i] == self.rows[row].outputs[o] for i, o in self.same)
 
     def _refusal(self, mesh_dim: int) -> ShardingError:
-        names = self.schema.operand_names
+        names = self.operand_names
         if self.written:
             stays = ", ".join(f"{names[i]} = {self.specs[i]}" for i in self.written)
             rows = "; ".join(map(str, self.rows))

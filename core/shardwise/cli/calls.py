@@ -195,6 +195,7 @@ def find_op(text: str, operands: Sequence[Operand], arguments: Mapping[str, str]
     default = [op for op in fitting or ruled if op_name(op).endswith(".default")]
     if default:
         return default[0]
+    ruled = fitting or ruled
     shown = "".join(f"\n  {op_name(op)}: {schema_of(op)}" for op in ruled)
     raise CallError(
         asked=f"explain a call of {text}",

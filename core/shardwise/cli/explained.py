@@ -44,7 +44,7 @@ def print_explanation(found: Explanation) -> None:
 def _call(found: Explanation) -> RenderableType:
     schema = found.schema
     mesh = "x".join(map(str, schema.mesh.shape))
-    title = Text.assemble((op_name(schema.op), "bold"), f" on a {mesh} mesh ({schema.mesh.device_type})")
+    title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
     facts = Table.grid(padding=(0, 2))
     for name, spec in zip(schema.operand_names, schema.specs, strict=True):
         facts.add_row(Text(f"  {name}"), Text("-" if spec is None else _spec(spec)))
@@ -89,7 +89,7 @@ def _decision(decision: Decision, *, alone: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if not alone:
         parts.append(Text(f"list position {_ranges(decision.positions)}", style="bold"))
-    parts += [_counts(decision), _strategies(decision), *_exclusions(decision)]
+    parts += [_counts(decision), Padding(_strategies(decision), (1, 0, 0, 0)), *_exclusions(decision)]
     return Group(*parts)
 
 
@@ -105,11 +105,11 @@ def _counts(decision: Decision) -> Text:
     shown = len(decision.candidates)
     listed = "cheapest first" if shown == decision.legal else f"the {shown} cheapest (--top lists more)"
     noun = "strategy" if decision.legal == 1 else "strategies"
-    return Text(f"{legal} legal {noun} of {decision.combinations:,} combinations of rows, {listed}:")
+    return Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:")
 
 
 def _strategies(decision: Decision) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("")
     table.add_column("rows", overflow="fold")
     shown = _shown_operands(decision)
@@ -158,7 +158,7 @@ def _microseconds(seconds: float) -> str:
 def _exclusions(decision: Decision) -> Iterator[RenderableType]:
     if not decision.exclusions:
         return
-    yield Text("not considered:")
+    yield Text("\nnot considered:")
     for excluded in decision.exclusions:
         yield Padding(Text(_excluded(excluded, exact=decision.counted)), (0, 0, 0, 2))
 
@@ -181,7 +181,8 @@ def _issued(found: Explanation) -> RenderableType:
     inside = found.lowering
     parts: list[RenderableType] = []
     if rows or (inside is not None and inside.collectives):
-        parts += [Text("moves, in this order:"), _issued_table(rows, inside.collectives if inside else ())]
+        table = _issued_table(rows, inside.collectives if inside else ())
+        parts += [Text("collectives and local steps, in this order:"), Padding(table, (1, 0, 0, 0))]
     elif inside is None or inside.complete:
         parts.append(Text("nothing moves and nothing is communicated"))
     if inside is not None and not inside.complete:
@@ -202,7 +203,7 @@ def _steps(move: Move) -> Iterator[tuple[Step, Collective | None]]:
 
 
 def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: Sequence[Collective]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
         table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
     number = 0
