@@ -307,11 +307,11 @@ def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Seq
         return f"{names[i]} cannot be reduced in its dtype"
     dearer = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
     moved = [name for name, extra in zip(names, dearer, strict=True) if extra > more * 1e-3]
-    return f"{_microseconds(more)} more, for {', '.join(moved)}"
+    return f"+{_microseconds(more)} for {', '.join(moved)}"
 
 
 def _microseconds(seconds: float) -> str:
     found = seconds * 1e6
-    return f"{found:,.1f} µs" if found >= 0.05 else "under 0.1 µs"  # noqa: PLR2004  # what one decimal shows
+    return f"{found:,.1f} µs" if found >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows
 
 

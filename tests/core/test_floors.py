@@ -48,7 +48,7 @@ FLOORS = (
     {"waiting"},
     {"gradient"},
     {"tensor"},
-    {"api", "explanation", "factories", "leaving", "prefetch", "stepping"},
+    {"api", "coverage", "explanation", "factories", "leaving", "prefetch", "stepping"},
     {"shardwise"},
     {"testing"},
     {"demo"},

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from shardwise.cli.calibrate import calibrate
+from shardwise.cli.coverage import coverage
 from shardwise.cli.explain import explain
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rules import rules
@@ -34,6 +35,7 @@ def main() -> None:
 
 
 main.add_command(calibrate)
+main.add_command(coverage)
 main.add_command(demo)
 main.add_command(explain)
 main.add_command(plugins)
