@@ -7,13 +7,12 @@ model of any size fits. What reaches torch's dispatcher then is what reaches it 
 
 from __future__ import annotations
 
+import inspect
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,7 +36,7 @@ PHASES = ("forward", "backward", "optimizer")
 # Where a frame is never the user's: torch, this package's own parts that stand around the program.
 _HERE = Path(__file__).parent
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, str(_HERE / "private_torch.py"), str(_HERE / "cli"))
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
 @define
@@ -52,6 +51,11 @@ class Use:
     calls: int = 0
     phases: set[str] = field(factory=set)
     data: bool = False
+
+    def joined(self, later: Use) -> Use:
+        """Both together."""
+        data = self.data or later.data
+        return Use(self.op, self.site, self.calls + later.calls, self.phases | later.phases, data)
 
     @property
     def name(self) -> str:
@@ -189,7 +193,10 @@ class _Watch:
         """The ops from the first call of a module on; all of them where no module was called."""
         if self._called_a_module:
             return self._uses.values()
-        return [*self._setup.values(), *self._uses.values()]
+        found = dict(self._setup)
+        for op, use in self._uses.items():
+            found[op] = found[op].joined(use) if op in found else use
+        return found.values()
 
     def restart(self) -> None:
         """Forget what was seen."""
@@ -232,8 +239,8 @@ class _Watch:
         result = self._result(op, args, kwargs)
         for tensor in _tensors(result):
             if not any(tensor is operand for operand in operands):
-                # A result is on the mesh when an operand was; what is made of nothing is a plain number if it has no dim.
-                tensor._shardwise_on_mesh = counts if operands else tensor.dim() > 0  # type: ignore[attr-defined]
+                # A result is on the mesh when an operand was; what is made of nothing is a plain number without dims.
+                tensor.shardwise_on_mesh = counts if operands else tensor.dim() > 0  # type: ignore[attr-defined]
         return result
 
     def _note(self, op: Op, operands: Iterable[torch.Tensor]) -> None:
@@ -287,7 +294,7 @@ def _on_mesh(tensor: torch.Tensor) -> bool:
     """
     if isinstance(tensor, nn.Parameter):
         return True
-    found: bool = getattr(tensor, "_shardwise_on_mesh", tensor.dim() > 0)
+    found: bool = getattr(tensor, "shardwise_on_mesh", tensor.dim() > 0)
     return found
 
 
@@ -299,10 +306,13 @@ def _site() -> str:
     if in_backward():
         for text in reversed(forward_traceback()):
             found = _FRAME.search(text)
+            if found is not None and found["function"] == cover.__name__ and found["file"] == __file__:
+                break
             if found is not None and _is_the_users(found["file"]):
                 return _shown(found["file"], found["line"])
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # inspect.currentframe is the same
-    while frame is not None:
+    frame = inspect.currentframe()
+    # What is outside of cover() is whoever asked for it.
+    while frame is not None and frame.f_code is not cover.__code__:
         if _is_the_users(frame.f_code.co_filename):
             return _shown(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back

@@ -136,7 +136,5 @@ class _Walk:
             for i, d, n in problem.rows[r].divides:
                 if not problem.divides(choice, i, d, n):
                     return f"the pieces of dim {d} of {names[i]} must number a divisor of {n}"
-        i, d = next(
-            (i, d) for r in choice for i, d in problem.rows[r].nonempty if not problem.nonempty(choice, i, d)
-        )
+        i, d = next((i, d) for r in choice for i, d in problem.rows[r].nonempty if not problem.nonempty(choice, i, d))
         return f"some rank would hold nothing of dim {d} of {names[i]}"

@@ -26,13 +26,23 @@ from shardwise.registry import Entry
 from shardwise.rehearsal import Collective, Issued, in_lowering, in_transition
 from shardwise.rule import FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
-from shardwise.signature import Call, Op, op_name, signature
+from shardwise.signature import Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 from shardwise.strategy import Choice, Problem, no_choice
 from shardwise.tensor import MeshTensor
 from shardwise.transition import Transition, transition
 
-__all__ = ["LISTED", "Candidate", "Decision", "Explanation", "Move", "bind_call", "call_error", "explain", "explain_call"]
+__all__ = [
+    "LISTED",
+    "Candidate",
+    "Decision",
+    "Explanation",
+    "Move",
+    "bind_call",
+    "call_error",
+    "explain",
+    "explain_call",
+]
 
 LISTED = 100
 """Strategies of one decision that are listed when nobody says how many."""
@@ -119,9 +129,7 @@ def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
     return explain_call(op, args, kwargs)
 
 
-def explain_call(
-    op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limit: int | None = LISTED
-) -> Explanation:
+def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limit: int | None = LISTED) -> Explanation:
     """As :func:`explain`, with the number of strategies to list (None: all, which may be very many)."""
     values = [_spec_of(v) for v in bind_call(op, args, kwargs)]
     mesh = _mesh_of(op, values)
@@ -135,8 +143,9 @@ def explain_call(
     unknown = outputs is UNKNOWN
     metas: Metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if unknown else outputs
     call = make_call(entry.rule, schema, metas)
-    decisions = _full_mesh(entry.rule, schema, limit) if isinstance(entry.rule, FullMeshRule) else None
-    if decisions is None:
+    if isinstance(entry.rule, FullMeshRule):
+        decisions = [_full_mesh(entry.rule, schema, limit)]
+    else:
         decisions = _decisions(problems(entry.rule, schema, call), limit)
     inputs, results = merged(schema, _taken(decisions))
     if unknown:
@@ -277,7 +286,7 @@ def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -
     )
 
 
-def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> list[Decision]:
+def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decision:
     """The decision of a rule that lists its strategies itself."""
     call = make_call(rule, schema, ())
     (chosen,) = cheapest(rule, schema, call)
@@ -290,7 +299,7 @@ def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> list[
     written = ", ".join(names[i] for i in schema.written)
     excluded = (Exclusion(f"{written} would have to move, but the op writes it", None, (), dropped),) if dropped else ()
     results = _result_names(len(chosen.output_specs))
-    return [Decision((0,), names, results, tuple(candidates), len(legal), len(listed), True, excluded)]
+    return Decision((0,), names, results, tuple(candidates), len(legal), len(listed), True, excluded)
 
 
 def _result_names(count: int) -> tuple[str, ...]:
@@ -313,5 +322,3 @@ def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Seq
 def _microseconds(seconds: float) -> str:
     found = seconds * 1e6
     return f"{found:,.1f} µs" if found >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows
-
-

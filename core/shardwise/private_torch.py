@@ -164,8 +164,9 @@ def forward_traceback() -> list[str]:
 
     Anomaly detection prints it when it finds something; the node that has it is not public.
     """
-    node = torch._C._current_autograd_node()
-    return list((node.metadata or {}).get("traceback_", ())) if node is not None else []
+    # Its stub says that the dict is a method.
+    node: Any = torch._C._current_autograd_node()
+    return [] if node is None else list(node.metadata.get("traceback_", ()))
 
 
 # torch.optim takes the names of its modules away again.

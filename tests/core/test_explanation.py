@@ -206,13 +206,13 @@ def test_a_call_that_the_schema_does_not_allow(args, kwargs, found):
 
 def test_a_call_that_torch_refuses():
     mesh = AbstractMesh((2,))
-    with pytest.raises(CallError, match="torch refuses it: .*same reduction dim"):
+    with pytest.raises(CallError, match=r"torch refuses it: .*same reduction dim"):
         explain(aten.mm.default, spec(mesh, (8, 8), "R"), spec(mesh, (4, 4), "R"))
 
 
 def test_an_op_that_torch_takes_apart_names_its_parts():
     mesh = AbstractMesh((2,))
-    with pytest.raises(CallError, match="runs it as aten._unsafe_view.default, aten.mul.Tensor"):
+    with pytest.raises(CallError, match=r"runs it as aten\._unsafe_view\.default, aten\.mul\.Tensor"):
         explain(aten.kron.default, spec(mesh, (8, 4), "R"), spec(mesh, (6, 4), "R"))
 
 
@@ -282,7 +282,9 @@ def test_the_collectives_are_those_that_ranks_issue(pool, number):
     assert seen == expected
     assert seen, "a sample that communicates nothing shows nothing"
     name, args = ISSUED[number]
-    on_paper = explain(find_op(name, (), {}), *(each(a, lambda shape, words: spec(AbstractMesh((2, 2)), shape, words)) for a in args))
+    on_paper = explain(
+        find_op(name, (), {}), *(each(a, lambda shape, words: spec(AbstractMesh((2, 2)), shape, words)) for a in args)
+    )
     assert [(c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in on_paper.collectives] == seen
 
 

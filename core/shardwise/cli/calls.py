@@ -75,7 +75,7 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
             do="Give one stride per dim, in elements.",
             operand=text,
         )
-    return Operand(found["name"], TensorSpec(mesh, _placements(found["placements"]), meta))
+    return Operand(found["name"], TensorSpec(mesh, tuple(_placements(found["placements"])), meta))
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -227,7 +227,7 @@ def _overloads(text: str) -> list[Op]:
     for space, name, overload in tries:
         packet = getattr(getattr(torch.ops, space), name, None)
         if isinstance(packet, OpOverloadPacket):
-            return [getattr(packet, o) for o in packet.overloads() if overload in (None, o)]
+            return [getattr(packet, o) for o in packet.overloads() if overload in (None, o)]  # type: ignore[no-untyped-call]
     return []
 
 

@@ -32,7 +32,7 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
 
     Exits with 1 when an op has no rule or the program could not be followed to its end.
     """
-    if device == "cuda" and not torch.backends.cuda.is_built():
+    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     found = cover(lambda: load_function(program), device)
     if as_json:

@@ -46,10 +46,12 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--device", default="cpu", show_default=True, help="Device type of the mesh; decides what links cost.")
 @click.option("--wires", callback=_wires, help=f"What connects the ranks, per mesh dim: {', '.join(WIRES)}.")
 @click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import this first: it defines the op.")
-@click.option("--top", type=click.IntRange(0), help=f"Strategies to list, 0: all.  [default: {TOP}, with --json {LISTED}]")
+@click.option(
+    "--top", type=click.IntRange(0), help=f"Strategies to list, 0: all.  [default: {TOP}, with --json {LISTED}]"
+)
 @json_option
 def explain(*, op: str, top: int | None, imports: Sequence[str], as_json: bool, **call: Any) -> None:
-    """Explain one call of OP, such as aten.mm or acme::kernel: every legal strategy with its cost, the one that is
+    r"""Explain one call of OP, such as aten.mm or acme::kernel: every legal strategy with its cost, the one that is
     taken and what it communicates, and why the others lost. Starts no process.
 
     \b
