@@ -91,11 +91,14 @@ def in_lowering(
     comm = _Comm(schema.mesh)
     operands = tuple(inputs[: len(call.operands)])
     local = LocalCall(call, operands, tuple(results), (0,) * schema.mesh.ndim, comm)
+    # Ranks whose generators differ would draw different numbers: a rehearsal takes none from them.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
-        # Here too: a rule may look at what only a real mesh has.
-        statics = local_statics(entry, schema, local)
-        args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
-        entry.rule.lowering(local, *args, **kwargs)
+        with torch.random.fork_rng(devices):
+            # Here too: a rule may look at what only a real mesh has.
+            statics = local_statics(entry, schema, local)
+            args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
+            entry.rule.lowering(local, *args, **kwargs)
     except Exception:  # noqa: BLE001  # a plugin's code, run on what it was not written for
         return Issued(tuple(comm.issued), complete=False)
     return Issued(tuple(comm.issued))

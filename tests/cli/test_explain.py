@@ -8,8 +8,9 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.cli.calls import find_op, parse_operand
-from shardwise.cost import default_links, links_of
+from shardwise.cost import Connection, Link, Links, default_links, links_of
 from shardwise.errors import CallError, PlacementCountError, PlacementError
+from shardwise.link_file import Calibration, Site, show
 from shardwise.placements import Partial, Replicate, Shard
 from shardwise.signature import op_name
 from shardwise.spec import AbstractMesh
@@ -33,7 +34,8 @@ def told(*arguments):
 def test_a_product_as_a_person_reads_it():
     output = run("aten.mm", *MM).output
     assert "aten.mm.default on mesh 2x2 (cpu)" in output
-    assert "rule  m k, k n -> m n" in output
+    assert "rule   m k, k n -> m n" in output
+    assert "costs  defaults for one host" in output
     assert "shardwise-matmul" in output
     assert "products.py:" in output
     (taken,) = [line for line in output.splitlines() if line.endswith("taken")]
@@ -81,6 +83,22 @@ def test_devices_and_wires_decide_the_costs():
     assert links_of(mesh) == default_links(mesh), "the wires are for one explanation"
     assert "give one per mesh dim" in run("mm", *MM, "--wires", "ethernet").output
     assert "there is no 'string'" in run("mm", *MM, "--wires", "string,string").output
+
+
+def test_measured_figures_decide_the_costs(tmp_path):
+    path = tmp_path / "links.json"
+    slow = Connection.alike(Link(start=1.0, latency=1.0, bandwidth=1e3))
+    site = Site((2, 2), "cpu", "x86_64", "gloo", (1, 1))
+    path.write_text(show([Calibration(site, Links((slow, slow), 1e-6, 1e9), "2.13", "2026-01-01")]))
+    found = told("mm", *MM, "--links", str(path))
+    assert found["decisions"][0]["strategies"][0]["cost"] > 1
+    assert "measured on 2x2 cpu" in found["figures"]
+    three = told(
+        "mm", "--mesh", "2x2x2", "--input", "f32[8,8] S(0),R,R", "--input", "f32[8,8] S(1),R,R", "--links", str(path)
+    )
+    assert three["decisions"][0]["strategies"][0]["cost"] > 1
+    other = run("mm", "--mesh", "3", "--input", "f32[8,8] R", "--input", "f32[8,8] R", "--links", str(path))
+    assert "LinksFitError" in other.output
 
 
 # -- other kinds of call ---------------------------------------------------------------------------------------------

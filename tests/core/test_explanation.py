@@ -288,6 +288,40 @@ def test_the_collectives_are_those_that_ranks_issue(pool, number):
     assert [(c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in on_paper.collectives] == seen
 
 
+def all_kinds_of_communication():
+    """A rule whose lowering communicates in every way that there is, explained and run."""
+
+    def talk(local, x):
+        x = local.comm.all_reduce(x, "sum", (0, 1)) + local.comm.all_gather(x, 1)[0]
+        x = x + local.comm.all_to_all([x] * 2, 0)[1] + local.comm.shift(x, 1)
+        return x + torch.rand(x.shape)
+
+    op = find_op("aten.neg.default", (), {})
+    talking = rule(op, "m n -> m n", lowering=talk, lowered=["*"])
+    undo = default_registry().override(talking)
+    try:
+        x = sw.distribute_tensor(torch.ones(8, 6), worker_mesh((2, 2)), [shard(0), shard(1)])
+        op(x)
+        before = torch.get_rng_state()
+        told = explain(op, x)
+        assert torch.equal(before, torch.get_rng_state())
+        seen = []
+        with collectives.observe(seen.append):
+            op(x)
+    finally:
+        undo()
+    return [(e.kind, e.mesh_dims, e.group_size, e.nbytes) for e in seen], [
+        (c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in told.collectives
+    ]
+
+
+def test_every_way_of_communicating_in_a_lowering_is_told(pool):
+    seen, told = pool.run(all_kinds_of_communication)[0]
+    assert told[-1] == ("shift", (1,), 2, 4 * 3 * 4), "sent from rank to rank, which is no collective"
+    assert told[:-1] == seen
+    assert [kind for kind, *_ in seen] == ["all_reduce", "all_gather", "all_to_all", "all_to_all", "all_to_all"]
+
+
 def test_a_lowering_that_data_decides_is_told_as_such():
     mesh = AbstractMesh((2,))
     found = explain(aten.equal.default, spec(mesh, (4,), "S(0)"), spec(mesh, (4,), "S(0)"))

@@ -31,9 +31,9 @@ MOST_OPERANDS = 4
 """Beyond this many operands only those that move somewhere have a column."""
 
 
-def print_explanation(found: Explanation) -> None:
-    """Print for a terminal, or plainly for a pipe."""
-    parts = [_call(found)]
+def print_explanation(found: Explanation, figures: str) -> None:
+    """Print for a terminal, or plainly for a pipe; ``figures`` says by what moves are costed."""
+    parts = [_call(found, figures)]
     parts += [_decision(decision, alone=len(found.decisions) == 1) for decision in found.decisions]
     print_parts([*parts, _issued(found)])
 
@@ -41,7 +41,7 @@ def print_explanation(found: Explanation) -> None:
 # -- the call --------------------------------------------------------------------------------------------------------
 
 
-def _call(found: Explanation) -> RenderableType:
+def _call(found: Explanation, figures: str) -> RenderableType:
     schema = found.schema
     mesh = "x".join(map(str, schema.mesh.shape))
     title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
@@ -56,6 +56,7 @@ def _call(found: Explanation) -> RenderableType:
     facts.add_row(Text("  from"), Text(_source(found.entry)))
     for entry in found.others:
         facts.add_row(Text("  not"), Text(_source(entry)))
+    facts.add_row(Text("  costs"), Text(figures))
     return Group(title, facts)
 
 
