@@ -88,7 +88,7 @@ def test_a_model_with_inputs_is_trained_for_a_step(pool):
     assert phases["aten.embedding.default"] == {"forward"}
     assert phases["aten.mm.default"] == {"forward", "backward"}
     assert phases["aten.addcdiv_.default"] == {"optimizer"}
-    sites = {use.name: use.site.rpartition(":")[0] for use in found.uses}
+    sites = {use.name: use.site.split(":")[0] for use in found.uses}
     assert sites["aten.addcdiv_.default"] == "-", "nobody wrote that line"
     assert sites["aten.gelu_backward.default"].endswith("demo/model.py"), "the line of the forward call"
 
