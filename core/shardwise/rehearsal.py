@@ -92,7 +92,8 @@ def in_lowering(
     operands = tuple(inputs[: len(call.operands)])
     local = LocalCall(call, operands, tuple(results), (0,) * schema.mesh.ndim, comm)
     # Ranks whose generators differ would draw different numbers: a rehearsal takes none from them.
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
+    devices = [torch.cuda.current_device()] if on_cuda else []
     try:
         with torch.random.fork_rng(devices):
             # Here too: a rule may look at what only a real mesh has.
