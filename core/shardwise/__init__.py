@@ -13,6 +13,7 @@ from shardwise.tensor import MeshTensor
 
 if TYPE_CHECKING:
     from shardwise.calibration import calibrate
+    from shardwise.explanation import explain
     from shardwise.registry import Override
     from shardwise.rule import AnyRule
 
@@ -29,6 +30,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "full",
     "ones",
     "override",
@@ -58,4 +60,8 @@ def __getattr__(name: str) -> Any:
         from shardwise.calibration import calibrate
 
         return calibrate
+    if name == "explain":
+        from shardwise.explanation import explain
+
+        return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,7 +19,7 @@ from shardwise.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["NUMBERS", "plan_call"]
+__all__ = ["NUMBERS", "describe_call", "plan_call"]
 
 NUMBERS = (bool, int, float, complex)
 """What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``), and reaches the dispatcher as it is."""
@@ -32,17 +32,23 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     """
     op = entry.op
     values = signature(op).bind(args, kwargs)
-    mesh = _common_mesh(cls, op, values)
-    schema = OpSchema(op, tuple(_to_specs(cls, op, mesh, values)), info, _number_operands(op, values))
-    if entry.rule.zip_lists:
-        check_lengths(schema)
-    described = [
-        n if _is_number_operand(a, n) else v for a, n, v in zip(signature(op).args, values, schema.values, strict=True)
-    ]
+    schema, described = describe_call(cls, entry, info, _common_mesh(cls, op, values), values)
     plan = make_plan(entry, schema, output_metas(op, described))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return plan
+
+
+def describe_call(
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]
+) -> tuple[OpSchema, list[Any]]:
+    """The schema of a call, and its arguments with specs for tensors only: numbers in their place stay numbers."""
+    op = entry.op
+    schema = OpSchema(op, tuple(_to_specs(cls, op, mesh, values)), info, _number_operands(op, values))
+    if entry.rule.zip_lists:
+        check_lengths(schema)
+    named = zip(signature(op).args, values, schema.values, strict=True)
+    return schema, [n if _is_number_operand(a, n) else v for a, n, v in named]
 
 
 def _local_binding(cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:

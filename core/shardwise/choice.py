@@ -9,6 +9,7 @@ before mesh dim 1, in the order in which the rule lists its rows; nothing else d
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from operator import itemgetter
 
@@ -87,18 +88,22 @@ class Chooser:
 
     def best(self) -> tuple[Choice, list[float]]:
         """The cheapest choice and what each operand's transition costs; raises when no rows go together."""
-        choice = self._cheapest()
+        choice = next(self.ranked(), None)
+        if choice is None:
+            raise no_choice(self._problem)
         for _, moves, _ in self._operands:
             moves.forget()
-        return choice, self._costs(choice)
+        return choice, self.costs(choice)
 
-    def _cheapest(self) -> Choice:
+    def ranked(self) -> Iterator[Choice]:
+        """Every legal choice, cheapest first; each is searched for when it is asked for. To be called once."""
         self._push((), 0, 0.0, 0.0)
         while self._heap:
             entry = heappop(self._heap)
             known, choice = entry[1], entry[2]
             if known == _EXACT:
-                return choice
+                yield choice
+                continue
             if known == _FIRST:
                 self._sibling(entry)
                 if not self._problem.allowed(choice) or self._put_off(entry):
@@ -107,7 +112,6 @@ class Chooser:
                 self._push(choice, 0, entry[4], entry[5])
             else:
                 self._weigh(entry)
-        raise no_choice(self._problem)
 
     # -- prefixes --
     def _push(self, prefix: Choice, place: int, whole: float, before: float) -> None:
@@ -175,7 +179,8 @@ class Chooser:
         known = _EXACT if all(search.done for search in searches) else _REFINED
         heappush(self._heap, (cost if known == _EXACT else max(cost, bound), known, choice, place, whole, before))
 
-    def _costs(self, choice: Choice) -> list[float]:
+    def costs(self, choice: Choice) -> list[float]:
+        """What each operand's transition costs under a choice that :meth:`ranked` gave, in seconds."""
         costs = [0.0] * len(self._problem.specs)
         for i, _, bounds in self._operands:
             target = self._target(choice, i)

@@ -77,6 +77,10 @@ class NoRuleError(ShardingError):
     """No installed plugin has a rule for the op."""
 
 
+class CallError(ShardingError):
+    """A call that the op's schema does not allow: an argument is missing, is not known, or is of another kind."""
+
+
 class NoStrategyError(ShardingError):
     """The op has a rule, but none of its rows is legal for this call."""
 

@@ -21,7 +21,7 @@ from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import Call, Kind, op_name
 from shardwise.spec import TensorMeta, TensorSpec
 
-__all__ = ["Plan", "make_plan"]
+__all__ = ["Plan", "check_unknown", "check_written", "local_statics", "make_plan"]
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 
@@ -88,12 +88,12 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
     inputs = list(map(_as_it_lies, schema.specs, inputs))
     results = _marked_copies(schema, inputs, results)
     if outputs is UNKNOWN:
-        _check_unknown(schema, inputs)
-    _check_written(schema, metas)
+        check_unknown(schema, inputs)
+    check_written(schema, metas)
     if torch.Tag.nondeterministic_seeded in schema.op.tags:
         agree_on_generator(schema.mesh)
     local = _local_call(entry, schema, call, inputs, results)
-    static = _local_statics(entry, schema, local)
+    static = local_statics(entry, schema, local)
     lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
     run: Callable[..., Any] = direct_call(schema.op)
     if lowered:
@@ -145,7 +145,7 @@ def _local_call(
     return LocalCall(call, operands, tuple(results), first.coordinate(), MeshComm(first.mesh))
 
 
-def _local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
+def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
     """By-value arguments of the local op in schema order when the rule replaces any, else ``None``."""
     if entry.rule.local_args is None or local is None:
         return None
@@ -198,7 +198,8 @@ def _flat_index(schema: OpSchema, arg_index: int) -> int:
     return at
 
 
-def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
+def check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
+    """An op whose result's shape depends on data must have whole operands."""
     if all(s is None or s.is_replicated for s in inputs):
         return
     raise NoStrategyError(
@@ -210,7 +211,7 @@ def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> Non
     )
 
 
-def _check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
+def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
     """A written operand must be writable and keep its global shape."""
     for i in schema.written:
         spec = schema.specs[i]

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -14,7 +14,12 @@ import torch
 from attrs import frozen
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,6 +39,8 @@ __all__ = [
     "current_mesh",
     "custom_op_of",
     "direct_call",
+    "fake_tensors",
+    "forward_traceback",
     "disabled_torch_function",
     "graph_all_gather",
     "graph_all_reduce",
@@ -44,6 +51,7 @@ __all__ = [
     "is_traced",
     "known_custom_op",
     "make_custom_op",
+    "is_unknowable",
     "new_wrapper",
     "outside_modes",
     "overload_of",
@@ -54,6 +62,7 @@ __all__ = [
     "support_foreach",
     "swap_parameter",
     "version_of",
+    "watching",
 ]
 
 
@@ -211,13 +220,71 @@ def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple
     return recorder.ops
 
 
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Hands each op that reaches the dispatcher to a function, which runs it and gives its result."""
+
+    def __init__(self, run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._decomposes = decomposes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._decomposes(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+
+def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> AbstractContextManager[Any]:
+    """A context in which ``run(op, args, kwargs)`` takes the place of every op, and of the parts of those that
+    ``decomposes`` names.
+    """
+    return _Watcher(run, decomposes)
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """A context in which tensors have a device and no data, and optimizers treat them as that device's tensors.
+
+    Tensors on the meta device, the public way, take other kernels than those of a real device: no fused attention, no
+    fused or foreach optimizer.
+    """
+    known = [getattr(import_module(name), "_foreach_supported_types", []) for name in _FOREACH_MODULES]
+    before = [list(types) for types in known]
+    support_foreach(FakeTensor)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        for types, old in zip(known, before, strict=True):
+            types[:] = old
+
+
+def is_unknowable(error: BaseException) -> bool:
+    """Whether an op without data could not go on because data decides its result."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def forward_traceback() -> list[str]:
+    """In a backward pass under anomaly detection: the stack of the forward call that the running node belongs to.
+
+    Anomaly detection prints it when it finds something; the node that has it is not public.
+    """
+    # Its stub says that the dict is a method.
+    node: Any = torch._C._current_autograd_node()
+    return [] if node is None else list(node.metadata.get("traceback_", ()))
+
+
+# torch.optim takes the names of its modules away again.
+_FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
+
+
 def support_foreach(cls: type) -> None:
     """Let optimizers and gradient clipping hand lists of ``cls`` to foreach ops by default, as for torch's own DTensor.
 
     There is no public way to say so. Where the lists are missing, users must ask with ``foreach=True``.
     """
-    # torch.optim takes the names of its modules away again.
-    for name in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
+    for name in _FOREACH_MODULES:
         types = getattr(import_module(name), "_foreach_supported_types", None)
         if types is not None and cls not in types:
             types.append(cls)

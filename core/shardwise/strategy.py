@@ -18,7 +18,7 @@ from shardwise.signature import op_name
 from shardwise.spec import TensorMeta, TensorSpec, chunk
 from shardwise.transition import transition_cost
 
-__all__ = ["Problem", "exhaustive"]
+__all__ = ["Choice", "Problem", "exhaustive", "no_choice"]
 
 Choice = tuple[int, ...]  # one row index per mesh dim
 _COMMUTING = {"sum", "avg"}
@@ -90,6 +90,14 @@ class Problem:
         """The rows in codes."""
         return _table(self.rows, tuple(None if s is None else s.ndim for s in self.specs))
 
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """A name per operand; at a position of zipped lists, those of the lists."""
+        names = self.schema.operand_names
+        if len(names) == len(self.specs) and self.schema.specs == self.specs:
+            return names
+        return tuple(a.name for a in self.schema.signature.tensor_args)
+
     @cached_property
     def sources(self) -> tuple[tuple[int, ...] | None, ...]:
         """Where each operand lies, in codes."""
@@ -116,7 +124,7 @@ class Problem:
         return all(self.rows[row].inputs[i] == self.rows[row].outputs[o] for i, o in self.same)
 
     def _refusal(self, mesh_dim: int) -> ShardingError:
-        names = self.schema.operand_names
+        names = self.operand_names
         if self.written:
             stays = ", ".join(f"{names[i]} = {self.specs[i]}" for i in self.written)
             rows = "; ".join(map(str, self.rows))
@@ -144,8 +152,8 @@ class Problem:
             return False
         # A later mesh dim may split a dim further that an earlier row wants divided evenly.
         return not self.table.divides or all(
-            all(self._divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
-            and all(self._nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
+            all(self.divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
+            and all(self.nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
             for r in set(choice)
         )
 
@@ -153,13 +161,15 @@ class Problem:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
         return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
-    def _divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
+    def divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
+        """Whether the pieces into which a choice splits a dim of an operand number a divisor of ``size``."""
         shards = 1
         for n in self._splits(choice, operand, dim):
             shards *= n
         return size % shards == 0
 
-    def _nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
+    def nonempty(self, choice: Choice, operand: int, dim: int) -> bool:
+        """Whether every rank holds something of a dim of an operand under a choice."""
         spec = self.specs[operand]
         sizes = {1 if spec is None else spec.shape[dim]}
         for n in self._splits(choice, operand, dim):

@@ -232,3 +232,43 @@ def test_a_handler_is_called_as_long_as_its_library_lives(op):
     Wrapper.seen.clear()
     op(made)
     assert Wrapper.seen == [op]
+def test_every_op_can_be_watched_and_taken_apart():
+    seen = []
+
+    def run(op, args, kwargs):
+        seen.append(op)
+        return op(*args, **kwargs)
+
+    with private_torch.watching(run, private_torch.is_composite), torch.inference_mode():
+        found = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert torch.equal(found, torch.full((2, 4), 3.0))
+    assert seen[-1] is aten.mm.default
+    assert aten.linear.default not in seen
+
+
+def test_fake_tensors_have_a_device_and_no_data_and_may_go_into_foreach():
+    from torch.utils import _foreach_utils
+
+    with private_torch.fake_tensors():
+        big = torch.empty(1 << 40)
+        assert big.device.type == "cpu"
+        assert type(big) in _foreach_utils._foreach_supported_types
+        with pytest.raises(RuntimeError, match="_local_scalar_dense") as caught:
+            big.sum().item()
+        assert private_torch.is_unknowable(caught.value)
+        with pytest.raises(RuntimeError, match="nonzero") as caught:
+            big.nonzero()
+        assert private_torch.is_unknowable(caught.value)
+    assert FakeTensor not in _foreach_utils._foreach_supported_types
+    assert not private_torch.is_unknowable(ValueError())
+
+
+def test_a_backward_op_knows_its_forward_call():
+    seen = []
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        found = torch.ones(2, requires_grad=True).cos()
+    found.grad_fn.register_prehook(lambda _: seen.append(private_torch.forward_traceback()))
+    found.sum().backward()
+    (lines,) = seen
+    assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
+    assert private_torch.forward_traceback() == []

@@ -7,6 +7,8 @@ from typing import Any
 import click
 
 from shardwise.cli.calibrate import calibrate
+from shardwise.cli.coverage import coverage
+from shardwise.cli.explain import explain
 from shardwise.cli.infer import infer
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rules import rules
@@ -34,7 +36,9 @@ def main() -> None:
 
 
 main.add_command(calibrate)
+main.add_command(coverage)
 main.add_command(demo)
 main.add_command(infer)
+main.add_command(explain)
 main.add_command(plugins)
 main.add_command(rules)

@@ -1,0 +1,92 @@
+"""``shardwise coverage``: which ops of a program have no rule, before anybody books a cluster."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+import torch
+
+from shardwise.cli.loading import load_function
+from shardwise.cli.output import json_option, print_rows
+from shardwise.coverage import PHASES, Coverage, Use, cover
+
+__all__ = ["coverage"]
+
+COLUMNS = ("op", "rule", "calls", "phase", "first called at")
+INCOMPLETE = 1
+"""Exit code where an op has no rule or the program stopped early; 2 is click's, for options that make no sense."""
+
+
+@click.command()
+@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
+@click.option("--all", "show_all", is_flag=True, help="List the ops that have a rule, too.")
+@json_option
+def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> None:
+    """Run a program without data and list the ops that no plugin has a rule for. Starts no process, takes no memory.
+
+    FUNCTION (of a file, or of a module: package.module:FUNCTION) takes no arguments. It runs a training step itself, or
+    returns a loss, or (model, inputs), or (model, inputs, optimizer).
+
+    Exits with 1 when an op has no rule or the program could not be followed to its end.
+    """
+    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
+    found = cover(lambda: load_function(program), device)
+    if as_json:
+        click.echo(json.dumps(_plain(found), indent=1))
+    else:
+        _print(found, show_all=show_all)
+    if not found.is_complete:
+        raise SystemExit(INCOMPLETE)
+
+
+def _sorted(found: Coverage) -> list[Use]:
+    """Those without a rule first, otherwise as they came."""
+    return sorted(found.uses, key=lambda use: use.plugin is not None)
+
+
+def _print(found: Coverage, *, show_all: bool) -> None:
+    rows = [_row(use) for use in _sorted(found) if show_all or use.plugin is None]
+    if rows:
+        print_rows(rows, COLUMNS)
+    data = [use for use in found.uses if use.data]
+    for use in data:
+        click.echo(f"{use.name} at {use.site}: data decides this number; 1 was taken for it")
+    if found.stopped:
+        click.echo(f"stopped early: {found.stopped}")
+    covered = len(found.uses) - len(found.missing)
+    click.echo(f"{covered} of {len(found.uses)} ops have a rule" + (", up to there" if found.stopped else ""))
+
+
+def _row(use: Use) -> dict[str, object]:
+    none = f"conflict: {use.conflict}" if use.conflict else "no rule"
+    phases = ", ".join(phase for phase in PHASES if phase in use.phases)
+    return {
+        "op": use.name,
+        "rule": use.plugin or none,
+        "calls": use.calls,
+        "phase": phases,
+        "first called at": use.site,
+    }
+
+
+def _plain(found: Coverage) -> dict[str, Any]:
+    return {
+        "ops": [
+            {
+                "op": use.name,
+                "plugin": use.plugin,
+                "conflict": use.conflict,
+                "calls": use.calls,
+                "phases": [phase for phase in PHASES if phase in use.phases],
+                "site": use.site,
+                "depends_on_data": use.data,
+            }
+            for use in _sorted(found)
+        ],
+        "missing": [use.name for use in found.missing],
+        "stopped": found.stopped,
+    }

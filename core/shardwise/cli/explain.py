@@ -1,0 +1,130 @@
+"""``shardwise explain``: one call's strategies, the one taken, what it communicates, and why the others lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+from attrs import evolve
+
+from shardwise.cli.calls import arguments_of, find_op, parse_arguments, parse_operand
+from shardwise.cli.explained import plain, print_explanation
+from shardwise.cli.loading import load_module
+from shardwise.cli.output import json_option
+from shardwise.cost import WIRES, Links, default_links, use_links
+from shardwise.errors import LinksFitError
+from shardwise.explanation import LISTED, Explanation, explain_call
+from shardwise.link_file import find, parse
+from shardwise.spec import AbstractMesh
+
+__all__ = ["explain"]
+
+TOP = 10
+"""Strategies that a person is shown unless told otherwise."""
+
+
+def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    words = value.lower().split("x")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 2x4x2", ctx, param)
+    return tuple(map(int, words))
+
+
+def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    words = None if value is None else tuple(value.split(","))
+    unknown = sorted(set(words or ()) - set(WIRES))
+    if unknown:
+        raise click.BadParameter(f"there is no {unknown[0]!r}; there are {', '.join(WIRES)}", ctx, param)
+    return words
+
+
+@click.command()
+@click.argument("op")
+@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4.")
+@click.option("--input", "inputs", multiple=True, help="'f32[8,16] S(0),R', also 'name: ...'; '-' is None.")
+@click.option("--arg", "arguments", multiple=True, help="name=value, a Python literal or a dtype.")
+@click.option("--device", default="cpu", show_default=True, help="Device type of the mesh; decides what links cost.")
+@click.option("--wires", callback=_wires, help=f"What connects the ranks, per mesh dim: {', '.join(WIRES)}.")
+@click.option(
+    "--links", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Figures of shardwise calibrate."
+)
+@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import this first: it defines the op.")
+@click.option(
+    "--top", type=click.IntRange(0), help=f"Strategies to list, 0: all.  [default: {TOP}, with --json {LISTED}]"
+)
+@json_option
+def explain(*, op: str, top: int | None, imports: Sequence[str], as_json: bool, **call: Any) -> None:
+    """Explain one call of OP, such as aten.mm or acme::kernel: every legal strategy with its cost, the one that is
+    taken and what it communicates, and why the others lost. Starts no process.
+
+    \b
+    shardwise explain aten.mm --mesh 2x2 \\
+        --input 'f32[8,16] S(0),R' --input 'f32[16,32] R,R'
+    shardwise explain cat --mesh 4 --arg dim=0 \\
+        --input 'tensors: f32[4] R' --input 'tensors: f32[2] R'
+    """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
+    for name in imports:
+        load_module(name)
+    listed = (LISTED if as_json else TOP) if top is None else top
+    mesh = AbstractMesh(call.pop("mesh_shape"), call.pop("device"))
+    links, figures = _links(mesh, call.pop("wires"), call.pop("links"))
+    with _linked(mesh, links):
+        found = _explanation(op, mesh, limit=listed or None, **call)
+    if as_json:
+        click.echo(json.dumps({**plain(found), "figures": figures}, indent=1))
+    else:
+        print_explanation(found, figures)
+
+
+def _explanation(
+    name: str, mesh: AbstractMesh, *, inputs: Sequence[str], arguments: Sequence[str], limit: int | None
+) -> Explanation:
+    operands = [parse_operand(text, mesh) for text in inputs]
+    given = parse_arguments(arguments)
+    op = find_op(name, operands, given)
+    return explain_call(op, (), arguments_of(op, operands, given), limit=limit)
+
+
+# -- the figures that moves are costed by ----------------------------------------------------------------------------
+
+
+def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None) -> tuple[Links, str]:
+    """The figures, and what they are, in words."""
+    if path is not None and wires is not None:
+        raise click.UsageError("--links and --wires both say what moves cost: give one")
+    if path is not None:
+        return _measured(mesh, path)
+    if wires is not None and len(wires) != mesh.ndim:
+        raise click.UsageError(f"--wires names {len(wires)} and the mesh has {mesh.ndim} dims: give one per mesh dim")
+    return default_links(mesh, wires), f"defaults for {', '.join(wires) if wires else 'one host'}"
+
+
+def _measured(mesh: AbstractMesh, path: Path) -> tuple[Links, str]:
+    """The figures that a program on such a mesh would take from the file, if it were on one host there."""
+    entries = parse(path.read_text(), str(path))
+    for entry in entries:
+        site = evolve(entry.site, mesh_shape=mesh.shape, hosts=(1,) * mesh.ndim, total_hosts=1)
+        like = entry.links if entry.site.mesh_shape == mesh.shape else find(entries, site)
+        if entry.site.device_type == mesh.device_type and like is not None:
+            return like, f"measured on {entry.site}, {entry.date}"
+    shape = "x".join(map(str, mesh.shape))
+    raise LinksFitError(
+        asked=f"cost moves on a {mesh.device_type} mesh {shape} by {path}",
+        found=f"it has figures for {'; '.join(str(e.site) for e in entries) or 'no mesh'}",
+        do="Measure such a mesh with `shardwise calibrate`, or leave --links out.",
+        path=str(path),
+    )
+
+
+@contextmanager
+def _linked(mesh: AbstractMesh, links: Links) -> Iterator[None]:
+    """Cost moves by these figures for a while."""
+    use_links(mesh, links)
+    try:
+        yield
+    finally:
+        use_links(mesh, None)

@@ -1,0 +1,328 @@
+"""How an explanation is shown: tables and sentences for people, plain values for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.cli.output import print_parts
+from shardwise.exclusion import Exclusion
+from shardwise.explanation import Candidate, Decision, Explanation, Move
+from shardwise.placements import Placement, show
+from shardwise.registry import Entry
+from shardwise.rehearsal import Collective
+from shardwise.schema import PlacementStrategy
+from shardwise.signature import op_name
+from shardwise.spec import TensorSpec
+from shardwise.transition import Step
+
+__all__ = ["plain", "print_explanation"]
+
+MOST_OPERANDS = 4
+"""Beyond this many operands only those that move somewhere have a column."""
+
+
+def print_explanation(found: Explanation, figures: str) -> None:
+    """Print for a terminal, or plainly for a pipe; ``figures`` says by what moves are costed."""
+    parts = [_call(found, figures)]
+    parts += [_decision(decision, alone=len(found.decisions) == 1) for decision in found.decisions]
+    print_parts([*parts, _issued(found)])
+
+
+# -- the call --------------------------------------------------------------------------------------------------------
+
+
+def _call(found: Explanation, figures: str) -> RenderableType:
+    schema = found.schema
+    mesh = "x".join(map(str, schema.mesh.shape))
+    title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
+    facts = Table.grid(padding=(0, 2))
+    for name, spec in zip(schema.operand_names, schema.specs, strict=True):
+        facts.add_row(Text(f"  {name}"), Text("-" if spec is None else _spec(spec)))
+    tensors = {a.name for a in schema.signature.tensor_args}
+    for arg, value in schema.args.items():
+        if arg not in tensors and value is not None:
+            facts.add_row(Text(f"  {arg}"), Text(str(value)))
+    facts.add_row(Text("  rule"), Text(found.entry.rule.text))
+    facts.add_row(Text("  from"), Text(_source(found.entry)))
+    for entry in found.others:
+        facts.add_row(Text("  not"), Text(_source(entry)))
+    facts.add_row(Text("  costs"), Text(figures))
+    return Group(title, facts)
+
+
+def _spec(spec: TensorSpec) -> str:
+    return f"{spec.tensor_meta} {_places(spec)}"
+
+
+def _places(spec: TensorSpec | None) -> str:
+    return "-" if spec is None else _shown(spec.placements)
+
+
+def _shown(placements: Iterable[Placement]) -> str:
+    """As they are written on the command line."""
+    return ",".join(map(show, placements))
+
+
+def _source(entry: Entry) -> str:
+    return f"{entry.origin}, {_from_here(entry.rule.source)}"
+
+
+def _from_here(source: str) -> str:
+    path, _, line = source.rpartition(":")
+    here = Path.cwd()
+    return f"{Path(path).relative_to(here)}:{line}" if Path(path).is_relative_to(here) else source
+
+
+# -- one decision ----------------------------------------------------------------------------------------------------
+
+
+def _decision(decision: Decision, *, alone: bool) -> RenderableType:
+    parts: list[RenderableType] = []
+    if not alone:
+        parts.append(Text(f"list position {_ranges(decision.positions)}", style="bold"))
+    parts += [_counts(decision), Padding(_strategies(decision), (1, 0, 0, 0)), *_exclusions(decision)]
+    return Group(*parts)
+
+
+def _ranges(positions: Sequence[int]) -> str:
+    """``0-3, 7`` for 0, 1, 2, 3, 7."""
+    runs = (list(run) for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]))
+    ends = ((run[0][1], run[-1][1]) for run in runs)
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
+
+
+def _counts(decision: Decision) -> Text:
+    legal = f"{decision.legal:,}" if decision.counted else f"more than {decision.legal:,}"
+    shown = len(decision.candidates)
+    listed = "cheapest first" if shown == decision.legal else f"the {shown} cheapest (--top lists more)"
+    noun = "strategy" if decision.legal == 1 else "strategies"
+    return Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:")
+
+
+def _strategies(decision: Decision) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
+    table.add_column("")
+    table.add_column("rows", overflow="fold")
+    shown = _shown_operands(decision)
+    for i in shown:
+        table.add_column(decision.operands[i], no_wrap=True)
+    for name in decision.results:
+        table.add_column(f"-> {name}", no_wrap=True)
+    table.add_column("moves µs")
+    table.add_column("µs", justify="right")
+    table.add_column("why not")
+    for i, candidate in enumerate(decision.candidates):
+        table.add_row(*_row(decision, candidate, shown, taken=i == 0), style="bold" if i == 0 else "")
+    return table
+
+
+def _shown_operands(decision: Decision) -> list[int]:
+    present = [i for i in range(len(decision.operands)) if decision.chosen.input_specs[i] is not None]
+    if len(present) <= MOST_OPERANDS:
+        return present
+    return [i for i in present if any(c.strategy.redistribute_cost[i] for c in decision.candidates)]
+
+
+def _row(decision: Decision, candidate: Candidate, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
+    strategy = candidate.strategy
+    yield Text(">" if taken else "")
+    yield Text(" | ".join(strategy.names))
+    for i in shown:
+        yield Text(_places(strategy.input_specs[i]), style="yellow" if strategy.redistribute_cost[i] else "")
+    for spec in strategy.output_specs:
+        yield Text(_places(spec))
+    yield Text(_paid(decision, strategy))
+    yield Text(_microseconds(strategy.cost))
+    yield Text("taken" if taken else candidate.reason, style="green" if taken else "dim")
+
+
+def _paid(decision: Decision, strategy: PlacementStrategy) -> str:
+    """What each operand that moves costs."""
+    named = zip(decision.operands, strategy.redistribute_cost, strict=True)
+    return ", ".join(f"{name} {_microseconds(cost)}" for name, cost in named if cost)
+
+
+def _microseconds(seconds: float) -> str:
+    return "no way" if math.isinf(seconds) else f"{seconds * 1e6:,.1f}"
+
+
+def _exclusions(decision: Decision) -> Iterator[RenderableType]:
+    if not decision.exclusions:
+        return
+    yield Text("\nnot considered:")
+    for excluded in decision.exclusions:
+        yield Padding(Text(_excluded(excluded, exact=decision.counted)), (0, 0, 0, 2))
+
+
+def _excluded(excluded: Exclusion, *, exact: bool) -> str:
+    if excluded.mesh_dim is not None:
+        rows = "; ".join(excluded.rows)
+        return f"{rows} on mesh dim {excluded.mesh_dim}: {excluded.reason}"
+    noun = "combination" if excluded.count == 1 else "combinations"
+    least = "" if exact else "at least "
+    example = f", such as {' | '.join(excluded.rows)}" if excluded.rows else ""
+    return f"{least}{excluded.count:,} {noun}{example}: {excluded.reason}"
+
+
+# -- what is issued --------------------------------------------------------------------------------------------------
+
+
+def _issued(found: Explanation) -> RenderableType:
+    rows = [(m.operand, s, c) for m in found.moves for s, c in _steps(m)]
+    inside = found.lowering
+    parts: list[RenderableType] = []
+    if rows or (inside is not None and inside.collectives):
+        table = _issued_table(rows, inside.collectives if inside else ())
+        parts += [Text("collectives and local steps, in this order:"), Padding(table, (1, 0, 0, 0))]
+    elif inside is None or inside.complete:
+        parts.append(Text("nothing moves and nothing is communicated"))
+    if inside is not None and not inside.complete:
+        parts.append(Text("the rule's lowering may communicate more: that depends on data"))
+    return Group(*parts)
+
+
+def _steps(move: Move) -> Iterator[tuple[Step, Collective | None]]:
+    """The steps of a move, each with the collective that it issues."""
+    issued = iter(move.collectives)
+    following = next(issued, None)
+    for step in move.transition.steps:
+        if following is not None and (step.kind, step.mesh_dims) == (following.kind, following.mesh_dims):
+            yield step, following
+            following = next(issued, None)
+        else:
+            yield step, None
+
+
+def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: Sequence[Collective]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
+    for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
+        table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
+    number = 0
+    for operand, step, collective in rows:
+        number += collective is not None
+        wire = ("", "local", "", "", "") if collective is None else (str(number), *_collective(collective))
+        kind = f"{step.kind} (local)" if collective is None else step.kind
+        places = (_shown(step.source), _shown(step.target))
+        table.add_row(wire[0], operand, kind, *wire[2:], *places, _microseconds(step.cost))
+    for collective in inside:
+        number += 1
+        _, *rest = _collective(collective)
+        table.add_row(str(number), "lowering", collective.kind, *rest)
+    return table
+
+
+def _collective(found: Collective) -> tuple[str, str, str, str]:
+    return found.kind, ", ".join(map(str, found.mesh_dims)), str(found.ranks), f"{found.nbytes:,}"
+
+
+# -- plain values ----------------------------------------------------------------------------------------------------
+
+
+def plain(found: Explanation) -> dict[str, Any]:
+    """Everything, in values that JSON has; seconds, bytes, and placements as shardwise prints them."""
+    schema = found.schema
+    tensors = {a.name for a in schema.signature.tensor_args}
+    return {
+        "op": op_name(schema.op),
+        "mesh": list(schema.mesh.shape),
+        "device_type": schema.mesh.device_type,
+        "inputs": [{"name": n, **_plain_spec(s)} for n, s in zip(schema.operand_names, schema.specs, strict=True)],
+        "arguments": {n: _plain_value(v) for n, v in schema.args.items() if n not in tensors},
+        "rule": _plain_entry(found.entry),
+        "other_rules": [_plain_entry(entry) for entry in found.others],
+        "decisions": [_plain_decision(decision) for decision in found.decisions],
+        "moves": [_plain_move(move) for move in found.moves],
+        "collectives": [_plain_collective(collective) for collective in found.collectives],
+        "collectives_are_complete": found.lowering is None or found.lowering.complete,
+        "results": [_plain_spec(spec) for spec in found.results],
+    }
+
+
+def _plain_value(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return [_plain_value(v) for v in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+
+
+def _plain_spec(spec: TensorSpec | None) -> dict[str, Any]:
+    if spec is None:
+        return {"meta": None, "placements": None}
+    return {"meta": str(spec.tensor_meta), "placements": list(map(show, spec.placements))}
+
+
+def _plain_entry(entry: Entry) -> dict[str, str]:
+    return {
+        "text": entry.rule.text,
+        "plugin": entry.origin.plugin,
+        "distribution": entry.origin.distribution,
+        "version": entry.origin.version,
+        "source": entry.rule.source,
+    }
+
+
+def _plain_decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "positions": list(decision.positions),
+        "operands": list(decision.operands),
+        "legal": decision.legal,
+        "legal_is_exact": decision.counted,
+        "combinations": decision.combinations,
+        "strategies": [_plain_candidate(candidate) for candidate in decision.candidates],
+        "not_considered": [
+            {"reason": e.reason, "mesh_dim": e.mesh_dim, "rows": list(e.rows), "count": e.count}
+            for e in decision.exclusions
+        ],
+    }
+
+
+def _plain_candidate(candidate: Candidate) -> dict[str, Any]:
+    strategy = candidate.strategy
+    return {
+        "rows": list(strategy.names),
+        "inputs": [_plain_spec(spec)["placements"] for spec in strategy.input_specs],
+        "outputs": [_plain_spec(spec)["placements"] for spec in strategy.output_specs],
+        "costs": list(map(_plain_cost, strategy.redistribute_cost)),
+        "cost": _plain_cost(strategy.cost),
+        "lowered": strategy.lowered,
+        "taken": not candidate.reason,
+        "reason": candidate.reason,
+    }
+
+
+def _plain_cost(seconds: float) -> float | None:
+    """JSON has no infinity: None where there is no way."""
+    return None if math.isinf(seconds) else seconds
+
+
+def _plain_move(move: Move) -> dict[str, Any]:
+    steps = [
+        {
+            "kind": step.kind,
+            "mesh_dims": list(step.mesh_dims),
+            "from": list(map(show, step.source)),
+            "to": list(map(show, step.target)),
+            "cost": step.cost,
+        }
+        for step in move.transition.steps
+    ]
+    return {"operand": move.operand, "cost": move.transition.cost, "steps": steps}
+
+
+def _plain_collective(found: Collective) -> dict[str, Any]:
+    return {
+        "kind": found.kind,
+        "mesh_dims": list(found.mesh_dims),
+        "ranks": found.ranks,
+        "bytes": found.nbytes,
+        "purpose": found.purpose,
+    }
