@@ -23,6 +23,7 @@ from shardwise.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.spec import TensorMeta
 
 __all__ = [
+    "ByType",
     "Call",
     "Flow",
     "FullMeshRule",

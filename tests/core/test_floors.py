@@ -32,6 +32,7 @@ FLOORS = (
     {"strategy"},
     {"choice"},
     {"planner"},
+    {"describe"},
     {"registry"},
     {"hookspecs"},
     {"discovery", "flight"},
