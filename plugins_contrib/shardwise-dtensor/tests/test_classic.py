@@ -54,7 +54,7 @@ def spec(tensor, *placements, on=GRID):
 def test_the_oracle_accepts_right_ones(classic):
     for op in classic.RIGHT:
         report = check_rule(rule_of(classic, op), [(args, {}) for args in samples(classic)[op]], cases=60)
-        assert report.cases >= 10, op
+        assert report.cases >= 9, op
         assert not report.unsampled
 
 
