@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import ctypes
 import faulthandler
 import os
@@ -12,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -75,6 +77,24 @@ def serve(seat: Seat, connection: Connection) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _named_ops(name: str) -> Any:
+    """``torch.ops``, or a namespace in it, by its name as a module."""
+    found: Any = torch.ops
+    for part in name.split(".")[2:]:
+        found = getattr(found, part)
+    return found
+
+
+def _by_name(module: ModuleType) -> tuple[Any, tuple[str]]:
+    return _named_ops, (module.__name__,)
+
+
+# Modules of types that pickle does not know. cloudpickle finds them in any function that names torch and has an
+# attribute `ops` in it, whoever's that is.
+copyreg.pickle(type(torch.ops), _by_name)
+copyreg.pickle(type(torch.ops.aten), _by_name)
 
 
 def dumps_by_value(value: Any) -> bytes:

@@ -1,6 +1,7 @@
 """Shardwise rules in DTensor: on real ranks, against one device."""
 
 import random
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,50 @@ def overridden(load):
 def test_override_replaces_what_dtensor_has_and_undo_brings_it_back(pool, loader):
     during, after = pool.run(overridden, loader)[0]
     assert during == after == 1
+
+
+class Block(torch.nn.Module):
+    """A few layers whose ops come from many plugins."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = torch.nn.Linear(12, 24), torch.nn.LayerNorm(24), torch.nn.Linear(24, 12)
+
+    def forward(self, x):
+        return (self.down(self.norm(torch.nn.functional.gelu(self.up(x)))) + x).softmax(-1)
+
+
+def trained(shape, tries):
+    """A model on DTensors by shardwise's rules in the place of DTensor's own, parameters in random places."""
+    torch.manual_seed(0)
+    on, rng = mesh(shape), random.Random(1)
+    plain, x = Block(), made(8, 5, 12)
+    expected = plain(x)
+    (expected.square().sum() + expected.amax()).backward()
+    plugins = sorted({entry.origin.plugin for entry in default_registry().ops()})
+    with ExitStack() as stack:
+        done = [stack.enter_context(shardwise_dtensor.export_plugin(name, override=True)) for name in plugins]
+        for _ in range(tries):
+            model = Block()
+            model.load_state_dict(plain.state_dict())
+            for module in model.modules():
+                for name, value in list(module.named_parameters(recurse=False)):
+                    (at,) = layouts(rng, [value], len(shape), pending=False)
+                    setattr(module, name, torch.nn.Parameter(distribute_tensor(value.detach(), on, at)))
+            found = model(distribute_tensor(x, on, layouts(rng, [x], len(shape), pending=False)[0]))
+            close(found, expected)
+            (found.square().sum() + found.amax()).backward()
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-3, atol=1e-4)
+        return sum(len(one.of("exported")) for one in done), {
+            w for one in done for e in one.ops for w in e.rows_left_out
+        }
+
+
+def test_a_model_runs_by_all_rules_that_go_over(pool):
+    ops, left_out = pool.run(trained, (2, 2), 3)[0]
+    assert ops > 400
+    assert "shard k" in left_out  # a lowered row of a product, met on the way
 
 
 # -- here ------------------------------------------------------------------------------------------------------------
