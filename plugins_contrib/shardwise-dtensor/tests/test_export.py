@@ -10,10 +10,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import shardwise_dtensor
 from shardwise.discovery import default_registry
-from shardwise.errors import NoRuleError, RuleError
+from shardwise.errors import NoRuleError, NoStrategyError, RuleError
 from shardwise.rule import full_mesh_rule, rule, rule_from
+from shardwise.spec import AbstractMesh
 from shardwise.testing import check_rule, mesh
 from shardwise_dtensor import torch_private
+from shardwise_dtensor.shardings import Shardings
 
 HERE = Path(__file__).parent
 KERNELS = str(HERE / "kernels.py")
@@ -183,7 +185,7 @@ def trained(shape, tries):
     """A model on DTensors by shardwise's rules in the place of DTensor's own, parameters in random places."""
     torch.manual_seed(0)
     on, rng = mesh(shape), random.Random(1)
-    plain, x = Block(), made(8, 5, 12)
+    plain, x = Block(), made(10, 12)
     expected = plain(x)
     (expected.square().sum() + expected.amax()).backward()
     plugins = sorted({entry.origin.plugin for entry in default_registry().ops()})
@@ -360,3 +362,11 @@ def test_a_number_in_a_tensors_place_stays_a_number():
     product = rule(torch.ops.aten.mul.Tensor, "..., ... -> ...", partial=["sum, R -> sum", "R, sum -> sum"])
     seen = shardwise_dtensor.preview(product, made(6, 8), 2)
     assert set(seen.rows) == {"[R] -> [R]", "[S(0)] -> [S(0)]", "[S(1)] -> [S(1)]", "[P(sum)] -> [P(sum)]"}
+
+
+def test_symbolic_sizes_are_refused(kernels):
+    size = pytest.importorskip("torch.fx.experimental.symbolic_shapes").ShapeEnv().create_unbacked_symint()
+    meta = torch_private.TensorMeta(torch.Size([size, 8]), (8, 1), torch.float32)
+    given = torch_private.DTensorSpec(torch_private.torch_mesh(AbstractMesh((4,))), (Replicate(),), meta)
+    with pytest.raises(NoStrategyError, match=r"dynamic=False"):
+        Shardings(kernels.ROW_SOFTMAX.ops[0], kernels.ROW_SOFTMAX)(given)

@@ -129,7 +129,14 @@ def _read(value: Any, specs: list[DTensorSpec]) -> Any:
         meta = value.tensor_meta
         if meta is None:
             raise ValueError("DTensor gave a spec without tensor meta")
-        return _abstract(TensorMeta(meta.shape, meta.stride, meta.dtype))
+        found = TensorMeta(meta.shape, meta.stride, meta.dtype)
+        if found.is_symbolic:
+            raise NoStrategyError(
+                asked=f"tell DTensor the rows of a call with a tensor of shape {tuple(meta.shape)}",
+                found="a size is symbolic, and rows may depend on sizes",
+                do="Compile with dynamic=False.",
+            )
+        return _abstract(found)
     if isinstance(value, (list, tuple)):
         return tuple(_read(v, specs) for v in value)
     return value
