@@ -23,6 +23,7 @@ from shardwise.signature import ByType, Call, Kind, Op, OpLike, as_op, op_name, 
 from shardwise.spec import TensorMeta
 
 __all__ = [
+    "ByType",
     "Call",
     "Flow",
     "FullMeshRule",

@@ -38,6 +38,15 @@ def test_functions_of_test_modules_travel_by_value(pool):
     assert [box.value for box in pool.run(inner, Box(1))] == [42] * 4
 
 
+def test_functions_that_name_ops_travel_too(pool):
+    def relu(value):
+        return torch.ops.aten.relu(value), Box(torch.ops.aten).value is torch.ops.aten
+
+    aten = torch.ops.aten
+    assert all(same for _, same in pool.run(relu, -torch.ones(2)))
+    assert pool.run(lambda: aten.neg(torch.ones(2)).tolist()) == [[-1.0, -1.0]] * 4
+
+
 def test_collectives_and_tensors(pool):
     def total(start):
         value = start + dist.get_rank()

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from shardwise.describe import result_metas, strategy
+from shardwise.errors import NoStrategyError
 from shardwise.placements import REPLICATE, partial, shard
 from shardwise.rule import Flow, Row, Rows, full_mesh_rule, like, rule, rule_from
 from shardwise.schema import OpStrategy, PlacementStrategy
@@ -420,3 +422,49 @@ def test_a_stand_in_runs_in_place_of_the_op():
 def test_the_report_is_a_table():
     table = check_rule(*GOOD["matmul"]).table()
     assert table.row_count == 8
+
+
+# -- functions of the full mesh ------------------------------------------------------------------------------------
+
+
+def follows(*kinds):
+    """A rule for relu that leaves its operand where it is, if it is pending in one of these kinds or not at all."""
+
+    @full_mesh_rule(aten.relu.default)
+    def FOLLOWS(mesh, schema):
+        (x,) = schema.specs
+        if not set(x.pending.values()) <= set(kinds):
+            raise NoStrategyError(asked="run it", found="it may not lie so", do="Move it.")
+        return OpStrategy((strategy(schema, [x.placements], [x.placements], result_metas(schema)),))
+
+    return FOLLOWS
+
+
+def test_a_function_that_follows_its_operands_is_judged_where_they_lie():
+    report = check_rule(follows("max", "min"), ONE, meshes=[(4,), (2, 2)])
+    assert report.cases > 20
+    assert report.left > 0
+    with pytest.raises(RuleRefuted) as refuted:
+        check_rule(follows("sum"), ONE, meshes=[(4,)])
+    assert refuted.value.placements == "[P(sum)] -> [P(sum)]"
+
+
+def test_a_function_without_an_answer_for_whole_operands_is_refuted():
+    @full_mesh_rule(aten.relu.default)
+    def NONE(mesh, schema):
+        raise NoStrategyError(asked="run it", found="it may not lie so", do="Move it.")
+
+    with pytest.raises(RuleRefuted, match=r"the rule raises NoStrategyError"):
+        check_rule(NONE, ONE, meshes=[(4,)])
+
+
+def test_a_strategy_that_moves_what_the_op_writes_is_no_case():
+    @full_mesh_rule(aten.relu_.default)
+    def MOVES(mesh, schema):
+        (x,) = schema.specs
+        metas = result_metas(schema)
+        split = [shard(0)] * mesh.ndim
+        both = {x.placements: None, tuple(split): None}
+        return OpStrategy(tuple(strategy(schema, [p], [p], metas) for p in both if not any(q.is_partial() for q in p)))
+
+    assert check_rule(MOVES, ONE, meshes=[(4,)]).cases > 0

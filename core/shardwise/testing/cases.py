@@ -12,7 +12,8 @@ from attrs import evolve, frozen
 
 from shardwise.errors import NoStrategyError
 from shardwise.flow import Row
-from shardwise.placements import Partial, Placement
+from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, shard
+from shardwise.placements import partial as pending_of
 from shardwise.planner import merged, problems
 from shardwise.rule import AnyRule, FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy
@@ -23,6 +24,8 @@ from shardwise.testing.pending import can_be_pending
 from shardwise.testing.trial import Case
 
 __all__ = ["Listed", "Option", "list_cases"]
+
+Specs = tuple[tuple[TensorSpec | None, ...], tuple[TensorSpec | None, ...]]
 
 
 @frozen(eq=False)
@@ -49,7 +52,7 @@ def list_cases(
     else the equal ones and as many at random. Raises what the rule raises.
     """
     if isinstance(rule, FullMeshRule):
-        return _full_mesh_cases(rule, schema, mesh)
+        return _full_mesh_cases(rule, _starts(schema, mesh, rng, most), mesh)
     # What the op writes stays where it is, wherever that may be: every row that keeps it somewhere is tried.
     parts = [evolve(p, written=()) for p in problems(rule, schema, call)]
     for part in parts:
@@ -63,13 +66,60 @@ def list_cases(
     )
 
 
-def _full_mesh_cases(rule: FullMeshRule, schema: OpSchema, mesh: AbstractMesh) -> Listed:
-    found = []
-    for s in rule.strategies(mesh, schema).strategies:
-        case = Case(s.input_specs, s.output_specs, s.names or (str(s),), s.lowered, mesh)
-        if all(_can_lie(spec, p) for spec in s.input_specs if spec is not None for p in spec.placements):
-            found.append(Option(case.rows, lambda case=case: case))  # type: ignore[misc]
-    return Listed(tuple(found), tuple(name for option in found for name in option.rows), 0)
+def _full_mesh_cases(rule: FullMeshRule, starts: Sequence[OpSchema], mesh: AbstractMesh) -> Listed:
+    """What the function answers for operands that lie here and there: it may depend on that. The first must have an
+    answer.
+    """
+    found: dict[Specs, Case] = {}
+    left = 0
+    for start in starts:
+        try:
+            answer = rule.strategies(mesh, start).strategies
+        except NoStrategyError:
+            if start is starts[0]:
+                raise
+            left += 1
+            continue
+        for s in answer:
+            moved = any(s.input_specs[i] is not start.specs[i] for i in start.written)
+            if moved or not all(_all_can_lie(spec) for spec in s.input_specs):
+                continue
+            case = Case(s.input_specs, s.output_specs, s.names or (str(s),), s.lowered, mesh)
+            found.setdefault((s.input_specs, s.output_specs), case)
+    options = tuple(Option(case.rows, partial(_given, case)) for case in found.values())
+    return Listed(options, tuple(dict.fromkeys(name for option in options for name in option.rows)), left)
+
+
+def _given(case: Case) -> Case:
+    return case
+
+
+def _all_can_lie(spec: TensorSpec | None) -> bool:
+    return spec is None or all(_can_lie(spec, p) for p in spec.placements)
+
+
+def _starts(schema: OpSchema, mesh: AbstractMesh, rng: random.Random, most: int) -> list[OpSchema]:
+    """The call with its operands in different places: all whole first, then all ways, or as many as ``most`` at
+    random.
+    """
+    ways = [[None] if spec is None else _layouts(spec, mesh.ndim) for spec in schema.specs]
+    if prod(map(len, ways)) <= most:
+        found = list(product(*ways))
+    else:
+        found = [tuple(rng.choice(layouts) for layouts in ways) for _ in range(most)]
+    unique = dict.fromkeys([schema.specs, *found])
+    return [schema.with_specs(specs) for specs in unique]
+
+
+def _layouts(spec: TensorSpec, mesh_ndim: int) -> list[TensorSpec | None]:
+    """Every layout of a tensor whose pending kinds are alike."""
+    kinds = [p for kind in PENDING_KINDS if _can_lie(spec, p := pending_of(kind))]
+    single = [REPLICATE, *map(shard, range(spec.ndim)), *kinds]
+    return [
+        spec.with_placements(placements)
+        for placements in product(single, repeat=mesh_ndim)
+        if len({p for p in placements if isinstance(p, Partial)}) <= 1
+    ]
 
 
 # -- combinations ------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""Why an op and its rule cannot be handed to DTensor: what ``register_sharding`` has no words for."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import FullMeshRule, Op, Rule
+from shardwise.schema import OpSchema
+from shardwise_dtensor import torch_private
+
+__all__ = ["refusals"]
+
+
+def refusals(op: Op, rule: Rule | FullMeshRule, *, override: bool) -> tuple[str, ...]:
+    """The reasons, none for an op that can be exported. Each alone would let DTensor compute something wrong."""
+    return tuple(_of_rule(rule)) + tuple(_of_op(op)) + tuple(_of_torch(op, override=override))
+
+
+def _of_rule(rule: Rule | FullMeshRule) -> list[str]:
+    if isinstance(rule, FullMeshRule):
+        return ["the rule is a function of the full mesh, and DTensor takes rows of one mesh dim"]
+    found = []
+    if rule.zip_lists:
+        found.append("every list position chooses for itself, and DTensor takes one choice for all")
+    if rule.writes:
+        found.append(f"the op writes {', '.join(sorted(rule.writes))} without its schema saying so")
+    if rule.results is not None:
+        found.append("the rule corrects the metas of the results, and DTensor takes those of the meta device")
+    return found
+
+
+def _of_op(op: Op) -> list[str]:
+    schema = torch_private.schema_of(op)
+    tensors = OpSchema.of(op).signature.tensor_args
+    found = []
+    if any(a.is_out for a in tensors):
+        found.append("it has out= arguments, which register_sharding does not take")
+    keyword = [a.name for a in tensors if a.kwarg_only and not a.is_out]
+    if keyword:
+        found.append(f"DTensor does not redistribute keyword-only tensors ({', '.join(keyword)})")
+    if not all(isinstance(r.type, torch.TensorType) for r in schema.returns):
+        found.append("DTensor takes rows for results that are single tensors, and it has others")
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        found.append("it draws random numbers, which DTensor keeps in step for its own ops only")
+    return found + _of_writing(op)
+
+
+def _of_writing(op: Op) -> list[str]:
+    """DTensor takes an op whose name ends with ``_`` to write its first argument, and no other op to write at all."""
+    schema = torch_private.schema_of(op)
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write and not a.is_out]
+    in_place = schema.name.endswith("_")
+    single = bool(schema.arguments) and isinstance(schema.arguments[0].type, torch.TensorType)
+    if in_place != bool(written) or (in_place and (written != [0] or not single)):
+        names = ", ".join(schema.arguments[i].name for i in written) or "nothing"
+        return [f"it writes {names}, and DTensor goes by the name: it keeps only the first argument of name_ in place"]
+    return []
+
+
+def _of_torch(op: Op, *, override: bool) -> list[str]:
+    if torch_private.has_handler(op):
+        return ["DTensor runs it by code of its own, which no rule reaches"]
+    if torch_private.rewrites_arguments(op):
+        return ["DTensor makes its arguments local by itself, which fits its own rule only"]
+    if torch_private.has_rule(op) and not override:
+        return ["DTensor has a rule for it; pass override=True to replace it"]
+    return []

@@ -1,0 +1,164 @@
+"""Every use of torch API that is not public. DTensor has no public door to the classes that its rules are made of.
+
+``tests/test_torch_private.py`` holds one test per use, which fails clearly when torch takes it away. Written against
+torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import register_sharding
+
+from shardwise.rule import Op
+from shardwise.spec import AbstractMesh, Mesh
+
+try:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import (
+        OpSchema,
+        OpSpec,
+        OpStrategy,
+        OutputSharding,
+        PlacementList,
+        RuntimeSchemaInfo,
+        StrategyType,
+        TupleStrategy,
+    )
+except ImportError as error:
+    raise ImportError(
+        f"shardwise-dtensor knows the DTensor of torch 2.11 to 2.13, and torch {torch.__version__} lacks a part of it: "
+        f"{error}. Use one of these releases, or a newer shardwise-dtensor."
+    ) from error
+
+__all__ = [
+    "DTensorSpec",
+    "OpSchema",
+    "OpSpec",
+    "OpStrategy",
+    "OutputSharding",
+    "PlacementList",
+    "RuntimeSchemaInfo",
+    "StrategyType",
+    "TensorMeta",
+    "TupleStrategy",
+    "forget_choices",
+    "has_handler",
+    "has_rule",
+    "put_rule",
+    "rewrites_arguments",
+    "schema_of",
+    "torch_mesh",
+    "varying",
+]
+
+# Where DTensor looks for a rule, and for the arguments that key its choice. An op in the second table hides what
+# register_sharding writes to the first.
+_RULES = ("op_strategy_funcs", "op_single_dim_strategy_funcs", "op_to_rules")
+_KEYS = ("op_to_schema_info", "op_to_schema_info_for_single_dim_strategy")
+# Ops whose arguments DTensor itself makes local, whatever rule they have.
+_REWRITTEN = ("op_to_shape_and_stride_idx", "op_to_scalar_shape_adjuster", "squeeze_op_to_dims_variant")
+_MISSING = object()
+
+
+def _propagator() -> Any:
+    return DTensor._op_dispatcher.sharding_propagator
+
+
+def _table(name: str) -> dict[Any, Any]:
+    # Releases differ in which tables they have.
+    found: dict[Any, Any] = getattr(_propagator(), name, {})
+    return found
+
+
+def schema_of(op: Op) -> Any:
+    """The ``FunctionSchema`` of an op overload, which has no public accessor."""
+    return op._schema
+
+
+def has_rule(op: Op) -> bool:
+    """Whether DTensor has a rule for an op. ``register_sharding`` does not say, it overwrites."""
+    return any(op in _table(name) for name in _RULES)
+
+
+def has_handler(op: Op) -> bool:
+    """Whether DTensor runs the op by code of its own that no rule reaches."""
+    return op in DTensor._op_dispatcher._custom_op_handlers
+
+
+def rewrites_arguments(op: Op) -> bool:
+    """Whether DTensor makes arguments of the op local, on the assumption of its own rule."""
+    return any(op in _table(name) for name in _REWRITTEN)
+
+
+def put_rule(
+    op: Op, function: Callable[..., Any], positional: int | None, keywords: Sequence[str]
+) -> Callable[[], None]:
+    """Register ``function`` by ``register_sharding``; returns the function that puts back what was there.
+
+    Arguments from index ``positional`` on and ``keywords`` key DTensor's choice. ``register_sharding`` keys by integers
+    only (and what stands behind the first), so that calls with different flags, lists or strings would share a choice.
+    """
+    before = {name: _table(name).get(op, _MISSING) for name in (*_RULES, *_KEYS)}
+    for name in _RULES:
+        _table(name).pop(op, None)
+    register_sharding(op)(function)
+    # The default index of torch's: behind all arguments.
+    first = RuntimeSchemaInfo().static_argnum if positional is None else positional
+    _table("op_to_schema_info")[op] = RuntimeSchemaInfo(first, list(keywords) or None, needs_pytree=True)
+    forget_choices()
+
+    def undo() -> None:
+        for name, value in before.items():
+            if value is _MISSING:
+                _table(name).pop(op, None)
+            else:
+                _table(name)[op] = value
+        forget_choices()
+
+    return undo
+
+
+def forget_choices() -> None:
+    """Drop what DTensor decided before, in this thread; both of its caches are kept per thread."""
+    _propagator().propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
+def varying(op: Op, by_type: frozenset[str]) -> tuple[int | None, tuple[str, ...]]:
+    """What must key DTensor's choice for an op: the index of the first positional argument, and keyword-only ones.
+
+    That is every argument but tensors, and floats among ``by_type``: their values change from call to call, and no
+    rule may read them. (A ``Scalar`` may be an integer or a float, which can decide the dtype of a result.)
+    """
+    positional, keywords = None, []
+    for i, arg in enumerate(op._schema.arguments):
+        if _holds_tensors(arg.type) or (arg.name in by_type and isinstance(arg.type, torch.FloatType)):
+            continue
+        if arg.kwarg_only:
+            keywords.append(arg.name)
+        elif positional is None:
+            positional = i
+    return positional, tuple(keywords)
+
+
+def _holds_tensors(kind: Any) -> bool:
+    if isinstance(kind, (torch.OptionalType, torch.ListType)):
+        return _holds_tensors(kind.getElementType())
+    return isinstance(kind, torch.TensorType)
+
+
+def torch_mesh(mesh: Mesh) -> DeviceMesh:
+    """A ``DeviceMesh`` itself; for an abstract mesh one of its shape without process groups, seen from its rank 0."""
+    return _without_groups(mesh) if isinstance(mesh, AbstractMesh) else mesh
+
+
+@lru_cache(maxsize=64)
+def _without_groups(mesh: AbstractMesh) -> DeviceMesh:
+    ranks = torch.arange(mesh.size()).reshape(mesh.shape)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=0)
