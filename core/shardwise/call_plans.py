@@ -39,7 +39,7 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     described = [
         n if _is_number_operand(a, n) else v for a, n, v in zip(signature(op).args, values, schema.values, strict=True)
     ]
-    plan = make_plan(entry, schema, output_metas(op, described))
+    plan = make_plan(entry, schema, output_metas(op, described, entry.rule.meta))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return plan

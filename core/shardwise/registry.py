@@ -186,11 +186,13 @@ class Registry:
 
     def strategies(self, schema: OpSchema) -> OpStrategy | TupleStrategy:
         """Every legal strategy of a call with its cost, cheapest first; one list per position for zipped lists."""
-        return planner.strategies(self.lookup(schema.op).rule, schema, _known_metas(schema))
+        rule = self.lookup(schema.op).rule
+        return planner.strategies(rule, schema, _known_metas(schema, rule.meta))
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
         """Where the results of a call lie, and what its operands must be redistributed to first."""
-        return planner.propagate(self.lookup(schema.op).rule, schema, _known_metas(schema))
+        rule = self.lookup(schema.op).rule
+        return planner.propagate(rule, schema, _known_metas(schema, rule.meta))
 
     # -- refusing --
     def _missing(self, op: Op) -> NoRuleError:
@@ -218,8 +220,8 @@ class Registry:
         )
 
 
-def _known_metas(schema: OpSchema) -> tuple[TensorMeta | None, ...]:
-    found = schema_metas(schema)
+def _known_metas(schema: OpSchema, instead: Callable[..., Any] | None) -> tuple[TensorMeta | None, ...]:
+    found = schema_metas(schema, instead)
     if found is UNKNOWN:
         raise NoStrategyError(
             asked=f"enumerate the strategies of {schema}",

@@ -53,7 +53,8 @@ class Rule:
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
-    the ops write though their schemas do not say so, ``results`` corrects the metas of the results.
+    the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
+    the meta device in place of the ops.
     """
 
     ops: tuple[Op, ...]
@@ -67,6 +68,7 @@ class Rule:
     partial: tuple[str, ...] = ()
     writes: frozenset[str] = frozenset()
     results: Results | None = None
+    meta: Callable[..., Any] | None = None
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -93,6 +95,7 @@ class FullMeshRule:
     zip_lists: bool = field(default=False, init=False)
     writes: frozenset[str] = field(default=frozenset(), init=False)
     results: Results | None = field(default=None, init=False)
+    meta: Callable[..., Any] | None = field(default=None, init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -162,6 +165,7 @@ def rule_from(
     local_args: LocalArgs | None = None,
     writes: Iterable[str] = (),
     results: Results | None = None,
+    meta: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -172,7 +176,9 @@ def rule_from(
 
     ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
-    device's kernel differs from the meta device.
+    device's kernel differs from the meta device. ``meta`` takes the op's arguments, tensors on the meta device, and
+    returns its results there: for an op that has no meta kernel, or one that refuses what a device takes. It should
+    refuse what all devices do.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -191,6 +197,7 @@ def rule_from(
             source=f"{code.co_filename}:{code.co_firstlineno}",
             writes=_checked_writes(ops, writes),
             results=results,
+            meta=meta,
         )
 
     return make
