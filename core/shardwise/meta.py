@@ -57,8 +57,6 @@ def _to_meta(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def schema_metas(
-    schema: OpSchema, instead: Callable[..., Any] | None = None
-) -> tuple[TensorMeta | None, ...] | Any:
+def schema_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...] | Any:
     """:func:`output_metas` of a schema."""
     return output_metas(schema.op, schema.values, instead)

@@ -1,4 +1,4 @@
-"""Sample calls for the oracle: sizes that split evenly and not, tiles and no tiles, every dtype that the kernels take."""
+"""Sample calls for the oracle: sizes that split evenly and not, whole tiles and parts, all dtypes of the kernels."""
 
 import torch
 
@@ -24,6 +24,12 @@ def int_mm():
     calls.append(([whole(6, 8), whole(5, 8, seed=1).t()], {}))
     calls.append(([whole(6, 8, low=0, high=255, dtype=torch.uint8), whole(8, 5, seed=1)], {}))
     return calls
+
+
+def int_mm_out():
+    return [
+        (args, {"out": torch.full((args[0].shape[0], args[1].shape[1]), 3, dtype=torch.int32)}) for args, _ in int_mm()
+    ]
 
 
 # The CPU kernel reads past the end where k is no multiple of 16 in bfloat16, so the whole calls keep to that; their
@@ -137,6 +143,7 @@ def int4_for_cuda():
 
 SAMPLES = {
     aten._int_mm.default: int_mm,
+    aten._int_mm.out: int_mm_out,
     aten._weight_int8pack_mm.default: int8pack,
     aten._convert_weight_to_int4pack_for_cpu.default: pack_for_cpu,
     aten._weight_int4pack_mm_for_cpu.default: int4_for_cpu,

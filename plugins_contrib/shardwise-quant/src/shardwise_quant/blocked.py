@@ -1,13 +1,14 @@
 """An op of this package: torch's 4-bit product for CPU with a weight whose shape says how it is packed.
 
-torch packs the rows of a weight in blocks and shapes the bytes ``[n, k / 2]``, where no dim is ``k``. The same bytes are
-``[n / b, k, b / 2]``: block, column, pairs of rows. In this shape a weight can be sharded by ``k``, and a row-parallel
-layer be made of it.
+torch packs the rows of a weight in blocks and shapes the bytes ``[n, k / 2]``, where no dim is ``k``. The same bytes
+are ``[n / b, k, b / 2]``: block, column, pairs of rows. In this shape a weight can be sharded by ``k``, and a
+row-parallel layer be made of it.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ __all__ = ["block_rows", "int4_linear", "pack"]
 
 aten = torch.ops.aten
 
-_LIBRARY = torch.library.Library("shardwise_quant", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("shardwise_quant", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("int4_linear(Tensor x, Tensor packed, Tensor scales_and_zeros, int group_size) -> Tensor")
 
 
@@ -40,13 +41,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed.view(n // b, k, b // 2)
 
 
-def int4_linear(
-    x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int
-) -> torch.Tensor:
+def int4_linear(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int) -> torch.Tensor:
     """``x @ w.T`` with ``w = (q - 8) * scale + zero``, ``[m, k]`` by ``[n, k]``.
 
-    ``packed`` is what :func:`pack` made of ``q``; ``scales_and_zeros`` is ``[k / group_size, n, 2]`` in the dtype of ``x``
-    (float32, bfloat16 or float16); ``group_size`` is 32, 64, 128 or 256.
+    ``packed`` is what :func:`pack` made of ``q``; ``scales_and_zeros`` is ``[k / group_size, n, 2]`` in the dtype of
+    ``x`` (float32, bfloat16 or float16); ``group_size`` is 32, 64, 128 or 256.
     """
     blocks, k, half = packed.shape
     n = 2 * blocks * half

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights. Each is an ordinary module, with its tensors as buffers that can be distributed.
+"""Linear layers with quantised weights: ordinary modules, with their tensors as buffers that can be distributed.
 
 Weights are quantised symmetrically, one scale for each output row (8 bits), or with a scale and a zero for each group
 of a row (4 bits). The layers are for inference: they have no gradient with respect to weights.
@@ -6,15 +6,16 @@ of a row (4 bits). The layers are for inference: they have no gradient with resp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.placements import Placement, shard
 from shardwise_quant.blocked import block_rows, pack
 
-__all__ = ["DynamicInt8Linear", "Int4Linear", "Int8Linear", "QuantisationError", "quantise"]
+__all__ = ["DynamicInt8Linear", "Int4Linear", "Int8Linear", "QuantisationError", "quantise", "tensor_parallel"]
 
 MAX_INT8 = 127
 MAX_INT4 = 15
@@ -35,14 +36,24 @@ def _by_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Quantised(nn.Module):
-    """What the layers share: sizes, an optional bias, leading dims of the input flattened into rows."""
+    """What the layers share: sizes, an optional bias, leading dims of the input flattened into rows.
+
+    ``BY`` says which dim of which buffer is sharded when the layer is, by its outputs or by its inputs.
+    """
+
+    BY: ClassVar[Mapping[str, Mapping[str, int]]] = {
+        "outputs": {"weight": 0, "scales": 0, "bias": 0},
+        "inputs": {"weight": 1},
+    }
+
+    bias: Tensor | None
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        bias = None if linear.bias is None else linear.bias.detach().clone()
-        self.register_buffer("bias", bias)
+        bias: Tensor | None = linear.bias  # torch's annotation leaves out that there may be none
+        self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
@@ -77,7 +88,8 @@ class Int8Linear(_Quantised):
 
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
-        return torch.ops.aten._weight_int8pack_mm.default(rows, self.weight, self.scales)
+        made: Tensor = torch.ops.aten._weight_int8pack_mm.default(rows, self.weight, self.scales)
+        return made
 
 
 class DynamicInt8Linear(_Quantised):
@@ -99,18 +111,23 @@ class DynamicInt8Linear(_Quantised):
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
         whole, of_rows = _by_rows(rows, torch.float32)
-        made = torch.ops.aten._int_mm.default(whole, self.weight.t())
+        made: Tensor = torch.ops.aten._int_mm.default(whole, self.weight.t())
         return (made.float() * of_rows * self.scales).to(rows.dtype)
 
 
 class Int4Linear(_Quantised):
     """Weights of 4 bits with a scale and a zero for each group of inputs; CPU.
 
-    Buffers: ``weight`` uint8 ``[out / b, in, b / 2]`` with ``b`` the rows that this CPU packs into a block, so that dim 0 is
-    sharded by outputs and dim 1 by inputs; ``scales_and_zeros`` ``[in / group_size, out, 2]`` in the dtype of the layer;
-    ``bias`` ``[out]`` or none. Raises :class:`QuantisationError` where ``out`` is no multiple of ``b`` or ``in`` none of the
-    group size.
+    Buffers: ``weight`` uint8 ``[out / b, in, b / 2]`` with ``b`` the rows that this CPU packs into a block, so that dim
+    0 is sharded by outputs and dim 1 by inputs; ``scales_and_zeros`` ``[in / group_size, out, 2]`` in the dtype of the
+    layer; ``bias`` ``[out]`` or none. Raises :class:`QuantisationError` where ``out`` is no multiple of ``b`` or ``in``
+    none of the group size.
     """
+
+    BY: ClassVar[Mapping[str, Mapping[str, int]]] = {
+        "outputs": {"weight": 0, "scales_and_zeros": 1, "bias": 0},
+        "inputs": {"weight": 1, "scales_and_zeros": 0},
+    }
 
     weight: Tensor
     scales_and_zeros: Tensor
@@ -119,7 +136,7 @@ class Int4Linear(_Quantised):
         super().__init__(linear)
         self.group_size = group_size
         _check_int4(linear, group_size)
-        grouped = linear.weight.detach().float().unflatten(1, (-1, group_size))
+        grouped = linear.weight.detach().float().reshape(linear.out_features, -1, group_size)
         low, high = grouped.amin(2), grouped.amax(2)
         scales = ((high - low) / MAX_INT4).clamp(min=torch.finfo(torch.float32).tiny)
         whole = ((grouped - low[..., None]) / scales[..., None]).round().clamp(0, MAX_INT4)
@@ -130,9 +147,28 @@ class Int4Linear(_Quantised):
 
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
-        return torch.ops.shardwise_quant.int4_linear.default(
-            rows, self.weight, self.scales_and_zeros, self.group_size
-        )
+        op = torch.ops.shardwise_quant.int4_linear.default
+        made: Tensor = op(rows, self.weight, self.scales_and_zeros, self.group_size)
+        return made
+
+
+def tensor_parallel(module: nn.Module, by: Mapping[str, str], mesh_dim: str = "tp") -> dict[str, dict[str, Placement]]:
+    """Placements for :func:`shardwise.distribute_module`: quantised layers by name, each ``"outputs"`` or ``"inputs"``.
+
+    A layer sharded by its outputs (column-parallel) and one sharded by its inputs (row-parallel) behind it need one
+    reduction between them and the next. Raises :class:`QuantisationError` for a name that is no quantised layer.
+    """
+    found: dict[str, dict[str, Placement]] = {}
+    for name, way in by.items():
+        layer = module.get_submodule(name)
+        if not isinstance(layer, _Quantised) or way not in layer.BY:
+            raise QuantisationError(
+                f"{name!r} is a {type(layer).__name__}, to be sharded by {way!r}. Name a quantised layer, and "
+                "'outputs' or 'inputs'."
+            )
+        kept = dict(layer.named_buffers(recurse=False))
+        found |= {f"{name}.{key}": {mesh_dim: shard(dim)} for key, dim in layer.BY[way].items() if key in kept}
+    return found
 
 
 def _check_int4(linear: nn.Linear, group_size: int) -> None:

@@ -2,9 +2,9 @@
 
 Packing moves values between rows and columns inside tiles, so a packed weight may be cut between tiles only:
 
-* CPU, ``[n, k / 2]``: blocks of 64, 32 or 16 rows (by instruction set) lie one behind the other, each as ``{k, rows / 2}``
-  bytes. Every 64 rows are whole blocks everywhere; ``k`` is no dim of this shape at all. ``[n / b, k, b / 2]``, the same
-  bytes, has it as a dim: that is what :func:`shardwise_quant.blocked.int4_linear` takes.
+* CPU, ``[n, k / 2]``: blocks of 64, 32 or 16 rows (by instruction set) lie one behind the other, each as
+  ``{k, rows / 2}`` bytes. Every 64 rows are whole blocks everywhere; ``k`` is no dim of this shape at all. It is one of
+  ``[n / b, k, b / 2]``, the same bytes: that is what :func:`shardwise_quant.blocked.int4_linear` takes.
 * CUDA, ``[n / 8, k / (16 t), 32, t / 2]`` with ``t`` inner tiles: both are dims, in units of a tile.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise.spec import TensorMeta
 from shardwise_quant import blocked
 

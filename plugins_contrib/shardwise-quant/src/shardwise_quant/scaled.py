@@ -131,7 +131,7 @@ def _scaled(
     return product(a, b, scale_a, scale_b, bias if bias is None or _adds(local) else None)
 
 
-def _scaled_v2(
+def _scaled_v2(  # noqa: PLR0913, PLR0917  the op's arguments in order
     local: LocalCall,
     a: torch.Tensor,
     b: torch.Tensor,
@@ -187,7 +187,7 @@ def _made(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, dtype: to
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype or a.dtype)
 
 
-def _meta(  # noqa: PLR0917  the op's arguments in order
+def _meta(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -206,7 +206,7 @@ def _meta_v2(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 @rule_from(aten._scaled_mm.default, lowering=_scaled, meta=_meta)
-def SCALED_MM(  # noqa: PLR0917  the op's arguments in order
+def SCALED_MM(
     self: TensorMeta,
     mat2: TensorMeta,
     scale_a: TensorMeta,
