@@ -1,6 +1,7 @@
 """Quantised layers: how near they are to the exact ones, and an MLP of them on real ranks."""
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -184,6 +185,14 @@ def run_float8():
 
 def test_float8_on_a_mesh(pool):
     pool.run(run_float8)
+
+
+def test_the_readme_says_what_runs():
+    page = Path(__file__).parents[1].joinpath("README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    space = {}
+    exec(block, space)  # noqa: S102  our own page
+    assert list(space["plan"]) == ["0.weight", "0.scales", "0.bias", "2.weight"]
 
 
 def test_the_example_runs():
