@@ -148,6 +148,12 @@ def test_rows_of_a_weight_packed_for_cuda():
     ]
 
 
+def test_a_weight_of_broken_tiles_is_not_packed_for_cuda():
+    """The device and the meta device disagree on how many tiles it has."""
+    assert rows(aten._convert_weight_to_int4pack.default, empty(12, 64, dtype=torch.uint8), 2) == []
+    assert len(rows(aten._convert_weight_to_int4pack.default, empty(16, 64, dtype=torch.uint8), 2)) == 3
+
+
 F8 = torch.float8_e4m3fn
 
 

@@ -64,14 +64,20 @@ def _flow(call: Call, scales: tuple[Any, Any] | None, *, summed: bool) -> Flow:
 # -- on a shard --------------------------------------------------------------------------------------------------
 
 
-def _adds(local: LocalCall) -> bool:
-    """Whether this rank adds the bias: the first along every mesh dim that sums pieces."""
-    result, bias = local.outputs[0], local.spec("bias")
+def _added(local: LocalCall, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The bias on the rank that adds it, the first along every mesh dim that sums pieces; zeros on the others.
+
+    Not none there: what a device refuses of a bias, it must refuse on every rank, or the others would wait.
+    """
+    if bias is None:
+        return None
+    result, spec = local.outputs[0], local.spec("bias")
     assert result is not None
-    return not any(
-        index and result.placements[mesh_dim] == partial("sum") and bias.placements[mesh_dim] == REPLICATE
+    later = any(
+        index and result.placements[mesh_dim] == partial("sum") and spec.placements[mesh_dim] == REPLICATE
         for mesh_dim, index in enumerate(local.coordinate)
     )
+    return torch.zeros_like(bias) if later else bias
 
 
 @frozen
@@ -128,7 +134,7 @@ def _scaled(
 
     rowwise = not _per_tensor(local.arg("scale_a"), local.arg("scale_b"))
     product = _Product(run, local.arg("out_dtype") or a.dtype, rowwise, local.arg("self").shape[1])
-    return product(a, b, scale_a, scale_b, bias if bias is None or _adds(local) else None)
+    return product(a, b, scale_a, scale_b, _added(local, bias))
 
 
 def _scaled_v2(  # noqa: PLR0913, PLR0917  the op's arguments in order
@@ -156,7 +162,7 @@ def _scaled_v2(  # noqa: PLR0913, PLR0917  the op's arguments in order
 
     rowwise = tuple(recipe_b) == (ROWWISE,)
     product = _Product(run, local.arg("out_dtype") or a.dtype, rowwise, local.arg("self").shape[1])
-    return product(a, b, scale_a[0], scale_b[0], bias if bias is None or _adds(local) else None)
+    return product(a, b, scale_a[0], scale_b[0], _added(local, bias))
 
 
 def _as_it_is(local: LocalCall, scale_a: TensorMeta, scale_b: TensorMeta) -> bool:
