@@ -33,7 +33,7 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     op = entry.op
     values = signature(op).bind(args, kwargs)
     schema, described = describe_call(cls, entry, info, _common_mesh(cls, op, values), values)
-    plan = make_plan(entry, schema, output_metas(op, described))
+    plan = make_plan(entry, schema, output_metas(op, described, entry.rule.meta))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return plan

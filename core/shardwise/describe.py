@@ -6,7 +6,8 @@ another system reads them with :func:`rows`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from shardwise.errors import NoStrategyError
 from shardwise.flow import Row
@@ -24,12 +25,14 @@ __all__ = ["result_metas", "rows", "strategy"]
 Places = Sequence[Placement] | None
 
 
-def result_metas(schema: OpSchema) -> tuple[TensorMeta | None, ...]:
+def result_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...]:
     """Metas of the tensor results of a call, lists flattened, ``None`` for one that is undefined.
+
+    ``instead`` runs on the meta device in place of the op, as a rule's ``meta=`` does.
 
     Raises :class:`NoStrategyError` when the shapes depend on data, and what the op itself raises for a wrong call.
     """
-    found = schema_metas(schema)
+    found = schema_metas(schema, instead)
     if found is UNKNOWN:
         raise NoStrategyError(
             asked=f"enumerate the strategies of {schema}",
@@ -43,7 +46,7 @@ def result_metas(schema: OpSchema) -> tuple[TensorMeta | None, ...]:
 
 def rows(rule: Rule, schema: OpSchema) -> tuple[Row, ...]:
     """The legal rows of one call on one mesh dim, in order of preference; where its operands lie plays no part."""
-    return rule.rows(make_call(rule, schema, result_metas(schema)))
+    return rule.rows(make_call(rule, schema, result_metas(schema, rule.meta)))
 
 
 def strategy(

@@ -139,7 +139,7 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
-    outputs = _outputs(op, described)
+    outputs = _outputs(entry, described)
     unknown = outputs is UNKNOWN
     metas: Metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if unknown else outputs
     call = make_call(entry.rule, schema, metas)
@@ -221,12 +221,12 @@ def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
     )
 
 
-def _outputs(op: Op, described: Sequence[Any]) -> Any:
+def _outputs(entry: Entry, described: Sequence[Any]) -> Any:
     try:
         with outside_modes():
-            return output_metas(op, described)
+            return output_metas(entry.op, described, entry.rule.meta)
     except Exception as error:  # torch raises whatever it likes, assertions among them
-        raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
+        raise call_error(entry.op, f"torch refuses it: {error}".strip().rstrip(".")) from error
 
 
 def _spec_of(value: Any) -> Any:

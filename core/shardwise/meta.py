@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,20 @@ __all__ = ["UNKNOWN", "output_metas"]
 UNKNOWN = object()
 
 
-def output_metas(op: Op, values: Sequence[Any]) -> tuple[TensorMeta | None, ...] | Any:
+def output_metas(
+    op: Op, values: Sequence[Any], instead: Callable[..., Any] | None = None
+) -> tuple[TensorMeta | None, ...] | Any:
     """Metas of the tensor results, lists flattened; ``None`` for one that is undefined; ``UNKNOWN`` when data decides.
 
     ``values`` are the schema arguments in order with a :class:`TensorSpec` for each tensor. An op that refuses the call
-    raises here what torch raises for it.
+    raises here what torch raises for it. ``instead`` (a rule's ``meta``) is run in place of the op.
     """
     described = signature(op)
     if not any(r.is_tensor for r in described.results):
         return ()
     args, kwargs = described.unbind([_to_meta(v) for v in values])
     try:
-        found = op(*args, **kwargs)
+        found = (instead or op)(*args, **kwargs)
     except NotImplementedError:
         return UNKNOWN
     return tuple(flat_metas(found))
@@ -55,6 +57,6 @@ def _to_meta(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def schema_metas(schema: OpSchema) -> tuple[TensorMeta | None, ...] | Any:
+def schema_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...] | Any:
     """:func:`output_metas` of a schema."""
-    return output_metas(schema.op, schema.values)
+    return output_metas(schema.op, schema.values, instead)

@@ -10,14 +10,13 @@ import torch
 from attrs import field, frozen
 
 from shardwise import planner
-from shardwise.errors import NoRuleError, NoStrategyError, RuleConflictError, RuleError
-from shardwise.meta import UNKNOWN, schema_metas
+from shardwise.describe import result_metas
+from shardwise.errors import NoRuleError, RuleConflictError, RuleError
 from shardwise.precedence import Entry, Origin, Verdict, judge, resolving
 from shardwise.rule import AnyRule, FullMeshRule, Rule
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, TupleStrategy
 from shardwise.settings import normalised
 from shardwise.signature import Op, op_name
-from shardwise.spec import TensorMeta
 
 __all__ = ["Entry", "Failure", "Origin", "Override", "Registrar", "Registry"]
 
@@ -224,11 +223,13 @@ class Registry:
 
     def strategies(self, schema: OpSchema) -> OpStrategy | TupleStrategy:
         """Every legal strategy of a call with its cost, cheapest first; one list per position for zipped lists."""
-        return planner.strategies(self.lookup(schema.op).rule, schema, _known_metas(schema))
+        rule = self.lookup(schema.op).rule
+        return planner.strategies(rule, schema, result_metas(schema, rule.meta))
 
     def propagate(self, schema: OpSchema) -> OutputSharding:
         """Where the results of a call lie, and what its operands must be redistributed to first."""
-        return planner.propagate(self.lookup(schema.op).rule, schema, _known_metas(schema))
+        rule = self.lookup(schema.op).rule
+        return planner.propagate(rule, schema, result_metas(schema, rule.meta))
 
     # -- refusing --
     def _missing(self, op: Op) -> NoRuleError:
@@ -259,16 +260,3 @@ class Registry:
             sources=tuple(e.rule.source for e in rivals),
             settings=settings,
         )
-
-
-def _known_metas(schema: OpSchema) -> tuple[TensorMeta | None, ...]:
-    found = schema_metas(schema)
-    if found is UNKNOWN:
-        raise NoStrategyError(
-            asked=f"enumerate the strategies of {schema}",
-            found="the shape of its result depends on data",
-            do="Run the op on data.",
-            op=op_name(schema.op),
-        )
-    metas: tuple[TensorMeta | None, ...] = found
-    return metas

@@ -54,8 +54,8 @@ class Rule:
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
-    the ops write though their schemas do not say so, ``results`` corrects the metas of the results. ``replaces`` names
-    the distribution whose rule for an op gives way to this one.
+    the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
+    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op gives way to this one.
     """
 
     ops: tuple[Op, ...]
@@ -70,6 +70,7 @@ class Rule:
     writes: frozenset[str] = frozenset()
     results: Results | None = None
     replaces: str | None = None
+    meta: Callable[..., Any] | None = None
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -97,6 +98,7 @@ class FullMeshRule:
     zip_lists: bool = field(default=False, init=False)
     writes: frozenset[str] = field(default=frozenset(), init=False)
     results: Results | None = field(default=None, init=False)
+    meta: Callable[..., Any] | None = field(default=None, init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -160,7 +162,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     )
 
 
-def rule_from(
+def rule_from(  # noqa: PLR0913  # keyword-only options of one value
     ops: OpLike | Iterable[OpLike],
     *,
     static: Iterable[str] = (),
@@ -170,6 +172,7 @@ def rule_from(
     writes: Iterable[str] = (),
     results: Results | None = None,
     replaces: str | None = None,
+    meta: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -180,7 +183,9 @@ def rule_from(
 
     ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
-    device's kernel differs from the meta device. ``replaces`` is as in :func:`rule`.
+    device's kernel differs from the meta device. ``meta`` takes the op's arguments, tensors on the meta device, and
+    returns its results there: for an op that has no meta kernel, or one that refuses what a device takes. It should
+    refuse what all devices do. ``replaces`` is as in :func:`rule`.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -200,6 +205,7 @@ def rule_from(
             writes=_checked_writes(ops, writes),
             results=results,
             replaces=replaces,
+            meta=meta,
         )
 
     return make

@@ -232,6 +232,8 @@ def test_a_handler_is_called_as_long_as_its_library_lives(op):
     Wrapper.seen.clear()
     op(made)
     assert Wrapper.seen == [op]
+
+
 def test_every_op_can_be_watched_and_taken_apart():
     seen = []
 

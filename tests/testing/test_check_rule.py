@@ -369,6 +369,42 @@ def test_a_row_of_the_wrong_length_is_refused():
         check_rule(rows_rule(aten.mm.default, row("short", [S0], [S0])), MATRICES)
 
 
+def test_float8_is_compared():
+    sample = [((made((8, 6)).to(torch.float8_e4m3fn),), {})]
+    assert check_rule(rule(aten.clone.default, "a b -> a b"), sample).cases
+    wrong = rule(aten.clone.default, "a b -> a b", lowering=lambda _, x, **__: torch.zeros_like(x))
+    with pytest.raises(RuleRefuted, match="shard a"):
+        check_rule(wrong, sample)
+
+
+# -- the meta device ---------------------------------------------------------------------------------------------
+
+SCALED = (made((4, 5)).to(torch.float8_e4m3fn), made((5, 3)).to(torch.float8_e4m3fn), torch.ones(()), torch.ones(()))
+
+
+def scaled(**options):
+    """Rows of a product that runs on CPU in any size, and on the meta device in multiples of 16 only."""
+
+    @rule_from(aten._scaled_mm.default, **options)
+    def made_rule(call):
+        """Named dims m k, k n -> m n."""
+        return Flow([("m", None), (None, "n"), None, None, None, None], [("m", "n")])
+
+    return made_rule
+
+
+def test_a_rule_may_bring_its_own_meta_function():
+    def product(a, b, *_, **__):
+        return a.new_empty((a.shape[0], b.shape[1]))
+
+    sample = [(SCALED, {"out_dtype": torch.float32})]
+    with pytest.raises(RuleRefuted, match="on the meta device it raises"):
+        check_rule(scaled(), sample)
+    with pytest.raises(RuleRefuted, match=r"on the meta device its results are .*float8"):
+        check_rule(scaled(meta=product), sample)
+    assert check_rule(scaled(meta=lambda *args, **_: product(*args).to(torch.float32)), sample).cases
+
+
 # -- what it reports ---------------------------------------------------------------------------------------------
 
 

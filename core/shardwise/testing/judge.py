@@ -14,7 +14,7 @@ from shardwise.spec import TensorSpec
 from shardwise.testing.simulated import Coordinate
 from shardwise.testing.trial import Answer, Case, Trial
 
-__all__ = ["difference", "judge"]
+__all__ = ["comparable", "difference", "judge"]
 
 # Ops that hand out memory as it is: shape and dtype are all that can be judged.
 _UNDEFINED = ("empty", "new_empty")
@@ -79,6 +79,7 @@ def _judge_operands(
 def _same(tensor: Tensor, other: Tensor | None) -> bool:
     if other is None or tensor.shape != other.shape:
         return False
+    tensor, other = comparable(tensor), comparable(other)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
@@ -172,6 +173,11 @@ def _reduced(found: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tup
     return parts, scale
 
 
+def comparable(tensor: Tensor) -> Tensor:
+    """A float8 tensor in float32, which has every value of it: torch compares no float8. Others as they are."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+
+
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
@@ -195,6 +201,7 @@ def _close(found: Tensor, wanted: Tensor, tolerance: float, scale: float, *, eit
 
     ``either_non_finite`` takes inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
     """
+    found, wanted = comparable(found), comparable(wanted)
     if found.dtype == wanted.dtype and torch.equal(found, wanted):
         return None
     exact = not (wanted.is_floating_point() or wanted.is_complex())

@@ -272,7 +272,7 @@ def _planned(
 ) -> tuple[tuple[TensorMeta | None, ...], str | None]:
     schema = _schema(op, values, AbstractMesh(()), rule)
     try:
-        found = output_metas(op, schema.values)
+        found = output_metas(op, schema.values, rule.meta)
     except Exception as error:  # noqa: BLE001  a meta kernel may raise anything
         return metas, f"on the meta device it raises {type(error).__name__}: {error}"
     if found is UNKNOWN:

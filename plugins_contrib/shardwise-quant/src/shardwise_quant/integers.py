@@ -1,0 +1,77 @@
+"""Products with 8-bit integers: both factors (``_int_mm``), or the weight alone (``_weight_int8pack_mm``).
+
+A shard may have a size that the kernel refuses, or for which it reads past the end, though the whole tensor has not.
+The lowerings put zeros behind it, which add nothing to a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from shardwise.rule import LocalCall, rule
+from shardwise_quant.padding import padded, up
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# (rows, k, columns): what _int_mm takes by device type: at least so many rows, multiples of the other two. CUDA's
+# checks ask for more than 16 rows and multiples of 8 (aten/src/ATen/native/cuda/Blas.cpp).
+INT_MM_TAKES: Mapping[str, tuple[int, int, int]] = {"cuda": (17, 8, 8)}
+# torch's CPU kernel for bfloat16 steps through k by 16 on AVX512 (8 on AVX2 and NEON) without a remainder: on other
+# sizes it reads what lies behind the row (aten/src/ATen/native/cpu/int8mm_kernel.cpp). CUDA's goes one by one.
+PACK_STEP = 16
+
+
+def _int_mm(
+    local: LocalCall, left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    m, k, n = *left.shape, right.shape[1]
+    if 0 in (m, k, n):
+        return left.new_zeros((m, n), dtype=torch.int32) if out is None else out.zero_()
+    rows, inner, columns = INT_MM_TAKES.get(left.device.type, (1, 1, 1))
+    tall, deep, wide = max(m, rows), up(k, inner), up(n, columns)
+    if (tall, deep, wide) == (m, k, n):
+        written = {} if out is None else {"out": out}
+        found: torch.Tensor = local.call.op(left, right, **written)
+        return found
+    made = aten._int_mm.default(padded(left, (tall, deep)), padded(right, (deep, wide)))[:m, :n]
+    return made.contiguous() if out is None else out.copy_(made)
+
+
+# Integer sums are exact, so a sharded k gives the same bits. Nothing pending comes in: a pending sum of 8-bit
+# integers may wrap round, its 32-bit product does not.
+INT_MM = rule(
+    [aten._int_mm.default, aten._int_mm.out],
+    "m k, k n -> m n",
+    reduce={"k": "sum"},
+    lowering=_int_mm,
+    lowered=["*"],
+)
+
+
+def _int8pack(local: LocalCall, x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    (m, k), n = x.shape, weight.shape[0]
+    if 0 in (m, k, n):
+        return x.new_zeros((m, n))
+    deep = k if x.device.type == "cuda" else up(k, PACK_STEP)
+    # All row-major: the CPU kernel takes any row stride of x for k, and any stride of the scales for one.
+    found: torch.Tensor = aten._weight_int8pack_mm.default(
+        padded(x, (m, deep)), padded(weight, (n, deep)), scales.contiguous()
+    )
+    return found
+
+
+INT8PACK = rule(
+    aten._weight_int8pack_mm.default,
+    "m k, n k, n -> m n",
+    reduce={"k": "sum"},
+    # Linear in what is floating: the activations, and the scales.
+    partial=["sum, R, R -> sum", "avg, R, R -> avg", "R, R, sum -> sum", "R, R, avg -> avg"],
+    lowering=_int8pack,
+    lowered=["*"],
+)
+
+RULES = (INT_MM, INT8PACK)
