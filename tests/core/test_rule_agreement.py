@@ -40,7 +40,7 @@ def by_version(rank):
 
 
 def by_notation(rank):
-    return registry_of("1", "m k, k n -> m n" if rank % 2 else "R, R -> R")
+    return registry_of("1", "m n, R -> m n" if rank % 2 else "R, R -> R")
 
 
 def alike(_):
@@ -64,7 +64,7 @@ def test_a_rule_that_reads_otherwise_in_one_version_differs(pool):
     (differences,) = set(pool.run(refusal, by_notation))
     (line,) = differences
     assert line.startswith(
-        "rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m k, k n -> m n on ranks 1, 3"
+        "rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m n, R -> m n on ranks 1, 3"
     )
 
 

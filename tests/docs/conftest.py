@@ -10,6 +10,9 @@
                                 ``, run here too`` at its end it is also one of the page's Python blocks
 ``<!-- not run: why -->``       the next block does not run, for the reason given
 ==============================  ====================================================================================
+
+A page whose examples need more than this says ``<!-- this page is run by TEST -->``; a ``$ cat FILE`` in a console block
+is that file.
 """
 
 import re

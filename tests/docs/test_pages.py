@@ -6,13 +6,16 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from contextlib import contextmanager
 
 import pytest
 from click.testing import CliRunner
 
 from shardwise.cli import main
+from shardwise.discovery import default_registry
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+OWN_TEST = re.compile(r"^<!-- this page is run by (\S+) -->$", re.MULTILINE)
 # Blocks that hold no program: what something printed, and settings, which are read.
 READ = {"json": json.loads, "toml": tomllib.loads, "text": str, "yaml": str}
 
@@ -35,14 +38,31 @@ def test_every_block_runs_or_says_why_not(page, docs):
 
 def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
     """Those for one process in one namespace, those for several ranks as one program on the pool."""
+    own = OWN_TEST.search(page.read_text())
+    if own:
+        assert (docs.ROOT / own[1]).exists(), f"{page.name} says that {own[1]} runs it"
+        return
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "page"}
-    for block in docs.blocks(page):
-        if block.language in {"setup", "python"} and (not block.how or block.how.endswith(", run here too")):
-            exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
+    with kept_overrides():
+        for block in docs.blocks(page):
+            if block.language in {"setup", "python"} and (not block.how or block.how.endswith(", run here too")):
+                exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
     programs = [b.text for b in docs.blocks(page) if b.how == "on 4 ranks"]
     if programs:
         pool.run(run_program, "".join(programs))
+
+
+@contextmanager
+def kept_overrides():
+    """What a page overrides ends with it."""
+    registry = default_registry()
+    before = {op: list(entries) for op, entries in registry._overrides.items()}
+    try:
+        yield
+    finally:
+        registry._overrides = before
+        registry.changed()
 
 
 def run_program(text):
@@ -58,6 +78,9 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
             continue
         for command, shown in commands(block.text):
             words = shlex.split(command)
+            if words[0] == "cat":
+                (tmp_path / words[1]).write_text(shown)
+                continue
             assert words[0] == "shardwise", f"{block}: {command} needs a mark of how it runs"
             result = CliRunner().invoke(main, words[1:])
             assert result.exception is None or isinstance(result.exception, SystemExit), (
@@ -74,8 +97,9 @@ def commands(text):
 
 
 def squeezed(text):
-    """Lines without the space that the width of a terminal decides, and without versions of shardwise."""
+    """Lines without the space that the width of a terminal decides, and without the folder of a checkout."""
     lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═]+", " ", line).strip() for line in text.splitlines())
+    lines = (re.sub(r"\S*/(?=(core|plugins)/shardwise)", "", line) for line in lines)
     return [line for line in lines if line]
 
 
