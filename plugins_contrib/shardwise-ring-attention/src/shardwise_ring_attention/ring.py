@@ -26,9 +26,7 @@ Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
-def ring_forward(
-    local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor]:
+def ring_forward(local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of this rank's queries against the keys of all ranks."""
     at = local.once(place)
     home, work = at.home, at.work

@@ -78,8 +78,7 @@ def _flow(call: Call, made: Sequence[str], reduce: str, partial_rows: Sequence[s
     positions = None if call.args["is_causal"] and not _may_ring(call) else "q"
     labels = {"b": "b", "H": many, "K": few, "Q": positions, "S": None, "E": None}
     inputs = [
-        _named(meta, _ARGUMENTS.get(name), labels)
-        for meta, name in zip(call.operands, call.operand_names, strict=True)
+        _named(meta, _ARGUMENTS.get(name), labels) for meta, name in zip(call.operands, call.operand_names, strict=True)
     ]
     results = [*made, *[None] * (len(call.outputs) - len(made))]
     outputs = [_named(meta, dims, labels) for meta, dims in zip(call.outputs, results, strict=True)]
