@@ -124,11 +124,11 @@ def changes_what_it_sends(at, comm):
 @pytest.mark.parametrize(
     ("work", "found"),
     [
-        (lambda at, comm: comm.start_shift(torch.ones(1), 0) and None, "never waited for"),
+        (lambda _, comm: comm.start_shift(torch.ones(1), 0) and None, "never waited for"),
         (changes_what_it_sends, "changed before it was waited for"),
         (lambda at, comm: comm.shift(torch.ones(at[0]), 0), r"of shape \(1,\) and \(0,\) is expected"),
-        (lambda at, comm: comm.start_shift(torch.ones(2), 0, 1, (3,)).wait(), r"\(2,\) and \(3,\) is expected"),
-        (lambda at, comm: comm.all_to_all([torch.ones(1)] * 2, 0, [(1,), (2,)]), "is expected"),
+        (lambda _, comm: comm.start_shift(torch.ones(2), 0, 1, (3,)).wait(), r"\(2,\) and \(3,\) is expected"),
+        (lambda _, comm: comm.all_to_all([torch.ones(1)] * 2, 0, [(1,), (2,)]), "is expected"),
     ],
     ids=["not waited for", "changed meanwhile", "unlike shapes", "wrong shape", "wrong shapes"],
 )

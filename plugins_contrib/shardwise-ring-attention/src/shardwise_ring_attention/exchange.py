@@ -1,14 +1,14 @@
-"""From one layout of positions to another, within a ring: one all-to-all per dtype."""
+"""From one layout of positions to another, within a ring: an all-to-all per tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import prod
+from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
-from shardwise.rule import LocalCall
 from torch import Tensor
 
+from shardwise.rule import LocalCall
 from shardwise_ring_attention.geometry import Range, Ranges, length, overlaps
 from shardwise_ring_attention.place import SEQUENCE, Place
 
@@ -22,33 +22,31 @@ def cut(tensor: Tensor, positions: Range) -> Tensor:
     return tensor.narrow(SEQUENCE, positions[0], positions[1] - positions[0])
 
 
-def exchange(local: LocalCall, at: Place, tensors: Sequence[Tensor], have: Layouts, want: Layouts) -> list[Tensor]:
-    """The tensors with the positions that ``want`` gives this rank; ``have`` says who holds which, by place in the ring."""
+def exchange(local: LocalCall, at: Place, tensor: Tensor, have: Layouts, want: Layouts) -> Tensor:
+    """The tensor with the positions that ``want`` gives this rank; ``have`` says who holds which, by ring place."""
     if have == want:
-        return list(tensors)
-    found: dict[int, Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        moved = _exchange(local, at, [tensors[i] for i in alike], have, want)
-        found.update(zip(alike, moved, strict=True))
-    return [found[i] for i in range(len(tensors))]
+        return tensor
+    mine, ranks = have[at.index], range(at.size)
+    came = [overlaps(have[source], want[at.index]) for source in ranks]
+    received = local.comm.all_to_all(
+        [_joined(tensor, [cut(tensor, _within(mine, part)) for part in overlaps(mine, want[rank])]) for rank in ranks],
+        at.ring,
+        [_resized(tensor, length(tuple(parts))) for parts in came],
+    )
+    found: list[tuple[int, Tensor]] = []
+    for parts, run in zip(came, received, strict=True):
+        pieces = run.split([stop - start for start, stop in parts], SEQUENCE)
+        found += [(start, piece) for (start, _), piece in zip(parts, pieces, strict=True)]
+    return _joined(tensor, [piece for _, piece in sorted(found, key=itemgetter(0))])
 
 
-def _exchange(local: LocalCall, at: Place, tensors: Sequence[Tensor], have: Layouts, want: Layouts) -> list[Tensor]:
-    ranks = range(at.size)
-    mine = have[at.index]
-    sent = [_packed(cut(t, _within(mine, part)) for t in tensors for part in overlaps(mine, want[d])) for d in ranks]
-    sent = [tensors[0].new_empty(0) if flat is None else flat for flat in sent]
-    parts = [overlaps(have[source], want[at.index]) for source in ranks]
-    widths = [_width(tensor) for tensor in tensors]
-    shapes = [(length(tuple(part)) * sum(widths),) for part in parts]
-    received = local.comm.all_to_all(sent, at.ring, shapes)
-    return [_arranged(tensor, i, widths, parts, received) for i, tensor in enumerate(tensors)]
+def _joined(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(parts, SEQUENCE) if parts else tensor.new_empty(_resized(tensor, 0))
 
 
-def _packed(parts: Iterable[Tensor]) -> Tensor | None:
-    flat = [part.reshape(-1) for part in parts]
-    return torch.cat(flat) if flat else None
+def _resized(tensor: Tensor, count: int) -> list[int]:
+    """The shape of a tensor with ``count`` positions."""
+    return [count if d == SEQUENCE else n for d, n in enumerate(tensor.shape)]
 
 
 def _within(ranges: Ranges, part: Range) -> Range:
@@ -59,29 +57,3 @@ def _within(ranges: Ranges, part: Range) -> Range:
             return part[0] - start + at, part[1] - start + at
         at += stop - start
     raise AssertionError(f"{part} is not within {ranges}")
-
-
-def _width(tensor: Tensor) -> int:
-    """How many elements a position has."""
-    return prod(n for d, n in enumerate(tensor.shape) if d != SEQUENCE)
-
-
-def _arranged(
-    tensor: Tensor, i: int, widths: Sequence[int], parts: Sequence[Sequence[Range]], received: Sequence[Tensor]
-) -> Tensor:
-    """One of the tensors, of what each rank sent of it."""
-    found: list[tuple[int, Tensor]] = []
-    for source, flat in zip(parts, received, strict=True):
-        total = length(tuple(source))
-        own = flat.split([total * width for width in widths])[i]
-        sizes = [stop - start for start, stop in source]
-        runs = own.split([size * widths[i] for size in sizes])
-        for (start, _), size, run in zip(source, sizes, runs, strict=True):
-            found.append((start, run.view(_with_positions(tensor, size))))
-    if not found:
-        return tensor.new_empty(_with_positions(tensor, 0))
-    return torch.cat([part for _, part in sorted(found, key=lambda pair: pair[0])], SEQUENCE)
-
-
-def _with_positions(tensor: Tensor, count: int) -> list[int]:
-    return [count if d == SEQUENCE else n for d, n in enumerate(tensor.shape)]

@@ -7,6 +7,7 @@ A rank holds some ranges of positions, one behind the other in memory. A causal 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from attrs import evolve, frozen
 
@@ -54,7 +55,7 @@ def balanced(span: Range, ranks: int) -> tuple[Ranges, ...]:
     """
     start, stop = span
     marks = [start + (stop - start) * c // (2 * ranks) for c in range(2 * ranks + 1)]
-    chunks = list(zip(marks[:-1], marks[1:], strict=True))
+    chunks = list(pairwise(marks))
     pairs = ((chunks[i], chunks[-1 - i]) for i in range(ranks))
     return tuple(tuple((a, b) for a, b in pair if a < b) for pair in pairs)
 

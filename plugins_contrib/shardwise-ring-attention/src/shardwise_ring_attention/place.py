@@ -6,9 +6,9 @@ from itertools import pairwise, product
 from math import prod
 
 from attrs import frozen
+
 from shardwise.rule import LocalCall
 from shardwise.spec import TensorSpec
-
 from shardwise_ring_attention.geometry import Piece, Range, Ranges, balanced, pieces
 
 __all__ = ["SEQUENCE", "Layout", "Place", "place"]

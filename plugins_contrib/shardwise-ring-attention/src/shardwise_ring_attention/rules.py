@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from attrs import evolve
+from torch import Tensor
+
 from shardwise.placements import REPLICATE, Placement, partial, shard
 from shardwise.rule import Call, Flow, LocalCall, Row, Rows, rule_from
 from shardwise.spec import TensorMeta
-from torch import Tensor
-
 from shardwise_ring_attention.place import SEQUENCE
 from shardwise_ring_attention.ring import ring_backward, ring_forward
 
@@ -225,7 +225,7 @@ _BACKWARD_ROWS = {_RING: (_SPLIT, _SPLIT, _SPLIT), _KEYS_ALONE: (_SUM, _SPLIT, _
     lowering=_forward,
 )
 def ATTENTION(call: Call) -> Rows:
-    """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; q, q with s, or s sharded: a ring (no mask, no dropout)."""
+    """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; a ring over q with s (no mask, no dropout)."""
     return _rows(call, _flow(call, _RESULTS, "R", _LINEAR), _FORWARD_ROWS)
 
 
