@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
-from math import prod
+from itertools import product
 
 from attrs import frozen
 
@@ -61,9 +60,11 @@ def place(local: LocalCall) -> Place:
     queries, keys = ([_held(spec, member) for member in members] for spec in (query, key))
     causal = bool(local.arg("is_causal"))
     home = Layout(*(tuple(_ranges(r) for r in held) for held in (queries, keys)))
+    # All ranks of the mesh decide alike: no other mesh dim shards positions, so each ring has all of them.
+    whole = len(ring) == len(by_query) == len(by_key)
     work = home
-    if causal and queries == keys and all(a[1] == b[0] for a, b in pairwise(queries)):
-        even = balanced((queries[0][0], queries[-1][1]), len(members))
+    if causal and whole and queries == keys and len(members) > 1:
+        even = balanced((0, query.shape[SEQUENCE]), len(members))
         work = Layout(even, even)
     index = members.index(local.coordinate)
     steps = (work.keys[(index - step) % len(members)] for step in range(len(members)))
@@ -72,7 +73,7 @@ def place(local: LocalCall) -> Place:
         only_keys=tuple(m for m in by_key if m not in by_query),
         index=index,
         home=home,
-        work=work if prod(query.mesh_shape[m] for m in ring) > 1 else home,
+        work=work,
         steps=tuple(pieces(work.queries[index], held, causal=causal) for held in steps),
     )
 

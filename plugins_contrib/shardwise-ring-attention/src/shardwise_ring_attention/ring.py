@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.lowering import Coming
 from shardwise.rule import LocalCall
 from shardwise_ring_attention.exchange import cut, exchange
-from shardwise_ring_attention.geometry import Range, length
+from shardwise_ring_attention.geometry import Piece, Range, length
 from shardwise_ring_attention.place import SEQUENCE, Place, place
 
 __all__ = ["Backward", "Forward", "ring_backward", "ring_forward"]
@@ -54,15 +54,16 @@ def ring_backward(local: LocalCall, kernel: Backward, operands: Operands) -> tup
     home, work = at.home.queries, at.work.queries
     grad, query, key, value, out, lse = operands
     rows = [exchange(local, at, x, home, work) for x in (grad, query, out, lse.unsqueeze(-1))]
-    of_query = rows[1].new_zeros(rows[1].shape, dtype=_wide(query.dtype))
+    sums: list[Tensor | None] = [None, None, None]
     coming: list[Coming] = []
     for step, columns in enumerate(_blocks(local, at, key, value)):
-        parts = [x.new_zeros(x.shape, dtype=_wide(x.dtype)) for x in columns]
-        for piece in at.steps[step] if of_query.numel() else ():
-            _add_gradients(kernel, piece.queries, piece.keys, piece.causal, rows, columns, [of_query, *parts])
-        for total, one in zip(parts, coming, strict=False):  # nothing comes in the first step
-            total.add_(one.wait())
+        sums[1:] = None, None
+        for piece in at.steps[step] if rows[1].numel() else ():
+            _add_gradients(kernel, piece, rows, columns, sums)
+        parts = [_filled(total, x) for total, x in zip(sums[1:], columns, strict=True)]
+        _add_coming(parts, coming)
         coming = [_start(local, at, x, step + 1) for x in parts]
+    of_query = _filled(sums[0], rows[1])
     del rows
     of_query = exchange(local, at, of_query.to(query.dtype), work, home)
     of_key, of_value = (one.wait().to(key.dtype) for one in coming)
@@ -71,20 +72,31 @@ def ring_backward(local: LocalCall, kernel: Backward, operands: Operands) -> tup
 
 
 def _add_gradients(
-    kernel: Backward,
-    queries: Range,
-    keys: Range,
-    causal: bool,
-    rows: list[Tensor],
-    columns: tuple[Tensor, Tensor],
-    sums: list[Tensor],
+    kernel: Backward, piece: Piece, rows: list[Tensor], columns: tuple[Tensor, Tensor], sums: list[Tensor | None]
 ) -> None:
     """Add one piece's part to the gradients of query, key and value."""
-    grad, query, out, lse = (cut(x, queries) for x in rows)
-    key, value = (cut(x, keys) for x in columns)
-    parts = kernel(grad, query, key, value, out, lse.squeeze(-1).contiguous(), causal)
-    for total, part, where in zip(sums, parts, (queries, keys, keys), strict=True):
-        cut(total, where).add_(part)
+    grad, query, out, lse = (cut(x, piece.queries) for x in rows)
+    key, value = (cut(x, piece.keys) for x in columns)
+    parts = kernel(grad, query, key, value, out, lse.squeeze(-1).contiguous(), piece.causal)
+    places = (rows[1], piece.queries), (columns[0], piece.keys), (columns[1], piece.keys)
+    for i, (part, (whole, where)) in enumerate(zip(parts, places, strict=True)):
+        if sums[i] is None and part.shape == whole.shape:
+            sums[i] = part.to(_wide(part.dtype))
+        else:
+            sums[i] = total = _filled(sums[i], whole)
+            cut(total, where).add_(part)
+
+
+def _add_coming(parts: list[Tensor], coming: list[Coming]) -> None:
+    """Add what the ranks before have found for the same keys; nothing comes in the first step."""
+    for total, one in zip(parts, coming, strict=False):
+        total.add_(one.wait())
+    coming.clear()  # and the memory with them
+
+
+def _filled(total: Tensor | None, like: Tensor) -> Tensor:
+    """A sum of parts, or zeros where there were none."""
+    return like.new_zeros(like.shape, dtype=_wide(like.dtype)) if total is None else total
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

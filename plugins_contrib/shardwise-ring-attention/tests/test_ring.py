@@ -1,0 +1,134 @@
+"""Attention on real ranks beside one device: every layout, forward and backward; the order of steps; memory and work."""
+
+import pytest
+import torch
+from measure import contiguous_work, observed_work, peak_of_attention
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Replicate, Shard, collectives, dispatcher
+from shardwise.testing import mesh
+from shardwise_ring_attention import rules
+
+R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
+
+# mesh, layout of queries, layout of keys and values, (batch, query heads, key heads, queries, keys)
+LAYOUTS = {
+    "ring": ((4,), [SEQUENCE], [SEQUENCE], (2, 2, 2, 16, 16)),
+    "uneven": ((4,), [SEQUENCE], [SEQUENCE], (2, 3, 3, 13, 13)),
+    "an empty shard": ((4,), [SEQUENCE], [SEQUENCE], (1, 2, 2, 5, 5)),
+    "two empty shards": ((4,), [SEQUENCE], [SEQUENCE], (1, 2, 2, 2, 2)),
+    "heads and ring": ((2, 2), [HEADS, SEQUENCE], [HEADS, SEQUENCE], (2, 4, 4, 10, 10)),
+    "ring and batch": ((2, 2), [SEQUENCE, BATCH], [SEQUENCE, BATCH], (3, 2, 2, 7, 7)),
+    "over two mesh dims": ((2, 2), [SEQUENCE, SEQUENCE], [SEQUENCE, SEQUENCE], (1, 2, 2, 11, 11)),
+    "beside copies": ((2, 2), [R, SEQUENCE], [R, SEQUENCE], (1, 2, 2, 8, 8)),
+    "grouped heads": ((2, 2), [HEADS, SEQUENCE], [HEADS, SEQUENCE], (2, 8, 2, 9, 9)),
+    "one key head": ((4,), [SEQUENCE], [SEQUENCE], (2, 3, 1, 12, 12)),
+    "more keys": ((4,), [SEQUENCE], [SEQUENCE], (2, 2, 2, 6, 15)),
+    "fewer keys": ((4,), [SEQUENCE], [SEQUENCE], (2, 2, 2, 15, 6)),
+    "whole keys": ((4,), [SEQUENCE], [R], (2, 2, 2, 10, 10)),
+    "whole queries": ((4,), [R], [SEQUENCE], (2, 2, 2, 1, 10)),
+    "ring, and whole queries": ((2, 2), [SEQUENCE, R], [SEQUENCE, SEQUENCE], (1, 2, 2, 9, 9)),
+}
+
+
+def attention(layout, causal, dtype, tolerance):
+    mesh_shape, of_query, of_keys, (batch, heads, few, queries, keys) = layout
+    generator = torch.Generator().manual_seed(5)
+    shapes = (batch, heads, queries, 8), (batch, few, keys, 8), (batch, few, keys, 8), (batch, heads, queries, 8)
+    *whole, grad = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
+    layouts = of_query, of_keys, of_keys
+    ours = [
+        sw.distribute_tensor(x, mesh(mesh_shape), where).requires_grad_()
+        for x, where in zip(whole, layouts, strict=True)
+    ]
+    whole = [x.requires_grad_() for x in whole]
+    moved, plans = [], []
+    with collectives.observe(moved.append), dispatcher.observe(plans.append):
+        out = functional.scaled_dot_product_attention(*ours, is_causal=causal, enable_gqa=heads != few)
+    expected = functional.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=heads != few)
+    assert {event.kind for event in moved} <= {"shift", "all_to_all", "all_reduce"}
+    assert not any(plan.strategies[0].cost for plan in plans)
+    out.backward(sw.distribute_tensor(grad, mesh(mesh_shape), out.placements))
+    expected.backward(grad)
+    assert out.placements == tuple(of_query)
+    for found, wanted in ((out, expected), *((x.grad, y.grad) for x, y in zip(ours, whole, strict=True))):
+        torch.testing.assert_close(found.full_tensor(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_it_is_attention_of_one_device(pool, layout, causal):
+    pool.run(attention, layout, causal, torch.float64, 1e-9)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_shorter_dtypes_stay_close(pool, causal, dtype, tolerance):
+    pool.run(attention, LAYOUTS["uneven"], causal, dtype, tolerance)
+
+
+# -- the order of steps ------------------------------------------------------------------------------------------
+
+
+def order_of_steps(causal):
+    """What one rank does in a forward pass: shifts issued and waited for, and kernels run."""
+    done = []
+    original = rules.ring_forward
+
+    def watched(local, kernel, *operands):
+        def noted(*args):
+            done.append("kernel")
+            return kernel(*args)
+
+        return original(local, noted, *operands)
+
+    query = sw.ones(1, 2, 16, 4, device_mesh=mesh((4,)), placements=[SEQUENCE])
+    rules.ring_forward = watched
+    try:
+        told = lambda event: done.append(event.phase) if event.kind == "shift" else None
+        with collectives.observe(told, phases=("issued", "waited")):
+            functional.scaled_dot_product_attention(query, query, query, is_causal=causal)
+    finally:
+        rules.ring_forward = original
+    return done
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_the_next_block_is_on_its_way_while_one_is_worked_on(pool, causal):
+    for done in pool.run(order_of_steps, causal):
+        steps = " ".join(done).split("waited waited")
+        assert len(steps) == 4
+        for step in steps[:-1]:
+            words = step.split()
+            assert words[:2] == ["issued", "issued"]
+            assert set(words[2:]) == {"kernel"}
+        assert set(steps[-1].split()) == {"kernel"}
+
+
+# -- work and memory ---------------------------------------------------------------------------------------------
+
+
+def test_a_causal_mask_gives_all_ranks_equal_work(pool):
+    length = 64
+    work = pool.run(lambda: observed_work((1, 1, length, 8), (4,), [SEQUENCE], causal=True))
+    assert sum(work) == length * (length + 1) // 2
+    assert len(set(work)) == 1
+    alone = contiguous_work(length, 4)
+    assert max(alone) * 4 / sum(alone) > 1.6
+
+
+def peaks(causal):
+    sizes = (1, 1, 4096, 64)
+    ring = [
+        peak_of_attention(sizes, (2, 2), [R, SEQUENCE], causal=causal),
+        peak_of_attention(sizes, (4,), [SEQUENCE], causal=causal),
+    ]
+    return [*ring, peak_of_attention(sizes, (4,), [SEQUENCE], causal=causal, without=True)]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_memory_per_rank_falls_as_the_ring_grows(pool, causal):
+    for of_two, of_four, gathered in pool.run(peaks, causal):
+        assert of_four < 0.7 * of_two
+        assert of_four < (0.75 if causal else 0.95) * gathered
