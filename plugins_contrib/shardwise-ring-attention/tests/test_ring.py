@@ -1,14 +1,14 @@
-"""Attention on real ranks beside one device: every layout, forward and backward; the order of steps; memory and work."""
+"""Attention on real ranks beside one device: every layout, forward and backward; order of steps; memory and work."""
 
 import pytest
 import torch
 from measure import contiguous_work, observed_work, peak_of_attention
+from shardwise_ring_attention import rules
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Replicate, Shard, collectives, dispatcher
 from shardwise.testing import mesh
-from shardwise_ring_attention import rules
 
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
 
@@ -66,6 +66,25 @@ def test_it_is_attention_of_one_device(pool, layout, causal):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_shorter_dtypes_stay_close(pool, causal, dtype, tolerance):
     pool.run(attention, LAYOUTS["uneven"], causal, dtype, tolerance)
+
+
+def compiled():
+    generator = torch.Generator().manual_seed(3)
+    whole = [torch.randn(1, 2, 13, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    ours = [sw.distribute_tensor(x, mesh((4,)), [SEQUENCE]).requires_grad_() for x in whole]
+    whole = [x.requires_grad_() for x in whole]
+    attend = lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*ours)
+    expected = attend(*whole)
+    torch.testing.assert_close(out.full_tensor(), expected, rtol=1e-9, atol=1e-9)
+    out.backward(sw.distribute_tensor(torch.ones_like(expected), mesh((4,)), [SEQUENCE]))
+    expected.sum().backward()
+    for found, wanted in zip(ours, whole, strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), wanted.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_it_compiles(pool):
+    pool.run(compiled, timeout=120.0)
 
 
 # -- the order of steps ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Context parallelism of an unchanged model: a transformer whose activations are sharded by sequence learns as one device."""
+"""Context parallelism of an unchanged model: a transformer whose sequence is sharded learns as one device."""
 
 import pytest
 import torch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from operator import itemgetter
 
 import torch
@@ -35,12 +34,12 @@ def exchange(local: LocalCall, at: Place, tensor: Tensor, have: Layouts, want: L
     )
     found: list[tuple[int, Tensor]] = []
     for parts, run in zip(came, received, strict=True):
-        pieces = run.split([stop - start for start, stop in parts], SEQUENCE)
+        pieces = torch.split(run, [stop - start for start, stop in parts], SEQUENCE)
         found += [(start, piece) for (start, _), piece in zip(parts, pieces, strict=True)]
     return _joined(tensor, [piece for _, piece in sorted(found, key=itemgetter(0))])
 
 
-def _joined(tensor: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _joined(tensor: Tensor, parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, SEQUENCE) if parts else tensor.new_empty(_resized(tensor, 0))
 
 

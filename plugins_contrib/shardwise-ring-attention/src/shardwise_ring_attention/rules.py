@@ -150,7 +150,7 @@ def _backward(local: LocalCall, *args: Any, **named: Any) -> tuple[Any, ...]:
         scalars = _scalars(rest, q.shape[SEQUENCE], k.shape[SEQUENCE], causal)
         return local.call.op(g, q, k, v, o, lse, *scalars, **named)
 
-    return _results(local, ring_backward(local, kernel, tensors))  # type: ignore[arg-type]  # six of them
+    return _results(local, ring_backward(local, kernel, tensors))
 
 
 def _scalars(rest: Sequence[Any], queries: int, keys: int, causal: bool) -> tuple[Any, ...]:

@@ -1,11 +1,12 @@
 """Memory and work per rank as the ring grows, beside the rules that come with shardwise.
 
-Run it with ``python benchmarks/measure.py [--length 4096] [--rings 1,2,4,8] [--json]``.
+Run it with ``python tests/measure.py [--length 4096] [--rings 1,2,4,8] [--json]``.
 
-Memory: every allocation of torch's CPU allocator during forward and backward of one attention on rank 0, as the profiler
-records them, added up; the peak of that sum, with the operands. Work: the scores that each rank computes, counted at
-the kernel; the largest over the mean. Ranks are gloo processes on this machine. There is one head by default: where
-each rank can have heads of its own, the rules that come with shardwise exchange positions for heads and gather nothing.
+Memory: every allocation of torch's CPU allocator during forward and backward of one attention on rank 0, as the
+profiler records them, added up; the peak of that sum, with the operands. Work: the scores that each rank computes,
+counted at the kernel; the largest over the mean. Ranks are gloo processes on this machine. There is one head by
+default: where each rank can have heads of its own, the rules that come with shardwise exchange positions for heads and
+gather nothing.
 """
 
 from __future__ import annotations
