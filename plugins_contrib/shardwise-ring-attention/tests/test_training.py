@@ -9,42 +9,47 @@ import shardwise as sw
 from shardwise import Replicate, Shard, collectives, dispatcher
 from shardwise.testing import mesh
 
-VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, STEPS = 17, 16, 4, 30, 1, 4
+VOCABULARY, WIDTH, HEADS, STEPS = 17, 16, 4, 4
 R = Replicate()
+# Sizes of ids, and where heads and positions are of (rows, columns, heads, features): batch or sequence first.
+BATCH_FIRST, SEQUENCE_FIRST = ((1, 30), (0, 2, 1, 3)), ((32, 3), (1, 2, 0, 3))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, order):
         super().__init__()
+        self.order = order
+        self.back = [order.index(d) for d in range(4)]
         self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value, self.join = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x):
         y = self.first(x)
-        split = [part(y).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query, self.key, self.value)]
+        split = [part(y).unflatten(-1, (HEADS, -1)).permute(self.order) for part in (self.query, self.key, self.value)]
         met = functional.scaled_dot_product_attention(*split, is_causal=True)
-        x = x + self.join(met.transpose(1, 2).flatten(-2))
+        x = x + self.join(met.permute(self.back).flatten(-2))
         return x + self.narrow(functional.gelu(self.wide(self.second(x))))
 
 
 class Transformer(nn.Module):
-    def __init__(self):
+    def __init__(self, length, order):
         super().__init__()
-        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(Block(), Block())
+        self.words, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(length, WIDTH)
+        self.blocks = nn.Sequential(Block(order), Block(order))
         self.out = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, ids, positions):
         return self.out(self.blocks(self.words(ids) + self.places(positions)))
 
 
-def model_and_data():
+def model_and_data(sizes, order):
     torch.manual_seed(0)
-    model = Transformer().double()
-    ids = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
-    positions = torch.arange(LENGTH).expand(BATCH, LENGTH).contiguous()
-    return model, [ids[:, :-1].contiguous(), positions, ids[:, 1:].contiguous()]
+    along = max(range(2), key=lambda d: sizes[d])
+    model = Transformer(sizes[along], order).double()
+    ids, targets = torch.randint(VOCABULARY, (2, *sizes))
+    positions = torch.arange(sizes[along]).unsqueeze(1 - along).expand(sizes).contiguous()
+    return model, [ids, positions, targets]
 
 
 def losses(model, data, steps=STEPS):
@@ -64,10 +69,10 @@ def attention_rows(plans):
     return {plan.names for plan in plans if "scaled_dot_product" in str(plan.schema.op)}
 
 
-def learns_as_one_device(mesh_shape, layout, weights, rows):
-    model, data = model_and_data()
+def learns_as_one_device(form, mesh_shape, layout, weights, rows):
+    model, data = model_and_data(*form)
     expected = losses(model, data)
-    ours, _ = model_and_data()
+    ours, _ = model_and_data(*form)
     m = mesh(mesh_shape)
     ours = sw.distribute_module(ours, m, weights)
     parts = [sw.distribute_tensor(x, m, layout) for x in data]
@@ -91,13 +96,14 @@ TENSOR_PARALLEL = {
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "layout", "weights", "rows"),
+    ("form", "mesh_shape", "layout", "weights", "rows"),
     [
-        ((4,), [Shard(1)], {}, ("ring of q s",)),
-        ((2, 2), [Shard(1), Shard(1)], {}, ("ring of q s", "ring of q s")),
-        ((2, 2), [R, Shard(1)], TENSOR_PARALLEL, ("shard h", "ring of q s")),
+        (BATCH_FIRST, (4,), [Shard(1)], {}, ("ring of q s",)),
+        (SEQUENCE_FIRST, (4,), [Shard(0)], {}, ("ring of q s",)),
+        (BATCH_FIRST, (2, 2), [Shard(1), Shard(1)], {}, ("ring of q s", "ring of q s")),
+        (BATCH_FIRST, (2, 2), [R, Shard(1)], TENSOR_PARALLEL, ("shard h", "ring of q s")),
     ],
-    ids=["context", "context over two mesh dims", "tensor x context"],
+    ids=["context", "sequence first", "context over two mesh dims", "tensor x context"],
 )
-def test_a_transformer_learns_as_one_device(pool, mesh_shape, layout, weights, rows):
-    pool.run(learns_as_one_device, mesh_shape, layout, weights, rows, timeout=120.0)
+def test_a_transformer_learns_as_one_device(pool, form, mesh_shape, layout, weights, rows):
+    pool.run(learns_as_one_device, form, mesh_shape, layout, weights, rows, timeout=120.0)
