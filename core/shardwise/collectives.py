@@ -19,7 +19,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from shardwise.carried import CARRIED, REAL, average, carrier, is_native
-from shardwise.flight import Flight
+from shardwise.flight import Flight, Works
 from shardwise.layout import reduce_stacked
 from shardwise.private_torch import is_traced
 from shardwise.traced import FunctionalGroup
@@ -158,6 +158,20 @@ class Group:
         """:meth:`start_exchange`, and wait."""
         return self.start_exchange(flat, sent, received).wait()
 
+    def start_shift(self, flat: Tensor, by: int, count: int) -> Flight:
+        """Send a flat tensor to the rank ``by`` further, wrapping round; ``count`` elements come from the one before.
+
+        Point to point, but where a backend cannot: then it is an exchange in which the others have no part.
+        """
+        there, before = (self.position + by) % self.size, (self.position - by) % self.size
+        if is_traced(flat) or self._stages(flat):
+            sent, received = [0] * self.size, [0] * self.size
+            sent[there], received[before] = flat.numel(), count
+            return self.start_exchange(flat, sent, received)
+        out = flat.new_empty(count)
+        flight = Flight(self._send_receive(carrier(flat), there, carrier(out), before), out, flat)
+        return self._told(flight, "shift", flat) if _observers else flight
+
     # -- reduction --
 
     def start_all_reduce(self, tensor: Tensor, kind: str) -> Flight:
@@ -270,6 +284,18 @@ class Group:
         if not self._stages(piece):
             return out, piece
         return out.new_empty(out.shape, device="cpu"), piece.to("cpu", copy=True)
+
+    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> Works:
+        """Both at once: a ring in which each rank first sends and then receives would wait for ever."""
+        ops = [
+            dist.P2POp(call, tensor, peer=self._global_rank(position), group=self.process_group)
+            for call, tensor, position in ((dist.isend, sent, there), (dist.irecv, received, before))
+        ]
+        return Works(dist.batch_isend_irecv(ops))
+
+    def _global_rank(self, position: int) -> int:
+        rank = self._order.index(position) if self._order else position
+        return dist.get_global_rank(self.process_group, rank)
 
     def _gather_coalesced(self, out: Tensor, piece: Tensor) -> Any:
         return self.process_group.allgather_into_tensor_coalesced([out], [piece])

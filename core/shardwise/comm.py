@@ -7,13 +7,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import collectives, groups
 from shardwise.errors import RankDisagreementError, TracingError
-from shardwise.groups import broadcast_, group_of, rank_at
+from shardwise.flight import Flight
+from shardwise.groups import broadcast_, group_of
+from shardwise.lowering import MeshDims
 from shardwise.placements import Replicate
 from shardwise.private_torch import is_traced, outside_modes
 from shardwise.spec import Mesh, TensorSpec
@@ -34,46 +35,50 @@ class MeshComm:
         dims = tuple(m for m in mesh_dims if self.mesh.size(m) > 1)
         return groups.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
         """The tensors of all ranks along a mesh dim; the shapes may differ."""
-        group = group_of(self.mesh, (mesh_dim,))
+        group = group_of(self.mesh, _dims(mesh_dim))
         if group.size == 1:
             return [tensor]
         _refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
         shapes = _shapes(group.all_gather(self._row(tensor)))
         return _exchange(group, [tensor] * group.size, shapes)
 
-    def all_to_all(self, tensors: Sequence[torch.Tensor], mesh_dim: int) -> list[torch.Tensor]:
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
+    ) -> list[torch.Tensor]:
         """Send ``tensors[i]`` to rank ``i`` of the mesh dim; any shapes."""
-        group = group_of(self.mesh, (mesh_dim,))
+        group = group_of(self.mesh, _dims(mesh_dim))
         if group.size == 1:
             return list(tensors)
-        _refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
-        shapes = _shapes(group.all_to_all(torch.stack([self._row(t) for t in tensors])))
+        if shapes is None:
+            _refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
+            shapes = _shapes(group.all_to_all(torch.stack([self._row(t) for t in tensors])))
         return _exchange(group, tensors, shapes)
 
     def _row(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.tensor(_shape_row(tensor.shape), device=self.mesh.device_type)
 
-    def shift(self, tensor: torch.Tensor, mesh_dim: int, by: int = 1) -> torch.Tensor:
+    def shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
         """Send to the rank ``by`` further along the mesh dim, return what came from the rank ``by`` before."""
-        n, group = self.mesh.size(mesh_dim), self.mesh.get_group(mesh_dim)
-        if by % n == 0:
-            return tensor
-        here = self.mesh.get_coordinate()[mesh_dim]
-        if is_traced(tensor):
-            sent, back = [0] * n, [0] * n
-            sent[(here + by) % n] = back[(here - by) % n] = tensor.numel()
-            return group_of(self.mesh, (mesh_dim,)).exchange(tensor.reshape(-1), sent, back).view(tensor.shape)
-        there, before = (rank_at(self.mesh, mesh_dim, (here + step) % n) for step in (by, -by))
-        received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        ops = [
-            dist.P2POp(dist.isend, tensor.contiguous(), peer=there, group=group),
-            dist.P2POp(dist.irecv, received, peer=before, group=group),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        return received
+        return self.start_shift(tensor, mesh_dim, by, shape).wait()
+
+    def start_shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> Flight:
+        """:meth:`shift` without waiting; while a graph is traced, what came is there at once."""
+        group = group_of(self.mesh, _dims(mesh_dim))
+        if by % group.size == 0:
+            return Flight(None, tensor)
+        coming = torch.Size(tensor.shape if shape is None else shape)
+        flight = group.start_shift(tensor.contiguous().view(-1), by, coming.numel())
+        return flight.then(lambda flat: flat.view(coming))
+
+
+def _dims(mesh_dim: MeshDims) -> tuple[int, ...]:
+    return (mesh_dim,) if isinstance(mesh_dim, int) else tuple(mesh_dim)
 
 
 def _refuse_traced(tensor: torch.Tensor, asked: str) -> None:
@@ -94,7 +99,9 @@ def _shapes(rows: torch.Tensor) -> list[list[int]]:
     return [row[1 : 1 + row[0]] for row in rows.tolist()]
 
 
-def _exchange(group: collectives.Group, sent: Sequence[torch.Tensor], shapes: list[list[int]]) -> list[torch.Tensor]:
+def _exchange(
+    group: collectives.Group, sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
     counts = [torch.Size(s).numel() for s in shapes]
     flat = group.exchange(torch.cat([t.reshape(-1) for t in sent]), [t.numel() for t in sent], counts)
     return [part.reshape(s) for part, s in zip(torch.split(flat, counts), shapes, strict=True)]

@@ -7,15 +7,16 @@ does the local work that follows, such as an average or a change of strides.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
 from weakref import ref
 
 from torch import Tensor
+from torch.futures import Future
 
-__all__ = ["Flight", "Window"]
+__all__ = ["Flight", "Window", "Works"]
 
 
 class Flight:
@@ -80,6 +81,24 @@ class Flight:
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+class Works:
+    """What sends and what receives, as one. Backends make no future of these: they are finished when waited for."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+        self._finished: Future[None] | None = None
+
+    def get_future(self) -> Future[None]:
+        self._finished = self._finished or Future()
+        return self._finished
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        if self._finished is not None:
+            self._finished.set_result(None)
 
 
 class Window:

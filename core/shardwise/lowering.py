@@ -17,9 +17,20 @@ from shardwise.placements import Shard
 from shardwise.signature import Call, Kind
 from shardwise.spec import TensorSpec
 
-__all__ = ["Comm", "LocalArgs", "LocalCall", "Lowering"]
+__all__ = ["Comm", "Coming", "LocalArgs", "LocalCall", "Lowering", "MeshDims"]
 
 Found = TypeVar("Found")
+
+# One mesh dim, or several whose ranks count as one line, row-major in the order given.
+MeshDims = int | Sequence[int]
+
+
+class Coming(Protocol):
+    """A tensor on its way from another rank."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it is here; waiting again gives the same one."""
+        ...
 
 
 class Comm(Protocol):
@@ -29,16 +40,36 @@ class Comm(Protocol):
         """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is left as it is."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
         """The tensors of all ranks along one mesh dim; shapes may differ between ranks."""
         ...
 
-    def all_to_all(self, tensors: Sequence[torch.Tensor], mesh_dim: int) -> list[torch.Tensor]:
-        """Send ``tensors[i]`` to rank ``i`` of the mesh dim and return what each rank sent here; any shapes."""
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
+    ) -> list[torch.Tensor]:
+        """Send ``tensors[i]`` to rank ``i`` of the mesh dim and return what each rank sent here; any shapes.
+
+        ``shapes`` are those of what comes, where they are known: it saves asking for them, which compiled code cannot.
+        """
         ...
 
-    def shift(self, tensor: torch.Tensor, mesh_dim: int, by: int = 1) -> torch.Tensor:
-        """Send to the rank ``by`` further along the mesh dim (wrapping round), return what came; like shapes."""
+    def shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """Send to the rank ``by`` further along the mesh dim (wrapping round), return what came, of ``shape``.
+
+        ``shape`` is that of ``tensor`` when it is not given; dtypes are alike.
+        """
+        ...
+
+    def start_shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> Coming:
+        """:meth:`shift`, under way while this rank does something else; ``wait()`` gives what came.
+
+        Leave ``tensor`` as it is until then, and wait for every one that was started. Under ``torch.compile`` it is an
+        ordinary shift of the graph.
+        """
         ...
 
 

@@ -49,6 +49,26 @@ def test_shift_wraps_round(by, expected):
     assert list(found.values()) == expected
 
 
+def test_shifts_that_are_started_bring_any_shape():
+    def work(at, comm):
+        here, before = at[0], (at[0] - 1) % 3
+        first = comm.start_shift(torch.full((here,), here), 0, 1, (before,))
+        second = comm.start_shift(torch.tensor(here), 0, -1)
+        return second.wait().item(), first.wait().tolist(), first.wait().tolist()
+
+    assert run_ranks((3,), work) == {(0,): (1, [2, 2], [2, 2]), (1,): (2, [], []), (2,): (0, [1], [1])}
+
+
+def test_several_mesh_dims_make_one_line_in_the_order_given():
+    found = run_ranks((2, 3), lambda at, comm: comm.shift(numbered(at), (0, 1)).item())
+    assert [found[at] for at in coordinates((2, 3))] == [12.0, 0.0, 1.0, 2.0, 10.0, 11.0]
+    found = run_ranks((2, 3), lambda at, comm: [int(t) for t in comm.all_gather(numbered(at), (1, 0))])
+    assert found[0, 2] == [0, 10, 1, 11, 2, 12]
+    sent = lambda at: [torch.full((i,), at[0]) for i in range(4)]
+    found = run_ranks((2, 2), lambda at, comm: comm.all_to_all(sent(at), (0, 1), [(2 * at[0] + at[1],)] * 4))
+    assert [t.tolist() for t in found[1, 0]] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
 def test_collectives_follow_each_other_and_leave_their_inputs():
     def work(at, comm):
         mine = numbered(at)
@@ -92,6 +112,30 @@ def test_ranks_that_disagree_are_an_error_instead_of_a_hang(work):
     with pytest.raises(RankDisagreementError, match="asks for"):
         run_ranks((2, 2), work)
     assert threading.active_count() == before
+
+
+def changes_what_it_sends(at, comm):
+    sent = torch.ones(2)
+    coming = comm.start_shift(sent, 0)
+    sent += 1
+    return coming.wait()
+
+
+@pytest.mark.parametrize(
+    ("work", "found"),
+    [
+        (lambda _, comm: comm.start_shift(torch.ones(1), 0) and None, "never waited for"),
+        (changes_what_it_sends, "changed before it was waited for"),
+        (lambda at, comm: comm.shift(torch.ones(at[0]), 0), r"of shape \(1,\) and \(0,\) is expected"),
+        (lambda _, comm: comm.start_shift(torch.ones(2), 0, 1, (3,)).wait(), r"\(2,\) and \(3,\) is expected"),
+        (lambda _, comm: comm.all_to_all([torch.ones(1)] * 2, 0, [(1,), (2,)]), "is expected"),
+    ],
+    ids=["not waited for", "changed meanwhile", "unlike shapes", "wrong shape", "wrong shapes"],
+)
+def test_shifts_that_would_go_wrong_on_real_ranks_are_an_error(work, found):
+    with pytest.raises(RankError, match=found) as refused:
+        run_ranks((2,), work)
+    assert isinstance(refused.value.__cause__, RankDisagreementError)
 
 
 def test_what_a_rank_raises_names_the_rank_and_ends_the_others():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shardwise.errors import RankDisagreementError
 from shardwise.layout import reduce_pieces
+from shardwise.lowering import MeshDims
 
 __all__ = ["Coordinate", "RankError", "SilentComm", "SimulatedComm", "coordinates", "run_ranks"]
 
@@ -58,8 +59,26 @@ class _Request:
     @property
     def form(self) -> tuple[Any, ...]:
         """What must be the same on every rank of a group; shards may differ between groups."""
-        shapes = tuple(t.shape for t in self.tensors) if self.name in ("all_reduce", "shift") else ()
+        shapes = tuple(t.shape for t in self.tensors) if self.name == "all_reduce" else ()
         return shapes, tuple(t.dtype for t in self.tensors)
+
+
+@define(eq=False)
+class _Coming:
+    """What a shift that was started brings, and what must not change meanwhile: a real one may still be sending it."""
+
+    request: _Request
+    sent: Tensor
+    answer: Tensor
+    waited: bool = field(default=False, init=False)
+
+    def wait(self) -> Tensor:
+        """See :class:`shardwise.lowering.Coming`."""
+        before = self.request.tensors[0]
+        if not self.waited and not torch.allclose(self.sent, before, rtol=0, atol=0, equal_nan=True):
+            raise _misuse(self.request, "the tensor that it sends was changed before it was waited for")
+        self.waited = True
+        return self.answer
 
 
 class SimulatedComm:
@@ -67,27 +86,69 @@ class SimulatedComm:
 
     def __init__(self, ask: Callable[[_Request], Any]) -> None:
         self._ask = ask
+        self._started: list[_Coming] = []
 
     def all_reduce(self, tensor: Tensor, kind: str, mesh_dims: Sequence[int]) -> Tensor:
         """See :class:`shardwise.lowering.Comm`."""
         found: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
         return found
 
-    def all_gather(self, tensor: Tensor, mesh_dim: int) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, mesh_dim: MeshDims) -> list[Tensor]:
         """See :class:`shardwise.lowering.Comm`."""
-        found: list[Tensor] = self._ask(_Request("all_gather", (mesh_dim,), None, (tensor.clone(),)))
+        found: list[Tensor] = self._ask(_Request("all_gather", _dims(mesh_dim), None, (tensor.clone(),)))
         return found
 
-    def all_to_all(self, tensors: Sequence[Tensor], mesh_dim: int) -> list[Tensor]:
+    def all_to_all(
+        self, tensors: Sequence[Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
+    ) -> list[Tensor]:
         """See :class:`shardwise.lowering.Comm`."""
-        sent = tuple(t.clone() for t in tensors)
-        found: list[Tensor] = self._ask(_Request("all_to_all", (mesh_dim,), None, sent))
+        request = _Request("all_to_all", _dims(mesh_dim), shapes is None, tuple(t.clone() for t in tensors))
+        found: list[Tensor] = self._ask(request)
+        if shapes is not None:
+            _check_shapes(request, shapes, found)
         return found
 
-    def shift(self, tensor: Tensor, mesh_dim: int, by: int = 1) -> Tensor:
+    def shift(self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
         """See :class:`shardwise.lowering.Comm`."""
-        found: Tensor = self._ask(_Request("shift", (mesh_dim,), by, (tensor.clone(),)))
-        return found
+        return self.start_shift(tensor, mesh_dim, by, shape).wait()
+
+    def start_shift(
+        self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> _Coming:
+        """See :class:`shardwise.lowering.Comm`."""
+        request = _Request("shift", _dims(mesh_dim), by, (tensor.clone(),))
+        answer: Tensor = self._ask(request)
+        _check_shapes(request, [tensor.shape if shape is None else shape], [answer])
+        self._started.append(_Coming(request, tensor, answer))
+        return self._started[-1]
+
+    def check_waited(self) -> None:
+        """Raise for a shift that was started and never waited for."""
+        for coming in self._started:
+            if not coming.waited:
+                raise _misuse(coming.request, "it was started and never waited for")
+
+
+def _dims(mesh_dim: MeshDims) -> tuple[int, ...]:
+    return (mesh_dim,) if isinstance(mesh_dim, int) else tuple(mesh_dim)
+
+
+def _check_shapes(request: _Request, shapes: Sequence[Sequence[int]], answers: Sequence[Tensor]) -> None:
+    expected, found = [tuple(s) for s in shapes], [tuple(t.shape) for t in answers]
+    if expected != found:
+        raise _misuse(request, f"what comes is of shape {_one(found)} and {_one(expected)} is expected")
+
+
+def _one(shapes: Sequence[tuple[int, ...]]) -> Any:
+    return shapes[0] if len(shapes) == 1 else shapes
+
+
+def _misuse(request: _Request, found: str) -> RankDisagreementError:
+    return RankDisagreementError(
+        asked=f"run the collective {request}",
+        found=found,
+        do="Say the shape of what comes where it differs, wait for each shift, and leave what is sent alone meanwhile.",
+    )
 
 
 def _no_collective(request: _Request) -> Any:
@@ -133,7 +194,9 @@ class _Rank:
         self.turn.acquire()
         try:
             if not self.cancelled:
-                self.result = self.work(SimulatedComm(self._ask))
+                comm = SimulatedComm(self._ask)
+                self.result = self.work(comm)
+                comm.check_waited()
         except _CancelledError:
             pass
         except BaseException as error:  # noqa: BLE001  whatever a rule raises is evidence against it
@@ -226,10 +289,9 @@ def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) 
 
 
 def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
-    """The ranks that share all coordinates with this one but those of some mesh dims, in row-major order."""
-    return [
-        c for c in coordinates(mesh_shape) if all(c[m] == at[m] for m in range(len(mesh_shape)) if m not in mesh_dims)
-    ]
+    """The ranks that share all coordinates with this one but those of some mesh dims, in row-major order of these."""
+    places = product(*(range(mesh_shape[m]) for m in mesh_dims))
+    return [tuple({**dict(enumerate(at)), **dict(zip(mesh_dims, place, strict=True))}.values()) for place in places]
 
 
 def _answer(request: _Request, group: Sequence[_Request], index: int) -> Any:

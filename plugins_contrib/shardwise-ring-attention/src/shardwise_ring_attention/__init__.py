@@ -1,0 +1,1 @@
+"""Ring attention: scaled dot product attention whose sequence is sharded, as a plugin of shardwise."""

@@ -1,0 +1,175 @@
+"""The ring: each rank keeps its queries, keys and values go round, and the parts are put together exactly.
+
+In each step a rank sends the keys and values that it has to the next one and receives those of the one before, while
+it works on them. A block's result comes with the logarithm of the sum of its exponentials, by which blocks are weighed
+against each other: softmax over all keys is the weighed mean of softmax over parts of them (Milakov and Gimelshein,
+arXiv:1805.02867; Liu, Zaharia and Abbeel, arXiv:2310.01889). Sums are float32 where operands are shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from shardwise.lowering import Coming
+from shardwise.rule import LocalCall
+from shardwise_ring_attention.exchange import cut, exchange
+from shardwise_ring_attention.geometry import Piece, Range, length
+from shardwise_ring_attention.place import SEQUENCE, Place, place
+
+__all__ = ["Backward", "Forward", "ring_backward", "ring_forward"]
+
+# (query, key, value, causal) -> (output, logsumexp) on one device, in new memory; causal ones are square.
+Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+# (gradient, query, key, value, output, logsumexp, causal) -> gradients of query, key and value.
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def ring_forward(local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of this rank's queries against the keys of all ranks."""
+    at = local.once(place)
+    home, work = at.home.queries, at.work.queries
+    here = exchange(local, at, query, home, work)
+    found = _Sum(here, value.shape[-1])
+    for step, (keys, values) in enumerate(_blocks(local, at, key, value)):
+        for piece in at.steps[step] if here.numel() else ():
+            columns = cut(keys, piece.keys), cut(values, piece.keys)
+            found.add(piece.queries, *kernel(cut(here, piece.queries), *columns, piece.causal))
+    out, lse = found.result()
+    if at.only_keys:
+        out, lse = _over_ranks(local, at.only_keys, out, lse)
+    out = exchange(local, at, out.to(query.dtype), work, home)
+    return out, exchange(local, at, lse.unsqueeze(-1), work, home).squeeze(-1)
+
+
+def ring_backward(local: LocalCall, kernel: Backward, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value; the operands are those of a kernel.
+
+    Gradients of keys and values go round behind them, and each rank adds its part.
+    """
+    at = local.once(place)
+    home, work = at.home.queries, at.work.queries
+    grad, query, key, value, out, lse = operands
+    rows = [exchange(local, at, x, home, work) for x in (grad, query, out, lse.unsqueeze(-1))]
+    sums: list[Tensor | None] = [None, None, None]
+    coming: list[Coming] = []
+    for step, columns in enumerate(_blocks(local, at, key, value)):
+        sums[1:] = None, None
+        for piece in at.steps[step] if rows[1].numel() else ():
+            _add_gradients(kernel, piece, rows, columns, sums)
+        parts = [_filled(total, x) for total, x in zip(sums[1:], columns, strict=True)]
+        _add_coming(parts, coming)
+        coming = [_start(local, at, x, step + 1) for x in parts]
+    of_query = _filled(sums[0], rows[1])
+    del rows
+    of_query = exchange(local, at, of_query.to(query.dtype), work, home)
+    of_key, of_value = (one.wait().to(key.dtype) for one in coming)
+    home, work = at.home.keys, at.work.keys
+    return of_query, exchange(local, at, of_key, work, home), exchange(local, at, of_value, work, home)
+
+
+def _add_gradients(
+    kernel: Backward, piece: Piece, rows: list[Tensor], columns: tuple[Tensor, Tensor], sums: list[Tensor | None]
+) -> None:
+    """Add one piece's part to the gradients of query, key and value."""
+    grad, query, out, lse = (cut(x, piece.queries) for x in rows)
+    key, value = (cut(x, piece.keys) for x in columns)
+    parts = kernel(grad, query, key, value, out, lse.squeeze(-1).contiguous(), piece.causal)
+    places = (rows[1], piece.queries), (columns[0], piece.keys), (columns[1], piece.keys)
+    for i, (part, (whole, where)) in enumerate(zip(parts, places, strict=True)):
+        if sums[i] is None and part.shape == whole.shape:
+            sums[i] = part.to(_wide(part.dtype))
+        else:
+            sums[i] = total = _filled(sums[i], whole)
+            cut(total, where).add_(part)
+
+
+def _add_coming(parts: list[Tensor], coming: list[Coming]) -> None:
+    """Add what the ranks before have found for the same keys; nothing comes in the first step."""
+    for total, one in zip(parts, coming, strict=False):
+        total.add_(one.wait())
+    coming.clear()  # and the memory with them
+
+
+def _filled(total: Tensor | None, like: Tensor) -> Tensor:
+    """A sum of parts, or zeros where there were none."""
+    return like.new_zeros(like.shape, dtype=_wide(like.dtype)) if total is None else total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# -- keys and values on their way --------------------------------------------------------------------------------
+
+
+def _blocks(local: LocalCall, at: Place, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of all ranks, this one's first. While a block is worked on, it is sent on and the next comes."""
+    key, value = (exchange(local, at, x, at.home.keys, at.work.keys) for x in (key, value))
+    for step in range(1, at.size):
+        coming = [_start(local, at, x, step) for x in (key, value)]
+        yield key, value
+        key, value = (one.wait() for one in coming)
+        del coming
+    yield key, value
+
+
+def _start(local: LocalCall, at: Place, tensor: Tensor, step: int) -> Coming:
+    """Send a tensor of keys to the next rank; what comes is of the size that this rank has in ``step``."""
+    count = length(at.work.keys[at.source(step)])
+    shape = [count if d == SEQUENCE else n for d, n in enumerate(tensor.shape)]
+    return local.comm.start_shift(tensor, at.ring, 1, shape)
+
+
+# -- putting parts together --------------------------------------------------------------------------------------
+
+
+class _Sum:
+    """Output and logsumexp so far, over the keys that were met."""
+
+    def __init__(self, query: Tensor, features: int) -> None:
+        self._shape = (*query.shape[:-1], features)
+        self._like = query
+        self._out: Tensor | None = None
+        self._lse: Tensor | None = None
+
+    def add(self, queries: Range, part: Tensor, lse: Tensor) -> None:
+        """Add what some queries find among other keys; takes the memory of ``part``."""
+        part = part.to(_wide(part.dtype))
+        if self._out is None and part.shape == self._shape:
+            self._out, self._lse = part, lse
+            return
+        out, total = (cut(x, queries) for x in self.result())
+        new = torch.logaddexp(total, lse)
+        out.mul_(_weight(total, new)).add_(_weighed_(part, lse, new))
+        total.copy_(new)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Both, nothing where no key was met."""
+        if self._out is None or self._lse is None:
+            self._out = self._like.new_zeros(self._shape, dtype=_wide(self._like.dtype))
+            self._lse = self._out.new_full(self._shape[:-1], float("-inf"))
+        return self._out, self._lse
+
+
+def _weight(lse: Tensor, total: Tensor) -> Tensor:
+    """The share of keys with this logsumexp in all; none where they have no weight, as where there were none yet."""
+    return (lse - total).exp_().masked_fill_(lse.isneginf(), 0).unsqueeze(-1)
+
+
+def _weighed_(part: Tensor, lse: Tensor, total: Tensor) -> Tensor:
+    # A mean over keys without weight is no number; what it counts for is nothing.
+    return part.mul_(_weight(lse, total)).masked_fill_(lse.isneginf().unsqueeze(-1), 0)
+
+
+def _over_ranks(local: LocalCall, mesh_dims: tuple[int, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp over the keys of all ranks along some mesh dims, which have the same queries."""
+    top = local.comm.all_reduce(lse, "max", mesh_dims)
+    parts = torch.cat([_weighed_(out, lse, top), _weight(lse, top)], -1)
+    sums = local.comm.all_reduce(parts, "sum", mesh_dims)
+    share = sums[..., -1:]
+    return sums[..., :-1] / share, top + share.squeeze(-1).log()

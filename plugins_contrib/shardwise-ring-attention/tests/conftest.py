@@ -1,0 +1,3 @@
+"""The worker pool."""
+
+pytest_plugins = ["shardwise.testing.pytest_plugin"]

@@ -1,0 +1,147 @@
+"""The rules: what the plugin brings, which rows they have, and the judgement of the oracle."""
+
+import ast
+from pathlib import Path
+
+import flash_on_cpu  # noqa: F401  the oracle runs the ops of CUDA too
+import pytest
+import torch
+from attrs import evolve
+from shardwise_ring_attention import rules
+
+from shardwise import Replicate, Shard
+from shardwise.discovery import default_registry
+from shardwise.placements import show_all
+from shardwise.schema import OpSchema, RuntimeSchemaInfo
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import check_rule
+
+aten = torch.ops.aten
+FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH = aten._scaled_dot_product_flash_attention.default
+FOR_CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
+# batch, query heads, key heads, queries, keys
+SIZES = [(2, 2, 2, 16, 16), (2, 4, 2, 5, 5), (1, 3, 1, 7, 7), (3, 2, 2, 9, 4), (2, 2, 2, 3, 11), (1, 2, 2, 1, 6)]
+MESHES = ((4,), (2, 2), (2, 3), (2, 2, 2))
+
+
+def made(*shape, dtype=torch.float64, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def operands(sizes, dtype=torch.float64):
+    batch, heads, few, queries, keys = sizes
+    shapes = (batch, heads, queries, 4), (batch, few, keys, 4), (batch, few, keys, 4)
+    return [made(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
+
+
+def turned(tensors):
+    """Heads beside positions in memory, as a model makes them of one projection."""
+    return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+
+
+def for_cpu():
+    calls = [([*operands(sizes), 0.0, causal], {}) for sizes in SIZES for causal in (False, True)]
+    calls += [([*turned(operands(SIZES[0])), 0.0, True], {"scale": 0.3})]
+    calls += [([*operands(SIZES[1], torch.bfloat16), 0.0, causal], {}) for causal in (False, True)]
+    masks = made(5, 5), made(2, 1, 5, 5), made(1, 4, 1, 5)
+    return calls + [(operands(SIZES[1]), {"attn_mask": mask}) for mask in masks]
+
+
+def flash():
+    calls = [([*operands(s, torch.float32), 0.0, causal], {}) for s in SIZES for causal in (False, True)]
+    return [(args, named) for args, named in calls if not args[4] or args[0].shape[2] == args[1].shape[2]]
+
+
+def for_cpu_backward():
+    found = []
+    for args, named in for_cpu():
+        query, key, value, dropout, causal = [*args, 0.0, False][:5]
+        out, lse = FOR_CPU(*args, **named)
+        grad = made(*out.shape, dtype=out.dtype, seed=9)
+        found.append(([grad, query, key, value, out, lse, dropout, causal], named))
+    return found
+
+
+def flash_backward():
+    found = []
+    for args, _ in flash():
+        query, key, value, dropout, causal = args
+        out, lse, *starts, lq, lk, seed, offset, _ = FLASH(*args)
+        grad = made(*out.shape, dtype=out.dtype, seed=9)
+        found.append(([grad, query, key, value, out, lse, *starts, lq, lk, dropout, causal, seed, offset], {}))
+    return found
+
+
+SAMPLES = {
+    FOR_CPU: for_cpu,
+    FLASH: flash,
+    FOR_CPU_BACKWARD: for_cpu_backward,
+    FLASH_BACKWARD: flash_backward,
+}
+
+
+def test_the_plugin_supplies_attention_in_place_of_what_comes_with_shardwise():
+    registry = default_registry()
+    for rule in rules.RULES:
+        for op in rule.ops:
+            assert registry.lookup(op).origin.distribution == "shardwise-ring-attention", op
+            assert [e.origin.plugin for e in registry.find(op)].count("shardwise-matmul") == 1
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_it_imports_only_what_plugins_may():
+    allowed = {f"shardwise.{name}" for name in ("errors", "hookspecs", "lowering", "placements", "rule", "spec")}
+    files = sorted(Path(rules.__file__).parent.glob("*.py"))
+    assert len(files) > 5
+    for path in files:
+        asked = {name for name in imports(path) if name.split(".")[0] == "shardwise"}
+        assert asked <= allowed | ({"shardwise.registry"} if path.name == "plugin.py" else set()), path
+
+
+def schema(op, sizes, **named):
+    """A call of a forward op on a mesh of four."""
+    mesh = AbstractMesh((4,))
+    specs = [TensorSpec(mesh, (Shard(2),), TensorMeta.of(x)) for x in operands(sizes)]
+    values = [*specs, named.get("dropout_p", 0.0), named.get("is_causal", False), named.get("attn_mask"), None]
+    rule = default_registry().lookup(op).rule
+    return OpSchema(op, tuple(values), RuntimeSchemaInfo.of(op, rule.static))
+
+
+def row_names(op, sizes, **named):
+    return [s.names[0] for s in default_registry().strategies(schema(op, sizes, **named)).strategies]
+
+
+def test_the_ring_is_taken_where_all_three_are_sharded_and_moves_nothing():
+    for causal in (False, True):
+        best = default_registry().strategies(schema(FOR_CPU, SIZES[0], is_causal=causal)).strategies[0]
+        assert best.names == ("ring of q s",)
+        assert best.cost == 0
+        assert best.lowered
+        assert [show_all(spec.placements) for spec in best.output_specs] == ["[S(2)]", "[S(2)]"]
+
+
+def test_rows():
+    assert set(row_names(FOR_CPU, SIZES[0])) >= {"shard b", "shard h", "shard q", "ring of q s", "shard s", "R"}
+    mask = TensorSpec(AbstractMesh((4,)), (Replicate(),), TensorMeta.of(made(16, 16)))
+    assert not {"ring of q s", "shard s"} & set(row_names(FOR_CPU, SIZES[0], attn_mask=mask))
+    assert row_names(FOR_CPU, SIZES[0], dropout_p=0.5) == ["R"]
+
+
+@pytest.mark.parametrize("op", SAMPLES, ids=lambda op: str(op).removeprefix("aten._scaled_dot_product_"))
+def test_the_oracle_finds_no_row_wrong(op):
+    (rule,) = [rule for rule in rules.RULES if op in rule.ops]
+    report = check_rule(evolve(rule, ops=(op,)), SAMPLES, meshes=MESHES, cases=500)
+    assert report.ops == 1
+    assert report.cases >= 500
+    assert not report.unexercised
+    assert not report.unsampled
