@@ -54,7 +54,7 @@ class Rule:
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
     the ops write though their schemas do not say so, ``results`` corrects the metas of the results. ``replaces`` names
-    the distribution whose rule for an op gives way to this one.
+    the distribution whose rule for an op gives way to this one. ``form`` names the function that made it.
     """
 
     ops: tuple[Op, ...]
@@ -69,6 +69,7 @@ class Rule:
     writes: frozenset[str] = frozenset()
     results: Results | None = None
     replaces: str | None = None
+    form: str = "rule"
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -96,6 +97,7 @@ class FullMeshRule:
     zip_lists: bool = field(default=False, init=False)
     writes: frozenset[str] = field(default=frozenset(), init=False)
     results: Results | None = field(default=None, init=False)
+    form: str = field(default="full mesh", init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -199,6 +201,7 @@ def rule_from(
             writes=_checked_writes(ops, writes),
             results=results,
             replaces=replaces,
+            form="rule_from",
         )
 
     return make
