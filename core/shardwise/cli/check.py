@@ -1,4 +1,4 @@
-"""``shardwise plugins check``: is a plugin sound, before anybody relies on it?"""
+"""``shardwise plugins check``: whether a plugin is sound, before anybody relies on it."""
 
 from __future__ import annotations
 

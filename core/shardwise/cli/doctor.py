@@ -1,4 +1,4 @@
-"""``shardwise doctor``: is this environment fit to run programs on a mesh?"""
+"""``shardwise doctor``: whether an environment is fit to run programs on a mesh."""
 
 from __future__ import annotations
 

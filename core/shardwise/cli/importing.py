@@ -42,7 +42,7 @@ print("\\n" + json.dumps(answers))
 
 @frozen
 class Imported:
-    """What importing a module did: the file that it came from, seconds, other packages that came along; or the error."""
+    """What importing a module did: the file it came from, seconds, the other packages that came along; or the error."""
 
     file: str = ""
     seconds: float = 0.0
@@ -76,7 +76,7 @@ def _restore(before: dict[str, Any], packages: Sequence[str]) -> None:
 
 
 def probe(modules: Sequence[str], roots: Sequence[Path]) -> dict[str, Imported]:
-    """Import modules one after the other in a process that has torch and the authoring surface, and tell what came along.
+    """Import modules one after the other in a process that has torch and the authoring surface; tell what came along.
 
     A process that dies or does not answer is the error of all of them.
     """

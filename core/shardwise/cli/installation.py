@@ -1,4 +1,4 @@
-"""The doctor's checks of shardwise itself: copies, settings, link figures, plugins, dependencies, conflicts of rules."""
+"""The doctor's checks of shardwise itself: copies, settings, link figures, plugins, dependencies, rule conflicts."""
 
 from __future__ import annotations
 

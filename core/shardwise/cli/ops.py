@@ -21,14 +21,14 @@ __all__ = ["close_names", "find_ops", "import_named"]
 def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:
     """The overloads that a name stands for, by name; none when torch knows no such op.
 
-    A name without a namespace (``mm``, ``add.Tensor``) is looked for in ``namespaces``, and the first that has it counts.
+    A name without a namespace (``mm``, ``add.Tensor``) is looked for in ``namespaces``; the first that has it counts.
     """
     parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
     for namespace, packet, overload in _readings(parts, namespaces):
-        found = _packet(namespace, packet)
-        if found is not None and (overload is None or overload in found.overloads()):
-            overloads = [overload] if overload else sorted(found.overloads())
-            return [getattr(found, each) for each in overloads]
+        overloads = {op_name(op).split(".", 2)[2]: op for op in _overloads(namespace, packet)}
+        chosen = sorted(overloads) if overload is None else [overload]
+        if overloads and chosen[0] in overloads:
+            return [overloads[each] for each in chosen]
     return []
 
 
@@ -44,12 +44,15 @@ def _readings(parts: Sequence[str], namespaces: Sequence[str]) -> Iterator[tuple
             yield namespace, packet, overload
 
 
-def _packet(namespace: str, name: str) -> OpOverloadPacket | None:
+def _overloads(namespace: str, name: str) -> list[Op]:
     # torch.ops makes up a namespace for every word that it is asked for, and raises for an op.
     if not (namespace.isidentifier() and name.isidentifier()):
-        return None
-    found = getattr(getattr(torch.ops, namespace), name, None)
-    return found if isinstance(found, OpOverloadPacket) else None
+        return []
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return []
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    return [getattr(packet, each) for each in names]
 
 
 def close_names(name: str, registry: Registry) -> list[str]:

@@ -38,7 +38,7 @@ def plugins(ctx: click.Context, *, as_json: bool) -> None:
 def list_(ctx: click.Context, *, as_json: bool) -> None:
     """List the installed plugins: loaded, failed, blocked, refused or needing an upgrade.
 
-    Exits with 1 where a program could not look up a rule at all: bad settings, strict mode, a broken first-party plugin.
+    Exits with 1 where no program could look up a rule: bad settings, strict mode, a broken first-party plugin.
     """
     _list(as_json=as_json or _outer_json(ctx))
 

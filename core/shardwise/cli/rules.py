@@ -76,15 +76,14 @@ def _escaped(text: str) -> str:
 
 def form_of(rule: AnyRule) -> str:
     """The form of a rule and what it has beside its rows: ``rule_from, lowering``."""
-    marks = [
-        name
-        for name in ("zip_lists", "lowering", "local_args", "writes", "results")
-        if getattr(rule, name) not in _NONE
-    ]
-    return ", ".join([rule.form, *marks])
-
-
-_NONE = (None, False, frozenset())
+    beside = {
+        "zip_lists": rule.zip_lists,
+        "lowering": rule.lowering is not None,
+        "local_args": rule.local_args is not None,
+        "writes": bool(rule.writes),
+        "results": rule.results is not None,
+    }
+    return ", ".join([rule.form, *(name for name, there in beside.items() if there)])
 
 
 def _row(entry: Entry) -> dict[str, object]:

@@ -144,20 +144,22 @@ def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return  # importing it says so
+    for name, line in _imports(tree):
+        first, _, rest = name.partition(".")
+        module = rest.partition(".")[0]
+        if first == FIRST_PARTY and module and module not in SURFACE and _is_module(module):
+            yield module, line
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in _that_run(tree):
-        names = []
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            first, _, rest = name.partition(".")
-            module = rest.partition(".")[0]
-            if first == FIRST_PARTY and module and module not in SURFACE and _is_module(module):
-                yield module, node.lineno
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-def _that_run(tree: ast.AST) -> Iterator[ast.stmt | ast.AST]:
+def _that_run(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue

@@ -108,7 +108,7 @@ def _existing(folder: Path | None) -> Path | None:
 def _wheel(path: Path, scratch: Path) -> Subject:
     try:
         with zipfile.ZipFile(path) as archive:
-            archive.extractall(scratch)  # noqa: S202  its code is about to be imported: it is trusted already
+            archive.extractall(scratch)
     except (OSError, zipfile.BadZipFile) as error:
         raise click.ClickException(f"{path} is no wheel: {error}") from error
     metadata = sorted(scratch.glob("*.dist-info"))
@@ -165,11 +165,10 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _at(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    found: Any = table
     for key in keys:
-        table = table.get(key, {})
-        if not isinstance(table, Mapping):
-            return {}
-    return table
+        found = found.get(key, {}) if isinstance(found, Mapping) else {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def _listed(table: Mapping[str, Any], *keys: str) -> list[str]:
