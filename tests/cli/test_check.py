@@ -65,7 +65,6 @@ def checkout(tmp_path, request):
         rules=SCALED,
         samples=None,
         root="src",
-        folder="checkout",
     ):
         package = f"{name.replace('-', '_')}_{crc32(request.node.name.encode())}"
         said = {
@@ -78,7 +77,7 @@ def checkout(tmp_path, request):
             "rules": rules.format(package=package),
             "requires": ", ".join(f'"{line}"' for line in requires),
         }
-        folder = tmp_path / folder
+        folder = tmp_path / "checkout"
         inner = folder / root / package
         inner.mkdir(parents=True)
         texts = {"__init__.py": "", "ops.py": OPS, "plugin.py": PLUGIN}
@@ -306,7 +305,7 @@ def test_a_hook_that_registers_nothing(checkout, quick):
 MM = 'rule(torch.ops.aten.mm.default, "m k, k n -> m n", reduce=dict(k="sum"){more})'
 MM_SAMPLES = """
     import torch
-    SAMPLES = {{torch.ops.aten.mm.default: lambda: [((torch.randn(5, 7), torch.randn(7, 3)), {{}})]}}
+    SAMPLES = {{torch.ops.aten.mm.default: [((torch.randn(5, 7), torch.randn(7, 3)), {{}})]}}
 """
 
 
@@ -353,15 +352,26 @@ def test_a_wrong_row_fails_with_the_words_of_the_oracle(checkout, quick):
     assert "1 refuted" in total["found"]
 
 
-def test_rows_and_ops_without_samples_are_warnings(checkout, quick):
+def test_rows_that_no_sample_reaches_are_warnings(checkout, quick):
     rules = SCALED.replace(")", ', partial=["avg -> avg"])')
     folder = checkout(rules=rules, samples=SAMPLES.replace("torch.randn(5, 7)", "torch.arange(8).to(torch.int8)"))
     told = found(folder, exit_code=0)["oracle"]
     assert told.startswith("warning: ")
     assert "no sample reaches the rows" in told
     assert "avg -> avg" in told
-    folder = checkout("acme-other", folder="other", samples=SAMPLES.replace("[((torch.randn(5, 7),), {{}})]", "[]"))
-    assert "none of its samples is legal" in found(folder, exit_code=0)["oracle"]
+    row = told.partition("no sample reaches the rows ")[2]
+    with (folder / "tests" / "samples.py").open("a") as file:
+        file.write(f"UNEXERCISED = {{{row!r}: 'integers only'}}\n")
+    assert found(folder, exit_code=0) == {}
+
+
+def test_ops_without_samples_are_warnings(checkout, quick):
+    folder = checkout(samples=SAMPLES.replace("[((torch.randn(5, 7),), {{}})]", "[]"))
+    rows = json.loads(run(folder, "--json").stdout)
+    one, total = [row for row in rows if row["check"] == "oracle"]
+    assert one["result"] == total["result"] == "warning"
+    assert "none of its samples is legal" in one["found"]
+    assert "0 rows, 0 cases" in total["found"]
 
 
 def test_an_op_that_is_left_out_for_a_reason_is_no_warning(checkout, quick):
@@ -380,7 +390,7 @@ def test_an_op_that_is_left_out_for_a_reason_is_no_warning(checkout, quick):
     ("samples", "check", "words"),
     [
         ("raise OSError('gone')", "samples", "OSError: gone"),
-        ("SAMPLES = 3", "samples", "SAMPLES is a int"),
+        ("SAMPLES = 3", "samples", "SAMPLES is a int, not a mapping"),
         (SAMPLES.replace("torch.randn(5, 7)", "no_such_name"), "oracle", "raise NameError"),
     ],
 )

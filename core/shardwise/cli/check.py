@@ -31,7 +31,7 @@ CASES = 25
 @click.option(
     "--samples",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help=f"A file with SAMPLES, STAND_INS, UNSAMPLED by op.  [default: {SAMPLES} of a checkout]",
+    help=f"A file with SAMPLES by op, and more.  [default: {SAMPLES} of a checkout]",
 )
 @click.option("--cases", type=click.IntRange(1), help=f"Cases per op that the oracle tries.  [default: {CASES}]")
 @click.option("--full", is_flag=True, help="All cases.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from attrs import field, frozen
@@ -110,19 +112,23 @@ def _listed(ops: list[str]) -> str:
 
 @frozen
 class Samples:
-    """What a file of samples declares: calls by op, what runs in place of ops that a machine lacks, and the ops that
-    have no sample, with the reason.
+    """What a file of samples declares.
+
+    ``samples`` are calls by op, ``stand_ins`` what runs in place of ops that a machine lacks; ``unsampled`` has the ops
+    without a sample and ``unexercised`` the rows (``op: row``) that no sample reaches, each with the reason.
     """
 
     samples: Mapping[Op, Callable[[], Any]] = field(factory=dict)
     stand_ins: Mapping[Op, Callable[..., Any]] = field(factory=dict)
     unsampled: Mapping[Op, str] = field(factory=dict)
+    unexercised: Mapping[str, str] = field(factory=dict)
 
 
 def read_samples(path: Path) -> Samples:
-    """``SAMPLES``, ``STAND_INS`` and ``UNSAMPLED`` of a file; each may be missing. Raises what the file raises.
+    """``SAMPLES``, ``STAND_INS``, ``UNSAMPLED`` and ``UNEXERCISED`` of a file; each may be missing.
 
-    Raises ``TypeError`` for one that is no mapping.
+    ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
+    ``TypeError`` for one of them that is no mapping.
     """
     spec = importlib.util.spec_from_file_location("_samples_under_check", path)
     assert spec is not None
@@ -133,11 +139,16 @@ def read_samples(path: Path) -> Samples:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
-    declared = [getattr(module, name, {}) for name in ("SAMPLES", "STAND_INS", "UNSAMPLED")]
-    for name, value in zip(("SAMPLES", "STAND_INS", "UNSAMPLED"), declared, strict=True):
-        if not isinstance(value, Mapping):
-            raise TypeError(f"{name} is a {type(value).__name__}, not a mapping from ops")
-    return Samples(*declared)
+    samples, *rest = (_mapping(module, name) for name in ("SAMPLES", "STAND_INS", "UNSAMPLED", "UNEXERCISED"))
+    made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
+    return Samples(made, *rest)
+
+
+def _mapping(module: ModuleType, name: str) -> Mapping[Any, Any]:
+    value = getattr(module, name, {})
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a mapping")
+    return value
 
 
 def judge_rules(
@@ -163,10 +174,16 @@ def judge_rules(
         findings += _verdicts(rule, report, given)
     if tell is not None:
         tell(len(rules), len(rules))
-    if rules:
-        shown = f"{total.ops} ops, {total.rows} rows, {total.cases} cases: {len(_telling(total.refuted))} refuted"
-        findings.append(Finding("oracle", FAILED if total.refuted else OK, shown))
-    return findings
+    return [*findings, _summary(total, given)] if rules else findings
+
+
+def _summary(total: Report, given: Samples) -> Finding:
+    refuted = len(_telling(total.refuted))
+    shown = f"{total.ops} ops, {total.rows} rows, {total.cases} cases: {refuted} refuted"
+    if refuted:
+        return Finding("oracle", FAILED, shown, "Correct the rules; until then they give wrong numbers.")
+    excused = {op_name(op) for op in given.unsampled}
+    return Finding("oracle", OK if total.cases or excused.issuperset(total.unsampled) else WARNING, shown)
 
 
 def _unknown_samples(own: Registry, given: Samples) -> list[Finding]:
@@ -179,9 +196,14 @@ def _unknown_samples(own: Registry, given: Samples) -> list[Finding]:
 def _verdicts(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding]:
     for refuted in _telling(report.refuted):
         yield Finding("oracle", FAILED, f"{refuted.asked}: {refuted.found}", refuted.do)
-    if report.unexercised:
-        found = f"{_titled(rule)}: no sample reaches the rows {'; '.join(report.unexercised)}"
-        yield Finding("oracle", WARNING, found, "Add samples to which the rows apply, or remove the rows.")
+    missed = [row for row in report.unexercised if row not in given.unexercised]
+    if missed:
+        found = f"{_titled(rule)}: no sample reaches the rows {'; '.join(missed)}"
+        do = "Add samples to which the rows apply, or the reason to UNEXERCISED, or remove the rows."
+        yield Finding("oracle", WARNING, found, do)
+    for row in report.unexercised:
+        if row in given.unexercised:
+            yield Finding("oracle", OK, f"{row}: not judged, {given.unexercised[row]}")
     reasons = {op_name(op): reason for op, reason in given.unsampled.items()}
     for op in report.unsampled:
         if op in reasons:
