@@ -184,7 +184,10 @@ def test_a_wheel(checkout, tmp_path, quick):
 def test_a_file(checkout, quick):
     folder = checkout()
     (package,) = (folder / "src").iterdir()
-    assert found(package / "plugin.py", exit_code=0) == {}
+    rows = json.loads(run(package / "plugin.py", "--strict", "--json").stdout)
+    assert [(row["check"], row["result"]) for row in rows] == [
+        (check, "ok") for check in ("import", "surface", "hook", "conflicts", "oracle")
+    ]
 
 
 @pytest.mark.parametrize(

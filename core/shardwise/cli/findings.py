@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import click
-from attrs import asdict, field, frozen, validators
+from attrs import asdict, evolve, field, frozen, validators
 
-from shardwise.cli.output import print_json, print_rows
+from shardwise.cli.output import on_terminal, print_json, print_rows
 
 __all__ = ["FAILED", "OK", "WARNING", "Finding", "report"]
 
@@ -30,9 +30,18 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        print_rows([asdict(finding) for finding in findings], ("check", "result", "found", "do"))
+        _print(findings)
         count = Counter(finding.result for finding in findings)
         click.echo(f"{count[OK]} ok, {count[WARNING]} warnings, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    if on_terminal():
+        # Sentences need width: what to do stands below what was found.
+        joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
+        print_rows([asdict(one) for one in joined], ("check", "result", "found"))
+    else:
+        print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["PIPE_WIDTH", "json_option", "print_facts", "print_json", "print_rows"]
+__all__ = ["PIPE_WIDTH", "json_option", "on_terminal", "print_facts", "print_json", "print_rows"]
 
 PIPE_WIDTH = 200
 """Columns of a drawing that goes to a file or a pipe, which has no width of its own."""
@@ -33,6 +33,11 @@ _COLOURS = {
 }
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def on_terminal() -> bool:
+    """Whether what is printed goes to a person's screen."""
+    return Console().is_terminal
 
 
 def print_json(rows: Sequence[Mapping[str, object]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -214,9 +215,16 @@ def _verdicts(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding
 
 
 def _telling(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
-    """Without those that follow from others: combinations of rows, one of which is refuted by itself."""
-    alone = {(one.op, one.rows[0]) for one in refuted if len(one.rows) == 1}
-    return [one for one in refuted if len(one.rows) == 1 or alone.isdisjoint((one.op, row) for row in one.rows)]
+    """One refutation per row to blame: a row refuted by itself, else the one that most combinations have in common."""
+    left = [one for one in refuted if one.rows]
+    kept = [one for one in refuted if not one.rows]
+    while left:
+        alone = [(one.op, one.rows[0]) for one in left if len(set(one.rows)) == 1]
+        blamed = Counter(alone or [(one.op, row) for one in left for row in set(one.rows)]).most_common(1)[0][0]
+        theirs = [one for one in left if (one.op, blamed[1]) == blamed and blamed[1] in one.rows]
+        kept.append(min(theirs, key=lambda one: len(one.rows)))
+        left = [one for one in left if one not in theirs]
+    return kept
 
 
 def _titled(rule: AnyRule) -> str:
