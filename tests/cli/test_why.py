@@ -96,6 +96,14 @@ def test_what_it_says_to_set_changes_the_answer(install, source, monkeypatch):
     assert "from SHARDWISE_PREFER" in why("aten.mm.default")
 
 
+def test_a_blocked_plugin_is_told_beside_the_answer(install, source, monkeypatch):
+    install("acme-kernels", source("mm", "R, R -> R", ', replaces="shardwise"'))
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "acme-kernels")
+    (facts,) = told("aten.mm.default")
+    assert facts["winner"]["plugin"] == "shardwise-matmul"
+    assert facts["settings"] == ["acme-kernels 1.0 is not asked: in SHARDWISE_DISABLE_PLUGINS"]
+
+
 def test_a_conflict_exits_with_1(install, source):
     install("acme-kernels", source())
     install("bolt-kernels", source())
@@ -114,13 +122,13 @@ def test_an_op_without_a_rule_names_what_is_close_and_what_failed(install):
     install("acme-broken", "raise OSError('no libacme.so')")
     output = why("aten.bincount", exit_code=1)
     assert "no plugin has a rule for aten.bincount.default" in output
-    assert "Possible cause: acme-broken 1.0 is failed (OSError: no libacme.so)" in output
+    assert "Possible cause: acme-broken 1.0: failed, OSError: no libacme.so" in output
 
 
 def test_a_blocked_plugin_is_a_possible_cause(install, source, monkeypatch):
     install("acme-kernels", source())
     monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "acme-kernels")
-    assert "acme-kernels 1.0 is blocked (in SHARDWISE_DISABLE_PLUGINS)" in why("bincount", exit_code=1)
+    assert "acme-kernels 1.0: blocked, in SHARDWISE_DISABLE_PLUGINS" in why("bincount", exit_code=1)
 
 
 def test_an_unknown_op_names_close_ones():

@@ -32,7 +32,7 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     else:
         _print(findings)
         count = Counter(finding.result for finding in findings)
-        click.echo(f"{count[OK]} ok, {count[WARNING]} warnings, {count[FAILED]} failed")
+        click.echo(f"{count[OK]} ok, {_counted(count[WARNING])}, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)
@@ -45,3 +45,7 @@ def _print(findings: Sequence[Finding]) -> None:
         print_rows([asdict(one) for one in joined], ("check", "result", "found"))
     else:
         print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
+
+
+def _counted(warnings: int) -> str:
+    return "1 warning" if warnings == 1 else f"{warnings} warnings"

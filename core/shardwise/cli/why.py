@@ -70,7 +70,7 @@ def _without_rule(name: str, ops: list[Op], found: Survey) -> list[str]:
 
 
 def _unused(found: Survey) -> list[str]:
-    return [f"{s.found.origin} is {s.status} ({s.reason})" for s in found.statuses if s.status != "loaded"]
+    return [f"{s.found.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
 
 
 def _described(verdict: Verdict, settings: Settings, found: Survey) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def _described(verdict: Verdict, settings: Settings, found: Survey) -> dict[str,
         "losers": [
             {**_entry(entry, reason), "to_choose_it": resolving(verdict.op, entry)} for entry, reason in verdict.losers
         ],
-        "settings": _bearing(verdict, settings),
+        "settings": _bearing(verdict, settings, found),
         "not_loaded": _unused(found),
     }
 
@@ -98,10 +98,12 @@ def _entry(entry: Entry, reason: str) -> dict[str, Any]:
     }
 
 
-def _bearing(verdict: Verdict, settings: Settings) -> list[str]:
-    """The settings that decided on this op, and where they were read."""
+def _bearing(verdict: Verdict, settings: Settings, found: Survey) -> list[str]:
+    """The settings that bear on this op, and where they were read."""
     pair = preferred(settings.prefer, op_name(verdict.op))
-    return [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
+    chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
+    blocked = (s for s in found.statuses if s.status == "blocked")
+    return chosen + [f"{s.found.origin} is not asked: {s.reason}" for s in blocked]
 
 
 def _print_all(shown: list[dict[str, Any]]) -> None:
@@ -131,9 +133,6 @@ def _print(facts: dict[str, Any]) -> None:
                 "  to choose it": [choose["environment"], *choose["pyproject"].splitlines()],
             }
         )
-    if facts["not_loaded"]:
-        click.echo()
-        print_facts({"not asked": facts["not_loaded"]})
 
 
 def _titled(entry: dict[str, Any]) -> str:
