@@ -15,9 +15,11 @@ def doctor(*arguments):
     return CliRunner().invoke(main, ["doctor", *arguments])
 
 
-def found(check=None):
-    rows = json.loads(doctor("--json").stdout)
-    return [(row["result"], row["found"], row["do"]) for row in rows if check in (None, row["check"])]
+def found(check):
+    """The findings of that name, by the one check that makes them."""
+    name = "plugins" if check.startswith("plugin ") else check
+    rows = {**environment.CHECKS, **installation.CHECKS}[name]()
+    return [(row.result, row.found, row.do) for row in rows if row.check == check]
 
 
 def failures():
@@ -212,5 +214,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch):
         raise OSError("metadata is gone")
 
     monkeypatch.setitem(installation.CHECKS, "dependencies", broken)
-    assert failures() == ["dependencies"]
-    assert found("dependencies")[0][1] == "the check raises OSError: metadata is gone"
+    rows = json.loads(doctor("--json").stdout)
+    assert [(row["check"], row["found"]) for row in rows if row["result"] == "failed"] == [
+        ("dependencies", "the check raises OSError: metadata is gone")
+    ]

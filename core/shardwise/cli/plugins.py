@@ -123,10 +123,12 @@ def _metadata(found: Found) -> dict[str, object]:
     dist = found.entry.dist
     if dist is None:
         return {"summary": "", "home_page": "", "requires": []}
-    urls = [url.partition(",")[2].strip() for url in dist.metadata.get_all("Project-URL") or ()]
+    about = dist.metadata
+    urls = [url.partition(",")[2].strip() for url in about.get_all("Project-URL") or ()]
     return {
-        "summary": dist.metadata["Summary"] or "",
-        "home_page": dist.metadata["Home-page"] or next(iter(urls), ""),
+        # A field that is missing must not be asked for: it is deprecated that this gives None.
+        "summary": about["Summary"] if "Summary" in about else "",
+        "home_page": about["Home-page"] if "Home-page" in about else next(iter(urls), ""),
         "requires": list(dist.requires or ()),
     }
 

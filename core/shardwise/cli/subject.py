@@ -43,7 +43,8 @@ class Subject:
     samples: Path | None = None
 
     def __str__(self) -> str:
-        where = f", {self.roots[0]}" if self.roots else ""
+        # A wheel's is a scratch folder.
+        where = f", {self.roots[0]}" if self.kind in ("checkout", "file") else ""
         return f"{self.name} {self.version} ({self.kind}{where})"
 
 
