@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.metadata import Distribution
 from typing import Any
 
 import click
@@ -123,14 +124,17 @@ def _metadata(found: Found) -> dict[str, object]:
     dist = found.entry.dist
     if dist is None:
         return {"summary": "", "home_page": "", "requires": []}
-    about = dist.metadata
-    urls = [url.partition(",")[2].strip() for url in about.get_all("Project-URL") or ()]
+    urls = [url.partition(",")[2].strip() for url in dist.metadata.get_all("Project-URL") or ()]
     return {
-        # A field that is missing must not be asked for: it is deprecated that this gives None.
-        "summary": about["Summary"] if "Summary" in about else "",
-        "home_page": about["Home-page"] if "Home-page" in about else next(iter(urls), ""),
+        "summary": _field(dist, "Summary"),
+        "home_page": _field(dist, "Home-page") or next(iter(urls), ""),
         "requires": list(dist.requires or ()),
     }
+
+
+def _field(dist: Distribution, name: str) -> str:
+    # Asking for a field that is missing gives None, and is deprecated from Python 3.12 on.
+    return dist.metadata[name] if name in dist.metadata else ""  # noqa: SIM401  it promises no get()
 
 
 def _entries(registry: Registry, origin: Origin) -> Iterator[Entry]:
