@@ -124,7 +124,7 @@ SAMPLES = """
 # -- what it takes -------------------------------------------------------------------------------------------------
 
 
-def test_a_sound_checkout_passes(checkout):
+def test_a_sound_checkout_passes(checkout, quick):
     folder = checkout(samples=SAMPLES)
     result = run(folder, "--strict")
     assert result.exit_code == 0, result.output
@@ -178,7 +178,7 @@ def test_a_wheel(checkout, tmp_path, quick):
         wheel.writestr(f"{about}/entry_points.txt", f"[shardwise.plugins.v1]\nacme-kernels = {package.name}.plugin\n")
     result = run(wheel.filename, "--strict")
     assert result.exit_code == 0, result.output
-    assert result.output.startswith("acme-kernels 1.0 (wheel, ")
+    assert result.output.startswith("acme-kernels 1.0 (wheel)\n")
 
 
 def test_a_file(checkout, quick):
@@ -268,9 +268,8 @@ def test_findings_on_imports(checkout, monkeypatch):
 
 
 def test_inner_modules_are_a_warning(checkout, quick):
-    imports = "from shardwise.dispatcher import dispatch  # noqa"
     folder = checkout(imports="def later():\n        from shardwise import dispatcher", samples=SAMPLES)
-    assert "shardwise.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"], imports
+    assert "shardwise.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"]
     assert run(folder, "--strict").exit_code == 1
 
 
