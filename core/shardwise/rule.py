@@ -55,7 +55,8 @@ class Rule:
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
     the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
-    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op gives way to this one.
+    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op gives way to this one,
+    ``form`` the function that made it.
     """
 
     ops: tuple[Op, ...]
@@ -71,6 +72,7 @@ class Rule:
     results: Results | None = None
     replaces: str | None = None
     meta: Callable[..., Any] | None = None
+    form: str = "rule"
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
@@ -99,6 +101,7 @@ class FullMeshRule:
     writes: frozenset[str] = field(default=frozenset(), init=False)
     results: Results | None = field(default=None, init=False)
     meta: Callable[..., Any] | None = field(default=None, init=False)
+    form: str = field(default="full mesh", init=False)
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"
@@ -206,6 +209,7 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
             results=results,
             replaces=replaces,
             meta=meta,
+            form="rule_from",
         )
 
     return make

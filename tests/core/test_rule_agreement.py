@@ -63,9 +63,7 @@ def test_every_rank_raises_and_names_what_differs(pool):
 def test_a_rule_that_reads_otherwise_in_one_version_differs(pool):
     (differences,) = set(pool.run(refusal, by_notation))
     (line,) = differences
-    assert line.startswith(
-        "rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m n, R -> m n on ranks 1, 3"
-    )
+    assert line.startswith("rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m n, R -> m n on ranks 1, 3")
 
 
 def test_equal_ranks_go_on(pool):

@@ -7,11 +7,15 @@ from typing import Any
 import click
 
 from shardwise.cli.calibrate import calibrate
+from shardwise.cli.completion import completion
 from shardwise.cli.coverage import coverage
+from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.infer import infer
+from shardwise.cli.new import new
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rules import rules
+from shardwise.cli.why import why
 from shardwise.demo.command import demo
 from shardwise.errors import ShardingError
 
@@ -36,9 +40,13 @@ def main() -> None:
 
 
 main.add_command(calibrate)
+main.add_command(completion)
 main.add_command(coverage)
 main.add_command(demo)
-main.add_command(infer)
+main.add_command(doctor)
 main.add_command(explain)
+main.add_command(infer)
+main.add_command(new)
 main.add_command(plugins)
 main.add_command(rules)
+main.add_command(why)

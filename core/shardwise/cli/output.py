@@ -1,4 +1,8 @@
-"""How commands print: tables for people, JSON for programs."""
+"""How commands print: tables for people, JSON for programs.
+
+On a terminal a table fits the window. In a file or a pipe each row is one line, without borders, colours or blanks at
+its end, so that ``grep`` and ``cut`` find what they look for.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,32 @@ from collections.abc import Mapping, Sequence
 import click
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["json_option", "print_json", "print_parts", "print_rows"]
+__all__ = ["PIPE_WIDTH", "json_option", "on_terminal", "print_facts", "print_json", "print_parts", "print_rows"]
 
 PIPE_WIDTH = 200
-"""Columns of a table that goes to a file or a pipe, which has no width of its own."""
+"""Columns of a drawing that goes to a file or a pipe, which has no width of its own."""
+
+# No row of a table is as long as this.
+_UNBOUNDED = 100_000
+_COLOURS = {
+    "ok": "green",
+    "loaded": "green",
+    "warning": "yellow",
+    "blocked": "yellow",
+    "failed": "red",
+    "refused": "red",
+    "needs upgrade": "red",
+    "conflict": "red",
+}
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def on_terminal() -> bool:
+    """Whether what is printed goes to a person's screen."""
+    return Console().is_terminal
 
 
 def print_json(rows: Sequence[Mapping[str, object]]) -> None:
@@ -38,12 +61,40 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
 
 def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
     """Print the named columns of the rows as a table; numbers stand on the right."""
-    table = Table()
+    console = Console(highlight=False)
+    table = Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         numeric = any(isinstance(row[column], int) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
-        # rich reads [S(0), R] as markup unless the bracket is escaped
-        table.add_row(*(str(row[column]).replace("[", r"\[") for column in columns))
-    console = Console()
-    (console if console.is_terminal else Console(width=PIPE_WIDTH)).print(table)
+        table.add_row(*(_cell(row[column]) for column in columns))
+    _print(console, table)
+
+
+def print_facts(facts: Mapping[str, object]) -> None:
+    """Print names and values, one below the other; a sequence takes a line per element, and what is empty none."""
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold" if console.is_terminal else None)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        lines = [value] if isinstance(value, (str, int)) else list(value or ())  # type: ignore[call-overload]
+        for i, line in enumerate(line for line in lines if line != ""):
+            table.add_row(name if i == 0 else "", _cell(line))
+    _print(console, table)
+
+
+def _cell(value: object) -> Text:
+    """A value as it is: rich would read ``[S(0), R]`` as markup."""
+    text = str(value)
+    return Text(text, style=_COLOURS.get(text, ""))
+
+
+def _print(console: Console, table: Table) -> None:
+    if console.is_terminal:
+        console.print(table)
+        return
+    plain = Console(width=_UNBOUNDED, no_color=True, force_terminal=False, highlight=False)
+    with plain.capture() as captured:
+        plain.print(table)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -1,26 +1,89 @@
-"""``shardwise plugins``: every installed plugin and what became of it."""
+"""``shardwise plugins``: every installed plugin and what became of it; one plugin with all that is known of it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from importlib.metadata import Distribution
+from typing import Any
+
 import click
 
-from shardwise.cli.output import json_option, print_json, print_rows
-from shardwise.discovery import Status, statuses
+from shardwise.cli.check import check
+from shardwise.cli.completing import offer_plugins
+from shardwise.cli.output import json_option, print_facts, print_json, print_rows
+from shardwise.cli.survey import Survey, called, no_such_plugin, survey
+from shardwise.discovery import Status
+from shardwise.finding import Found
+from shardwise.precedence import Origin
+from shardwise.registry import Entry, Registry
+from shardwise.signature import op_name
 
 __all__ = ["plugins"]
 
 COLUMNS = ("plugin", "distribution", "version", "status", "ops", "reason")
+RULE_COLUMNS = ("op", "rule", "holds", "source")
 
 
-@click.command()
+@click.group(invoke_without_command=True)
 @json_option
-def plugins(*, as_json: bool) -> None:
-    """List the installed plugins: loaded, failed, blocked, refused or needing an upgrade."""
-    rows = [_row(status) for status in statuses()]
+@click.pass_context
+def plugins(ctx: click.Context, *, as_json: bool) -> None:
+    """See what is installed and what became of it; check a plugin. Without a command: list."""
+    if ctx.invoked_subcommand is None:
+        _list(as_json=as_json)
+
+
+@plugins.command("list")
+@json_option
+@click.pass_context
+def list_(ctx: click.Context, *, as_json: bool) -> None:
+    """List the installed plugins: loaded, failed, blocked, refused or needing an upgrade.
+
+    Exits with 1 where no program could look up a rule: bad settings, strict mode, a broken first-party plugin.
+    """
+    _list(as_json=as_json or _outer_json(ctx))
+
+
+@plugins.command()
+@click.argument("name", shell_complete=offer_plugins)
+@json_option
+@click.pass_context
+def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
+    """Show what is known of the plugin NAME, also of one that failed or is left out: its metadata, the traceback of its
+    failure, its rules and what they replace.
+    """
+    found = survey()
+    known = [status.found for status in found.statuses]
+    chosen = called(name, known)
+    if not chosen:
+        raise no_such_plugin(name, known)
+    shown = [_described(found, status) for status in found.statuses if status.found in chosen]
+    if as_json or _outer_json(ctx):
+        print_json(shown)
+        return
+    for i, facts in enumerate(shown):
+        if i:
+            click.echo()
+        _print(facts)
+
+
+plugins.add_command(check)
+
+
+def _outer_json(ctx: click.Context) -> bool:
+    """Whether the group got ``--json``, as in ``plugins --json show NAME``."""
+    return bool(ctx.parent and ctx.parent.params.get("as_json"))
+
+
+def _list(*, as_json: bool) -> None:
+    found = survey()
+    rows = [_row(status) for status in found.statuses]
     if as_json:
         print_json(rows)
-    else:
+    elif rows:
         print_rows(rows, COLUMNS)
+    if found.refusal is not None:
+        raise found.refusal
 
 
 def _row(status: Status) -> dict[str, object]:
@@ -34,3 +97,100 @@ def _row(status: Status) -> dict[str, object]:
         "reason": status.reason,
         "ops": status.ops,
     }
+
+
+# -- one plugin ------------------------------------------------------------------------------------------------------
+
+
+def _described(known: Survey, status: Status) -> dict[str, Any]:
+    found, registry = status.found, known.registry
+    rules = list(_rules(registry, found.origin))
+    refusal = known.refusal
+    return {
+        **_row(status),
+        "location": found.location,
+        "entry_point": f"[{found.entry.group}] {found.entry.name} = {found.entry.value}",
+        **_metadata(found),
+        "hides": list(found.hides),
+        "replaces": _replaced(registry, found.origin),
+        "conflicts": _conflicts(registry, found.origin),
+        "refusal": "" if refusal is None else f"{type(refusal).__name__}: {refusal}",
+        "traceback": status.traceback,
+        "rules": rules,
+    }
+
+
+def _metadata(found: Found) -> dict[str, object]:
+    dist = found.entry.dist
+    if dist is None:
+        return {"summary": "", "home_page": "", "requires": []}
+    urls = [url.partition(",")[2].strip() for url in dist.metadata.get_all("Project-URL") or ()]
+    return {
+        "summary": _field(dist, "Summary"),
+        "home_page": _field(dist, "Home-page") or next(iter(urls), ""),
+        "requires": list(dist.requires or ()),
+    }
+
+
+def _field(dist: Distribution, name: str) -> str:
+    # Asking for a field that is missing gives None, and is deprecated from Python 3.12 on.
+    return dist.metadata[name] if name in dist.metadata else ""  # noqa: SIM401  it promises no get()
+
+
+def _entries(registry: Registry, origin: Origin) -> Iterator[Entry]:
+    return (entry for entry in registry.ops(plugin=origin.plugin) if entry.origin == origin)
+
+
+def _rules(registry: Registry, origin: Origin) -> Iterator[dict[str, object]]:
+    for entry in _entries(registry, origin):
+        verdict = registry.judge(entry.op)
+        lost = next((reason for loser, reason in verdict.losers if loser is entry), "")
+        yield {
+            "op": op_name(entry.op),
+            "rule": entry.rule.text,
+            "holds": f"no: {lost}" if lost else "yes",
+            "source": entry.rule.source,
+        }
+
+
+def _replaced(registry: Registry, origin: Origin) -> dict[str, list[str]]:
+    """The distributions whose rules give way, with the ops."""
+    found: dict[str, list[str]] = {}
+    for entry in _entries(registry, origin):
+        if entry.replaces is not None:
+            found.setdefault(entry.replaces, []).append(op_name(entry.op))
+    return found
+
+
+def _conflicts(registry: Registry, origin: Origin) -> list[str]:
+    return [
+        f"{op_name(verdict.op)} with {', '.join(str(e.origin) for e, _ in verdict.losers if e.origin != origin)}"
+        for verdict in registry.conflicts()
+        if any(entry.origin == origin for entry, _ in verdict.losers)
+    ]
+
+
+def _print(facts: dict[str, Any]) -> None:
+    print_facts(
+        {
+            "plugin": facts["plugin"],
+            "distribution": f"{facts['distribution']} {facts['version']}",
+            "summary": facts["summary"],
+            "home page": facts["home_page"],
+            "status": facts["status"],
+            "reason": facts["reason"],
+            "location": facts["location"],
+            "entry point": facts["entry_point"],
+            "requires": facts["requires"],
+            "hides": facts["hides"],
+            "replaces": [f"{name}: {', '.join(ops)}" for name, ops in facts["replaces"].items()],
+            "conflicts": facts["conflicts"],
+            "but now": facts["refusal"],
+            "ops": facts["ops"],
+        }
+    )
+    if facts["traceback"]:
+        click.echo(f"\n{facts['traceback'].rstrip()}")
+    if facts["rules"]:
+        click.echo()
+        print_rows(facts["rules"], RULE_COLUMNS)

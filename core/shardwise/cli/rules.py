@@ -4,26 +4,35 @@ from __future__ import annotations
 
 import click
 
+from shardwise.cli.completing import offer_ops, offer_plugins
 from shardwise.cli.output import json_option, print_json, print_rows
-from shardwise.discovery import default_registry
+from shardwise.cli.survey import called, no_such_plugin
+from shardwise.discovery import default_registry, statuses
 from shardwise.registry import Entry, Registry
+from shardwise.rule import AnyRule
 from shardwise.signature import op_name
 
-__all__ = ["rule_table", "rules"]
+__all__ = ["form_of", "rule_table", "rules"]
 
-COLUMNS = ("op", "plugin", "rule")
+COLUMNS = ("op", "plugin", "rule", "form", "static")
 
 
 @click.command()
-@click.argument("pattern", default="*")
+@click.argument("pattern", default="*", shell_complete=offer_ops)
+@click.option("--plugin", shell_complete=offer_plugins, help="Only the rules of this plugin, or of this distribution.")
 @json_option
 @click.option("--markdown", is_flag=True, help="One line per rule, as in the documentation.")
-def rules(*, pattern: str, as_json: bool, markdown: bool) -> None:
-    """List the rules of the ops that match PATTERN, a shell pattern such as 'mm' or '*norm*'."""
+def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) -> None:
+    """List the rules of the ops that match PATTERN, a shell pattern such as 'mm' or '*norm*'.
+
+    The form is the function that made the rule, and what it has beside its rows: its own local op (lowering), local
+    arguments (local_args), a choice per position of tensor lists (zip_lists).
+    """
+    entries = _entries(default_registry(), pattern, plugin)
     if markdown:
-        click.echo(rule_table(default_registry(), pattern), nl=False)
+        click.echo(rule_table(default_registry(), pattern, plugin), nl=False)
         return
-    rows = [_row(entry) for entry in default_registry().ops(pattern)]
+    rows = [_row(entry) for entry in entries]
     if as_json:
         print_json(rows)
     elif rows:
@@ -32,10 +41,25 @@ def rules(*, pattern: str, as_json: bool, markdown: bool) -> None:
         raise click.ClickException(f"no op with a rule matches {pattern!r}; shardwise rules lists all")
 
 
-def rule_table(registry: Registry, pattern: str = "*") -> str:
+def _entries(registry: Registry, pattern: str, plugin: str | None) -> list[Entry]:
+    """The entries that are asked for; refuses a plugin that is none."""
+    if plugin is None:
+        return list(registry.ops(pattern))
+    if not any(origin.is_called(plugin) for origin in registry.origins):
+        known = [status.found for status in statuses()]
+        unused = next((s for s in statuses() if s.found in called(plugin, known) and s.status != "loaded"), None)
+        if unused is None:
+            raise no_such_plugin(plugin, known)
+        raise click.ClickException(f"the plugin {plugin} is not loaded: {unused.status}, {unused.reason}")
+    return [entry for entry in registry.ops(pattern) if entry.origin.is_called(plugin)]
+
+
+def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None) -> str:
     """A Markdown table of the rules by plugin: the ops (without their overloads), and the rule as it reads."""
     groups: dict[tuple[str, int], tuple[str, list[str]]] = {}
     for entry in registry.ops(pattern):
+        if plugin is not None and not entry.origin.is_called(plugin):
+            continue
         found = groups.setdefault((entry.origin.plugin, id(entry.rule)), (entry.rule.text, []))
         name = op_name(entry.op).removeprefix("aten.").partition(".")[0]
         if name not in found[1]:
@@ -50,12 +74,28 @@ def _escaped(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+def form_of(rule: AnyRule) -> str:
+    """The form of a rule and what it has beside its rows: ``rule_from, lowering``."""
+    beside = {
+        "zip_lists": rule.zip_lists,
+        "lowering": rule.lowering is not None,
+        "local_args": rule.local_args is not None,
+        "writes": bool(rule.writes),
+        "results": rule.results is not None,
+    }
+    return ", ".join([rule.form, *(name for name, there in beside.items() if there)])
+
+
 def _row(entry: Entry) -> dict[str, object]:
+    rule = entry.rule
     return {
         "op": op_name(entry.op),
         "plugin": entry.origin.plugin,
         "distribution": entry.origin.distribution,
         "version": entry.origin.version,
-        "rule": entry.rule.text,
-        "source": entry.rule.source,
+        "rule": rule.text,
+        "form": form_of(rule),
+        "static": ", ".join(sorted(rule.static)),
+        "partial": list(getattr(rule, "partial", ())),
+        "source": rule.source,
     }

@@ -21,14 +21,14 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
-from shardwise_ring_attention import rules
-from shardwise_ring_attention.geometry import area, pieces
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.discovery import default_registry
 from shardwise.testing import WorkerPool, mesh
+from shardwise_ring_attention import rules
+from shardwise_ring_attention.geometry import area, pieces
 
 __all__ = ["contiguous_work", "observed_work", "peak_of_attention", "without_ring"]
 

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measure import contiguous_work
+
 from shardwise_ring_attention.geometry import Piece, area, balanced, length, overlaps, pieces
 
 marks = st.lists(st.integers(0, 12), min_size=2, max_size=6, unique=True).map(sorted)

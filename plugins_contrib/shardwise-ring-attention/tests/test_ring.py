@@ -3,12 +3,12 @@
 import pytest
 import torch
 from measure import contiguous_work, observed_work, peak_of_attention
-from shardwise_ring_attention import rules
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Replicate, Shard, collectives, dispatcher
 from shardwise.testing import mesh
+from shardwise_ring_attention import rules
 
 R, BATCH, HEADS, SEQUENCE = Replicate(), Shard(0), Shard(1), Shard(2)
 

@@ -7,7 +7,6 @@ import flash_on_cpu  # noqa: F401  the oracle runs the ops of CUDA too
 import pytest
 import torch
 from attrs import evolve
-from shardwise_ring_attention import rules
 
 from shardwise import Replicate, Shard
 from shardwise.discovery import default_registry
@@ -15,6 +14,7 @@ from shardwise.placements import show_all
 from shardwise.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing import check_rule
+from shardwise_ring_attention import rules
 
 aten = torch.ops.aten
 FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default

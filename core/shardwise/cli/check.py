@@ -1,0 +1,101 @@
+"""``shardwise plugins check``: whether a plugin is sound, before anybody relies on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from shardwise.cli.completing import offer_plugins_and_paths
+from shardwise.cli.findings import FAILED, WARNING, Finding, report
+from shardwise.cli.importing import imported_from, probe
+from shardwise.cli.output import json_option
+from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
+from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
+from shardwise.cli.subject import SAMPLES, Subject, find_subject
+from shardwise.finding import GROUP
+
+__all__ = ["check"]
+
+CASES = 25
+"""Cases per op unless told otherwise: every row comes, the rest is a seeded choice."""
+
+
+@click.command()
+@click.argument("plugin", metavar="NAME|PATH", shell_complete=offer_plugins_and_paths)
+@click.option(
+    "--samples",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help=f"A file with SAMPLES by op, and more.  [default: {SAMPLES} of a checkout]",
+)
+@click.option("--cases", type=click.IntRange(1), help=f"Cases per op that the oracle tries.  [default: {CASES}]")
+@click.option("--full", is_flag=True, help="All cases.")
+@click.option("--strict", is_flag=True, help="Warnings are failures.")
+@json_option
+def check(*, plugin: str, samples: Path | None, cases: int | None, full: bool, strict: bool, as_json: bool) -> None:
+    """Check an installed plugin by NAME, or a checkout's folder, a wheel or a .py file by PATH: its metadata, what
+    importing it pulls in, its hook, conflicts with other plugins, and every rule by the oracle.
+
+    Exits with 1 when a check fails. What is checked is run: check only what you trust.
+    """
+    if full and cases is not None:
+        raise click.UsageError("--full is all cases: give it or --cases")
+    most = None if full else cases or CASES
+    with TemporaryDirectory(prefix="shardwise-check-") as scratch:
+        subject = find_subject(plugin, Path(scratch))
+        if not as_json:
+            click.echo(f"{subject}\n")
+        findings = [*_findings(subject, samples or subject.samples, most)]
+    report(findings, as_json=as_json, strict=strict)
+
+
+def _findings(subject: Subject, samples: Path | None, cases: int | None) -> Iterator[Finding]:
+    yield from check_entries(subject)
+    yield from check_requires(subject)
+    modules = [entry.module for entry in subject.entries if entry.group == GROUP]
+    imported = probe(modules, subject.roots) if modules else {}
+    yield from check_imports(subject, imported)
+    yield from check_surface(imported, subject.name)
+    if not modules or any(told.error for told in imported.values()):
+        return
+    packages = {module.partition(".")[0] for module in modules}
+    with imported_from(subject.roots, sorted(packages) if subject.roots else ()):
+        yield from _rule_findings(subject, samples, cases)
+
+
+def _rule_findings(subject: Subject, samples: Path | None, cases: int | None) -> Iterator[Finding]:
+    own, findings = register(subject)
+    yield from findings
+    if not any(True for _ in own.ops()):
+        return
+    yield from check_conflicts(subject, own)
+    given = Samples()
+    if samples is not None:
+        try:
+            given = read_samples(samples)
+        except Exception as error:  # noqa: BLE001  the file is its author's code
+            yield Finding("samples", FAILED, f"{samples}: {type(error).__name__}: {error}", "Correct the file.")
+            return
+    elif subject.kind == "checkout":
+        do = f"Write {SAMPLES} with SAMPLES; without, samples are guessed from the schemas."
+        yield Finding("samples", WARNING, f"there is no {SAMPLES}", do)
+    with _bar() as tell:
+        yield from judge_rules(own, given, cases=cases, tell=tell)
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[int, int], None] | None]:
+    """The function that shows how far things are, by a live bar where stderr is a terminal; none elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("oracle, rules", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,36 @@
+"""``shardwise doctor``: whether an environment is fit to run programs on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+
+from shardwise.cli.environment import CHECKS as OF_ENVIRONMENT
+from shardwise.cli.findings import FAILED, Finding, report
+from shardwise.cli.installation import CHECKS as OF_INSTALLATION
+from shardwise.cli.output import json_option
+
+__all__ = ["doctor"]
+
+
+@click.command()
+@json_option
+@click.option("--strict", is_flag=True, help="Warnings are failures.")
+def doctor(*, as_json: bool, strict: bool) -> None:
+    """Check the environment: Python, torch and its backends, copies of shardwise, the settings in force and where each
+    was read, measured link figures, plugins, dependencies, rules in conflict.
+
+    Exits with 1 when a check fails.
+    """
+    report(list(_findings()), as_json=as_json, strict=strict)
+
+
+def _findings() -> Iterator[Finding]:
+    for name, check in {**OF_ENVIRONMENT, **OF_INSTALLATION}.items():
+        try:
+            # Each by itself: what is broken must not hide the rest.
+            found = list(check())
+        except Exception as error:  # noqa: BLE001  a broken installation may raise anything anywhere
+            found = [Finding(name, FAILED, f"the check raises {type(error).__name__}: {error}", "Reinstall shardwise.")]
+        yield from found

@@ -1,0 +1,51 @@
+"""What a check found, and what to do about it: the rows of ``plugins check`` and ``doctor``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import click
+from attrs import asdict, evolve, field, frozen, validators
+
+from shardwise.cli.output import on_terminal, print_json, print_rows
+
+__all__ = ["FAILED", "OK", "WARNING", "Finding", "report"]
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+
+
+@frozen
+class Finding:
+    """One thing that was checked; ``result`` is ok, warning or failed. ``do`` says what to do where it is not ok."""
+
+    check: str
+    result: str = field(validator=validators.in_((OK, WARNING, FAILED)))
+    found: str
+    do: str = ""
+
+
+def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) -> None:
+    """Print the findings and exit with 1 when one failed (with ``strict``: or is a warning)."""
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        _print(findings)
+        count = Counter(finding.result for finding in findings)
+        click.echo(f"{count[OK]} ok, {_counted(count[WARNING])}, {count[FAILED]} failed")
+    bad = (FAILED, WARNING) if strict else (FAILED,)
+    if any(finding.result in bad for finding in findings):
+        click.get_current_context().exit(1)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    if on_terminal():
+        # Sentences need width: what to do stands below what was found.
+        joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
+        print_rows([asdict(one) for one in joined], ("check", "result", "found"))
+    else:
+        print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
+
+
+def _counted(warnings: int) -> str:
+    return "1 warning" if warnings == 1 else f"{warnings} warnings"

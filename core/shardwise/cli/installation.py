@@ -1,0 +1,211 @@
+"""The doctor's checks of shardwise itself: copies, settings, link figures, plugins, dependencies, rule conflicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+import shardwise
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.survey import survey
+from shardwise.discovery import discover
+from shardwise.errors import LinksError, SettingsError
+from shardwise.finding import FIRST_PARTY, Found
+from shardwise.link_file import chosen_file, parse
+from shardwise.precedence import resolving
+from shardwise.settings import Settings, normalised, read_settings
+from shardwise.signature import op_name
+
+__all__ = ["CHECKS"]
+
+
+# -- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _copies() -> Iterator[Finding]:
+    here = Path(shardwise.__file__).resolve().parent
+    yield Finding("shardwise", OK, f"{distribution(FIRST_PARTY).version}, imported from {here}")
+    for place in dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path):
+        if (place / "core" / "shardwise" / "__init__.py").is_file():
+            do = "Leave the folder out of sys.path; with pytest use --import-mode=importlib."
+            found = f"{place} is on sys.path: core.shardwise would be a second copy with a registry of its own"
+            yield Finding("shardwise", WARNING, found, do)
+        other = place / FIRST_PARTY
+        if (other / "__init__.py").is_file() and other != here:
+            yield Finding("shardwise", WARNING, f"a second copy is in {place}, not used", "Uninstall one of the two.")
+    yield from _metadata_copies(here)
+
+
+def _metadata_copies(here: Path) -> Iterator[Finding]:
+    """Entry points are read from installed metadata, which should be of the copy that is imported."""
+    dists = [d for d in distributions() if normalised(d.metadata["Name"] or "") == FIRST_PARTY]
+    places = dict.fromkeys(_home(dist) for dist in dists)
+    if len(places) > 1:
+        found = f"metadata of {len(places)} copies: {', '.join(map(str, places))}"
+        yield Finding("shardwise", WARNING, found, "Uninstall all and install once.")
+    home = next(iter(places), None)
+    if home is not None and not here.is_relative_to(home):
+        found = f"the metadata is of {home}: plugins are found by its entry points"
+        yield Finding("shardwise", WARNING, found, "Install the copy that is imported, or leave it out of PYTHONPATH.")
+
+
+def _home(dist: Distribution) -> Path:
+    """The folder that a distribution is in: of an editable one, its checkout (PEP 610)."""
+    try:
+        said = json.loads(dist.read_text("direct_url.json") or "{}")
+        if said["dir_info"]["editable"]:
+            return Path(unquote(urlsplit(said["url"]).path)).resolve()
+    except (ValueError, KeyError, TypeError):
+        pass
+    return Path(str(dist.locate_file(""))).resolve()
+
+
+# -- settings, link figures ------------------------------------------------------------------------------------------
+
+
+def _settings() -> Iterator[Finding]:
+    do = "Correct it there."
+    try:
+        settings = read_settings()
+    except SettingsError as error:
+        yield Finding("settings", FAILED, f"{error.asked}: {error.found}", error.do)
+        return
+    for name, where in settings.sources.items():
+        yield Finding("settings", OK, f"{name} = {_plain(getattr(settings, name))}, from {where}")
+    if not settings.sources:
+        yield Finding("settings", OK, "none are set")
+    try:
+        discover(settings)
+    except SettingsError as error:
+        yield Finding("settings", FAILED, f"{error.asked}: {error.found}", f"{do} {error.do}")
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(value)) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(f"{op} = {plugin}" for op, plugin in value) or "none"
+    return "on" if value is True else "off" if value is False else str(value)
+
+
+def _links() -> Iterator[Finding]:
+    path, named = chosen_file()
+    if path is None:
+        yield Finding("link figures", OK, "off: moves are costed by the defaults")
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if named:
+            yield Finding("link figures", FAILED, f"SHARDWISE_LINKS names {path}, which does not exist", _CALIBRATE)
+        else:
+            yield Finding("link figures", OK, f"none measured (no {path}): moves are costed by the defaults")
+        return
+    except (OSError, ValueError) as error:
+        yield Finding("link figures", FAILED, f"{path} cannot be read: {error}", _CALIBRATE)
+        return
+    try:
+        measured = parse(text, str(path))
+    except LinksError as error:
+        yield Finding("link figures", FAILED, f"{error.asked}: {error.found}", error.do)
+        return
+    yield Finding("link figures", OK, f"{path}: {'; '.join(str(one.site) for one in measured) or 'no mesh'}")
+
+
+_CALIBRATE = "Write it with `shardwise calibrate`, or set SHARDWISE_LINKS=off."
+
+
+# -- plugins ---------------------------------------------------------------------------------------------------------
+
+_ADVICE = {
+    "failed": "`shardwise plugins show {0}` has the traceback; SHARDWISE_DISABLE_PLUGINS={0} leaves it out.",
+    "refused": "Install a version that fits, or uninstall it.",
+    "needs upgrade": "Upgrade it, or uninstall it.",
+}
+
+
+def _plugins() -> Iterator[Finding]:
+    found = survey()
+    for status in found.statuses:
+        name, shown = f"plugin {status.found.origin.plugin}", str(status.found.origin)
+        if status.status in _ADVICE:
+            do = _ADVICE[status.status].format(status.found.origin.plugin)
+            yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
+        elif status.status == "loaded":
+            yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
+        else:
+            yield Finding(name, OK, f"{shown} {status.status}: {status.reason}")
+        for copy in status.found.hides:
+            yield Finding(name, WARNING, f"{copy} is hidden by {status.found.location}", "Uninstall one of the two.")
+    if not found.statuses:
+        yield Finding("plugins", FAILED, "there is none: no op has a rule", "Reinstall shardwise.")
+    if found.refusal is not None:
+        error = found.refusal
+        yield Finding("look-up", FAILED, f"programs cannot look up rules: {error.asked}: {error.found}", error.do)
+    else:
+        yield Finding("look-up", OK, f"{len({entry.op for entry in found.registry.ops()})} ops have rules")
+
+
+def _conflicts() -> Iterator[Finding]:
+    verdicts = survey().registry.conflicts()
+    for verdict in verdicts:
+        found = f"{op_name(verdict.op)}: {'; '.join(map(str, verdict.rivals))}; {verdict.reason}"
+        do = " or ".join(resolving(verdict.op, entry)["environment"] for entry in verdict.rivals)
+        yield Finding("rules", FAILED, found, f"Set {do}.")
+    if not verdicts:
+        yield Finding("rules", OK, "no op has rules in conflict")
+
+
+# -- dependencies ----------------------------------------------------------------------------------------------------
+
+
+def _dependencies() -> Iterator[Finding]:
+    """What shardwise and the plugins' distributions require is installed, in versions that they take."""
+    dists = {FIRST_PARTY: distribution(FIRST_PARTY)}
+    dists |= {f.origin.distribution: f.entry.dist for f in _third_party() if f.entry.dist is not None}
+    for name, dist in dists.items():
+        wrong = list(_unmet(dist.requires or ()))
+        for found in wrong:
+            yield Finding(
+                "dependencies", FAILED, f"{name} {dist.version} {found}", f"Run pip install --upgrade {name}."
+            )
+        if not wrong:
+            yield Finding("dependencies", OK, f"{name} {dist.version} has what it requires")
+
+
+def _third_party() -> Iterable[Found]:
+    return (found for found in discover(Settings()) if not found.first_party)
+
+
+def _unmet(requires: Iterable[str]) -> Iterator[str]:
+    for line in requires:
+        try:
+            need = Requirement(line)
+        except InvalidRequirement:
+            yield f"has a requirement that cannot be read: {line!r}"
+            continue
+        if need.marker and not need.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            have = distribution(need.name).version
+        except PackageNotFoundError:
+            yield f"requires {need}, which is not installed"
+            continue
+        if not need.specifier.contains(have, prereleases=True):
+            yield f"requires {need}, and {have} is installed"
+
+
+CHECKS: dict[str, Callable[[], Iterator[Finding]]] = {
+    "shardwise": _copies,
+    "settings": _settings,
+    "link figures": _links,
+    "plugins": _plugins,
+    "rules": _conflicts,
+    "dependencies": _dependencies,
+}

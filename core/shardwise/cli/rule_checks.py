@@ -1,0 +1,232 @@
+"""The checks of a plugin's hook and of its rules: registration, conflicts with other plugins, the oracle."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attrs import field, frozen
+
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.subject import Subject
+from shardwise.cli.survey import load_each, readable_settings
+from shardwise.discovery import discover, load
+from shardwise.errors import PluginLoadError
+from shardwise.finding import FIRST_PARTY, GROUP, Found
+from shardwise.precedence import Origin, judge
+from shardwise.registry import Registry
+from shardwise.rule import AnyRule
+from shardwise.settings import normalised
+from shardwise.signature import Op, op_name
+from shardwise.testing.oracle import check_rule
+from shardwise.testing.report import Report, RuleRefuted
+
+__all__ = ["Samples", "check_conflicts", "judge_rules", "read_samples", "register"]
+
+# Ops that a finding names; the rest is counted.
+_SHOWN = 5
+
+
+def register(subject: Subject) -> tuple[Registry, list[Finding]]:
+    """Call the plugin's hooks as a program would, each entry point by itself."""
+    registry = Registry()
+    findings = []
+    for entry in subject.entries:
+        if entry.group != GROUP:
+            continue
+        found = Found(Origin(entry.name, subject.name, subject.version), entry, "ready")
+        try:
+            (status,) = load([found], registry, strict=True)
+        except PluginLoadError as error:
+            do = (
+                "Mark it: @hookimpl from shardwise.hookspecs."
+                if "implements no" in error.found
+                else "Correct the hook."
+            )
+            findings.append(Finding("hook", FAILED, f"{entry.name}: {error.found}", do))
+            continue
+        rules = len(registry.rules(entry.name))
+        hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
+        if rules or hooks or registry.optimizers:
+            findings.append(Finding("hook", OK, ", ".join([f"{rules} rules for {status.ops} ops", *hooks])))
+        else:
+            do = "Hand rules over: registry.add(RULE, ...)."
+            findings.append(Finding("hook", WARNING, f"{entry.name} registers nothing", do))
+    return registry, findings
+
+
+# -- conflicts -------------------------------------------------------------------------------------------------------
+
+
+def check_conflicts(subject: Subject, own: Registry) -> Iterator[Finding]:
+    """With the rules of other plugins for the same ops: one must declare that it replaces the other."""
+    others = _others(subject)
+    clashes: dict[Origin, list[str]] = {}
+    idle: dict[str, list[str]] = {}
+    for entry in own.ops():
+        rivals = others.find(entry.op)
+        if judge(entry.op, (), [entry, *rivals]).winner is None:
+            for rival in rivals:
+                clashes.setdefault(rival.origin, []).append(op_name(entry.op))
+        if entry.replaces == FIRST_PARTY and not any(entry.replaces == rival.origin.distribution for rival in rivals):
+            idle.setdefault(FIRST_PARTY, []).append(op_name(entry.op))
+    for origin, ops in clashes.items():
+        first_party = origin.distribution == FIRST_PARTY
+        found = f"{origin} has rules for {_listed(ops)} too, and nothing says which holds"
+        do = f'Declare replaces="{origin.distribution}" on the rules that are to hold.'
+        yield Finding("conflicts", FAILED if first_party else WARNING, found, do)
+    for name, ops in idle.items():
+        yield Finding("conflicts", WARNING, f"replaces={name!r}, which has no rule for {_listed(ops)}", "Leave it out.")
+    if not clashes:
+        replaced = sorted({entry.replaces for entry in own.ops() if entry.replaces})
+        shown = f"replaces {', '.join(replaced)}" if replaced else "no other plugin has rules for its ops"
+        yield Finding("conflicts", OK, f"none: {shown}")
+
+
+def _others(subject: Subject) -> Registry:
+    """The rules of all other plugins that this environment would load."""
+    registry = Registry()
+    own = {entry.name for entry in subject.entries}
+    ready = [found for found in discover(readable_settings()) if found.status == "ready"]
+    load_each([f for f in ready if not _is_own(f, subject, own)], registry)
+    return registry
+
+
+def _is_own(found: Found, subject: Subject, names: set[str]) -> bool:
+    same = found.origin.distribution == normalised(subject.name)
+    return same and (subject.name != FIRST_PARTY or found.origin.plugin in names)
+
+
+def _listed(ops: list[str]) -> str:
+    rest = len(ops) - _SHOWN
+    return ", ".join(ops[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# -- the oracle ------------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Samples:
+    """What a file of samples declares.
+
+    ``samples`` are calls by op, ``stand_ins`` what runs in place of ops that a machine lacks; ``unsampled`` has the ops
+    without a sample and ``unexercised`` the rows (``op: row``) that no sample reaches, each with the reason.
+    """
+
+    samples: Mapping[Op, Callable[[], Any]] = field(factory=dict)
+    stand_ins: Mapping[Op, Callable[..., Any]] = field(factory=dict)
+    unsampled: Mapping[Op, str] = field(factory=dict)
+    unexercised: Mapping[str, str] = field(factory=dict)
+
+
+def read_samples(path: Path) -> Samples:
+    """``SAMPLES``, ``STAND_INS``, ``UNSAMPLED`` and ``UNEXERCISED`` of a file; each may be missing.
+
+    ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
+    ``TypeError`` for one of them that is no mapping.
+    """
+    spec = importlib.util.spec_from_file_location("_samples_under_check", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    samples, *rest = (_mapping(module, name) for name in ("SAMPLES", "STAND_INS", "UNSAMPLED", "UNEXERCISED"))
+    made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
+    return Samples(made, *rest)
+
+
+def _mapping(module: ModuleType, name: str) -> Mapping[Any, Any]:
+    value = getattr(module, name, {})
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}, not a mapping")
+    return value
+
+
+def judge_rules(
+    own: Registry, given: Samples, *, cases: int | None, tell: Callable[[int, int], None] | None = None
+) -> list[Finding]:
+    """The oracle over every rule: what it refutes, the rows and ops that no sample reached, and the counts.
+
+    ``tell`` is called with how many rules are done and how many there are.
+    """
+    rules = own.rules()
+    findings = _unknown_samples(own, given)
+    total = Report()
+    for done, rule in enumerate(rules):
+        if tell is not None:
+            tell(done, len(rules))
+        try:
+            report = check_rule(rule, given.samples, stand_ins=given.stand_ins, cases=cases, keep_going=True)
+        except Exception as error:  # noqa: BLE001  samples and stand-ins are a plugin's functions
+            found = f"{_titled(rule)}: its samples raise {type(error).__name__}: {error}"
+            findings.append(Finding("oracle", FAILED, found, "Correct SAMPLES or STAND_INS."))
+            continue
+        total += report
+        findings += _verdicts(rule, report, given)
+    if tell is not None:
+        tell(len(rules), len(rules))
+    return [*findings, _summary(total, given)] if rules else findings
+
+
+def _summary(total: Report, given: Samples) -> Finding:
+    refuted = len(_telling(total.refuted))
+    shown = f"{total.ops} ops, {total.rows} rows, {total.cases} cases: {refuted} refuted"
+    if refuted:
+        return Finding("oracle", FAILED, shown, "Correct the rules; until then they give wrong numbers.")
+    excused = {op_name(op) for op in given.unsampled}
+    return Finding("oracle", OK if total.cases or excused.issuperset(total.unsampled) else WARNING, shown)
+
+
+def _unknown_samples(own: Registry, given: Samples) -> list[Finding]:
+    unknown = [str(op) for op in [*given.samples, *given.unsampled] if op not in own]
+    if not unknown:
+        return []
+    return [Finding("samples", WARNING, f"the plugin has no rule for {_listed(unknown)}", "Correct the samples file.")]
+
+
+def _verdicts(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding]:
+    for refuted in _telling(report.refuted):
+        yield Finding("oracle", FAILED, f"{refuted.asked}: {refuted.found}", refuted.do)
+    missed = [row for row in report.unexercised if row not in given.unexercised]
+    if missed:
+        found = f"{_titled(rule)}: no sample reaches the rows {'; '.join(missed)}"
+        do = "Add samples to which the rows apply, or the reason to UNEXERCISED, or remove the rows."
+        yield Finding("oracle", WARNING, found, do)
+    for row in report.unexercised:
+        if row in given.unexercised:
+            yield Finding("oracle", OK, f"{row}: not judged, {given.unexercised[row]}")
+    reasons = {op_name(op): reason for op, reason in given.unsampled.items()}
+    for op in report.unsampled:
+        if op in reasons:
+            yield Finding("oracle", OK, f"{op}: not judged, {reasons[op]}")
+        else:
+            found = f"{op}: none of its samples is legal on this machine, or it has none"
+            yield Finding("oracle", WARNING, found, "Add calls of it to SAMPLES, or the reason to UNSAMPLED.")
+
+
+def _telling(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
+    """One refutation per row to blame: a row refuted by itself, else the one that most combinations have in common."""
+    left = [one for one in refuted if one.rows]
+    kept = [one for one in refuted if not one.rows]
+    while left:
+        alone = [(one.op, one.rows[0]) for one in left if len(set(one.rows)) == 1]
+        blamed = Counter(alone or [(one.op, row) for one in left for row in set(one.rows)]).most_common(1)[0][0]
+        theirs = [one for one in left if (one.op, blamed[1]) == blamed and blamed[1] in one.rows]
+        kept.append(min(theirs, key=lambda one: len(one.rows)))
+        left = [one for one in left if one not in theirs]
+    return kept
+
+
+def _titled(rule: AnyRule) -> str:
+    first, *rest = rule.ops
+    return f"{op_name(first)}{f' and {len(rest)} more' if rest else ''} ({rule.source})"

@@ -1,0 +1,173 @@
+"""The checks of a plugin that run none of its rules: metadata, imports, the hook, conflicts with other plugins."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.importing import Imported
+from shardwise.cli.subject import Subject
+from shardwise.finding import FIRST_PARTY, GROUP
+from shardwise.settings import normalised
+
+__all__ = ["check_entries", "check_imports", "check_requires", "check_surface"]
+
+# What a plugin may import: what rules are made of, the public package, what the rare hooks hand over, the test kit.
+SURFACE = frozenset(
+    {"cost", "errors", "hookspecs", "lowering", "placements", "rule", "schema", "signature", "spec", "testing"}
+)
+
+
+def check_entries(subject: Subject) -> Iterator[Finding]:
+    """The entry point is there, in the group that this shardwise reads, under the name of the distribution."""
+    if subject.kind == "file":
+        return
+    current = [entry for entry in subject.entries if entry.group == GROUP]
+    line = f'[project.entry-points."{GROUP}"]'
+    for entry in subject.entries:
+        if entry.group != GROUP and entry.name not in {e.name for e in current}:
+            yield Finding("entry point", FAILED, f"it registers under {entry.group}", f"Register under {GROUP}.")
+    if not current:
+        if not subject.entries:
+            value = f'{subject.name} = "{subject.name.replace("-", "_")}.plugin"'
+            yield Finding("entry point", FAILED, f"there is none in {GROUP}", f"Add {line} {value}")
+        return
+    for entry in current:
+        shown = f"{entry.name} = {entry.value}"
+        if normalised(entry.name) == normalised(subject.name) or subject.name == FIRST_PARTY:
+            yield Finding("entry point", OK, shown)
+        else:
+            do = f"Call it {subject.name}: settings and messages name plugins by it."
+            yield Finding("entry point", FAILED, f"{shown} has not the name of the distribution, {subject.name}", do)
+
+
+def check_requires(subject: Subject) -> Iterator[Finding]:
+    """The distribution says which versions of shardwise it works with: from one, up to one, this one among them."""
+    if subject.kind == "file" or subject.name == FIRST_PARTY:
+        return
+    if subject.requires is None:
+        found, do = "dependencies are made when it is built", "Build a wheel and check that."
+        yield Finding("requires", WARNING, found, do)
+        return
+    specifiers = _on_shardwise(subject.requires)
+    have = Distribution.from_name(FIRST_PARTY).version
+    do = f'Depend on "shardwise>={have},<..." with the first release that may break it as the bound.'
+    if specifiers is None:
+        yield Finding("requires", FAILED, "it does not depend on shardwise", do)
+        return
+    shown = f"shardwise{specifiers}"
+    if not specifiers.contains(have, prereleases=True):
+        yield Finding(
+            "requires", FAILED, f"{shown}, and {have} is installed: it would be refused", "Correct the bounds."
+        )
+        return
+    signs = {specifier.operator for specifier in specifiers}
+    missing = [
+        name
+        for name, those in (("lower", {">=", ">", "==", "~=", "==="}), ("upper", {"<", "<=", "==", "~=", "==="}))
+        if not signs & those
+    ]
+    yield (
+        Finding("requires", WARNING, f"{shown} has no {' and no '.join(missing)} bound", do)
+        if missing
+        else Finding("requires", OK, shown)
+    )
+
+
+def _on_shardwise(lines: Iterable[str]) -> SpecifierSet | None:
+    """The versions of shardwise that requirements ask for in this environment; None when they do not name it."""
+    found: SpecifierSet | None = None
+    for line in lines:
+        try:
+            need = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if normalised(need.name) == FIRST_PARTY and not (need.marker and not need.marker.evaluate({"extra": ""})):
+            found = need.specifier if found is None else found & need.specifier
+    return found
+
+
+def check_imports(subject: Subject, imported: dict[str, Imported]) -> Iterator[Finding]:
+    """Every plugin module can be imported from where it lies, and is cheap: programs wait for it."""
+    for value, told in imported.items():
+        if told.error:
+            yield Finding("import", FAILED, f"{value}: {told.error}", "Correct the module, or install what it needs.")
+        elif subject.roots and not _lies_in(told.file, subject.roots):
+            found = f"{value} comes from {told.file}"
+            yield Finding(
+                "import", FAILED, found, f"Give the package a name that is its own: it is not in {subject.roots[0]}."
+            )
+        elif told.pulled:
+            found = f"{value} imports {', '.join(told.pulled)} ({told.seconds:.2f} s)"
+            do = "Import it in the hook, or in the functions that use it: every program waits for this."
+            yield Finding("import", WARNING, found, do)
+        else:
+            yield Finding("import", OK, f"{value}: {told.seconds * 1e3:.0f} ms, nothing but what torch brings")
+
+
+def _lies_in(file: str, roots: Iterable[Path]) -> bool:
+    return any(Path(file).resolve().is_relative_to(root.resolve()) for root in roots)
+
+
+# -- what it imports of shardwise ------------------------------------------------------------------------------------
+
+
+def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]:
+    """It imports of shardwise only what stays: the authoring surface and the public package."""
+    files = {path for told in imported.values() if told.file for path in _package_files(Path(told.file))}
+    inner: dict[str, str] = {}
+    for path in sorted(files):
+        for module, line in _inner_modules(path):
+            inner.setdefault(module, f"{path.name}:{line}")
+    if inner:
+        found = ", ".join(f"shardwise.{module} ({where})" for module, where in sorted(inner.items()))
+        do = "Use shardwise.rule, .placements, .spec, .lowering, .hookspecs, .errors or what `import shardwise` offers."
+        yield Finding("surface", WARNING, f"{name} imports inner modules, which may change: {found}", do)
+    elif files:
+        yield Finding("surface", OK, f"{len(files)} files import nothing of shardwise but its authoring surface")
+
+
+def _package_files(path: Path) -> list[Path]:
+    """The files of the package that a module lies in, or the module alone."""
+    folder = path.parent
+    return sorted(folder.rglob("*.py")) if (folder / "__init__.py").is_file() else [path]
+
+
+def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
+    """Modules of shardwise that a file imports beside the surface, with the line; what only type checkers see aside."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return  # importing it says so
+    for name, line in _imports(tree):
+        first, _, rest = name.partition(".")
+        module = rest.partition(".")[0]
+        if first == FIRST_PARTY and module and module not in SURFACE and _is_module(module):
+            yield module, line
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in _that_run(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+def _that_run(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        yield from _that_run(node)
+
+
+def _is_module(name: str) -> bool:
+    return importlib.util.find_spec(f"{FIRST_PARTY}.{name}") is not None

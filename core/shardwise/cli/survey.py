@@ -1,0 +1,89 @@
+"""What became of every plugin, also where the process refuses to use any: bad settings, strict mode, a broken core."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+import click
+from attrs import evolve, frozen
+
+from shardwise.discovery import Status, default_registry, discover, load, statuses
+from shardwise.errors import PluginLoadError, SettingsError, ShardingError
+from shardwise.finding import Found
+from shardwise.registry import Failure, Registry
+from shardwise.settings import Settings, read_settings
+
+__all__ = ["Survey", "called", "load_each", "no_such_plugin", "readable_settings", "survey"]
+
+
+@frozen(eq=False)
+class Survey:
+    """The plugins, the registry of those that load, and why this process would refuse to look up rules, if it would."""
+
+    statuses: tuple[Status, ...]
+    registry: Registry
+    refusal: ShardingError | None = None
+
+
+def survey() -> Survey:
+    """Load the plugins as a program would; where that raises, each plugin by itself."""
+    with warnings.catch_warnings():
+        # What is left out is listed.
+        warnings.filterwarnings("ignore", "shardwise left out the plugin")
+        try:
+            registry = default_registry()
+            return Survey(tuple(statuses()), registry)
+        except ShardingError as refusal:
+            settings = readable_settings()
+            registry = Registry(settings.prefer)
+            return Survey(tuple(load_each(discover(settings), registry)), registry, refusal)
+
+
+def readable_settings() -> Settings:
+    """The settings, without what cannot be read or names no plugin; never strict."""
+    try:
+        settings = read_settings()
+    except SettingsError:
+        return Settings()
+    origins = [found.origin for found in discover(Settings())]
+
+    def known(names: Iterable[str]) -> frozenset[str]:
+        return frozenset(name for name in names if any(origin.is_called(name) for origin in origins))
+
+    return evolve(
+        settings,
+        plugins=None if settings.plugins is None else known(settings.plugins),
+        disabled=known(settings.disabled),
+        prefer=tuple(pair for pair in settings.prefer if known([pair[1]])),
+        strict=False,
+    )
+
+
+def load_each(found: Iterable[Found], registry: Registry) -> list[Status]:
+    """Load plugins, each whatever becomes of the others; also a first-party one that fails is only recorded."""
+    outcome: list[Status] = []
+    for one in found:
+        try:
+            outcome += load([one], registry, strict=False)
+        except PluginLoadError as error:
+            trace = "".join(traceback.format_exception(error.__cause__ or error))
+            registry.reject(Failure(one.origin, error.found, trace))
+            outcome.append(Status(one, "failed", error.found, traceback=trace))
+    return outcome
+
+
+def called(name: str, known: Iterable[Found]) -> list[Found]:
+    """The plugins of that name, or those of the distribution of that name."""
+    known = list(known)
+    return [f for f in known if f.origin.plugin == name] or [f for f in known if f.origin.is_called(name)]
+
+
+def no_such_plugin(name: str, known: Iterable[Found]) -> click.ClickException:
+    """The refusal of a name, with those that are close to it."""
+    names = sorted({word for found in known for word in (found.origin.plugin, found.origin.distribution)})
+    near = get_close_matches(name, names, 3)
+    hint = f"Close to it: {', '.join(near)}" if near else "`shardwise plugins` lists all"
+    return click.ClickException(f"there is no plugin {name!r}. {hint}.")

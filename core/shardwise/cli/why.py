@@ -1,0 +1,139 @@
+"""``shardwise why OP``: which rule holds for an op and why, its rivals, and the settings that would change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from shardwise.cli.completing import offer_ops
+from shardwise.cli.ops import close_names, find_ops, import_named
+from shardwise.cli.output import json_option, print_facts, print_json
+from shardwise.cli.survey import Survey, readable_settings, survey
+from shardwise.precedence import Entry, Verdict, resolving
+from shardwise.private_torch import is_composite
+from shardwise.settings import Settings, preferred
+from shardwise.signature import Op, op_name
+
+__all__ = ["why"]
+
+
+@click.command()
+@click.argument("op", shell_complete=offer_ops)
+@click.option("--import", "modules", multiple=True, metavar="MODULE", help="Import this first; it defines the op.")
+@json_option
+def why(*, op: str, modules: tuple[str, ...], as_json: bool) -> None:
+    """Say which rule holds for OP and why: aten.mm.default, aten.mm (all overloads with rules), mm, acme::kernel.
+
+    Lists the rivals, why each lost, and the setting that would make it win. Exits with 1 where no rule holds.
+    """
+    import_named(modules)
+    found = survey()
+    if found.refusal is not None:
+        click.echo(f"Programs cannot look up a rule now: {found.refusal}", err=True)
+    verdicts = _verdicts(op, found)
+    settings = readable_settings()
+    shown = [_described(verdict, settings, found) for verdict in verdicts]
+    if as_json:
+        print_json(shown)
+    else:
+        _print_all(shown)
+    if found.refusal is not None or any(verdict.winner is None for verdict in verdicts):
+        click.get_current_context().exit(1)
+
+
+def _verdicts(name: str, found: Survey) -> list[Verdict]:
+    registry = found.registry
+    others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
+    ops = find_ops(name, ("aten", *others))
+    verdicts = [registry.judge(op) for op in ops if op in registry]
+    if not verdicts:
+        raise click.ClickException(" ".join(_without_rule(name, ops, found)))
+    return verdicts
+
+
+def _without_rule(name: str, ops: list[Op], found: Survey) -> list[str]:
+    """Sentences on an op that has no rule, or that is none."""
+    if ops:
+        said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
+    else:
+        said = [f"torch knows no op {name!r}; --import MODULE imports the module that defines it."]
+    if ops and all(map(is_composite, ops)):
+        said.append("torch writes it in terms of other ops, which need the rules.")
+    near = close_names(name, found.registry)
+    if near:
+        said.append(f"Close to it, with rules: {', '.join(near)}.")
+    unused = _unused(found)
+    if ops and unused:
+        said.append(f"Possible cause: {'; '.join(unused)}.")
+    return said
+
+
+def _unused(found: Survey) -> list[str]:
+    return [f"{s.found.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
+
+
+def _described(verdict: Verdict, settings: Settings, found: Survey) -> dict[str, Any]:
+    winner = verdict.winner
+    return {
+        "op": op_name(verdict.op),
+        "winner": None if winner is None else _entry(winner, verdict.reason),
+        "reason": verdict.reason,
+        "losers": [
+            {**_entry(entry, reason), "to_choose_it": resolving(verdict.op, entry)} for entry, reason in verdict.losers
+        ],
+        "settings": _bearing(verdict, settings, found),
+        "not_loaded": _unused(found),
+    }
+
+
+def _entry(entry: Entry, reason: str) -> dict[str, Any]:
+    return {
+        "plugin": entry.origin.plugin,
+        "distribution": entry.origin.distribution,
+        "version": entry.origin.version,
+        "rule": entry.rule.text,
+        "source": entry.rule.source,
+        "reason": reason,
+    }
+
+
+def _bearing(verdict: Verdict, settings: Settings, found: Survey) -> list[str]:
+    """The settings that bear on this op, and where they were read."""
+    pair = preferred(settings.prefer, op_name(verdict.op))
+    chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
+    blocked = (s for s in found.statuses if s.status == "blocked")
+    return chosen + [f"{s.found.origin} is not asked: {s.reason}" for s in blocked]
+
+
+def _print_all(shown: list[dict[str, Any]]) -> None:
+    for i, facts in enumerate(shown):
+        if i:
+            click.echo()
+        _print(facts)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    winner, losers = facts["winner"], facts["losers"]
+    shown: dict[str, Any] = {"op": facts["op"]}
+    if winner is None:
+        shown["conflict"] = f"no rule holds: {facts['reason']}"
+    else:
+        shown |= {"holds": _titled(winner), "because": winner["reason"], "rule": winner["rule"], "at": winner["source"]}
+    print_facts({**shown, "setting": facts["settings"]})
+    for loser in losers:
+        click.echo()
+        choose = loser["to_choose_it"]
+        print_facts(
+            {
+                "  rival": _titled(loser),
+                "  lost by": "" if winner is None else loser["reason"],
+                "  rule": loser["rule"],
+                "  at": loser["source"],
+                "  to choose it": [choose["environment"], *choose["pyproject"].splitlines()],
+            }
+        )
+
+
+def _titled(entry: dict[str, Any]) -> str:
+    return f"{entry['plugin']} ({entry['distribution']} {entry['version']})"

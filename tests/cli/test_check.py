@@ -1,0 +1,422 @@
+"""``shardwise plugins check``: what it passes, and everything that it must find."""
+
+import json
+import sys
+import textwrap
+import zipfile
+from zlib import crc32
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli import check as command
+from shardwise.cli import main
+from shardwise.cli.importing import Imported, probe
+from shardwise.cli.new import bounds
+
+BOUNDS = f"shardwise{bounds('0.1.0.dev0')}"
+
+OPS = """
+    import torch
+    from torch import Tensor
+
+    @torch.library.custom_op("{package}::scaled", mutates_args=())
+    def scaled(x: Tensor) -> Tensor:
+        return -x
+
+    @scaled.register_fake
+    def _(x):
+        return torch.empty_like(x)
+"""
+PLUGIN = """
+    import torch
+    from shardwise.hookspecs import hookimpl
+    from shardwise.rule import rule
+    {imports}
+
+    @hookimpl
+    def {hook}(registry):
+        from {package} import ops
+        registry.add({rules})
+"""
+SCALED = 'rule(torch.ops.{package}.scaled.default, "... -> ...")'
+PROJECT = """
+    [project]
+    name = "{name}"
+    version = "1.0"
+    dependencies = [{requires}]
+    [project.entry-points."{group}"]
+    {entry} = "{package}.plugin"
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, request):
+    """``checkout(...)``: the folder of a distribution that is not installed, with one custom op and one rule for it."""
+
+    def make(
+        name="acme-kernels",
+        *,
+        entry=None,
+        group="shardwise.plugins.v1",
+        requires=(BOUNDS,),
+        imports="",
+        hook="shardwise_register",
+        rules=SCALED,
+        samples=None,
+        root="src",
+    ):
+        package = f"{name.replace('-', '_')}_{crc32(request.node.name.encode())}"
+        said = {
+            "name": name,
+            "entry": entry or name,
+            "group": group,
+            "package": package,
+            "imports": imports,
+            "hook": hook,
+            "rules": rules.format(package=package),
+            "requires": ", ".join(f'"{line}"' for line in requires),
+        }
+        folder = tmp_path / "checkout"
+        inner = folder / root / package
+        inner.mkdir(parents=True)
+        texts = {"__init__.py": "", "ops.py": OPS, "plugin.py": PLUGIN}
+        for file, text in texts.items():
+            (inner / file).write_text(textwrap.dedent(text).format(**said))
+        (folder / "pyproject.toml").write_text(textwrap.dedent(PROJECT).format(**said))
+        if samples is not None:
+            (folder / "tests").mkdir()
+            (folder / "tests" / "samples.py").write_text(textwrap.dedent(samples).format(**said))
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """No process that tries the imports: what it finds has tests of its own."""
+
+    def tried(modules, roots):
+        return {name: Imported(f"{roots[0]}/{name.replace('.', '/')}.py" if roots else "") for name in modules}
+
+    monkeypatch.setattr(command, "probe", tried)
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plugins", "check", *map(str, arguments)])
+
+
+def found(*arguments, exit_code):
+    """The findings that are not ok, by check."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    rows = json.loads(result.stdout)
+    return {row["check"]: f"{row['result']}: {row['found']}" for row in rows if row["result"] != "ok"}
+
+
+SAMPLES = """
+    import torch
+    from {package} import ops
+    SAMPLES = {{torch.ops.{package}.scaled.default: lambda: [((torch.randn(5, 7),), {{}})]}}
+"""
+
+
+# -- what it takes -------------------------------------------------------------------------------------------------
+
+
+def test_a_sound_checkout_passes(checkout, quick):
+    folder = checkout(samples=SAMPLES)
+    result = run(folder, "--strict")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("acme-kernels 1.0 (checkout, ")
+    assert "nothing but what torch brings" in result.output
+    assert "0 warnings, 0 failed" in result.output
+
+
+def test_nothing_stays_imported(checkout, quick):
+    path, modules = list(sys.path), set(sys.modules)
+    assert found(checkout(samples=SAMPLES), exit_code=0) == {}
+    assert sys.path == path
+    assert not [name for name in set(sys.modules) - modules if name.startswith("acme")]
+
+
+def test_a_flat_checkout(checkout, quick):
+    assert found(checkout(samples=SAMPLES, root="."), exit_code=0) == {}
+
+
+def test_a_checkout_that_hatch_finds_elsewhere(checkout, quick):
+    folder = checkout(samples=SAMPLES, root="python/lib")
+    (package,) = (folder / "python" / "lib").iterdir()
+    with (folder / "pyproject.toml").open("a") as file:
+        file.write(f'[tool.hatch.build.targets.wheel]\npackages = ["python/lib/{package.name}"]\n')
+    assert found(folder, exit_code=0) == {}
+
+
+def test_an_installed_plugin(install, source, quick):
+    install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    told = found("acme-kernels", exit_code=0)
+    assert set(told) == {"oracle"}
+    assert told["oracle"].startswith("warning: ")
+
+
+def test_a_first_party_plugin_with_its_samples(quick):
+    from pathlib import Path
+
+    samples = Path(__file__).parents[1] / "plugins" / "samples_embedding.py"
+    assert found("shardwise-embedding", "--samples", samples, "--cases", "4", exit_code=0) == {}
+
+
+def test_a_wheel(checkout, tmp_path, quick):
+    folder = checkout()
+    (package,) = (folder / "src").iterdir()
+    about = "acme_kernels-1.0.dist-info"
+    with zipfile.ZipFile(tmp_path / "acme_kernels-1.0-py3-none-any.whl", "w") as wheel:
+        for path in package.glob("*.py"):
+            wheel.write(path, f"{package.name}/{path.name}")
+        metadata = f"Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\nRequires-Dist: {BOUNDS}\n"
+        wheel.writestr(f"{about}/METADATA", metadata)
+        wheel.writestr(f"{about}/entry_points.txt", f"[shardwise.plugins.v1]\nacme-kernels = {package.name}.plugin\n")
+    result = run(wheel.filename, "--strict")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("acme-kernels 1.0 (wheel)\n")
+
+
+def test_a_file(checkout, quick):
+    folder = checkout()
+    (package,) = (folder / "src").iterdir()
+    rows = json.loads(run(package / "plugin.py", "--strict", "--json").stdout)
+    assert [(row["check"], row["result"]) for row in rows] == [
+        (check, "ok") for check in ("import", "surface", "hook", "conflicts", "oracle")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("shardwise-matmull", "Close to it: shardwise-matmul"),
+        ("no/such/folder", "does not exist"),
+        ("nothing.whl", "does not exist"),
+        (__file__.replace(".py", ".txt"), "does not exist"),
+    ],
+)
+def test_what_is_not_there(name, words):
+    result = run(name)
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+def test_what_is_no_plugin(tmp_path):
+    (tmp_path / "bad.whl").write_text("no archive")
+    (tmp_path / "pyproject.toml").write_text("[tool.ruff]\n")
+    (tmp_path / "notes.txt").write_text("")
+    assert "is no wheel" in run(tmp_path / "bad.whl").output
+    assert "has no [project] with a name" in run(tmp_path).output
+    assert "is no folder, wheel or .py file" in run(tmp_path / "notes.txt").output
+
+
+# -- metadata ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "check", "words"),
+    [
+        ({"group": "shardwise.plugins.v7"}, "entry point", "failed: it registers under shardwise.plugins.v7"),
+        ({"group": "console_scripts"}, "entry point", "failed: there is none in shardwise.plugins.v1"),
+        ({"entry": "kernels"}, "entry point", "failed: kernels = "),
+        ({"requires": ()}, "requires", "failed: it does not depend on shardwise"),
+        ({"requires": ("shardwise>=99",)}, "requires", "failed: shardwise>=99, and "),
+        ({"requires": ("shardwise",)}, "requires", "warning: shardwise has no lower and no upper bound"),
+        ({"requires": ("shardwise>=0.1.0.dev0",)}, "requires", "warning: shardwise>=0.1.0.dev0 has no upper bound"),
+    ],
+)
+def test_metadata(checkout, quick, options, check, words):
+    told = found(checkout(samples=SAMPLES, **options), exit_code=int(words.startswith("failed")))
+    assert told[check].startswith(words), told
+
+
+# -- imports -------------------------------------------------------------------------------------------------------
+
+
+def test_what_imports_pull_in(tmp_path):
+    texts = {
+        "cheap": "import shardwise.rule, shardwise.placements, json",
+        "costly": "import hypothesis",
+        "compiles": "import torch._dynamo",
+        "raises": "raise OSError('no libacme.so')",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"probed_{name}.py").write_text(text)
+    told = probe([f"probed_{name}" for name in texts], [tmp_path])
+    assert told["probed_cheap"].pulled == ()
+    assert told["probed_cheap"].file == str(tmp_path / "probed_cheap.py")
+    assert "hypothesis" in told["probed_costly"].pulled
+    assert "torch._dynamo" in told["probed_compiles"].pulled
+    assert told["probed_raises"].error == "OSError: no libacme.so"
+
+
+def test_a_module_that_ends_the_process(tmp_path):
+    (tmp_path / "probed_ends.py").write_text("import os; os._exit(7)")
+    assert "ends the process with 7" in probe(["probed_ends"], [tmp_path])["probed_ends"].error
+
+
+def test_findings_on_imports(checkout, monkeypatch):
+    told = {"error": Imported(error="OSError: no libacme.so"), "elsewhere": Imported("/elsewhere/plugin.py")}
+    folder = checkout()
+    for kind, words in (("error", "OSError: no libacme.so"), ("elsewhere", "comes from /elsewhere/plugin.py")):
+        monkeypatch.setattr(command, "probe", lambda modules, _, kind=kind: dict.fromkeys(modules, told[kind]))
+        assert words in found(folder, exit_code=1)["import"]
+
+
+def test_inner_modules_are_a_warning(checkout, quick):
+    folder = checkout(imports="def later():\n        from shardwise import dispatcher", samples=SAMPLES)
+    assert "shardwise.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"]
+    assert run(folder, "--strict").exit_code == 1
+
+
+# -- hooks and rules -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"hook": "shardwise_registr"}, "unknown hook 'shardwise_registr'"),
+        ({"rules": "3"}, "is a int"),
+        ({"rules": f"{SCALED}, {SCALED}"}, "the plugin has two rules for it"),
+        ({"rules": 'rule(torch.ops.{package}.nothing.default, "... -> ...")'}, "has no attribute 'nothing'"),
+        ({"rules": 'rule(torch.ops.{package}.scaled.default, "m k -> m")'}, "NotationError"),
+    ],
+    ids=["misspelt hook", "no rule", "twice", "no such op", "notation"],
+)
+def test_hooks(checkout, quick, options, words):
+    told = found(checkout(**options), exit_code=1)["hook"]
+    assert told.startswith("failed: acme-kernels: ")
+    assert words in told
+
+
+def test_a_hook_that_is_not_marked(checkout, quick):
+    folder = checkout()
+    (path,) = folder.glob("src/*/plugin.py")
+    path.write_text(path.read_text().replace("@hookimpl", ""))
+    assert "implements no shardwise_register" in found(folder, exit_code=1)["hook"]
+
+
+def test_a_hook_that_registers_nothing(checkout, quick):
+    assert found(checkout(rules=""), exit_code=0) == {"hook": "warning: acme-kernels registers nothing"}
+
+
+MM = 'rule(torch.ops.aten.mm.default, "m k, k n -> m n", reduce=dict(k="sum"){more})'
+MM_SAMPLES = """
+    import torch
+    SAMPLES = {{torch.ops.aten.mm.default: [((torch.randn(5, 7), torch.randn(7, 3)), {{}})]}}
+"""
+
+
+def test_a_conflict_with_first_party_rules(checkout, quick):
+    folder = checkout(rules=MM.replace("{more}", ""), samples=MM_SAMPLES)
+    told = found(folder, exit_code=1)["conflicts"]
+    assert told.startswith("failed: shardwise-matmul (shardwise ")
+    assert "aten.mm.default" in told
+
+
+def test_a_declared_replacement_is_no_conflict(checkout, quick):
+    assert found(checkout(rules=MM.replace("{more}", ', replaces="shardwise"'), samples=MM_SAMPLES), exit_code=0) == {}
+
+
+def test_a_replacement_of_nothing(checkout, quick):
+    rules = 'rule(torch.ops.{package}.scaled.default, "... -> ...", replaces="shardwise")'
+    told = found(checkout(rules=rules, samples=SAMPLES), exit_code=0)
+    assert told["conflicts"].startswith("warning: replaces='shardwise', which has no rule for ")
+
+
+def test_a_conflict_with_another_third_party_is_a_warning(checkout, install, source, quick):
+    install("bolt-kernels", source())
+    folder = checkout(rules='rule(torch.ops.aten.bincount.default, "R, R -> R")', samples="SAMPLES = {{}}")
+    assert found(folder, exit_code=0)["conflicts"].startswith("warning: bolt-kernels 1.0 has rules for aten.bincount")
+
+
+def test_an_installed_copy_of_itself_is_no_conflict(checkout, install, quick, source):
+    install("acme-kernels", source())
+    folder = checkout(rules='rule(torch.ops.aten.bincount.default, "R, R -> R")', samples="SAMPLES = {{}}")
+    assert "conflicts" not in found(folder, exit_code=0)
+
+
+# -- the oracle ----------------------------------------------------------------------------------------------------
+
+WRONG = 'rule(torch.ops.{package}.scaled.default, "... -> ...", partial=["sum -> sum", "product -> product"])'
+
+
+def test_a_wrong_row_fails_with_the_words_of_the_oracle(checkout, quick):
+    rows = json.loads(run(checkout(rules=WRONG, samples=SAMPLES), "--json").stdout)
+    refuted, total = [row for row in rows if row["check"] == "oracle"]
+    assert refuted["result"] == total["result"] == "failed"
+    assert "row 'product -> product'" in refuted["found"]
+    assert "plugin.py:" in refuted["found"]
+    assert "1 refuted" in total["found"]
+
+
+def test_rows_that_no_sample_reaches_are_warnings(checkout, quick):
+    rules = SCALED.replace(")", ', partial=["avg -> avg"])')
+    folder = checkout(rules=rules, samples=SAMPLES.replace("torch.randn(5, 7)", "torch.arange(8).to(torch.int8)"))
+    told = found(folder, exit_code=0)["oracle"]
+    assert told.startswith("warning: ")
+    assert "no sample reaches the rows" in told
+    assert "avg -> avg" in told
+    row = told.partition("no sample reaches the rows ")[2]
+    with (folder / "tests" / "samples.py").open("a") as file:
+        file.write(f"UNEXERCISED = {{{row!r}: 'integers only'}}\n")
+    assert found(folder, exit_code=0) == {}
+
+
+def test_ops_without_samples_are_warnings(checkout, quick):
+    folder = checkout(samples=SAMPLES.replace("[((torch.randn(5, 7),), {{}})]", "[]"))
+    rows = json.loads(run(folder, "--json").stdout)
+    one, total = [row for row in rows if row["check"] == "oracle"]
+    assert one["result"] == total["result"] == "warning"
+    assert "none of its samples is legal" in one["found"]
+    assert "0 rows, 0 cases" in total["found"]
+
+
+def test_an_op_that_is_left_out_for_a_reason_is_no_warning(checkout, quick):
+    samples = """
+        import torch
+        from {package} import ops
+        op = torch.ops.{package}.scaled.default
+        SAMPLES, UNSAMPLED = {{op: list}}, {{op: "needs a GPU"}}
+    """
+    result = run(checkout(samples=samples), "--strict")
+    assert result.exit_code == 0, result.output
+    assert "not judged, needs a GPU" in result.output
+
+
+@pytest.mark.parametrize(
+    ("samples", "check", "words"),
+    [
+        ("raise OSError('gone')", "samples", "OSError: gone"),
+        ("SAMPLES = 3", "samples", "SAMPLES is a int, not a mapping"),
+        (SAMPLES.replace("torch.randn(5, 7)", "no_such_name"), "oracle", "raise NameError"),
+    ],
+)
+def test_samples_that_cannot_be_read(checkout, quick, samples, check, words):
+    rows = json.loads(run(checkout(samples=samples), "--json").stdout)
+    assert any(r["check"] == check and r["result"] == "failed" and words in r["found"] for r in rows), rows
+
+
+def test_a_checkout_without_samples_is_told_so(checkout, quick):
+    assert found(checkout(), exit_code=0)["samples"] == "warning: there is no tests/samples.py"
+
+
+def test_samples_for_other_ops_are_a_warning(checkout, quick):
+    told = found(checkout(samples=SAMPLES + "    SAMPLES[torch.ops.aten.mm.default] = list\n"), exit_code=0)
+    assert told["samples"] == "warning: the plugin has no rule for aten.mm.default"
+
+
+def test_how_many_cases(checkout, quick):
+    folder = checkout(samples=SAMPLES)
+    count = {}
+    for arguments in (["--cases", "5"], [], ["--full"]):
+        rows = json.loads(run(folder, *arguments, "--json").stdout)
+        count[" ".join(arguments)] = int(rows[-1]["found"].split(" rows, ")[1].split()[0])
+    assert count["--cases 5"] == 5
+    assert count["--cases 5"] < count[""] <= 25
+    assert count["--full"] >= count[""]
+    assert run(folder, "--full", "--cases", "5").exit_code == 2

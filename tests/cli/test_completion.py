@@ -1,0 +1,69 @@
+"""Shell completion: the scripts, and the words that shells are offered."""
+
+import shutil
+import subprocess
+
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from shardwise.cli import completing, main
+
+
+def words(*typed):
+    """What is offered for the last word typed."""
+    *before, last = typed
+    return [item.value for item in ShellComplete(main, {}, "shardwise", "_X").get_completions(list(before), last)]
+
+
+def test_commands():
+    assert words("pl") == ["plugins"]
+    assert words("plugins", "") == ["check", "list", "show"]
+
+
+def test_plugins():
+    assert words("plugins", "show", "shardwise-mat") == ["shardwise-matmul"]
+    assert words("rules", "--plugin", "shardwise-mat") == ["shardwise-matmul"]
+
+
+def test_a_plugin_or_a_path():
+    assert words("plugins", "check", "shardwise-mat")[0] == "shardwise-matmul"
+    complete = ShellComplete(main, {}, "shardwise", "_X")
+    assert complete.get_completions(["plugins", "check"], "")[-1].type == "file"
+
+
+def test_ops_as_people_type_them():
+    assert words("why", "aten.bm") == ["aten.bmm", "aten.bmm.default", "aten.bmm.dtype", "aten.bmm.out"]
+    assert words("why", "bm") == ["bmm"]
+
+
+@pytest.mark.parametrize("names", ["_plugins", "_ops"])
+def test_what_is_broken_offers_nothing(monkeypatch, names):
+    def broken():
+        raise OSError("metadata is gone")
+
+    offer = completing._offering(broken)
+    assert offer(None, None, "") == []
+    monkeypatch.setenv("SHARDWISE_STRICT", "perhaps")
+    assert getattr(completing, names)()
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script(shell, tmp_path):
+    result = CliRunner().invoke(main, ["completion", shell])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"# Completion of shardwise for {shell}. To install it, once:\n#   ")
+    assert f"_SHARDWISE_COMPLETE={shell}_complete" in result.output
+    if shutil.which(shell):
+        script = tmp_path / "script"
+        script.write_text(result.output)
+        subprocess.run([shell, "-n", str(script)], check=True)
+
+
+def test_the_shell_of_the_environment(monkeypatch):
+    monkeypatch.setenv("SHELL", "/usr/bin/zsh")
+    assert "_SHARDWISE_COMPLETE=zsh_complete" in CliRunner().invoke(main, ["completion"]).output
+    monkeypatch.setenv("SHELL", "/bin/sh")
+    result = CliRunner().invoke(main, ["completion"])
+    assert result.exit_code == 2
+    assert "name one, as in completion bash" in result.output

@@ -1,0 +1,169 @@
+"""``shardwise why``: which rule holds and why, and what would change it."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from shardwise.cli import main
+from shardwise.cli.ops import find_ops
+
+aten = torch.ops.aten
+
+
+def why(*arguments, exit_code=0):
+    result = CliRunner().invoke(main, ["why", *arguments])
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def told(*arguments, exit_code=0):
+    return json.loads(why(*arguments, "--json", exit_code=exit_code))
+
+
+# -- names ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["aten.mm.default", "torch.ops.aten.mm.default", "aten::mm.default", "mm.default"])
+def test_a_full_name_is_one_op(name):
+    assert find_ops(name) == [aten.mm.default]
+
+
+@pytest.mark.parametrize("name", ["aten.mm", "mm", "aten::mm", "torch.ops.aten.mm"])
+def test_a_name_without_overload_is_all_of_them(name):
+    assert find_ops(name) == [getattr(aten.mm, each) for each in sorted(aten.mm.overloads())]
+
+
+@pytest.mark.parametrize("name", ["", "no_such_op", "aten.no_such_op", "aten.mm.no_such", "a.b.c.d", "no space", "..."])
+def test_what_is_no_op_is_none(name):
+    assert find_ops(name) == []
+
+
+def test_other_namespaces_are_looked_in():
+    @torch.library.custom_op("shardwise_why::own_kernel", mutates_args=())
+    def own_kernel(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    expected = [torch.ops.shardwise_why.own_kernel.default]
+    assert find_ops("own_kernel", ("aten", "shardwise_why")) == expected
+    assert find_ops("shardwise_why::own_kernel") == expected
+
+
+# -- answers -------------------------------------------------------------------------------------------------------
+
+
+def test_the_only_rule():
+    (facts,) = told("aten.mm.default")
+    assert facts["reason"] == "the only rule"
+    assert (facts["winner"]["plugin"], facts["winner"]["rule"]) == ("shardwise-matmul", "m k, k n -> m n")
+    assert "products.py:" in facts["winner"]["source"]
+    assert facts["losers"] == []
+    output = why("aten.mm.default")
+    assert "because  the only rule" in output
+    assert "shardwise-matmul (shardwise " in output
+
+
+def test_a_packet_has_an_answer_per_overload_with_a_rule():
+    assert [facts["op"] for facts in told("add")] == [
+        "aten.add.Scalar",
+        "aten.add.Scalar_out",
+        "aten.add.Tensor",
+        "aten.add.out",
+    ]
+
+
+def test_the_rival_and_what_would_choose_it(install, source):
+    install("acme-kernels", source("mm", "R, R -> R", ', replaces="shardwise"'))
+    (facts,) = told("aten.mm.default")
+    assert facts["winner"]["plugin"] == "acme-kernels"
+    assert facts["reason"] == "it declares replaces='shardwise'"
+    (loser,) = facts["losers"]
+    assert (loser["plugin"], loser["reason"]) == ("shardwise-matmul", "replaced by acme-kernels 1.0")
+    assert loser["to_choose_it"]["environment"] == 'SHARDWISE_PREFER="aten.mm.default=shardwise-matmul"'
+    output = why("aten.mm.default")
+    assert "lost by" in output
+    assert 'SHARDWISE_PREFER="aten.mm.default=shardwise-matmul"' in output
+    assert "[tool.shardwise.prefer]" in output
+
+
+def test_what_it_says_to_set_changes_the_answer(install, source, monkeypatch):
+    install("acme-kernels", source("mm", "R, R -> R", ', replaces="shardwise"'))
+    monkeypatch.setenv("SHARDWISE_PREFER", "aten.mm.default=shardwise-matmul")
+    (facts,) = told("aten.mm.default")
+    assert facts["winner"]["plugin"] == "shardwise-matmul"
+    assert facts["settings"] == ["prefer aten.mm.default = shardwise-matmul, from SHARDWISE_PREFER"]
+    assert "from SHARDWISE_PREFER" in why("aten.mm.default")
+
+
+def test_a_blocked_plugin_is_told_beside_the_answer(install, source, monkeypatch):
+    install("acme-kernels", source("mm", "R, R -> R", ', replaces="shardwise"'))
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "acme-kernels")
+    (facts,) = told("aten.mm.default")
+    assert facts["winner"]["plugin"] == "shardwise-matmul"
+    assert facts["settings"] == ["acme-kernels 1.0 is not asked: in SHARDWISE_DISABLE_PLUGINS"]
+
+
+def test_a_conflict_exits_with_1(install, source):
+    install("acme-kernels", source())
+    install("bolt-kernels", source())
+    (facts,) = told("bincount", exit_code=1)
+    assert facts["winner"] is None
+    assert {loser["plugin"] for loser in facts["losers"]} == {"acme-kernels", "bolt-kernels"}
+    output = why("bincount", exit_code=1)
+    assert "no rule holds: nothing says which one holds" in output
+    assert 'SHARDWISE_PREFER="aten.bincount.default=bolt-kernels"' in output
+
+
+# -- no answer -----------------------------------------------------------------------------------------------------
+
+
+def test_an_op_without_a_rule_names_what_is_close_and_what_failed(install):
+    install("acme-broken", "raise OSError('no libacme.so')")
+    output = why("aten.bincount", exit_code=1)
+    assert "no plugin has a rule for aten.bincount.default" in output
+    assert "Possible cause: acme-broken 1.0: failed, OSError: no libacme.so" in output
+
+
+def test_a_blocked_plugin_is_a_possible_cause(install, source, monkeypatch):
+    install("acme-kernels", source())
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "acme-kernels")
+    assert "acme-kernels 1.0: blocked, in SHARDWISE_DISABLE_PLUGINS" in why("bincount", exit_code=1)
+
+
+def test_an_unknown_op_names_close_ones():
+    output = why("aten.adaptive_avg_pol2d", exit_code=1)
+    assert "torch knows no op 'aten.adaptive_avg_pol2d'" in output
+    assert "aten._adaptive_avg_pool2d" in output
+    assert "softmax" in why("softmx", exit_code=1)
+
+
+def test_an_op_that_torch_writes_by_others_says_so():
+    assert "torch writes it in terms of other ops" in why("aten.linalg_cond", exit_code=1)
+
+
+def test_broken_settings_are_told_beside_the_answer(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_STRICT", "perhaps")
+    output = why("aten.mm.default", exit_code=1)
+    assert "Programs cannot look up a rule now: read SHARDWISE_STRICT" in output
+    assert "shardwise-matmul" in output
+
+
+# -- custom ops ----------------------------------------------------------------------------------------------------
+
+
+def test_a_module_that_defines_the_op_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "why_kernels.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('why_kernels::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n"
+        "    return x + x\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "torch knows no op 'why_kernels::twice'" in why("why_kernels::twice", exit_code=1)
+    output = why("why_kernels::twice", "--import", "why_kernels", exit_code=1)
+    assert "no plugin has a rule for why_kernels.twice.default" in output
+
+
+def test_a_module_that_cannot_be_imported_is_a_message():
+    assert "cannot import no_such_module: ModuleNotFoundError" in why("mm", "--import", "no_such_module", exit_code=1)
