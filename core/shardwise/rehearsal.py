@@ -12,7 +12,8 @@ import torch
 from attrs import field, frozen
 
 from shardwise.cost import KINDS
-from shardwise.lowering import LocalCall
+from shardwise.flight import Flight
+from shardwise.lowering import LocalCall, MeshDims
 from shardwise.moves import memory_order
 from shardwise.plan import local_statics
 from shardwise.registry import Entry
@@ -155,20 +156,37 @@ class _Comm:
             self._note("all_reduce", dims, tensor.nbytes)
         return tensor.clone() if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: int) -> list[torch.Tensor]:
-        n = self.mesh.size(mesh_dim)
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
+        dims, n = self._line(mesh_dim)
         if n > 1:
-            self._note("all_gather", (mesh_dim,), _SHAPE_BYTES)
-            self._note("all_to_all", (mesh_dim,), n * tensor.nbytes)
+            self._note("all_gather", dims, _SHAPE_BYTES)
+            self._note("all_to_all", dims, n * tensor.nbytes)
         return [tensor.clone() for _ in range(n)]
 
-    def all_to_all(self, tensors: Sequence[torch.Tensor], mesh_dim: int) -> list[torch.Tensor]:
-        if self.mesh.size(mesh_dim) > 1:
-            self._note("all_to_all", (mesh_dim,), len(tensors) * _SHAPE_BYTES)
-            self._note("all_to_all", (mesh_dim,), sum(t.nbytes for t in tensors))
-        return [tensors[0].clone() for _ in tensors]
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
+    ) -> list[torch.Tensor]:
+        dims, n = self._line(mesh_dim)
+        if n > 1:
+            if shapes is None:
+                self._note("all_to_all", dims, len(tensors) * _SHAPE_BYTES)
+            self._note("all_to_all", dims, sum(t.nbytes for t in tensors))
+        return [tensors[0].clone() for _ in tensors] if shapes is None else [tensors[0].new_empty(s) for s in shapes]
 
-    def shift(self, tensor: torch.Tensor, mesh_dim: int, by: int = 1) -> torch.Tensor:
-        if by % self.mesh.size(mesh_dim):
-            self._note("shift", (mesh_dim,), tensor.nbytes)
-        return tensor.clone()
+    def shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        dims, n = self._line(mesh_dim)
+        if by % n:
+            self._note("shift", dims, tensor.nbytes)
+        return tensor.clone() if shape is None else tensor.new_empty(shape)
+
+    def start_shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
+    ) -> Flight:
+        return Flight(None, self.shift(tensor, mesh_dim, by, shape))
+
+    def _line(self, mesh_dim: MeshDims) -> tuple[tuple[int, ...], int]:
+        """The mesh dims whose ranks count as one line, and how many ranks those are."""
+        dims = (mesh_dim,) if isinstance(mesh_dim, int) else tuple(mesh_dim)
+        return dims, _ranks(tuple(self.mesh.shape), dims)

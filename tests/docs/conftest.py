@@ -11,8 +11,8 @@
 ``<!-- not run: why -->``       the next block does not run, for the reason given
 ==============================  ====================================================================================
 
-A page whose examples need more than this says ``<!-- this page is run by TEST -->``; a ``$ cat FILE`` in a console block
-is that file.
+A page whose examples need more than this says ``<!-- this page is run by TEST -->``; a ``$ cat FILE`` in a console
+block is that file.
 """
 
 import re

@@ -26,6 +26,7 @@ from shardwise.settings import normalised
 from shardwise.signature import Op, op_name
 from shardwise.testing.oracle import check_rule
 from shardwise.testing.report import Report, RuleRefuted
+from shardwise.testing.samples import by_op
 
 __all__ = ["Samples", "check_conflicts", "judge_rules", "read_samples", "register"]
 
@@ -140,9 +141,9 @@ def read_samples(path: Path) -> Samples:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
-    samples, *rest = (_mapping(module, name) for name in ("SAMPLES", "STAND_INS", "UNSAMPLED", "UNEXERCISED"))
+    samples, stand_ins, unsampled = (by_op(_mapping(module, n)) for n in ("SAMPLES", "STAND_INS", "UNSAMPLED"))
     made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
-    return Samples(made, *rest)
+    return Samples(made, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))
 
 
 def _mapping(module: ModuleType, name: str) -> Mapping[Any, Any]:
@@ -166,7 +167,7 @@ def judge_rules(
         if tell is not None:
             tell(done, len(rules))
         try:
-            report = check_rule(rule, given.samples, stand_ins=given.stand_ins, cases=cases, keep_going=True)
+            report = check_rule(rule, given.samples, stand_ins={**given.stand_ins}, cases=cases, keep_going=True)
         except Exception as error:  # noqa: BLE001  samples and stand-ins are a plugin's functions
             found = f"{_titled(rule)}: its samples raise {type(error).__name__}: {error}"
             findings.append(Finding("oracle", FAILED, found, "Correct SAMPLES or STAND_INS."))

@@ -42,7 +42,7 @@ _MEND_FAKE = (
     "or give samples of calls that the op is meant for."
 )
 
-StandIns = Mapping[OpLike, Callable[..., Any]]
+StandIns = Mapping[Any, Callable[..., Any]]  # by op, or what stands for one
 
 
 @frozen
