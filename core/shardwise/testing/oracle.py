@@ -20,7 +20,7 @@ from shardwise.errors import RuleError
 from shardwise.placements import show_all
 from shardwise.planner import make_call, problems
 from shardwise.rule import AnyRule, FullMeshRule
-from shardwise.signature import Call, Op, OpLike, op_name
+from shardwise.signature import Call, Op, op_name
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.cases import Option, list_cases
 from shardwise.testing.judge import judge
