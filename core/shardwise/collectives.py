@@ -8,72 +8,22 @@ wrong (max and min of floats: backends drop NaN) are an exchange and a local red
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve, field, frozen
 from torch import Tensor
 
 from shardwise.carried import CARRIED, REAL, average, carrier, is_native
+from shardwise.events import Event, numbers, observe, observers, taken, tell, wanted
 from shardwise.flight import Flight, Works
 from shardwise.layout import reduce_stacked
 from shardwise.private_torch import is_traced
 from shardwise.traced import FunctionalGroup
 
 __all__ = ["Event", "Group", "observe", "together"]
-
-
-@frozen
-class Event:
-    """One collective: its kind, the bytes that this rank handed in, the group's size and mesh dims.
-
-    ``phase`` is ``issued``; ``finished`` when the backend is done with it, told from a thread of the backend's; or
-    ``waited`` when its result is taken for the first time. ``number`` is the same in all three.
-    """
-
-    kind: str
-    nbytes: int
-    group_size: int
-    mesh_dims: tuple[int, ...]
-    phase: str = "issued"
-    number: int = field(default=0, eq=False, repr=False)
-
-
-Observer = tuple[Callable[[Event], None], frozenset[str]]
-_observers: list[Observer] = []
-_numbers = count()
-
-
-@contextmanager
-def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",)) -> Iterator[None]:
-    """Call ``callback`` with an :class:`Event` for each collective that this process issues in the block, and in these
-    phases of it.
-    """
-    observer = callback, frozenset(phases)
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
-
-
-def _wanted(phase: str) -> bool:
-    return any(phase in phases for _, phases in _observers)
-
-
-def _tell(event: Event, phase: str) -> None:
-    for callback, phases in tuple(_observers):
-        if phase in phases:
-            callback(evolve(event, phase=phase))
-
-
-def _taken(event: Event, out: Tensor) -> Tensor:
-    _tell(event, "waited")
-    return out
 
 
 _REDUCE_OPS = {
@@ -130,7 +80,7 @@ class Group:
         batch = _here.batch
         flight = self._all_gather(out, piece, batch)
         # One of several that go together is told of with them.
-        return self._told(flight, "all_gather", piece) if _observers and (batch is None or self._order) else flight
+        return self._told(flight, "all_gather", piece) if observers and (batch is None or self._order) else flight
 
     def all_gather(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
@@ -141,7 +91,7 @@ class Group:
         if is_traced(pieces):
             return Flight(None, self._functional.all_to_all(pieces))
         flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
-        return self._told(flight, "all_to_all", pieces) if _observers else flight
+        return self._told(flight, "all_to_all", pieces) if observers else flight
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         """:meth:`start_all_to_all`, and wait."""
@@ -152,7 +102,7 @@ class Group:
         if is_traced(flat):
             return Flight(None, self._functional.exchange(flat, sent, received))
         flight = self._exchange(flat, sent, received)
-        return self._told(flight, "all_to_all", flat) if _observers else flight
+        return self._told(flight, "all_to_all", flat) if observers else flight
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """:meth:`start_exchange`, and wait."""
@@ -170,7 +120,7 @@ class Group:
             return self.start_exchange(flat, sent, received)
         out = flat.new_empty(count)
         flight = Flight(self._send_receive(carrier(flat), there, carrier(out), before), out, flat)
-        return self._told(flight, "shift", flat) if _observers else flight
+        return self._told(flight, "shift", flat) if observers else flight
 
     # -- reduction --
 
@@ -182,7 +132,7 @@ class Group:
             flight = self._all_reduce(tensor, kind)
         else:
             flight = self._reduce_by_moving(tensor, kind)
-        return self._told(flight, "all_reduce", tensor) if _observers else flight
+        return self._told(flight, "all_reduce", tensor) if observers else flight
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> Tensor:
         """:meth:`start_all_reduce`, and wait."""
@@ -201,7 +151,7 @@ class Group:
             flat = [result.view(-1)], [pieces.view(-1)]
             work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
             flight = self._averaged(Flight(work, result, pieces), kind)
-        return self._told(flight, "reduce_scatter", pieces) if _observers else flight
+        return self._told(flight, "reduce_scatter", pieces) if observers else flight
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Flight:
         """As :meth:`start_reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
@@ -210,7 +160,7 @@ class Group:
         here = sent[self.position]
         flight = self._exchange(flat, sent, [here] * self.size)
         flight.then(lambda received: self._reduce(received.view(self.size, here), kind))
-        return self._told(flight, "reduce_scatter", flat) if _observers else flight
+        return self._told(flight, "reduce_scatter", flat) if observers else flight
 
     def _all_reduce(self, tensor: Tensor, kind: str) -> Flight:
         flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
@@ -249,14 +199,14 @@ class Group:
 
     def _told(self, flight: Flight, kind: str, sent: Tensor) -> Flight:
         event = self.tell_issued(kind, sent.nbytes, flight.work)
-        return flight.then(lambda out: _taken(event, out)) if _wanted("waited") else flight
+        return flight.then(lambda out: taken(event, out)) if wanted("waited") else flight
 
     def tell_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Tell observers that a collective was issued, and later that it is finished."""
-        event = Event(kind, nbytes, self.size, self.mesh_dims, number=next(_numbers))
-        _tell(event, "issued")
-        if _wanted("finished"):
-            work.get_future().then(lambda _: _tell(event, "finished"))
+        event = Event(kind, nbytes, self.size, self.mesh_dims, number=next(numbers))
+        tell(event, "issued")
+        if wanted("finished"):
+            work.get_future().then(lambda _: tell(event, "finished"))
         return event
 
     def gather_together(self, outs: list[Tensor], pieces: list[Tensor]) -> Any:
@@ -368,7 +318,7 @@ class _Together:
 
     def issue(self) -> None:
         self._work = self._group.gather_together(self.outs, self.pieces)
-        if _observers:
+        if observers:
             self._event = self._group.tell_issued("all_gather", sum(p.nbytes for p in self.pieces), self._work)
         self._batch, self.outs, self.pieces = None, [], []  # the flights hold what is theirs
 
@@ -379,7 +329,7 @@ class _Together:
             self._work.wait()
             self._work = None
             if self._event is not None:
-                _tell(self._event, "waited")
+                tell(self._event, "waited")
 
 
 class _Batch:

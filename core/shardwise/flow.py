@@ -234,6 +234,8 @@ class Flow:
                 None if meta is None else self._entry(word, labels, text, meta, operands)
                 for word, labels, meta in zip(words, self.inputs, operands, strict=True)
             )
+            if _asks_of_the_absent(words, inputs):
+                continue
             outputs = tuple(
                 self._entry(word.replace("*", kind), labels, text, None, operands)
                 for word, labels in zip(outs, self.outputs, strict=True)
@@ -277,6 +279,12 @@ class Flow:
 
     def _is_lowered(self, name: str) -> bool:
         return self.lowered if isinstance(self.lowered, bool) else bool(self.lowered & {name, "*"})
+
+
+def _asks_of_the_absent(words: Sequence[str], inputs: Sequence[Placement | None]) -> bool:
+    """Whether a row asks something of absent operands alone: what it says of the results does not hold without them."""
+    asked = any(word != "R" and placement is None for word, placement in zip(words, inputs, strict=True))
+    return asked and all(placement in (None, REPLICATE) for placement in inputs)
 
 
 # A name that stands inside a compound dim behind another factor: its shards are not contiguous there.

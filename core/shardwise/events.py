@@ -1,0 +1,65 @@
+"""Watching collectives: what is told of each, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+__all__ = ["Event", "numbers", "observe", "observers", "taken", "tell", "wanted"]
+
+
+@frozen
+class Event:
+    """One collective: its kind, the bytes that this rank handed in, the group's size and mesh dims.
+
+    ``phase`` is ``issued``; ``finished`` when the backend is done with it, told from a thread of the backend's; or
+    ``waited`` when its result is taken for the first time. ``number`` is the same in all three.
+    """
+
+    kind: str
+    nbytes: int
+    group_size: int
+    mesh_dims: tuple[int, ...]
+    phase: str = "issued"
+    number: int = field(default=0, eq=False, repr=False)
+
+
+# Empty in ordinary runs, which is all that a collective looks at.
+Observer = tuple[Callable[[Event], None], frozenset[str]]
+observers: list[Observer] = []
+numbers = count()
+
+
+@contextmanager
+def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",)) -> Iterator[None]:
+    """Call ``callback`` with an :class:`Event` for each collective that this process issues in the block, and in these
+    phases of it.
+    """
+    observer = callback, frozenset(phases)
+    observers.append(observer)
+    try:
+        yield
+    finally:
+        observers.remove(observer)
+
+
+def wanted(phase: str) -> bool:
+    """Whether anybody listens to a phase."""
+    return any(phase in phases for _, phases in observers)
+
+
+def tell(event: Event, phase: str) -> None:
+    """Tell those who listen to a phase."""
+    for callback, phases in tuple(observers):
+        if phase in phases:
+            callback(evolve(event, phase=phase))
+
+
+def taken(event: Event, out: Tensor) -> Tensor:
+    """Tell that a result is taken, and give it."""
+    tell(event, "waited")
+    return out
