@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from shardwise.cli import main
 from shardwise.cli.calls import find_op, parse_operand
 from shardwise.cost import Connection, Link, Links, default_links, links_of
+from shardwise.discovery import default_registry
 from shardwise.errors import CallError, PlacementCountError, PlacementError
 from shardwise.link_file import Calibration, Site, show
 from shardwise.placements import Partial, Replicate, Shard
@@ -146,6 +147,17 @@ default_registry().override(rule(torch.ops.acme.kernel.default, "m n, n -> m n")
 """
 
 
+@pytest.fixture(scope="module")
+def _own_overrides():
+    """What the module overrides ends with these tests."""
+    registry = default_registry()
+    before = {op: list(entries) for op, entries in registry._overrides.items()}
+    yield
+    registry._overrides = before
+    registry.changed()
+
+
+@pytest.mark.usefixtures("_own_overrides")
 @pytest.mark.parametrize("name", ["acme::kernel", "acme.kernel.default", "acme.kernel", "kernel"])
 def test_an_op_that_a_module_defines(tmp_path, monkeypatch, name):
     (tmp_path / "acme_explained.py").write_text(PLUGIN)

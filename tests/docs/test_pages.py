@@ -98,7 +98,7 @@ def commands(text):
 
 def squeezed(text):
     """Lines without the space that the width of a terminal decides, and without the folder of a checkout."""
-    lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═]+", " ", line).strip() for line in text.splitlines())
+    lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═┳┻╷╵]+", " ", line).strip() for line in text.splitlines())
     lines = (re.sub(r"\S*/(?=(core|plugins)/shardwise)", "", line) for line in lines)
     return [line for line in lines if line]
 
