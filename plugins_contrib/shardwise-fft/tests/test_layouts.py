@@ -126,8 +126,8 @@ def readme(*examples):
 
 
 # Per call: the function, its operand's shape, layout and mesh, whether the rules transpose, and the bytes that a rank
-# hands in to each all-to-all. A shard of a cube is 2048 bytes, of a real one 1024, of half its spectrum (5 of 8) 1280; to
-# gather is to hand in a shard per rank. Nobody asks what comes.
+# hands in to each all-to-all. A shard of a cube is 2048 bytes, of a real one 1024, of half its spectrum (5 of 8) 1280;
+# to gather is to hand in a shard per rank. Nobody asks what comes.
 CUBE = (8, 8, 8)
 EXCHANGES = {
     "whole": (F.fft, CUBE, [0, 1], (2, 2), False, []),
