@@ -30,7 +30,10 @@ def collectives(run):
 
 
 def moved(run):
-    """The collectives of a run that move shards, agreements on values aside, and the bytes that this rank receives."""
+    """How many collectives of a run move shards, agreements on values aside, and the bytes that this rank gives away.
+
+    Where pieces are uneven the bytes are right for the mean of all ranks, which is what they receive, too.
+    """
     shares = {"all_to_all": lambda n: (n - 1) / n, "all_gather": lambda n: n - 1}
     found = [e for e in collectives(run) if e.kind in shares]
     return len(found), sum(e.nbytes * shares[e.kind](e.group_size) for e in found)
@@ -173,11 +176,13 @@ def poisson(transposing):
         program.get("undo", lambda: None)()
 
 
-@pytest.mark.parametrize(("transposing", "sent"), [(False, (8, 2162688)), (True, (4, 1105920))])
-def test_the_readme_solves_its_equation(pool, transposing, sent):
-    for error, *found in pool.run(poisson, transposing):
-        assert error < 1e-13
-        assert found == [sent, (2, 3 * 64**3 * 8 / 4)]
+@pytest.mark.parametrize(("transposing", "exchanges", "mean"), [(False, 8, 2162688), (True, 4, 1081344)])
+def test_the_readme_solves_its_equation(pool, transposing, exchanges, mean):
+    errors, sent, gathered = zip(*pool.run(poisson, transposing), strict=True)
+    assert max(errors) < 1e-13
+    assert [count for count, _ in sent] == [exchanges] * 4
+    assert sum(nbytes for _, nbytes in sent) == 4 * mean
+    assert gathered == ((2, 3 * 64**3 * 8 / 4),) * 4
 
 
 def readme_spectrum():
