@@ -1,5 +1,7 @@
 """Sample calls for the oracle: sizes that split evenly and not, whole tiles and parts, all dtypes of the kernels."""
 
+# For its kernels, which lowerings call: the oracle's stand-ins take the place of an op, not of what a lowering calls.
+import cuda_kernels  # noqa: F401
 import torch
 
 aten = torch.ops.aten
@@ -155,3 +157,7 @@ SAMPLES = {
     aten._dyn_quant_pack_4bit_weight.default: dynamic_pack,
     aten._dyn_quant_matmul_4bit.default: dynamic_mm,
 }
+
+UNSAMPLED = (
+    {} if torch.__version__ >= "2.12" else {aten._scaled_mm_v2.default: "it has no CPU kernel before torch 2.12"}
+)

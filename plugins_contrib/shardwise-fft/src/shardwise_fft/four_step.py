@@ -1,4 +1,4 @@
-"""The four-step algorithm: all ranks of a mesh dim share one long transform, where there are too few to deal out.
+"""The four-step algorithm: all ranks share one long transform, where there are too few to deal out.
 
 A transform of size ``n1 * n2`` is one of size ``n1``, a multiplication by roots of unity, and one of size ``n2``, with
 transpositions between them (D. H. Bailey, "FFTs in external or hierarchical memory", 1990). Three all-to-alls; no rank
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from shardwise.rule import LocalCall
 from shardwise_fft.kernels import Kernel
-from shardwise_fft.steps import from_lines, lines_of, ranks_of
+from shardwise_fft.ranks import Ranks
+from shardwise_fft.steps import Swap, from_lines, lines_of
 
 __all__ = ["FourStep", "factors"]
 
@@ -35,30 +36,33 @@ def factors(size: int, ranks: int, kernel: Kernel) -> tuple[int, int] | None:
 
 @frozen
 class FourStep:
-    """Transform a dim that one mesh dim shards evenly, and leave it so. ``by`` is what :func:`factors` gives.
+    """Transform a dim that the ranks of ``over`` shard evenly, and leave it so. ``by`` is what :func:`factors` gives.
 
     An element ``j`` of a line is ``j1 * n2 + j2``, one of the result is ``k1 + n1 * k2``; the transforms are over
     ``j1`` and ``j2``.
     """
 
+    over: Ranks
     dim: int
-    mesh_dim: int
     kernel: Kernel
     by: tuple[int, int]
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`shardwise_fft.steps.Step`."""
         n1, n2 = self.by
-        ranks = ranks_of(local, self.mesh_dim)
         lines = lines_of(x, self.dim)
         part = evolve(self.kernel, kind="c2c")
-        y = lines.to(x.dtype.to_complex()).reshape(len(lines), n1 // ranks, n2)
-        y = torch.cat(local.comm.all_to_all(y.chunk(ranks, 2), self.mesh_dim), 1)
-        y = part.run(y, (1,)) * _roots(y, n1 * n2, local.coordinate[self.mesh_dim], forward=self.kernel.forward)
-        y = torch.cat(local.comm.all_to_all(y.chunk(ranks, 1), self.mesh_dim), 2)
+        y = lines.to(x.dtype.to_complex()).reshape(len(lines), n1 // self.over.count, n2)
+        y = self._swapped(local, y, 1, 2)
+        y = part.run(y, (1,)) * _roots(y, n1 * n2, self.over.here, forward=self.kernel.forward)
+        y = self._swapped(local, y, 2, 1)
         y = part.run(y, (2,))
-        y = torch.cat(local.comm.all_to_all(y.chunk(ranks, 2), self.mesh_dim), 1)
-        return from_lines(y.transpose(1, 2).reshape(len(lines), n1 * n2 // ranks), x, self.dim)
+        y = self._swapped(local, y, 1, 2)
+        return from_lines(y.transpose(1, 2).reshape(len(lines), n1 * n2 // self.over.count), x, self.dim)
+
+    def _swapped(self, local: LocalCall, y: Tensor, dim: int, into: int) -> Tensor:
+        """``y`` with ``into`` sharded in place of ``dim``."""
+        return Swap(self.over, dim, into, y.shape[dim] * self.over.count).run(local, y)
 
 
 def _roots(x: Tensor, size: int, rank: int, *, forward: bool) -> Tensor:

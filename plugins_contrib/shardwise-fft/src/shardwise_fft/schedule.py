@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from shardwise.placements import Placement, Shard
 from shardwise.rule import LocalCall
 from shardwise.spec import chunk
 from shardwise_fft.four_step import FourStep, factors
 from shardwise_fft.kernels import Kernel, Stage, stages
+from shardwise_fft.ranks import Ranks, ranks_over
 from shardwise_fft.steps import Along, Compute, Gather, Place, Step, Swap
 
 __all__ = ["schedule"]
@@ -35,7 +36,7 @@ def schedule(local: LocalCall) -> tuple[Step, ...] | None:
     transformed = {d for part in parts for d in part.dims}
     if before == after and not transformed & set(before):
         return None
-    course = _Course(before, after, tuple(source.shape), source.mesh_shape)
+    course = _Course(before, after, list(source.shape), ranks_over(local, range(len(before))))
     for i, part in enumerate(parts):
         later = {d for other in parts[i + 1 :] for d in other.dims}
         course.transform(part, later)
@@ -52,18 +53,29 @@ def _splits(layout: Layout, dim: int) -> tuple[int, ...]:
     return tuple(m for m, d in enumerate(layout) if d == dim)
 
 
-def _moved(layout: Layout, mesh_dim: int, dim: int | None) -> Layout:
-    return (*layout[:mesh_dim], dim, *layout[mesh_dim + 1 :])
+@frozen
+class _Move:
+    """Mesh dims that go from one dim, of which they are the innermost, to another or to none, by one collective."""
+
+    mesh_dims: tuple[int, ...]
+    dim: int
+    into: int | None
+
+    def moved(self, layout: Layout) -> Layout:
+        return tuple(self.into if m in self.mesh_dims else d for m, d in enumerate(layout))
 
 
 @define(eq=False)
 class _Course:
-    """The layout so far on the way to ``goal``, and the steps that led there. ``sizes`` are the operand's."""
+    """The layout and the global sizes so far on the way to ``goal``, and the steps that led there.
+
+    ``mesh`` are all ranks.
+    """
 
     layout: Layout
     goal: Layout
-    sizes: tuple[int, ...]
-    mesh_shape: tuple[int, ...]
+    sizes: list[int]
+    mesh: Ranks
     steps: list[Step] = field(factory=list, init=False)
 
     def transform(self, stage: Stage, later: set[int]) -> None:
@@ -73,6 +85,7 @@ class _Course:
             whole = [d for d in todo if not _splits(self.layout, d)]
             if whole:
                 self.steps.append(Compute(tuple(whole), stage.kernel))
+                self._resize(whole[-1], stage.kernel)
                 todo = [d for d in todo if d not in whole]
                 continue
             undone = later.union(todo)
@@ -81,79 +94,91 @@ class _Course:
             freeing = self._freeing(d, undone) or self._detour(d, undone)
             if freeing is None:
                 self.steps.append(self._along(d, stage.kernel))
+                self._resize(d, stage.kernel)
                 todo.remove(d)
             else:
                 self._take(freeing)
 
+    def _resize(self, dim: int, kernel: Kernel) -> None:
+        self.sizes[dim] = kernel.result_size(self.sizes[dim])
+
     def _along(self, dim: int, kernel: Kernel) -> Step:
         """A dim on its shards: by its lines, or together where no rank would get one of them."""
-        split = _splits(self.layout, dim)
-        ranks = self.mesh_shape[split[0]]
-        if len(split) == 1 and self._most_lines(dim) < ranks:
-            by = factors(self.sizes[dim], ranks, kernel)
+        over = self._over(_splits(self.layout, dim))
+        size = self.sizes[dim]
+        if self._most_lines(dim) < over.count:
+            by = factors(size, over.count, kernel)
             if by is not None:
-                return FourStep(dim, split[0], kernel, by)
-        return Along(dim, split, kernel)
+                return FourStep(over, dim, kernel, by)
+        return Along(over, dim, kernel, size)
+
+    def _over(self, mesh_dims: Sequence[int]) -> Ranks:
+        return Ranks(mesh_dims, [self.mesh.shape[m] for m in mesh_dims], [self.mesh.place[m] for m in mesh_dims])
 
     def _most_lines(self, dim: int) -> int:
         """The lines along a dim on the rank that has most."""
         sizes = list(self.sizes)
         for mesh_dim, d in enumerate(self.layout):
             if d is not None:
-                sizes[d] = chunk(sizes[d], self.mesh_shape[mesh_dim], 0)[0]
+                sizes[d] = chunk(sizes[d], self.mesh.shape[mesh_dim], 0)[0]
         return math.prod(n for d, n in enumerate(sizes) if d != dim)
 
-    def _freeing(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
+    # -- moves --
+
+    def _freeing(self, dim: int, undone: set[int]) -> list[_Move] | None:
         """The moves that make a dim whole on the way to the goal, if there are such."""
-        found: list[Swap | Gather] = []
+        found: list[_Move] = []
         layout = self.layout
-        for mesh_dim in reversed(_splits(layout, dim)):
-            step = self._move(layout, mesh_dim, undone)
-            if step is None:
+        while _splits(layout, dim):
+            move = self._move(layout, dim, undone)
+            if move is None:
                 return None
-            found.append(step)
-            layout = _moved(layout, mesh_dim, self.goal[mesh_dim])
+            found.append(move)
+            layout = move.moved(layout)
         return found
 
-    def _detour(self, dim: int, undone: set[int]) -> list[Swap | Gather] | None:
+    def _detour(self, dim: int, undone: set[int]) -> list[_Move] | None:
         """A swap with a third dim where the goal's own is not done yet: two moves; ``Along`` would take three."""
         split = _splits(self.layout, dim)
-        if len(split) != 1 or self.goal[split[0]] in (dim, None):
+        goals = {self.goal[m] for m in split}
+        if len(goals) != 1 or goals & {dim, None}:
             return None
-        taken = {dim, self.goal[split[0]], *self.layout}
-        by_way_of = sorted(undone - taken)
-        return [Swap(split[0], dim, by_way_of[0])] if by_way_of else None
+        by_way_of = sorted(undone - {dim, *goals, *self.layout})
+        return [_Move(split, dim, by_way_of[0])] if by_way_of else None
 
-    def _move(self, layout: Layout, mesh_dim: int, undone: Collection[int | None]) -> Swap | Gather | None:
-        """One move of a mesh dim to its goal, if one collective does it: it must be the innermost before and after."""
-        dim, into = layout[mesh_dim], self.goal[mesh_dim]
-        if dim is None or dim == into or into in undone or _splits(layout, dim)[-1] != mesh_dim:
-            return None
-        if into is None:
-            return Gather(mesh_dim, dim)
-        inner = any(m > mesh_dim for m in _splits(layout, into))
-        return None if inner else Swap(mesh_dim, dim, into)
+    def _move(self, layout: Layout, dim: int, undone: Collection[int | None]) -> _Move | None:
+        """The innermost mesh dims of a dim to their goal, as many at once as one collective can."""
+        split = _splits(layout, dim)
+        for first, mesh_dim in enumerate(split):
+            into = self.goal[mesh_dim]
+            together = {self.goal[m] for m in split[first:]} == {into}
+            inner = into is None or all(m < mesh_dim for m in _splits(layout, into))
+            if together and inner and into != dim and into not in undone:
+                return _Move(split[first:], dim, into)
+        return None
 
-    def _take(self, steps: Sequence[Swap | Gather]) -> None:
-        for step in steps:
-            self.steps.append(step)
-            self.layout = _moved(self.layout, step.mesh_dim, step.into if isinstance(step, Swap) else None)
+    def _take(self, moves: Sequence[_Move]) -> None:
+        for move in moves:
+            over = self._over(move.mesh_dims)
+            outer = [m for m in _splits(self.layout, move.dim) if m not in move.mesh_dims]
+            size = self._over(outer).share(self.sizes[move.dim])
+            into = move.into
+            self.steps.append(Gather(over, move.dim, size) if into is None else Swap(over, move.dim, into, size))
+            self.layout = move.moved(self.layout)
 
     def settle(self) -> None:
         """Bring what is left to the goal."""
-        while (step := self._any_move()) is not None:
-            self._take([step])
+        while (move := self._any_move()) is not None:
+            self._take([move])
         wrong = {m for m, (d, e) in enumerate(zip(self.layout, self.goal, strict=True)) if d != e}
         dims = {d for m in wrong for d in (self.layout[m], self.goal[m]) if d is not None}
         if not dims:
             return
-        for mesh_dim in reversed(range(len(self.layout))):
-            d = self.layout[mesh_dim]
-            if d in dims:
-                self.steps.append(Gather(mesh_dim, d))
+        self._take([_Move(split, d, None) for d in sorted(dims) if (split := _splits(self.layout, d))])
         self.steps.append(Place(tuple(sorted(dims))))
         self.layout = self.goal
 
-    def _any_move(self) -> Swap | Gather | None:
-        found = (self._move(self.layout, m, ()) for m in reversed(range(len(self.layout))))
-        return next((step for step in found if step is not None), None)
+    def _any_move(self) -> _Move | None:
+        sharded = sorted({d for d in self.layout if d is not None})
+        found = (self._move(self.layout, d, ()) for d in sharded)
+        return next((move for move in found if move is not None), None)

@@ -1,6 +1,7 @@
 """The steps of a distributed transform: local transforms, and what moves data between the ranks of a mesh dim.
 
-A step takes this rank's part and gives the next one. Every rank runs the same steps, so their collectives pair up.
+A step takes this rank's part and gives the next one. Every rank runs the same steps, so their collectives pair up; each
+knows the shapes of what comes, so that nobody asks for them.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from attrs import frozen
 from torch import Tensor
 
 from shardwise.rule import LocalCall
-from shardwise.spec import chunk
 from shardwise_fft.kernels import Kernel
+from shardwise_fft.ranks import Ranks
 
-__all__ = ["Along", "Compute", "Gather", "Place", "Step", "Swap", "from_lines", "lines_of", "ranks_of", "run_all"]
+__all__ = ["Along", "Compute", "Gather", "Place", "Step", "Swap", "from_lines", "lines_of", "run_all"]
 
 
 class Step(Protocol):
@@ -41,28 +42,36 @@ class Compute:
 
 @frozen
 class Swap:
-    """One all-to-all: ``mesh_dim`` shards ``into`` in place of ``dim``, of which it is the innermost."""
+    """One all-to-all: the ranks of ``over`` shard ``into`` in place of ``dim``, of which they are the innermost.
 
-    mesh_dim: int
+    Together they have ``size`` elements of ``dim``.
+    """
+
+    over: Ranks
     dim: int
     into: int
+    size: int
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        pieces = torch.split(x, _sizes(local, self.mesh_dim, x.shape[self.into]), self.into)
-        return torch.cat(local.comm.all_to_all(pieces, self.mesh_dim), self.dim)
+        pieces = torch.split(x, self.over.shares(x.shape[self.into]), self.into)
+        coming = _resized(pieces[self.over.here], self.dim, self.over.shares(self.size))
+        return torch.cat(local.comm.all_to_all(pieces, self.over.mesh_dims, coming), self.dim)
 
 
 @frozen
 class Gather:
-    """Make a dim whole on ``mesh_dim``, which is the innermost that shards it."""
+    """Make a dim whole on the ranks of ``over``, the innermost that shard it; together they have ``size`` of it."""
 
-    mesh_dim: int
+    over: Ranks
     dim: int
+    size: int
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        return torch.cat(local.comm.all_gather(x, self.mesh_dim), self.dim)
+        # An all-gather cannot say what comes; to send all of it to all ranks is the same exchange.
+        coming = _resized(x, self.dim, self.over.shares(self.size))
+        return torch.cat(local.comm.all_to_all([x] * self.over.count, self.over.mesh_dims, coming), self.dim)
 
 
 @frozen
@@ -83,26 +92,27 @@ class Place:
 
 @frozen
 class Along:
-    """Transform a sharded dim and leave it sharded: all lines along it are dealt out to the ranks, and returned.
+    """Transform a dim of ``size`` that the ranks of ``over`` shard, and leave it so: its lines are dealt out to them.
 
     A line is one run of the dim; there are as many as the other dims have elements here. They are dealt out evenly,
-    whatever the other dims are, in two all-to-alls per mesh dim that shards the dim.
+    whatever the other dims are, transformed, and returned: two all-to-alls.
     """
 
+    over: Ranks
     dim: int
-    mesh_dims: tuple[int, ...]
     kernel: Kernel
+    size: int
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        lines = lines_of(x, self.dim)
-        for mesh_dim in reversed(self.mesh_dims):
-            dealt = lines.tensor_split(ranks_of(local, mesh_dim), 0)
-            lines = torch.cat(local.comm.all_to_all(dealt, mesh_dim), 1)
-        lines = self.kernel.run(lines, (1,))
-        for mesh_dim in self.mesh_dims:
-            runs = torch.split(lines, _sizes(local, mesh_dim, lines.shape[1]), 1)
-            lines = torch.cat(local.comm.all_to_all(runs, mesh_dim), 0)
+        over, comm = self.over, local.comm
+        dealt = lines_of(x, self.dim).tensor_split(over.count, 0)
+        mine = len(dealt[over.here])
+        coming = [(mine, n) for n in over.shares(self.size)]
+        lines = self.kernel.run(torch.cat(comm.all_to_all(dealt, over.mesh_dims, coming), 1), (1,))
+        shares = over.shares(lines.shape[1])
+        back = [(len(given), shares[over.here]) for given in dealt]
+        lines = torch.cat(comm.all_to_all(torch.split(lines, shares, 1), over.mesh_dims, back), 0)
         return from_lines(lines, x, self.dim)
 
 
@@ -117,17 +127,9 @@ def from_lines(lines: Tensor, x: Tensor, dim: int) -> Tensor:
     return lines.reshape(*x.movedim(dim, -1).shape[:-1], lines.shape[1]).movedim(-1, dim)
 
 
-def ranks_of(local: LocalCall, mesh_dim: int) -> int:
-    """How many ranks a mesh dim has."""
-    result = local.outputs[0]
-    assert result is not None
-    return result.mesh_shape[mesh_dim]
-
-
-def _sizes(local: LocalCall, mesh_dim: int, size: int) -> list[int]:
-    """How a dim that has ``size`` elements on this rank is split over a further mesh dim."""
-    ranks = ranks_of(local, mesh_dim)
-    return [chunk(size, ranks, i)[0] for i in range(ranks)]
+def _resized(x: Tensor, dim: int, sizes: Sequence[int]) -> list[list[int]]:
+    """The shape of ``x`` with each of these sizes along a dim."""
+    return [[*x.shape[:dim], n, *x.shape[dim + 1 :]] for n in sizes]
 
 
 def run_all(steps: Sequence[Step], local: LocalCall, x: Tensor) -> Tensor:
