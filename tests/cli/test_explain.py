@@ -229,7 +229,7 @@ def test_names_of_ops():
         (("mm", "--mesh", "2", "--input", "f32[8,8] R", "--input", "f32[4,4] R"), "torch refuses it"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dim"), "it is no name=value"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dtype=f33"), "neither a Python literal nor a dtype"),
-        (("mmm", "--mesh", "2"), "torch has no such op; near to it: mm"),
+        (("mmm", "--mesh", "2"), "torch knows no such op; close to it, with rules: "),
         (("add_.Tensor", "--mesh", "2", "--input", "f32[8] P(product)", "--input", "f32[8] R"), "InPlaceError"),
         (("_foreach_add.List", "--mesh", "2", "--input", "f32[8] R"), "must be given"),
         (("kron", "--mesh", "2", *["--input", "f32[8,8] R"] * 2), "torch runs it as"),

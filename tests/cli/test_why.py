@@ -133,7 +133,7 @@ def test_a_blocked_plugin_is_a_possible_cause(install, source, monkeypatch):
 
 def test_an_unknown_op_names_close_ones():
     output = why("aten.adaptive_avg_pol2d", exit_code=1)
-    assert "torch knows no op 'aten.adaptive_avg_pol2d'" in output
+    assert "find the op 'aten.adaptive_avg_pol2d': torch knows no such op; close to it, with rules: " in output
     assert "aten._adaptive_avg_pool2d" in output
     assert "softmax" in why("softmx", exit_code=1)
 
@@ -160,10 +160,24 @@ def test_a_module_that_defines_the_op_is_imported(tmp_path, monkeypatch):
         "    return x + x\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert "torch knows no op 'why_kernels::twice'" in why("why_kernels::twice", exit_code=1)
+    assert "torch knows no such op" in why("why_kernels::twice", exit_code=1)
     output = why("why_kernels::twice", "--import", "why_kernels", exit_code=1)
     assert "no plugin has a rule for why_kernels.twice.default" in output
 
 
 def test_a_module_that_cannot_be_imported_is_a_message():
-    assert "cannot import no_such_module: ModuleNotFoundError" in why("mm", "--import", "no_such_module", exit_code=1)
+    assert "there is no module no_such_module" in why("mm", "--import", "no_such_module", exit_code=1)
+
+
+def test_a_file_that_defines_the_op_is_imported_once(tmp_path):
+    path = tmp_path / "why_file.py"
+    path.write_text("import torch\ntorch.library.define('why_file::once', '(Tensor x) -> Tensor')\n")
+    for name in ("why_file::once", "why_file.once.default"):
+        output = why(name, "--import", str(path), exit_code=1)
+        assert "no plugin has a rule for why_file.once.default" in output
+
+
+def test_a_module_that_raises_is_a_message(tmp_path):
+    (tmp_path / "why_raises.py").write_text("raise OSError('no libacme.so')")
+    output = why("mm", "--import", str(tmp_path / "why_raises.py"), exit_code=1)
+    assert "why_raises.py: OSError: no libacme.so" in output

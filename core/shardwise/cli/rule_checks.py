@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.loading import run_file
 from shardwise.cli.subject import Subject
 from shardwise.cli.survey import load_each, readable_settings
 from shardwise.discovery import discover, load
@@ -132,15 +132,12 @@ def read_samples(path: Path) -> Samples:
     ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
     ``TypeError`` for one of them that is no mapping.
     """
-    spec = importlib.util.spec_from_file_location("_samples_under_check", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    path_before = list(sys.path)
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        module = run_file(path, "_samples_under_check")
     finally:
-        sys.path.remove(str(path.parent))
+        sys.path[:] = path_before
     samples, stand_ins, unsampled = (by_op(_mapping(module, n)) for n in ("SAMPLES", "STAND_INS", "UNSAMPLED"))
     made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
     return Samples(made, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))
