@@ -49,6 +49,7 @@ def make_wheel(
     module=None,
     entries=None,
     extra=(),
+    about=(),
 ):
     """Write a wheel: one module, its metadata and entry points, and the RECORD that pip wants. Returns its path."""
     plain = name.replace("-", "_")
@@ -65,6 +66,7 @@ def make_wheel(
                 f"Name: {name}",
                 f"Version: {version}",
                 *(f"Requires-Dist: {r}" for r in requires),
+                *about,
             ]
         )
         + "\n",

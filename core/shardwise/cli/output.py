@@ -52,14 +52,15 @@ def on_terminal() -> bool:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
     """The function that shows how much of all is done, by a live bar where stderr is a terminal; none elsewhere."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not (shown and console.is_terminal):
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Few refreshes: the machine's cores are for what is measured.
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 

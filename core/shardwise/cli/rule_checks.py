@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
 from shardwise.cli.loading import run_file
 from shardwise.cli.subject import Subject
 from shardwise.cli.survey import load_each, readable_settings
@@ -55,7 +55,9 @@ def register(subject: Subject) -> tuple[Registry, list[Finding]]:
         rules = len(registry.rules(entry.name))
         hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
         if rules or hooks or registry.optimizers:
-            findings.append(Finding("hook", OK, ", ".join([f"{rules} rules for {status.ops} ops", *hooks])))
+            findings.append(
+                Finding("hook", OK, ", ".join([f"{counted(rules, 'rule')} for {counted(status.ops, 'op')}", *hooks]))
+            )
         else:
             do = "Hand rules over: registry.add(RULE, ...)."
             findings.append(Finding("hook", WARNING, f"{entry.name} registers nothing", do))
@@ -178,7 +180,8 @@ def judge_rules(
 
 def _summary(total: Report, given: Samples) -> Finding:
     refuted = len(_telling(total.refuted))
-    shown = f"{total.ops} ops, {total.rows} rows, {total.cases} cases: {refuted} refuted"
+    counts = (counted(total.ops, "op"), counted(total.rows, "row"), counted(total.cases, "case"))
+    shown = f"{', '.join(counts)}: {refuted} refuted"
     if refuted:
         return Finding("oracle", FAILED, shown, "Correct the rules; until then they give wrong numbers.")
     excused = {op_name(op) for op in given.unsampled}
