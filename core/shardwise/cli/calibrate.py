@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.calibration import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
 from shardwise.calibration import calibrate as calibrate_mesh
 from shardwise.cli.output import PIPE_WIDTH, json_option, progress
+from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.cost import KINDS, Link
 from shardwise.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.placements import show_all
@@ -50,10 +51,10 @@ class Outcome:
 
 
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    words = value.lower().split("x")
-    if not all(word.isdigit() and int(word) for word in words) or math.prod(map(int, words)) == 1:
+    shape = read_mesh_shape(value)
+    if shape is None or math.prod(shape) == 1:
         raise click.BadParameter(f"{value!r} is no mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
-    return tuple(map(int, words))
+    return shape
 
 
 @click.command()

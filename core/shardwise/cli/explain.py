@@ -16,6 +16,7 @@ from shardwise.cli.completing import offer_ops
 from shardwise.cli.explained import plain, print_explanation
 from shardwise.cli.loading import import_option
 from shardwise.cli.output import json_option
+from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.cost import WIRES, Links, default_links, use_links
 from shardwise.errors import LinksFitError
 from shardwise.explanation import LISTED, Explanation, explain_call
@@ -29,10 +30,10 @@ TOP = 10
 
 
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    words = value.lower().split("x")
-    if not all(word.isdigit() and int(word) for word in words):
+    shape = read_mesh_shape(value)
+    if shape is None:
         raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 2x4x2", ctx, param)
-    return tuple(map(int, words))
+    return shape
 
 
 def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:

@@ -1,4 +1,4 @@
-"""Tensors and dtypes as they are written on the command line: ``f32[8,6]``, ``bfloat16``."""
+"""Tensors, dtypes and meshes as they are written on the command line: ``f32[8,6]``, ``bfloat16``, ``2x4``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from shardwise.errors import CallError
 from shardwise.spec import TensorMeta, dtype_name
 
-__all__ = ["DTYPES", "TENSOR", "read_tensor"]
+__all__ = ["DTYPES", "TENSOR", "read_mesh_shape", "read_tensor"]
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
@@ -39,3 +39,9 @@ def read_tensor(text: str, asked: str) -> TensorMeta:
     if not all(re.fullmatch("[0-9]+", size) for size in sizes):
         raise CallError(asked=asked, found=f"{text!r} has sizes that are no numbers", do="Write f32[8,6].", text=text)
     return TensorMeta.contiguous(tuple(map(int, sizes)), dtype)
+
+
+def read_mesh_shape(text: str) -> tuple[int, ...] | None:
+    """The sizes of the mesh dims of ``2x4``; None for what is no mesh."""
+    words = text.lower().split("x")
+    return tuple(map(int, words)) if all(word.isdigit() and int(word) for word in words) else None
