@@ -60,3 +60,13 @@ def install(tmp_path, monkeypatch, fresh):
     for name in set(sys.modules) - before:
         if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kept_overrides():
+    """What modules that the tests import put above other rules ends with the tests."""
+    registry = discovery.default_registry()
+    before = {op: list(entries) for op, entries in registry._overrides.items()}
+    yield
+    registry._overrides = before
+    registry.changed()

@@ -33,29 +33,29 @@ def test_figures_are_printed_and_written_where_they_are_read(tmp_path):
     assert (entry.site.mesh_shape, entry.site.backend) == ((2, 1), "gloo")
 
 
-def test_json_is_for_programs(tmp_path):
+def test_under_torchrun_and_for_programs(tmp_path):
     path = tmp_path / "mine.json"
-    done = run("--mesh", "2", "--out", str(path), "--json")
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    done = run("--mesh", "2", "--out", str(path), "--json", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stdout + done.stderr
+    printed = json.loads(done.stdout)  # of one rank alone
     assert printed["file"] == str(path)
     assert printed["meshes"] == json.loads(path.read_text())["meshes"]
+    assert len(printed["meshes"]) == 1
     assert {row["steps"] for row in printed["transitions"]} >= {"all_gather[0]", "slice[0]"}
     assert all(row["predicted"] > 0 and row["measured"] > 0 for row in printed["transitions"])
 
 
-def test_under_torchrun(tmp_path):
-    path = tmp_path / "links.json"
-    done = run("--mesh", "2", "--out", str(path), launcher=TORCHRUN)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(f"written to {path}") == 1
-    assert len(parse(path.read_text(), str(path))) == 1
+def refused(*arguments):
+    """What the command says when it refuses, before it starts a process."""
+    result = CliRunner().invoke(main, [*SMALL, *arguments])
+    assert result.exit_code != 0
+    return result.output
 
 
-def test_a_mesh_of_another_size_than_torchruns_is_refused(tmp_path):
-    done = run("--mesh", "3", "--out", str(tmp_path / "links.json"), launcher=TORCHRUN)
-    assert done.returncode != 0
-    assert "--mesh 3 wants 3 processes and torchrun started 2" in done.stderr
+def test_a_mesh_of_another_size_than_torchruns_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "--mesh 3 wants 3 processes and torchrun started 2" in refused("--mesh", "3", "--out", f"{tmp_path}/links")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,7 +69,5 @@ def test_what_is_no_mesh_is_refused(mesh):
 def test_a_file_that_is_no_such_file_is_left_alone(tmp_path):
     path = tmp_path / "notes"
     path.write_text("mine")
-    done = run("--mesh", "2", "--out", str(path))
-    assert done.returncode != 0
-    assert "no such file" in done.stderr
+    assert "no such file" in refused("--mesh", "2", "--out", str(path))
     assert path.read_text() == "mine"

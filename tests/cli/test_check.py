@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from shardwise.cli import check as command
 from shardwise.cli import main
-from shardwise.cli.importing import Imported, probe
 from shardwise.cli.new import bounds
+from shardwise.testing.light import Imported
 
 BOUNDS = f"shardwise{bounds('0.1.0.dev0')}"
 
@@ -235,28 +235,6 @@ def test_metadata(checkout, quick, options, check, words):
 
 
 # -- imports -------------------------------------------------------------------------------------------------------
-
-
-def test_what_imports_pull_in(tmp_path):
-    texts = {
-        "cheap": "import shardwise.rule, shardwise.placements, json",
-        "costly": "import hypothesis",
-        "compiles": "import torch._dynamo",
-        "raises": "raise OSError('no libacme.so')",
-    }
-    for name, text in texts.items():
-        (tmp_path / f"probed_{name}.py").write_text(text)
-    told = probe([f"probed_{name}" for name in texts], [tmp_path])
-    assert told["probed_cheap"].pulled == ()
-    assert told["probed_cheap"].file == str(tmp_path / "probed_cheap.py")
-    assert "hypothesis" in told["probed_costly"].pulled
-    assert "torch._dynamo" in told["probed_compiles"].pulled
-    assert told["probed_raises"].error == "OSError: no libacme.so"
-
-
-def test_a_module_that_ends_the_process(tmp_path):
-    (tmp_path / "probed_ends.py").write_text("import os; os._exit(7)")
-    assert "ends the process with 7" in probe(["probed_ends"], [tmp_path])["probed_ends"].error
 
 
 def test_findings_on_imports(checkout, monkeypatch):

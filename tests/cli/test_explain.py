@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from shardwise.cli import main
 from shardwise.cli.calls import find_op, parse_operand
 from shardwise.cost import Connection, Link, Links, default_links, links_of
-from shardwise.discovery import default_registry
 from shardwise.errors import CallError, PlacementCountError, PlacementError
 from shardwise.link_file import Calibration, Site, show
 from shardwise.placements import Partial, Replicate, Shard
@@ -147,31 +146,13 @@ default_registry().override(rule(torch.ops.acme.kernel.default, "m n, n -> m n")
 """
 
 
-@pytest.fixture(scope="module")
-def _own_overrides():
-    """What the module overrides ends with these tests."""
-    registry = default_registry()
-    before = {op: list(entries) for op, entries in registry._overrides.items()}
-    yield
-    registry._overrides = before
-    registry.changed()
-
-
-@pytest.mark.usefixtures("_own_overrides")
-@pytest.mark.parametrize("name", ["acme::kernel", "acme.kernel.default", "acme.kernel", "kernel"])
-def test_an_op_that_a_module_defines(tmp_path, monkeypatch, name):
+def test_an_op_that_a_module_defines(tmp_path, monkeypatch):
     (tmp_path / "acme_explained.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    output = run(name, "--import", "acme_explained", "--mesh", "2", "--input", "f32[4,4] S(0)").output
+    output = run("acme::kernel", "--import", "acme_explained", "--mesh", "2", "--input", "f32[4,4] S(0)").output
     assert "acme.kernel.default on mesh 2" in output
     assert "acme_explained.py:9" in output
-
-
-def test_a_module_that_is_not_there():
-    result = run("mm", "--import", "no_such_module_at_all", "--mesh", "2")
-    assert result.exit_code == 1
-    assert "there is no module no_such_module_at_all" in result.output
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -221,11 +202,9 @@ def test_what_is_no_operand_is_refused(text, kind):
         parse_operand(text, AbstractMesh((2,)))
 
 
-def test_names_of_ops():
+def test_the_operands_choose_among_overloads():
     mesh = AbstractMesh((2,))
     pair = [parse_operand("f32[8,8] R", mesh)] * 2
-    for name in ("mm", "aten.mm", "aten::mm", "aten.mm.default", "mm.default"):
-        assert op_name(find_op(name, pair, {})) == "aten.mm.default"
     assert op_name(find_op("add", pair, {})) == "aten.add.Tensor"
     assert op_name(find_op("sum", pair[:1], {"dim": "[0]"})) == "aten.sum.dim_IntList"
 
@@ -241,7 +220,7 @@ def test_names_of_ops():
         (("mm", "--mesh", "2", "--input", "f32[8,8] R", "--input", "f32[4,4] R"), "torch refuses it"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dim"), "it is no name=value"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dtype=f33"), "neither a Python literal nor a dtype"),
-        (("mmm", "--mesh", "2"), "torch has no such op; near to it: mm"),
+        (("mmm", "--mesh", "2"), "torch knows no such op; close to it, with rules: "),
         (("add_.Tensor", "--mesh", "2", "--input", "f32[8] P(product)", "--input", "f32[8] R"), "InPlaceError"),
         (("_foreach_add.List", "--mesh", "2", "--input", "f32[8] R"), "must be given"),
         (("kron", "--mesh", "2", *["--input", "f32[8,8] R"] * 2), "torch runs it as"),

@@ -1,10 +1,8 @@
 """``shardwise new``: what it makes is complete, sound and passes its own tests."""
 
-import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -14,8 +12,6 @@ from packaging.requirements import Requirement
 
 from shardwise.cli import main
 from shardwise.cli.new import FILES, bounds
-
-ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments):
@@ -126,33 +122,18 @@ def test_the_check_has_nothing_to_say(made):
     assert "0 warnings, 0 failed" in result.output
 
 
-def test_its_rules_pass_its_tests(made):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(made / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_rules.py"]
-    done = subprocess.run(command, cwd=made, env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed" in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.sample
-def test_installed_it_passes_all_its_tests(made, tmp_path):
-    """As its README says, in an environment of its own that borrows torch and shardwise from this one."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    (inner,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    outer = sysconfig.get_path("purelib")
-    # addsitedir also follows what the other environment's own .pth files name, as an editable shardwise.
-    (inner / "outer.pth").write_text(f"import site; site.addsitedir({outer!r})\n")
+def test_installed_it_passes_all_its_tests(made, environment):
+    """As its README says, in an environment of its own."""
+    env = environment().add_commands()
 
     def run_there(*command):
-        done = subprocess.run(command, cwd=made, capture_output=True, text=True, timeout=280, check=False)
+        done = env.call(*command, cwd=made)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    run_there(python, "-m", "pip", "install", "-q", "-e", ".[test]")
-    assert "8 passed" in run_there(python, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-    assert "0 warnings, 0 failed" in run_there(
-        python, "-m", "shardwise.cli", "plugins", "check", "--strict", "acme-new-kernels"
-    )
-    assert "because  the only rule" in run_there(python, "-m", "shardwise.cli", "why", "acme_new_kernels::weighted_sum")
+    run_there("pip", "install", "-q", "-e", ".[test]")
+    assert "13 passed" in run_there("pytest", "-q", "-p", "no:cacheprovider")
+    assert "0 warnings, 0 failed" in run_there("shardwise", "plugins", "check", "--strict", "acme-new-kernels")
+    assert "because  the only rule" in run_there("shardwise", "why", "acme_new_kernels::weighted_sum")

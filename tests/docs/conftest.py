@@ -54,6 +54,19 @@ def blocks(page):
     return found
 
 
+def commands(text):
+    """The commands of a console block, each with what it is shown to print."""
+    parts = re.split(r"^\$ (.*(?:\\\n.*)*)\n", text, flags=re.MULTILINE)
+    return zip((c.replace("\\\n", " ") for c in parts[1::2]), parts[2::2], strict=True)
+
+
+def squeezed(text):
+    """Lines without the space that the width of a terminal decides, and without the folder of a checkout."""
+    lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═]+", " ", line).strip() for line in text.splitlines())
+    lines = (re.sub(r"\S*/(?=(core|plugins)/shardwise)", "", line) for line in lines)
+    return [line for line in lines if line]
+
+
 @pytest.fixture(scope="session")
 def docs():
     """This module: the pages and their blocks."""

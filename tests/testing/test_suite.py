@@ -1,6 +1,5 @@
 """The tests of a plugin as one class: they pass for a right plugin, and name what is wrong in others."""
 
-import sys
 import textwrap
 from types import ModuleType
 
@@ -11,7 +10,6 @@ from shardwise.errors import PluginLoadError
 from shardwise.hookspecs import hookimpl
 from shardwise.rule import rule
 from shardwise.testing import PluginTests, made
-from shardwise.testing.light import heavy_imports
 
 aten = torch.ops.aten
 pytest_plugins = ["pytester"]
@@ -130,17 +128,6 @@ def test_the_class_says_what_it_wants():
 
     with pytest.raises(PluginLoadError, match=r"Nameless: it names no plugin. Set plugin ="):
         Nameless.subject()
-
-
-def test_what_a_module_pulls_in_is_seen(tmp_path, monkeypatch):
-    (tmp_path / "acme_light.py").write_text(
-        "import wave\nfrom shardwise.hookspecs import hookimpl\n"
-        "@hookimpl\ndef shardwise_register(registry):\n    import acme_heavy, acme_stated\n"
-    )
-    (tmp_path / "acme_heavy.py").write_text("")
-    (tmp_path / "acme_stated.py").write_text("")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert heavy_imports("acme_light", allowed=("acme_stated",)) == ["acme_heavy"]
 
 
 THIRD_PARTY = {

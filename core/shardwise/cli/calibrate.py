@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 
 import click
 import torch.distributed as dist
 from attrs import frozen
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.calibration import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
 from shardwise.calibration import calibrate as calibrate_mesh
-from shardwise.cli.output import PIPE_WIDTH
+from shardwise.cli.output import PIPE_WIDTH, json_option, progress
+from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.cost import KINDS, Link
-from shardwise.link_file import Calibration, chosen_file, default_file, show
+from shardwise.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.placements import show_all
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
-from shardwise.timing import Tell
 
 __all__ = ["calibrate"]
 
@@ -53,10 +51,10 @@ class Outcome:
 
 
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    words = value.lower().split("x")
-    if not all(word.isdigit() and int(word) for word in words) or math.prod(map(int, words)) == 1:
+    shape = read_mesh_shape(value)
+    if shape is None or math.prod(shape) == 1:
         raise click.BadParameter(f"{value!r} is no mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
-    return tuple(map(int, words))
+    return shape
 
 
 @click.command()
@@ -64,7 +62,7 @@ def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file; default: the one that is read.")
 @click.option("--largest", type=click.IntRange(SMALLEST), help="Bytes of the largest tensor to measure with.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def calibrate(
     *, mesh_shape: tuple[int, ...], device: str, out: Path | None, largest: int | None, as_json: bool
 ) -> None:
@@ -79,6 +77,9 @@ def calibrate(
         raise click.UsageError(f"--device {device}: {error}") from None
     most = largest or LARGEST.get(found, LARGEST_ELSEWHERE)
     wish = Wish(mesh_shape, found, (out or chosen_file()[0] or default_file()).absolute(), most)
+    if wish.out.exists():
+        # Refused before anything is measured; the result goes into it.
+        parse(wish.out.read_text(), str(wish.out))
     outcome = _under_torchrun(wish) if dist.is_torchelastic_launched() else _locally(wish)
     if outcome is None:
         return
@@ -99,13 +100,12 @@ def _locally(wish: Wish) -> Outcome | None:
 
 
 def _under_torchrun(wish: Wish) -> Outcome | None:
+    started = int(os.environ["WORLD_SIZE"])
+    if started != wish.world_size:
+        shape = "x".join(map(str, wish.mesh_shape))
+        raise click.UsageError(f"--mesh {shape} wants {wish.world_size} processes and torchrun started {started}")
     dist.init_process_group("nccl" if wish.device == "cuda" else "gloo")
     try:
-        if dist.get_world_size() != wish.world_size:
-            shape = "x".join(map(str, wish.mesh_shape))
-            raise click.UsageError(
-                f"--mesh {shape} wants {wish.world_size} processes and torchrun started {dist.get_world_size()}"
-            )
         return run_rank(wish)
     finally:
         dist.destroy_process_group()
@@ -116,25 +116,11 @@ def run_rank(wish: Wish) -> Outcome | None:
     first = dist.get_rank() == 0
     take_device(wish.device, dist.get_rank())
     mesh = init_device_mesh(wish.device, wish.mesh_shape)
-    with _bar("measuring", shown=first) as tell:
+    with progress("measuring", shown=first) as tell:
         calibration = calibrate_mesh(mesh, wish.out, largest=wish.largest, tell=tell)
-    with _bar("checking", shown=first) as tell:
+    with progress("checking", shown=first) as tell:
         trials = try_transitions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
     return Outcome(wish, calibration, [_row(trial) for trial in trials]) if first else None
-
-
-@contextmanager
-def _bar(title: str, *, shown: bool) -> Iterator[Tell | None]:
-    """The function that shows how far things are, by a live bar on a terminal; none elsewhere."""
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    # Few refreshes: the machine's cores are for what is measured.
-    with Progress(*columns, console=console, refresh_per_second=4) as bar:
-        task = bar.add_task(title)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _row(trial: Trial) -> dict[str, object]:

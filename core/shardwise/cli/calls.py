@@ -5,34 +5,27 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
-from attrs import frozen
-from torch._ops import OpOverloadPacket
+from attrs import evolve, frozen
 
+from shardwise.cli.ops import one_of, ops_named
+from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
 from shardwise.discovery import default_registry
 from shardwise.errors import CallError
 from shardwise.explanation import bind_call, call_error
 from shardwise.placements import Placement, parse_placement
 from shardwise.private_torch import schema_of
-from shardwise.signature import Arg, Kind, Op, op_name, signature
-from shardwise.spec import Mesh, TensorMeta, TensorSpec, dtype_name
+from shardwise.signature import Arg, Kind, Op, signature
+from shardwise.spec import Mesh, TensorSpec
 
 __all__ = ["Operand", "arguments_of", "find_op", "parse_arguments", "parse_operand"]
 
 _OPERAND = re.compile(
-    r"\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*"
-    r"(?:(?P<none>-)|(?P<dtype>\w+)\s*\[(?P<shape>[\d,\s]*)\]\s*"
+    rf"\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?:(?P<none>-)|(?P<tensor>{TENSOR})\s*"
     r"(?:strides?\s*\((?P<strides>[\d,\s]*)\))?\s*(?P<placements>.*))\s*\Z"
 )
-_DTYPES = {
-    name: dtype
-    for word, dtype in vars(torch).items()
-    if isinstance(dtype, torch.dtype)
-    for name in (word, dtype_name(dtype))
-}
 _LONG_PLACEMENT = re.compile(r"(Shard|Replicate|Partial)\((?:\w+=)?['\"]?([\w]*)['\"]?\)\Z")
 
 
@@ -53,28 +46,27 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
     ``strides(1,8)`` may stand behind the shape; without it the tensor is row-major. Placements are written as shardwise
     prints them, one per mesh dim, or as torch does. Raises :class:`CallError` or a kind of :class:`PlacementError`.
     """
-    found = _OPERAND.match(text)
-    if found is None or (found["dtype"] and found["dtype"] not in _DTYPES):
-        known = " ".join(sorted({dtype_name(d) for d in _DTYPES.values() if not d.is_floating_point or d.itemsize > 1}))
+    found, asked = _OPERAND.match(text), f"read the operand {text!r}"
+    if found is None:
         raise CallError(
-            asked=f"read the operand {text!r}",
-            found="it is not a dtype, a shape and placements" if found is None else f"there is no {found['dtype']}",
-            do=f"Write f32[8,16] S(0),R (name: in front where it helps, - for None). Dtypes: {known}.",
+            asked=asked,
+            found="it is not a dtype, a shape and placements",
+            do="Write f32[8,16] S(0),R (name: in front where it helps, - for None).",
             operand=text,
         )
     if found["none"]:
         return Operand(found["name"], None)
-    shape, dtype = _ints(found["shape"]), _DTYPES[found["dtype"]]
-    meta = TensorMeta.contiguous(shape, dtype)
+    meta = read_tensor(found["tensor"], asked)
     if found["strides"] is not None:
-        meta = TensorMeta(shape, _ints(found["strides"]), dtype)
-    if len(meta.stride) != meta.ndim:
-        raise CallError(
-            asked=f"read the operand {text!r}",
-            found=f"{len(meta.stride)} strides for {meta.ndim} dims",
-            do="Give one stride per dim, in elements.",
-            operand=text,
-        )
+        strides = _ints(found["strides"])
+        if len(strides) != meta.ndim:
+            raise CallError(
+                asked=asked,
+                found=f"{len(strides)} strides for {meta.ndim} dims",
+                do="Give one stride per dim, in elements.",
+                operand=text,
+            )
+        meta = evolve(meta, stride=strides)
     return Operand(found["name"], TensorSpec(mesh, tuple(_placements(found["placements"])), meta))
 
 
@@ -123,9 +115,9 @@ def _value(op: Op, arg: Arg, text: str) -> Any:
     except (ValueError, SyntaxError):
         pass
     declared = next(str(a.type) for a in schema_of(op).arguments if a.name == arg.name)
+    if text in DTYPES:
+        return DTYPES[text]
     word = text.removeprefix("torch.")
-    if word in _DTYPES:
-        return _DTYPES[word]
     if isinstance(getattr(torch, word, None), (torch.layout, torch.memory_format)):
         return getattr(torch, word)
     if "Device" in declared:
@@ -178,32 +170,13 @@ def _put(op: Op, arg: Arg, spec: TensorSpec | None, values: dict[str, Any]) -> N
 
 
 def find_op(text: str, operands: Sequence[Operand], arguments: Mapping[str, str]) -> Op:
-    """The op of a name: ``aten.mm.default``, ``aten::mm``, ``mm``; without an overload, the one that the call fits.
+    """The op of a name; without an overload the one with a rule that the call fits.
 
     Raises :class:`CallError` when there is none, or when several overloads could be meant.
     """
-    found = _overloads(text)
-    if not found:
-        raise _unknown(text)
-    if len(found) == 1:
-        return found[0]
     registry = default_registry()
-    ruled = [op for op in found if op in registry] or found
-    fitting = [op for op in ruled if _fits(op, operands, arguments)]
-    if len(fitting) == 1:
-        return fitting[0]
-    default = [op for op in fitting or ruled if op_name(op).endswith(".default")]
-    if default:
-        return default[0]
-    ruled = fitting or ruled
-    shown = "".join(f"\n  {op_name(op)}: {schema_of(op)}" for op in ruled)
-    raise CallError(
-        asked=f"explain a call of {text}",
-        found=f"{'several' if fitting else 'none'} of its overloads fit{'s' * (not fitting)} the operands",
-        do=f"Name one of them:{shown}",
-        op=text,
-        overloads=tuple(map(op_name, ruled)),
-    )
+    ops = ops_named(text, registry)
+    return one_of(text, [op for op in ops if op in registry] or ops, lambda op: _fits(op, operands, arguments))
 
 
 def _fits(op: Op, operands: Sequence[Operand], arguments: Mapping[str, str]) -> bool:
@@ -212,31 +185,3 @@ def _fits(op: Op, operands: Sequence[Operand], arguments: Mapping[str, str]) -> 
     except CallError:
         return False
     return True
-
-
-def _overloads(text: str) -> list[Op]:
-    """Every overload that the name may stand for."""
-    words = text.replace("::", ".").split(".")
-    if len(words) == 1:
-        spaces = dict.fromkeys(["aten", *(entry.op.namespace for entry in default_registry().ops())])
-        tries: list[tuple[str, str, str | None]] = [(space, words[0], None) for space in spaces]
-    elif len(words) == 2:  # noqa: PLR2004  # namespace.op or op.overload
-        tries = [(words[0], words[1], None), ("aten", words[0], words[1])]
-    else:
-        tries = [(words[0], words[1], ".".join(words[2:]))]
-    for space, name, overload in tries:
-        packet = getattr(getattr(torch.ops, space), name, None)
-        if isinstance(packet, OpOverloadPacket):
-            return [getattr(packet, o) for o in packet.overloads() if overload in (None, o)]  # type: ignore[no-untyped-call]
-    return []
-
-
-def _unknown(text: str) -> CallError:
-    known = {op_name(e.op).removesuffix(".default") for e in default_registry().ops()}
-    near = get_close_matches(text, [*known, *(n.split(".", 1)[1] for n in known)], 3)
-    return CallError(
-        asked=f"explain a call of {text}",
-        found="torch has no such op" + (f"; near to it: {', '.join(near)}" if near else ""),
-        do="`shardwise rules` lists the ops that have rules; --import MODULE imports what defines an op.",
-        op=text,
-    )

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from shardwise.cli.completing import offer_plugins_and_paths
 from shardwise.cli.findings import FAILED, WARNING, Finding, report
-from shardwise.cli.importing import imported_from, probe
-from shardwise.cli.output import json_option
+from shardwise.cli.importing import imported_from
+from shardwise.cli.output import json_option, progress
 from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
 from shardwise.cli.subject import SAMPLES, Subject, find_subject
 from shardwise.finding import GROUP
+from shardwise.testing.light import probe
 
 __all__ = ["check"]
 
@@ -84,18 +82,5 @@ def _rule_findings(subject: Subject, samples: Path | None, cases: int | None) ->
     elif subject.kind == "checkout":
         do = f"Write {SAMPLES} with SAMPLES; without, samples are guessed from the schemas."
         yield Finding("samples", WARNING, f"there is no {SAMPLES}", do)
-    with _bar() as tell:
+    with progress("oracle, rules") as tell:
         yield from judge_rules(own, given, cases=cases, tell=tell)
-
-
-@contextmanager
-def _bar() -> Iterator[Callable[[int, int], None] | None]:
-    """The function that shows how far things are, by a live bar where stderr is a terminal; none elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("oracle, rules", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

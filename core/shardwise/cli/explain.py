@@ -12,9 +12,11 @@ import click
 from attrs import evolve
 
 from shardwise.cli.calls import arguments_of, find_op, parse_arguments, parse_operand
+from shardwise.cli.completing import offer_ops
 from shardwise.cli.explained import plain, print_explanation
-from shardwise.cli.loading import load_module
+from shardwise.cli.loading import import_option
 from shardwise.cli.output import json_option
+from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.cost import WIRES, Links, default_links, use_links
 from shardwise.errors import LinksFitError
 from shardwise.explanation import LISTED, Explanation, explain_call
@@ -28,10 +30,10 @@ TOP = 10
 
 
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    words = value.lower().split("x")
-    if not all(word.isdigit() and int(word) for word in words):
+    shape = read_mesh_shape(value)
+    if shape is None:
         raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 2x4x2", ctx, param)
-    return tuple(map(int, words))
+    return shape
 
 
 def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -43,7 +45,7 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 
 
 @click.command()
-@click.argument("op")
+@click.argument("op", shell_complete=offer_ops)
 @click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4.")
 @click.option("--input", "inputs", multiple=True, help="'f32[8,16] S(0),R', also 'name: ...'; '-' is None.")
 @click.option("--arg", "arguments", multiple=True, help="name=value, a Python literal or a dtype.")
@@ -52,12 +54,12 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option(
     "--links", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Figures of shardwise calibrate."
 )
-@click.option("--import", "imports", multiple=True, metavar="MODULE", help="Import this first: it defines the op.")
+@import_option
 @click.option(
     "--top", type=click.IntRange(0), help=f"Strategies to list, 0: all.  [default: {TOP}, with --json {LISTED}]"
 )
 @json_option
-def explain(*, op: str, top: int | None, imports: Sequence[str], as_json: bool, **call: Any) -> None:
+def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
     """Explain one call of OP, such as aten.mm or acme::kernel: every legal strategy with its cost, the one that is
     taken and what it communicates, and why the others lost. Starts no process.
 
@@ -67,8 +69,6 @@ def explain(*, op: str, top: int | None, imports: Sequence[str], as_json: bool, 
     shardwise explain cat --mesh 4 --arg dim=0 \\
         --input 'tensors: f32[4] R' --input 'tensors: f32[2] R'
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
-    for name in imports:
-        load_module(name)
     listed = (LISTED if as_json else TOP) if top is None else top
     mesh = AbstractMesh(call.pop("mesh_shape"), call.pop("device"))
     links, figures = _links(mesh, call.pop("wires"), call.pop("links"))

@@ -10,7 +10,7 @@ from attrs import asdict, evolve, field, frozen, validators
 
 from shardwise.cli.output import on_terminal, print_json, print_rows
 
-__all__ = ["FAILED", "OK", "WARNING", "Finding", "report"]
+__all__ = ["FAILED", "OK", "WARNING", "Finding", "counted", "report"]
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 
@@ -32,7 +32,7 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     else:
         _print(findings)
         count = Counter(finding.result for finding in findings)
-        click.echo(f"{count[OK]} ok, {_counted(count[WARNING])}, {count[FAILED]} failed")
+        click.echo(f"{count[OK]} ok, {counted(count[WARNING], 'warning')}, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)
@@ -47,5 +47,6 @@ def _print(findings: Sequence[Finding]) -> None:
         print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
 
 
-def _counted(warnings: int) -> str:
-    return "1 warning" if warnings == 1 else f"{warnings} warnings"
+def counted(number: int, what: str) -> str:
+    """``1 rule``, ``2 rules``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
 
 import click
-import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
 
-from shardwise.cli.output import json_option, print_json, print_rows
+from shardwise.cli.completing import offer_ops
+from shardwise.cli.loading import import_option, load_function
+from shardwise.cli.ops import one_of, ops_named
+from shardwise.cli.output import json_option, print_json, print_rows, progress
 from shardwise.cli.sample_text import read_sample
+from shardwise.cli.survey import survey
+from shardwise.errors import CallError
+from shardwise.explanation import bind_call
 from shardwise.placements import show_all
-from shardwise.signature import Op, op_name, signature
+from shardwise.signature import Kind, Op, op_name, signature
 from shardwise.testing.inference import Finding, Inferred
 from shardwise.testing.inference import infer as infer_rule
-from shardwise.testing.inference.search import Tell
 from shardwise.testing.samples import Sample
 
 __all__ = ["infer"]
@@ -31,26 +27,22 @@ COLUMNS = ("operands", "row", "verdict")
 
 
 @click.command()
-@click.argument("op")
+@click.argument("op", shell_complete=offer_ops)
 @click.option("--sample", "samples", multiple=True, help='A call: "f32[8,6], i64[5] < 8, 1, keepdim=True". Repeatable.')
-@click.option("--samples", "function", help="FILE.py:FUNCTION that returns a list of (args, kwargs).")
-@click.option("--import", "modules", multiple=True, help="A module or FILE.py that defines the op. Repeatable.")
+@click.option("--samples", "function", metavar="FILE.py:FUNCTION", help="Returns a list of (args, kwargs).")
+@import_option
 @click.option("--seed", default=0, show_default=True, help="Of the values that are drawn.")
 @json_option
-def infer(
-    *, op: str, samples: tuple[str, ...], function: str | None, modules: tuple[str, ...], seed: int, as_json: bool
-) -> None:
+def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int, as_json: bool) -> None:
     """Find by numeric search every row that holds for OP and print the rule, for a person to review.
 
-    OP is written aten.mm, aten.sum.dim_IntList or acme::gate. Without samples they are made from its schema, where that
-    is enough. The op is run as it is: on whole CPU tensors, and on the pieces that simulated ranks would hold.
+    OP is written mm, aten.mm, aten.sum.dim_IntList or acme::gate. Without samples they are made from its schema, where
+    that is enough. The op is run as it is: on whole CPU tensors, and on the pieces that simulated ranks would hold.
     """
-    for module in modules:
-        _load(module)
     given: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
-    given += _called(function) if function else []
-    overload = find_op(op)
-    with _bar() as tell:
+    given += load_function(function)() if function else []
+    overload = one_of(op, ops_named(op, survey().registry), lambda each: _fits(each, given))
+    with progress("searching") as tell:
         found = infer_rule(overload, given or None, seed=seed, tell=tell)
     if as_json:
         print_json([_plain(found)])
@@ -60,85 +52,17 @@ def infer(
         raise click.ClickException(f"the oracle refutes the rule: {found.report.refuted[0]}")
 
 
-# -- what is asked for -----------------------------------------------------------------------------------------------
-
-
-def find_op(text: str) -> Op:
-    """The op overload that a person names: ``aten.mm``, ``aten::mm.default``, ``acme.gate``."""
-    words = text.replace("::", ".").removeprefix("torch.ops.").split(".")
-    if len(words) not in (2, 3):
-        raise click.BadParameter(f"{text!r} is no op: write aten.mm or acme::gate", param_hint="OP")
-    packet = getattr(getattr(torch.ops, words[0]), words[1], None)
-    if packet is None:
-        raise click.BadParameter(f"there is no op {text!r}; --import the module that defines it", param_hint="OP")
-    if len(words) == 3:  # noqa: PLR2004
-        named: Op | None = getattr(packet, words[2], None)
-        if named is None:
-            raise click.BadParameter(f"{text!r} is none of {_shown(packet, packet.overloads())}", param_hint="OP")
-        return named
-    usual = [o for o in packet.overloads() if _takes_tensors(getattr(packet, o))]
-    if "default" not in usual and len(usual) != 1:
-        raise click.BadParameter(
-            f"{text!r} has several overloads: {_shown(packet, usual or packet.overloads())}", param_hint="OP"
-        )
-    found: Op = getattr(packet, "default" if "default" in usual else usual[0])
-    return found
-
-
-def _takes_tensors(op: Op) -> bool:
-    args = signature(op).tensor_args
-    return bool(args) and not any(arg.is_out for arg in args)
-
-
-def _shown(packet: Any, overloads: Sequence[str]) -> str:
-    return ", ".join(op_name(getattr(packet, o)) for o in overloads)
-
-
-def _load(name: str) -> ModuleType:
-    """A module by its name or its file."""
-    if not name.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            raise click.ClickException(f"cannot import {name}: {error}") from error
-        finally:
-            sys.path.remove(str(Path.cwd()))
-    path = Path(name).resolve()
-    # An op can be defined once; a file may be asked for twice, for the op and for its samples.
-    for known in list(sys.modules.values()):
-        if getattr(known, "__file__", None) == str(path):
-            return known
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise click.ClickException(f"there is no file {name}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _called(function: str) -> Sequence[Sample]:
-    file, _, name = function.rpartition(":")
-    if not file.endswith(".py"):
-        raise click.BadParameter(f"{function!r}: write FILE.py:FUNCTION", param_hint="--samples")
-    made = getattr(_load(file), name, None)
-    if made is None:
-        raise click.BadParameter(f"{file} has no {name}", param_hint="--samples")
-    samples: Sequence[Sample] = made()
-    return samples
-
-
-@contextmanager
-def _bar() -> Iterator[Tell | None]:
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("searching")
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def _fits(op: Op, samples: Sequence[Sample]) -> bool:
+    """Whether an overload works on tensors, writes none that it is given for that, and takes the samples."""
+    tensors = signature(op).tensor_args
+    if not tensors or any(arg.is_out for arg in tensors):
+        return False
+    try:
+        calls = [bind_call(op, args, kwargs) for args, kwargs in samples]
+    except CallError:
+        return False
+    values = [pair for call in calls for pair in zip(signature(op).args, call, strict=True)]
+    return all(arg.kind is Kind.TENSOR or not isinstance(value, Tensor) for arg, value in values)
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.subject import editable_folder
 from shardwise.cli.survey import survey
 from shardwise.discovery import discover
 from shardwise.errors import LinksError, SettingsError
@@ -57,13 +56,7 @@ def _metadata_copies(here: Path) -> Iterator[Finding]:
 
 def _home(dist: Distribution) -> Path:
     """The folder that a distribution is in: of an editable one, its checkout (PEP 610)."""
-    try:
-        said = json.loads(dist.read_text("direct_url.json") or "{}")
-        if said["dir_info"]["editable"]:
-            return Path(unquote(urlsplit(said["url"]).path)).resolve()
-    except (ValueError, KeyError, TypeError):
-        pass
-    return Path(str(dist.locate_file(""))).resolve()
+    return (editable_folder(dist) or Path(str(dist.locate_file("")))).resolve()
 
 
 # -- settings, link figures ------------------------------------------------------------------------------------------

@@ -5,25 +5,25 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
 
-__all__ = ["load_function", "load_module"]
+__all__ = ["import_option", "load_function", "load_module", "run_file"]
 
 
 def load_module(text: str) -> ModuleType:
     """The module ``package.module`` or ``path/to/file.py``; the working directory is on the path, as under python -m.
 
-    What the module itself raises comes through.
+    A file that is loaded already is not run again: an op can be defined once. What the module itself raises comes
+    through.
     """
     if text.endswith(".py"):
         return _load_file(Path(text))
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    _find_in(Path.cwd())
     try:
         return importlib.import_module(text)
     except ModuleNotFoundError as error:
@@ -33,18 +33,36 @@ def load_module(text: str) -> ModuleType:
         raise click.ClickException(f"there is no module {text}: {error}") from error
 
 
+def _find_in(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise click.ClickException(f"there is no file {path}")
+    path = path.resolve()
+    known = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)), None)
+    if known is not None:
+        return known
     # As under `python path/to/file.py`: what lies beside the file can be imported.
-    if (folder := str(path.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    _find_in(path.parent)
+    name = str(path) if path.stem in sys.modules else path.stem
+    try:
+        return run_file(path, name, keep=True)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+
+
+def run_file(path: Path, name: str, *, keep: bool = False) -> ModuleType:
+    """Run a file as a new module; ``keep`` leaves it in ``sys.modules``, where dataclasses and pickle look it up."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Where dataclasses and pickle look a class's module up.
-    sys.modules.setdefault(path.stem, module)
+    if keep:
+        sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -59,3 +77,24 @@ def load_function(text: str) -> Callable[[], Any]:
         raise click.ClickException(f"{where} has no function {name!r}")
     function: Callable[[], Any] = found
     return function
+
+
+def _import_each(ctx: click.Context, param: click.Parameter, value: Sequence[str]) -> None:  # noqa: ARG001  click's
+    for text in () if ctx.resilient_parsing else value:
+        try:
+            load_module(text)
+        except click.ClickException:
+            raise
+        except Exception as error:
+            raise click.ClickException(f"cannot import {text}: {type(error).__name__}: {error}") from error
+
+
+import_option = click.option(
+    "--import",
+    multiple=True,
+    metavar="MODULE_OR_FILE",
+    expose_value=False,
+    callback=_import_each,
+    help="Import this first: it defines the op, and perhaps its rule. Repeatable.",
+)
+"""The option of every command that takes an op: modules and files are imported before the op is looked for."""

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from pathlib import Path
 
-import click
 import torch
 from torch._ops import OpOverloadPacket
 
+from shardwise.errors import CallError
+from shardwise.private_torch import schema_of
 from shardwise.registry import Registry
 from shardwise.signature import Op, op_name
 
-__all__ = ["close_names", "find_ops", "import_named"]
+__all__ = ["find_ops", "one_of", "ops_named"]
+
+
+# -- the overloads of a name -----------------------------------------------------------------------------------------
+
+
+def ops_named(name: str, registry: Registry) -> list[Op]:
+    """The overloads that a name stands for; without a namespace it is looked for in aten, then in those with rules.
+
+    Raises :class:`CallError` with close names when torch knows no such op.
+    """
+    others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
+    found = find_ops(name, ("aten", *others))
+    if not found:
+        raise _unknown(name, registry)
+    return found
 
 
 def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:
@@ -23,8 +36,7 @@ def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:
 
     A name without a namespace (``mm``, ``add.Tensor``) is looked for in ``namespaces``; the first that has it counts.
     """
-    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
-    for namespace, packet, overload in _readings(parts, namespaces):
+    for namespace, packet, overload in _readings(_words(name), namespaces):
         overloads = {op_name(op).split(".", 2)[2]: op for op in _overloads(namespace, packet)}
         chosen = sorted(overloads) if overload is None else [overload]
         if overloads and chosen[0] in overloads:
@@ -32,9 +44,13 @@ def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:
     return []
 
 
-def _readings(parts: Sequence[str], namespaces: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
-    """Namespace, op and overload (None: all) that the parts of a name may be."""
-    match parts:
+def _words(name: str) -> list[str]:
+    return name.removeprefix("torch.ops.").replace("::", ".").split(".")
+
+
+def _readings(words: Sequence[str], namespaces: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
+    """Namespace, op and overload (None: all) that the words of a name may be."""
+    match words:
         case [packet]:
             yield from ((namespace, packet, None) for namespace in namespaces)
         case [first, second]:
@@ -55,9 +71,22 @@ def _overloads(namespace: str, name: str) -> list[Op]:
     return [getattr(packet, each) for each in names]
 
 
-def close_names(name: str, registry: Registry) -> list[str]:
+def _unknown(name: str, registry: Registry) -> CallError:
+    near = _close_names(name, registry)
+    packet, _, overload = ".".join(_words(name)).rpartition(".")
+    there = find_ops(packet)
+    if there:
+        found = f"{packet} has no overload {overload!r}, but {', '.join(map(op_name, there))}"
+    else:
+        hint = f"; close to it, with rules: {', '.join(near)}" if near else ""
+        found = f"torch knows no such op{hint}"
+    do = "`shardwise rules` lists the ops with rules; --import MODULE_OR_FILE imports what defines an op."
+    return CallError(asked=f"find the op {name!r}", found=found, do=do, op=name)
+
+
+def _close_names(name: str, registry: Registry) -> list[str]:
     """Names of ops with rules that a person may have meant, as far written out as the name given."""
-    wanted = name.removeprefix("torch.ops.").replace("::", ".")
+    wanted = ".".join(_words(name))
     names: set[str] = set()
     for entry in registry.ops():
         full = op_name(entry.op)
@@ -66,16 +95,26 @@ def close_names(name: str, registry: Registry) -> list[str]:
     return get_close_matches(wanted, sorted(names), 4)
 
 
-def import_named(modules: Sequence[str]) -> None:
-    """Import modules that define ops; the current folder is on the path, as under ``python -m``.
+# -- one of them -----------------------------------------------------------------------------------------------------
 
-    Raises ``click.ClickException`` for one that cannot be imported.
+
+def one_of(name: str, ops: Sequence[Op], fits: Callable[[Op], bool]) -> Op:
+    """The overload that a call means: the only one, the only one that it fits, else the default one.
+
+    Raises :class:`CallError`, which lists them with their schemas, where several could be meant.
     """
-    here = str(Path.cwd())
-    if modules and here not in sys.path:
-        sys.path.insert(0, here)
-    for module in modules:
-        try:
-            importlib.import_module(module)
-        except Exception as error:
-            raise click.ClickException(f"cannot import {module}: {type(error).__name__}: {error}") from error
+    if len(ops) == 1:
+        return ops[0]
+    fitting = [op for op in ops if fits(op)]
+    left = fitting or list(ops)
+    default = [op for op in left if op_name(op).endswith(".default")]
+    if len(fitting) == 1 or default:
+        return fitting[0] if len(fitting) == 1 else default[0]
+    shown = "".join(f"\n  {op_name(op)}: {schema_of(op)}" for op in left)
+    raise CallError(
+        asked=f"find the overload of {name} that is meant",
+        found="several of its overloads fit the call" if fitting else "none of its overloads fits the call",
+        do=f"Name one of them:{shown}",
+        op=name,
+        overloads=tuple(map(op_name, left)),
+    )

@@ -7,14 +7,25 @@ its end, so that ``grep`` and ``cut`` find what they look for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import click
 from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["PIPE_WIDTH", "json_option", "on_terminal", "print_facts", "print_json", "print_parts", "print_rows"]
+__all__ = [
+    "PIPE_WIDTH",
+    "json_option",
+    "on_terminal",
+    "print_facts",
+    "print_json",
+    "print_parts",
+    "print_rows",
+    "progress",
+]
 
 PIPE_WIDTH = 200
 """Columns of a drawing that goes to a file or a pipe, which has no width of its own."""
@@ -38,6 +49,20 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 def on_terminal() -> bool:
     """Whether what is printed goes to a person's screen."""
     return Console().is_terminal
+
+
+@contextmanager
+def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
+    """The function that shows how much of all is done, by a live bar where stderr is a terminal; none elsewhere."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Few refreshes: the machine's cores are for what is measured.
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def print_json(rows: Sequence[Mapping[str, object]]) -> None:

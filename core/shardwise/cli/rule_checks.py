@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +12,8 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
+from shardwise.cli.loading import run_file
 from shardwise.cli.subject import Subject
 from shardwise.cli.survey import load_each, readable_settings
 from shardwise.discovery import discover, load
@@ -55,7 +55,9 @@ def register(subject: Subject) -> tuple[Registry, list[Finding]]:
         rules = len(registry.rules(entry.name))
         hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
         if rules or hooks or registry.optimizers:
-            findings.append(Finding("hook", OK, ", ".join([f"{rules} rules for {status.ops} ops", *hooks])))
+            findings.append(
+                Finding("hook", OK, ", ".join([f"{counted(rules, 'rule')} for {counted(status.ops, 'op')}", *hooks]))
+            )
         else:
             do = "Hand rules over: registry.add(RULE, ...)."
             findings.append(Finding("hook", WARNING, f"{entry.name} registers nothing", do))
@@ -132,15 +134,12 @@ def read_samples(path: Path) -> Samples:
     ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
     ``TypeError`` for one of them that is no mapping.
     """
-    spec = importlib.util.spec_from_file_location("_samples_under_check", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    path_before = list(sys.path)
     sys.path.insert(0, str(path.parent))
     try:
-        spec.loader.exec_module(module)
+        module = run_file(path, "_samples_under_check")
     finally:
-        sys.path.remove(str(path.parent))
+        sys.path[:] = path_before
     samples, stand_ins, unsampled = (by_op(_mapping(module, n)) for n in ("SAMPLES", "STAND_INS", "UNSAMPLED"))
     made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
     return Samples(made, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))
@@ -181,7 +180,8 @@ def judge_rules(
 
 def _summary(total: Report, given: Samples) -> Finding:
     refuted = len(_telling(total.refuted))
-    shown = f"{total.ops} ops, {total.rows} rows, {total.cases} cases: {refuted} refuted"
+    counts = (counted(total.ops, "op"), counted(total.rows, "row"), counted(total.cases, "case"))
+    shown = f"{', '.join(counts)}: {refuted} refuted"
     if refuted:
         return Finding("oracle", FAILED, shown, "Correct the rules; until then they give wrong numbers.")
     excused = {op_name(op) for op in given.unsampled}

@@ -12,10 +12,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
-from shardwise.cli.importing import Imported
 from shardwise.cli.subject import Subject
 from shardwise.finding import FIRST_PARTY, GROUP
 from shardwise.settings import normalised
+from shardwise.testing.light import Imported
 
 __all__ = ["check_entries", "check_imports", "check_requires", "check_surface"]
 
@@ -95,7 +95,7 @@ def _on_shardwise(lines: Iterable[str]) -> SpecifierSet | None:
 
 
 def check_imports(subject: Subject, imported: dict[str, Imported]) -> Iterator[Finding]:
-    """Every plugin module can be imported from where it lies, and is cheap: programs wait for it."""
+    """Every plugin module can be imported from where it lies; it and its hook are cheap: programs wait for them."""
     for value, told in imported.items():
         if told.error:
             yield Finding("import", FAILED, f"{value}: {told.error}", "Correct the module, or install what it needs.")
@@ -106,7 +106,7 @@ def check_imports(subject: Subject, imported: dict[str, Imported]) -> Iterator[F
             )
         elif told.pulled:
             found = f"{value} imports {', '.join(told.pulled)} ({told.seconds:.2f} s)"
-            do = "Import it in the hook, or in the functions that use it: every program waits for this."
+            do = "Import it in the functions that use it: every program that looks up a rule waits for this."
             yield Finding("import", WARNING, found, do)
         else:
             yield Finding("import", OK, f"{value}: {told.seconds * 1e3:.0f} ms, nothing but what torch brings")

@@ -18,7 +18,7 @@ from shardwise.cli.survey import called, no_such_plugin
 from shardwise.finding import GROUP, discover
 from shardwise.settings import Settings, normalised
 
-__all__ = ["FAMILY", "SAMPLES", "Subject", "find_subject"]
+__all__ = ["FAMILY", "SAMPLES", "Subject", "editable_folder", "find_subject"]
 
 FAMILY = GROUP.rstrip("0123456789")
 SAMPLES = Path("tests", "samples.py")
@@ -87,12 +87,12 @@ def _installed(entries: list[EntryPoint]) -> Subject:
         dist.version,
         tuple(entries),
         tuple(dist.requires or ()),
-        samples=_existing(_editable_folder(dist)),
+        samples=_existing(editable_folder(dist)),
     )
 
 
-def _editable_folder(dist: Distribution) -> Path | None:
-    """The checkout behind an editable installation (PEP 610), where the samples lie."""
+def editable_folder(dist: Distribution) -> Path | None:
+    """The checkout behind an editable installation (PEP 610); None for any other."""
     try:
         said = json.loads(dist.read_text("direct_url.json") or "{}")
         url = urlsplit(said["url"])

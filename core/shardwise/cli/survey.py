@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 import click
@@ -30,9 +31,7 @@ class Survey:
 
 def survey() -> Survey:
     """Load the plugins as a program would; where that raises, each plugin by itself."""
-    with warnings.catch_warnings():
-        # What is left out is listed.
-        warnings.filterwarnings("ignore", "shardwise left out the plugin")
+    with _without_warnings():
         try:
             registry = default_registry()
             return Survey(tuple(statuses()), registry)
@@ -40,6 +39,14 @@ def survey() -> Survey:
             settings = readable_settings()
             registry = Registry(settings.prefer)
             return Survey(tuple(load_each(discover(settings), registry)), registry, refusal)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """No warning of a plugin that is left out: who asks lists them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "shardwise left out the plugin")
+        yield
 
 
 def readable_settings() -> Settings:
@@ -67,7 +74,8 @@ def load_each(found: Iterable[Found], registry: Registry) -> list[Status]:
     outcome: list[Status] = []
     for one in found:
         try:
-            outcome += load([one], registry, strict=False)
+            with _without_warnings():
+                outcome += load([one], registry, strict=False)
         except PluginLoadError as error:
             trace = "".join(traceback.format_exception(error.__cause__ or error))
             registry.reject(Failure(one.origin, error.found, trace))

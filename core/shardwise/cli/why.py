@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from shardwise.cli.completing import offer_ops
-from shardwise.cli.ops import close_names, find_ops, import_named
+from shardwise.cli.loading import import_option
+from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.survey import Survey, readable_settings, survey
 from shardwise.precedence import Entry, Verdict, resolving
@@ -20,14 +21,13 @@ __all__ = ["why"]
 
 @click.command()
 @click.argument("op", shell_complete=offer_ops)
-@click.option("--import", "modules", multiple=True, metavar="MODULE", help="Import this first; it defines the op.")
+@import_option
 @json_option
-def why(*, op: str, modules: tuple[str, ...], as_json: bool) -> None:
+def why(*, op: str, as_json: bool) -> None:
     """Say which rule holds for OP and why: aten.mm.default, aten.mm (all overloads with rules), mm, acme::kernel.
 
     Lists the rivals, why each lost, and the setting that would make it win. Exits with 1 where no rule holds.
     """
-    import_named(modules)
     found = survey()
     if found.refusal is not None:
         click.echo(f"Programs cannot look up a rule now: {found.refusal}", err=True)
@@ -44,27 +44,20 @@ def why(*, op: str, modules: tuple[str, ...], as_json: bool) -> None:
 
 def _verdicts(name: str, found: Survey) -> list[Verdict]:
     registry = found.registry
-    others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
-    ops = find_ops(name, ("aten", *others))
+    ops = ops_named(name, registry)
     verdicts = [registry.judge(op) for op in ops if op in registry]
     if not verdicts:
-        raise click.ClickException(" ".join(_without_rule(name, ops, found)))
+        raise click.ClickException(" ".join(_without_rule(ops, found)))
     return verdicts
 
 
-def _without_rule(name: str, ops: list[Op], found: Survey) -> list[str]:
-    """Sentences on an op that has no rule, or that is none."""
-    if ops:
-        said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
-    else:
-        said = [f"torch knows no op {name!r}; --import MODULE imports the module that defines it."]
-    if ops and all(map(is_composite, ops)):
+def _without_rule(ops: list[Op], found: Survey) -> list[str]:
+    """Sentences on ops that have no rule."""
+    said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
+    if all(map(is_composite, ops)):
         said.append("torch writes it in terms of other ops, which need the rules.")
-    near = close_names(name, found.registry)
-    if near:
-        said.append(f"Close to it, with rules: {', '.join(near)}.")
     unused = _unused(found)
-    if ops and unused:
+    if unused:
         said.append(f"Possible cause: {'; '.join(unused)}.")
     return said
 

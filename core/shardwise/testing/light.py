@@ -3,51 +3,112 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from attrs import frozen
 
 from shardwise.errors import PluginLoadError
 
-__all__ = ["heavy_imports"]
+__all__ = ["Imported", "heavy_imports", "probe"]
 
-_TIMEOUT = 300.0
-# The module is imported and its hook called, as at the first look-up of a rule.
+# Modules of torch that cost more to import than all of a plugin should.
+_HEAVY_TORCH = ("torch._dynamo", "torch._inductor", "torch.onnx", "torch.testing", "torch.utils.tensorboard")
+_TIMEOUT = 120
+
+# A process of its own: what this one imported already would hide what a plugin imports. The hook is called too, as at
+# the first look-up of a rule.
 _SCRIPT = """
-import importlib, json, sys
-import torch, shardwise.rule, shardwise.hookspecs, shardwise.testing.subject
-before = set(sys.modules)
-shardwise.testing.subject.subject_of(importlib.import_module(sys.argv[1]))
-print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
+import json, sys
+request = json.loads(sys.argv[1])
+sys.path[:] = request["path"]
+import importlib, time, traceback
+import torch, shardwise.rule, shardwise.hookspecs
+from shardwise.testing.subject import subject_of
+answers = {}
+for name in request["modules"]:
+    before, start = set(sys.modules), time.perf_counter()
+    told = answers[name] = {"traceback": ""}
+    try:
+        step = "error"
+        module = importlib.import_module(name)
+        told["file"] = module.__file__ or ""
+        step = "hook_error"
+        subject_of(module)
+    except BaseException as error:
+        told |= {step: f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    told["seconds"] = time.perf_counter() - start
+    told["modules"] = sorted(set(sys.modules) - before)
+print("\\n" + json.dumps(answers))
 """
 
 
-def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
-    """Top-level packages that importing a plugin's module and calling its hook bring in, beyond what may be.
+@frozen
+class Imported:
+    """What importing a plugin's module and calling its hook did.
 
-    The standard library, shardwise, the module's own package and ``allowed`` ones may be, and whatever torch has
-    imported itself. Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process, with its
-    traceback.
+    ``file`` is where the module came from, ``seconds`` how long both took, ``pulled`` the packages that came along
+    beside the standard library, torch, shardwise and the module's own, and heavy parts of torch. ``error`` is why it
+    cannot be imported, ``hook_error`` why its hook cannot be called.
     """
-    # The search path of this process, so that what it can import the other one can, too.
-    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    done = subprocess.run(  # noqa: S603  our own script and a module's name
-        [sys.executable, "-c", _SCRIPT, module],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT,
-        check=False,
-    )
-    if done.returncode:
+
+    file: str = ""
+    seconds: float = 0.0
+    pulled: tuple[str, ...] = ()
+    error: str = ""
+    hook_error: str = ""
+    traceback: str = ""
+
+
+def probe(modules: Sequence[str], roots: Sequence[Path] = ()) -> dict[str, Imported]:
+    """Import modules one after the other in a process that has torch and the authoring surface; tell what came along.
+
+    They are looked for in ``roots`` first, then where this process looks. A process that dies or does not answer is the
+    error of all of them.
+    """
+    request = json.dumps({"path": [*map(str, roots), *sys.path], "modules": list(modules)})
+    try:
+        done = subprocess.run(  # noqa: S603  this Python, our own script and names of modules
+            [sys.executable, "-c", _SCRIPT, request], capture_output=True, text=True, timeout=_TIMEOUT, check=False
+        )
+        answers = json.loads(done.stdout.rstrip().rpartition("\n")[2])
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(modules, Imported(error=f"importing it takes more than {_TIMEOUT} s"))
+    except ValueError:
+        last = done.stderr.strip().rpartition("\n")[2]
+        error = f"importing it ends the process with {done.returncode} {last}".rstrip()
+        return dict.fromkeys(modules, Imported(error=error, traceback=done.stderr))
+    return {name: _imported(name, answer) for name, answer in answers.items()}
+
+
+def _imported(name: str, answer: dict[str, Any]) -> Imported:
+    own = name.partition(".")[0]
+    pulled: list[str] = []
+    for module in answer.pop("modules"):
+        top = module.partition(".")[0]
+        heavy = next((h for h in _HEAVY_TORCH if f"{module}.".startswith(f"{h}.")), None)
+        if heavy is not None:
+            pulled.append(heavy)
+        elif top not in (own, "torch", "shardwise") and top not in sys.stdlib_module_names and not top.startswith("_"):
+            pulled.append(top)
+    return Imported(pulled=tuple(dict.fromkeys(pulled)), **answer)
+
+
+def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
+    """What importing a plugin's module and calling its hook bring in, beyond what may be and ``allowed`` packages.
+
+    Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process or its hook cannot be called,
+    with the traceback.
+    """
+    told = probe([module])[module]
+    if told.error or told.hook_error:
         raise PluginLoadError(
             asked=f"import {module} in a fresh process",
-            found=(done.stderr.strip().splitlines() or ["it ended without a message"])[-1],
-            do=f"Mend what the traceback shows:\n{done.stderr}",
+            found=told.error or told.hook_error,
+            do=f"Mend what the traceback shows:\n{told.traceback}",
             plugin=module,
         )
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    known = {*sys.stdlib_module_names, "shardwise", module.partition(".")[0], *allowed}
-    return [name for name in found if name not in known]
+    return [name for name in told.pulled if name not in allowed]

@@ -1,0 +1,47 @@
+"""Tensors, dtypes and meshes as they are written on the command line: ``f32[8,6]``, ``bfloat16``, ``2x4``."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from shardwise.errors import CallError
+from shardwise.spec import TensorMeta, dtype_name
+
+__all__ = ["DTYPES", "TENSOR", "read_mesh_shape", "read_tensor"]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: dtype
+    for word, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype)
+    for name in (dtype_name(dtype), word, f"torch.{word}")
+}
+"""Every dtype by its short name, by torch's, and as torch prints it."""
+
+TENSOR = r"[A-Za-z_]\w*\s*\[[^\[\]]*\]"
+"""A pattern of what may be a tensor: a word and something in brackets."""
+
+
+def read_tensor(text: str, asked: str) -> TensorMeta:
+    """The row-major tensor that ``f32[8,6]`` stands for; ``f32[]`` has no dims.
+
+    Raises :class:`CallError` for a word that is no dtype and for sizes that are no numbers; it says what was ``asked``.
+    """
+    word, _, rest = text.partition("[")
+    dtype = DTYPES.get(word.strip())
+    if dtype is None:
+        known = " ".join(dict.fromkeys(map(dtype_name, DTYPES.values())))
+        raise CallError(asked=asked, found=f"{word.strip()!r} is no dtype", do=f"Write one of {known}.", text=text)
+    sizes = [size.strip() for size in rest.rstrip("] ").split(",")]
+    # A comma at the end is as good in Python.
+    sizes = sizes[:-1] if not sizes[-1] else sizes
+    if not all(re.fullmatch("[0-9]+", size) for size in sizes):
+        raise CallError(asked=asked, found=f"{text!r} has sizes that are no numbers", do="Write f32[8,6].", text=text)
+    return TensorMeta.contiguous(tuple(map(int, sizes)), dtype)
+
+
+def read_mesh_shape(text: str) -> tuple[int, ...] | None:
+    """The sizes of the mesh dims of ``2x4``; None for what is no mesh."""
+    words = text.lower().split("x")
+    return tuple(map(int, words)) if all(word.isdigit() and int(word) for word in words) else None
