@@ -398,3 +398,13 @@ def test_how_many_cases(checkout, quick):
     assert count["--cases 5"] < count[""] <= 25
     assert count["--full"] >= count[""]
     assert run(folder, "--full", "--cases", "5").exit_code == 2
+
+
+def test_a_finding_is_one_line_and_all_of_it_in_json(checkout, quick):
+    raising = "def calls():\n    raise OSError('first\\nsecond')\n"
+    samples = "import torch\nfrom {package} import ops\nSAMPLES = {{torch.ops.{package}.scaled.default: calls}}\n"
+    folder = checkout(samples=raising + samples)
+    output = run(folder).output
+    assert "raise OSError: first" in output
+    assert "second" not in output
+    assert "first\nsecond" in found(folder, exit_code=1)["oracle"]

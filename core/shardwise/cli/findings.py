@@ -39,6 +39,8 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
 
 
 def _print(findings: Sequence[Finding]) -> None:
+    # A row is a line: torch's messages go on for pages, which JSON has.
+    findings = [evolve(one, found=one.found.strip().partition("\n")[0]) for one in findings]
     if on_terminal():
         # Sentences need width: what to do stands below what was found.
         joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
