@@ -55,6 +55,8 @@ def dispatched_on_mesh(settings):
     return seen
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_the_ops_of_the_demo_are_those_that_ranks_dispatch(pool):
     found = cover(lambda: train_on_one)
     assert found.stopped == ""

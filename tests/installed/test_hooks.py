@@ -1,5 +1,7 @@
 """The rare hooks: what moves cost, and watching dispatches; and that neither they nor pluggy stand on the hot path."""
 
+import pytest
+
 LINKS = """
     from shardwise.cost import Link, Links
     from shardwise.hookspecs import hookimpl
@@ -30,6 +32,8 @@ START = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_plugin_says_what_moves_cost_and_the_first_by_name_that_answers_counts(environment, wheel):
     slow = "Links((Link(1.0, 1.0, 1.0),) * len(mesh_shape), 1.0, 1.0) if device_type == 'cpu' else None"
     slower = "Links((Link(2.0, 1.0, 1.0),) * len(mesh_shape), 1.0, 1.0) if wires[0] == 'nvlink' else None"
@@ -42,6 +46,8 @@ def test_a_plugin_says_what_moves_cost_and_the_first_by_name_that_answers_counts
     assert default != [[1.0, 1.0], [2.0]]
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_an_answer_that_is_no_links_is_an_error_that_names_the_plugin(environment, wheel):
     done = environment(wheel("acme-links", LINKS.format(arguments="", answer="3"))).run(COSTS)
     assert "PluginLoadError: cost moves on a mesh of shape (2, 4) by the plugin acme-links 1.0" in done.stderr

@@ -133,11 +133,15 @@ def test_replaces_goes_before_first_party_and_prefer_and_override_before_it(envi
     assert found == [preferred, "override (this process -)", preferred, "override (this process -)", preferred]
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_hook_may_say_replaces_for_all_its_rules(environment, wheel, installed):
     source = installed.source_of(*MM).replace("registry.add(RULE)", "registry.add(RULE, replaces='shardwise')")
     assert environment(wheel("acme-kernels", source)).answer(ASK)["mm"] == "acme-kernels 1.0"
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_two_plugins_that_replace_first_party_are_a_conflict(environment, wheel, installed):
     source = installed.source_of(*MM[:2], MM[2] + ", replaces='shardwise'")
     message, _ = environment(wheel("acme-kernels", source), wheel("bolt-kernels", source)).answer(ASK)["mm"]
@@ -145,6 +149,8 @@ def test_two_plugins_that_replace_first_party_are_a_conflict(environment, wheel,
     assert "bolt-kernels" in message
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @pytest.mark.parametrize("order", [("acme-kernels", "bolt-kernels"), ("bolt-kernels", "acme-kernels")])
 def test_the_order_of_installation_decides_nothing(environment, wheel, installed, order):
     """Bolt replaces Acme; both ways round, the winner and the order of the list are the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,8 +30,12 @@ def imported_from(roots: Sequence[Path], packages: Sequence[str]) -> Iterator[No
 
 
 def _forget(packages: Sequence[str]) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] in packages]:
+    forgotten = [name for name in sys.modules if name.partition(".")[0] in packages]
+    for name in forgotten:
         del sys.modules[name]
+    if forgotten:
+        # A custom op that is freed takes the ops of its name with it, later ones too: so let it be freed now.
+        gc.collect()
 
 
 def _restore(before: dict[str, Any], packages: Sequence[str]) -> None:
