@@ -13,21 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.carried import carrier
 from shardwise.collectives import Group
 from shardwise.private_torch import outside_modes
-from shardwise.start import generation
+from shardwise.start import OfThisStart
 
 __all__ = ["all_reduce", "backend_of", "broadcast_", "carrying_device", "forget", "group_of", "rank_at"]
 
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Group] = {}
-_start = [0]
-
-
-def _of_this_start() -> dict[tuple[DeviceMesh, tuple[int, ...]], Group]:
-    """The groups made so far; those of an earlier start of torch.distributed are forgotten."""
-    now = generation()
-    if now != _start[0]:
-        _groups.clear()
-        _start[0] = now
-    return _groups
 
 
 def forget() -> bool:
@@ -37,12 +27,15 @@ def forget() -> bool:
     return by_gloo
 
 
+_of_this_start = OfThisStart(_groups, _groups.clear)
+
+
 def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
     """The group of this rank over some mesh dims, its ranks in row-major order of these dims as given.
 
     Made once. Over several mesh dims the first call makes a process group: all ranks of the group must make it alike.
     """
-    groups = _of_this_start()
+    groups = _of_this_start.now()
     dims = tuple(mesh_dims)
     known = groups.get((mesh, dims))
     if known is None:

@@ -25,7 +25,7 @@ from shardwise.groups import backend_of, broadcast_, carrying_device
 from shardwise.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch import outside_modes
 from shardwise.spec import Mesh
-from shardwise.start import generation
+from shardwise.start import OfThisStart
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "survey"]
 
@@ -42,7 +42,6 @@ class Ground:
 
 
 _agreed: set[DeviceMesh] = set()
-_start = [0]
 
 
 def agree_on_links(mesh: Mesh) -> bool:
@@ -52,7 +51,7 @@ def agree_on_links(mesh: Mesh) -> bool:
     program has set. Raises :class:`LinksFileError`, :class:`LinksVersionError` or :class:`LinksFitError` on every rank
     when the first rank's file cannot be used.
     """
-    if not isinstance(mesh, DeviceMesh) or _is_known(mesh):
+    if not isinstance(mesh, DeviceMesh) or mesh in _of_this_start.now():
         return False
     if mesh.size() > 1 and not are_chosen(mesh) and backend_of(mesh) != "fake":
         before = links_of(mesh)
@@ -67,19 +66,10 @@ def agree_on_links(mesh: Mesh) -> bool:
 
 def agree_to(mesh: DeviceMesh, links: Links) -> None:
     """Cost by figures that all ranks of the mesh already have alike."""
-    _is_known(mesh)
+    agreed = _of_this_start.now()
     # Planning asks for the figures often, and a mesh is slow to look up: plain defaults need no entry.
     use_agreed_links(mesh, None if links == default_links(mesh) else links)
-    _agreed.add(mesh)
-
-
-def _is_known(mesh: DeviceMesh) -> bool:
-    """Whether the mesh's ranks agreed already; a new default process group makes all meshes new."""
-    now = generation()
-    if now != _start[0]:
-        forget()
-        _start[0] = now
-    return mesh in _agreed
+    agreed.add(mesh)
 
 
 def forget() -> None:
@@ -87,6 +77,9 @@ def forget() -> None:
     for mesh in _agreed:
         use_agreed_links(mesh, None)
     _agreed.clear()
+
+
+_of_this_start = OfThisStart(_agreed, forget)
 
 
 def _links_on(ground: Ground, mesh: DeviceMesh) -> Links:

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.discovery import default_registry
-from shardwise.errors import RankDisagreementError, ShardingError
+from shardwise.errors import RankDisagreementError
 from shardwise.groups import backend_of, carrying_device
 from shardwise.private_torch import outside_modes
 from shardwise.registry import Registry
 from shardwise.signature import op_name
 from shardwise.spec import Mesh
-from shardwise.start import generation
+from shardwise.start import OfThisStart
 
 __all__ = ["agree_on_rules", "forget", "summary"]
 
 # A new start of torch.distributed has other ranks, which agree anew.
-_agreed: set[DeviceMesh] = set()
-_start = [0]
+_meshes: set[DeviceMesh] = set()
+_agreed = OfThisStart(_meshes, _meshes.clear)
 Summary = dict[str, dict[str, str]]
 # Enough to see what is wrong; the rest is counted.
 _SHOWN = 6
@@ -43,33 +43,25 @@ def agree_on_rules(mesh: Mesh) -> None:
     :class:`RankDisagreementError` on every rank when they differ; where one could not load its plugins it raises what
     that gave, and the others a :class:`RankDisagreementError` that tells of it.
     """
-    if not isinstance(mesh, DeviceMesh) or _is_known(mesh):
+    if not isinstance(mesh, DeviceMesh) or mesh in _agreed.now():
         return
     if mesh.size() > 1 and mesh.get_coordinate() is not None and backend_of(mesh) != "fake":
         # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
             _agree(mesh)
-    _agreed.add(mesh)
+    _agreed.now().add(mesh)
 
 
 def forget() -> None:
     """Let all meshes agree anew."""
-    _agreed.clear()
-
-
-def _is_known(mesh: DeviceMesh) -> bool:
-    now = generation()
-    if now != _start[0]:
-        forget()
-        _start[0] = now
-    return mesh in _agreed
+    _meshes.clear()
 
 
 def _agree(mesh: DeviceMesh) -> None:
-    failure: ShardingError | None = None
+    failure: Exception | None = None
     try:
         mine = summary(default_registry())
-    except ShardingError as error:
+    except Exception as error:  # noqa: BLE001  # warnings that a program made errors, too
         # This rank alone must not leave: the others would wait for it.
         failure, mine = error, {"failure": {"loading its plugins": f"{type(error).__name__}: {error}"}}
     told = None if _are_alike(mesh, mine) else _all(mesh, mine)

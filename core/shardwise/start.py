@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
 
-__all__ = ["generation"]
+__all__ = ["OfThisStart", "generation"]
+
+Content = TypeVar("Content")
 
 _seen: list[Any] = [None, 0]  # a weak reference to the default process group, and how many there were
 
@@ -19,3 +22,22 @@ def generation() -> int:
     if now is not (None if last is None else last()):
         _seen[:] = [None if now is None else ref(now), _seen[1] + 1]
     return int(_seen[1])
+
+
+class OfThisStart(Generic[Content]):
+    """A set or dict whose content belongs to one start of torch.distributed; ``forget`` empties it when there is
+    another.
+    """
+
+    def __init__(self, content: Content, forget: Callable[[], object]) -> None:
+        self._content = content
+        self._forget = forget
+        self._start = 0
+
+    def now(self) -> Content:
+        """The content, without what an earlier start left."""
+        start = generation()
+        if start != self._start:
+            self._start = start
+            self._forget()
+        return self._content

@@ -81,8 +81,34 @@ def again():
     seen = []
     with collectives.observe(seen.append):
         sw.ones(4, device_mesh=init_device_mesh("cpu", (2, 2)))
-    return len(rule_agreement._agreed), len(seen)
+    return len(rule_agreement._meshes), len(seen)
 
 
 def test_a_mesh_agrees_once_and_an_equal_one_not_again(pool):
     assert pool.run(again) == [(1, 0)] * 4
+
+
+def alone(odd):
+    """One rank's look-up raises something that is no error of ours, as a warning turned into an error does."""
+    rule_agreement.forget()
+    before = rule_agreement.default_registry
+
+    def raising():
+        raise RuntimeWarning("left out the plugin acme")
+
+    if dist.get_rank() == odd:
+        rule_agreement.default_registry = raising
+    try:
+        sw.ones(4, device_mesh=mesh((2, 2)))
+    except (sw.ShardingError, RuntimeWarning) as error:
+        return type(error).__name__, str(error)
+    finally:
+        rule_agreement.default_registry = before
+        rule_agreement.forget()
+
+
+def test_whatever_a_rank_raises_while_loading_it_takes_the_others_along(pool):
+    answers = pool.run(alone, 2)
+    kinds = [kind for kind, _ in answers]
+    assert kinds == ["RankDisagreementError", "RankDisagreementError", "RuntimeWarning", "RankDisagreementError"]
+    assert "rank 2 failed loading its plugins: RuntimeWarning: left out the plugin acme" in answers[0][1]

@@ -6,6 +6,7 @@ of a row (4 bits). The layers are for inference: they have no gradient with resp
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
@@ -35,7 +36,7 @@ def _by_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (wide / scales.float()).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8), scales
 
 
-class _Quantised(nn.Module):
+class _Quantised(nn.Module, ABC):
     """What the layers share: sizes, an optional bias, leading dims of the input flattened into rows.
 
     ``BY`` says which dim of which buffer is sharded when the layer is, by its outputs or by its inputs.
@@ -55,9 +56,9 @@ class _Quantised(nn.Module):
         bias: Tensor | None = linear.bias  # torch's annotation leaves out that there may be none
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
+    @abstractmethod
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
-        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
