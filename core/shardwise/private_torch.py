@@ -48,6 +48,7 @@ __all__ = [
     "graph_reduce_scatter",
     "in_backward",
     "is_composite",
+    "is_python_dispatched",
     "is_traced",
     "known_custom_op",
     "make_custom_op",
@@ -343,11 +344,26 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    # The dispatcher for Python kernels, which a trace turns on, calls every kernel with the GIL held. A collective's
+    # kernel then waits for a lock of gloo's whose holder, a thread of gloo that frees a tensor, waits for the GIL.
+    with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+        yield
+
+
 def outside_modes() -> AbstractContextManager[Any]:
-    """A context in which tensors are real ones also while a graph is traced. There is no public way out of a mode."""
-    if torch._C._len_torch_dispatch_stack() == 0:
+    """A context in which tensors are real ones and kernels run without the GIL also while a graph is traced. There is
+    no public way out of a mode.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0 and not is_python_dispatched():
         return nullcontext()
-    return _python_dispatch._disable_current_modes()
+    return _outside_modes()
+
+
+def is_python_dispatched() -> bool:
+    """Whether ops go by the dispatcher for Python kernels, as they do while a graph is traced."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
 
 
 # Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -142,6 +143,16 @@ def test_inside_a_mode_a_block_can_run_torch_for_real():
             assert real.tolist() == [1, 1]
         assert isinstance(torch.ones(2), FakeTensor)
     assert type(real) is torch.Tensor
+
+
+def test_a_block_outside_modes_is_outside_the_dispatcher_for_python_kernels():
+    # Kernels of collectives that run with the GIL held and threads of gloo that want it locked each other out.
+    assert not private_torch.is_python_dispatched()
+    with enable_python_dispatcher():
+        assert private_torch.is_python_dispatched()
+        with private_torch.outside_modes():
+            assert not private_torch.is_python_dispatched()
+        assert private_torch.is_python_dispatched()
 
 
 def test_stand_ins_of_a_traced_graph_are_told_from_tensors():
