@@ -81,6 +81,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def sweep(session: nox.Session) -> None:
+    """PyTorch's operator database beside one device, for us and DTensor; an hour and more (see tests/sweep/run.py)."""
+    install(session, "test")
+    both = ("--library", "shardwise", "--library", "dtensor")
+    session.run("python", str(ROOT / "tests" / "sweep" / "run.py"), *(session.posargs or both))
+
+
+@nox.session
 def wheel(session: nox.Session) -> None:
     """Build the wheel and use it from outside the checkout."""
     folder = session.create_tmp()
