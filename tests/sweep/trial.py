@@ -53,7 +53,7 @@ def check(trial):
             continue
         leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
         for placed in placings(leaves, trial, number):
-            outcome, message = _agreed(*_case(trial, entry.record, leaves, tree, placed, expected))
+            outcome, message = _agreed(*_case(trial, entry.record, sample, leaves, tree, placed, expected))
             found.append((outcome, number, _written(placed), message))
     return found
 
@@ -111,14 +111,17 @@ def _expected(record, sample, direction):
     leaves = _fresh(leaves)
     try:
         results = _run(record, direction, tree_unflatten(leaves, tree))
-        return _found(results, leaves, direction, lambda x: x)
+        return _found(sample, results, leaves, direction, lambda x: x)
     except Exception:  # noqa: BLE001 - a sample that one device refuses says nothing of a mesh
         return None
 
 
-def _found(results, leaves, direction, whole):
-    """What there is to compare, all of it on one device: the results, then what the direction asks for."""
-    found = tree_map(whole, results)
+def _found(sample, results, leaves, direction, whole):
+    """What there is to compare, all of it on one device: the results, then what the direction asks for.
+
+    Of results that are not unique (signs of singular vectors) the sample keeps what is.
+    """
+    found = sample.output_process_fn_grad(tree_map(whole, results))
     if direction == FORWARD:
         return found, None
     if direction == IN_PLACE:
@@ -133,7 +136,7 @@ def _found(results, leaves, direction, whole):
     return found, [whole(g) for g in gradients]
 
 
-def _case(trial, record, leaves, tree, placed, expected):
+def _case(trial, record, sample, leaves, tree, placed, expected):
     library = LIBRARIES[trial.library]
     where = mesh(trial.shape)
     try:
@@ -142,7 +145,7 @@ def _case(trial, record, leaves, tree, placed, expected):
             for leaf, p in zip(_fresh(leaves), placed, strict=True)
         ]
         results = _run(record, trial.direction, tree_unflatten(put, tree))
-        found = _found(results, put, trial.direction, library.whole)
+        found = _found(sample, results, put, trial.direction, library.whole)
     except Exception as error:  # noqa: BLE001 - every error is an outcome
         return library.kind_of(error), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return _judged(record, found, expected)
