@@ -26,11 +26,12 @@ from shardwise.private_torch import (
     outside_modes,
     put_before_dispatch,
 )
-from shardwise.registry import Registry
+from shardwise.registry import Entry, Registry
 from shardwise.rule_agreement import agree_on_rules
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Op, op_name
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.unknown import Dispatch, UnknownOp
 
 __all__ = [
     "PLANS_PER_OP",
@@ -164,9 +165,17 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
     if op not in registry and is_composite(op):
         # Under inference mode torch hands composite ops over whole; their parts have the rules.
         return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
-    rule = registry.lookup(op).rule
+    if op not in registry:
+        lent = Dispatch(_tensor_class[0], _other, _compiled, _observers)
+        return UnknownOp(op, registry, lent, PLANS_PER_OP)
+    return _compiled(registry.lookup(op), positional, keywords)
+
+
+def _compiled(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handler:
+    """The handler of calls of one shape that go by a rule."""
+    op, rule = entry.op, entry.rule
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
-    store = _PlanStore(op, info)
+    store = _PlanStore(entry, info)
     scope: dict[str, Any] = {
         "MT": _tensor_class[0],
         "new": new_wrapper,
@@ -324,10 +333,11 @@ class _PlanStore:
     The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
     """
 
-    __slots__ = ("cold", "hot", "info", "op")
+    __slots__ = ("cold", "entry", "hot", "info", "op")
 
-    def __init__(self, op: Op, info: RuntimeSchemaInfo) -> None:
-        self.op = op
+    def __init__(self, entry: Entry, info: RuntimeSchemaInfo) -> None:
+        self.op = entry.op
+        self.entry = entry
         self.info = info
         self.hot: dict[Any, Plan] = {}
         self.cold: dict[Any, Plan] = {}
@@ -349,7 +359,7 @@ class _PlanStore:
         if plan is None:
             _meet(args, kwargs)
             with outside_modes():
-                plan = plan_call(_tensor_class[0], _registry().lookup(self.op), self.info, args, kwargs or {})
+                plan = plan_call(_tensor_class[0], self.entry, self.info, args, kwargs or {})
         if _observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()

@@ -38,9 +38,12 @@ __all__ = [
     "binding_namespaces",
     "current_mesh",
     "custom_op_of",
+    "composite_kernel",
     "direct_call",
+    "draws",
     "fake_tensors",
     "forward_traceback",
+    "functional_of",
     "disabled_torch_function",
     "graph_all_gather",
     "graph_all_reduce",
@@ -58,8 +61,10 @@ __all__ = [
     "overload_of",
     "parts_of",
     "put_before_dispatch",
+    "python_decomposition",
     "recorded_ops",
     "schema_of",
+    "storage_of",
     "support_foreach",
     "swap_parameter",
     "version_of",
@@ -307,6 +312,71 @@ def current_mesh() -> DeviceMesh:
 def is_composite(op: Any) -> bool:
     """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+# -- decompositions --------------------------------------------------------------------------------------------------
+
+
+def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """Torch's own Python function that computes an op by others, if it has one.
+
+    The table is the one that compilers decompose by. The primitive ops that its functions end in name the public
+    function that they stand for themselves. Neither is public.
+    """
+    table: Any = import_module("torch._decomp").decomposition_table
+    return table.get(op) or (getattr(op, "impl_aten", None) if op.namespace == "prims" else None)
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The C++ kernel that runs an op by others on every backend, with its own autograd formula, if it has one."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(op), key.name):
+        return None
+    return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The op that returns what this one writes into its ``out=`` arguments or its operands: ``add`` for ``add_``.
+
+    Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
+    """
+    if torch.Tag.inplace_view in op.tags:
+        # It changes the tensor's shape or strides and leaves its memory alone; a copy would do the reverse.
+        return None
+    packet, _, overload = _qualified(op).partition("::")[2].partition(".")
+    overloads = [overload or "default"]
+    if overload == "out" or overload.endswith("_out"):
+        overloads = [overload[: -len("out")].rstrip("_") or "default"]
+        overloads += [name for name in _overloads(op.namespace, packet) if name not in overloads]
+    elif packet.endswith("_") and not packet.endswith("__"):
+        packet = packet[:-1]
+    else:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for name in overloads:
+        found = getattr(getattr(getattr(torch.ops, op.namespace), packet, None), name, None)
+        if found is not None and found is not op and not found._schema.is_mutable:
+            if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+                return found  # type: ignore[no-any-return]
+    return None
+
+
+def _overloads(namespace: str, packet: str) -> list[str]:
+    names: list[str] = getattr(getattr(torch.ops, namespace), packet).overloads()
+    return names
+
+
+def draws(op: OpOverload) -> bool:
+    """Whether an op draws from a generator. Its tags are documented, and their only name is this one."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share exactly when they share memory, on the meta device too, where there are no
+    addresses.
+    """
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def in_backward() -> bool:

@@ -121,11 +121,13 @@ class Override:
 class Registry:
     """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
 
-    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold.
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold; ``unknown_ops`` says
+    what becomes of ops without a rule: ``refuse`` or ``replicate``.
     """
 
-    def __init__(self, prefer: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, prefer: Sequence[tuple[str, str]] = (), unknown_ops: str = "refuse") -> None:
         self.prefer = tuple(prefer)
+        self.unknown_ops = unknown_ops
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
         self._verdicts: dict[Op, Verdict] = {}
@@ -185,7 +187,7 @@ class Registry:
         verdict = self.judge(op)
         if verdict.winner is not None:
             return verdict.winner
-        raise self._conflict(verdict) if verdict.losers else self._missing(op)
+        raise self._conflict(verdict) if verdict.losers else self.missing(op)
 
     def judge(self, op: Op) -> Verdict:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
@@ -232,17 +234,25 @@ class Registry:
         return planner.propagate(rule, schema, result_metas(schema, rule.meta))
 
     # -- refusing --
-    def _missing(self, op: Op) -> NoRuleError:
+    def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
+        """The error for an op without a rule; ``tried`` says what else was tried, and ``parts`` that torch decomposes it
+        into these, of which those in ``missing`` have no rule either.
+        """
         looked = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
-            found=f"no rule for it in the plugins {looked}" + (f". Possible cause: {failed}" if failed else ""),
-            do="Install or enable a plugin that has it (shardwise plugins), write a rule, "
-            "or run it on local tensors (to_local, from_local).",
+            found=f"no rule for it in the plugins {looked}"
+            + (f", and {tried}" if tried else "")
+            + (f". Possible cause: {failed}" if failed else ""),
+            do="Install or enable a plugin that has it (shardwise plugins), write a rule, run it on local tensors "
+            "(to_local, from_local), or on whole ones: with shardwise.replicate_unknown(), or "
+            "SHARDWISE_UNKNOWN_OPS=replicate.",
             op=op_name(op),
             plugins=tuple(sorted(o.plugin for o in self.origins)),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
+            parts=tuple(map(op_name, parts)),
+            missing=tuple(map(op_name, missing)),
         )
 
     def _conflict(self, verdict: Verdict) -> RuleConflictError:
