@@ -259,6 +259,9 @@ class _Own:
             return "writes an operand that the op leaves alone"
         if any(t.dim() and not _is_placed(t) for t in tensors_in(result)):
             return "returns a tensor that torch made unseen"
+        return self._returns_otherwise(result, operands)
+
+    def _returns_otherwise(self, result: Any, operands: Sequence[torch.Tensor]) -> str:
         if self.metas is None:
             return ""
         metas = flat_metas(result)

@@ -345,9 +345,9 @@ def functional_of(op: OpOverload) -> OpOverload | None:
         return None
     packet, _, overload = _qualified(op).partition("::")[2].partition(".")
     overloads = [overload or "default"]
-    if overload == "out" or overload.endswith("_out"):
-        overloads = [overload[: -len("out")].rstrip("_") or "default"]
-        overloads += [name for name in _overloads(op.namespace, packet) if name not in overloads]
+    if any(a.is_out for a in op._schema.arguments):
+        # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.
+        overloads = [overload.removesuffix("out").rstrip("_") or "default", *_overloads(op.namespace, packet)]
     elif packet.endswith("_") and not packet.endswith("__"):
         packet = packet[:-1]
     else:
@@ -355,9 +355,10 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for name in overloads:
         found = getattr(getattr(getattr(torch.ops, op.namespace), packet, None), name, None)
-        if found is not None and found is not op and not found._schema.is_mutable:
-            if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-                return found  # type: ignore[no-any-return]
+        if found is None or found is op or found._schema.is_mutable:
+            continue
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found  # type: ignore[no-any-return]
     return None
 
 

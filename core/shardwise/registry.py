@@ -235,8 +235,8 @@ class Registry:
 
     # -- refusing --
     def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
-        """The error for an op without a rule; ``tried`` says what else was tried, and ``parts`` that torch decomposes it
-        into these, of which those in ``missing`` have no rule either.
+        """The error for an op without a rule. ``tried`` says what else was tried; ``parts`` are the ops that torch
+        decomposes it into, and those in ``missing`` have no rule either.
         """
         looked = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
