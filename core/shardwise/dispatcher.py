@@ -16,6 +16,7 @@ from shardwise.discovery import default_registry
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.handlers import defaults, handler_source
 from shardwise.placements import REPLICATE
+from shardwise.placing import intercept
 from shardwise.plan import Plan
 from shardwise.private_torch import (
     assert_when_run,
@@ -27,7 +28,7 @@ from shardwise.private_torch import (
     put_before_dispatch,
 )
 from shardwise.registry import Entry, Registry
-from shardwise.rule_agreement import agree_on_rules
+from shardwise.rule_agreement import agree_on_rules, at_first_use
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Op, op_name
 from shardwise.spec import TensorMeta, TensorSpec
@@ -61,12 +62,14 @@ _observers: list[Callable[[Plan], None]] = []
 # By the registries themselves: the id of one that is gone is given to the next.
 _listening: WeakSet[Registry] = WeakSet()
 _tensor_class: list[type] = []
+_intercepted: dict[Op, object] = {}
 _times_cleared = [0]
 
 
 def set_tensor_class(cls: type) -> None:
     """Tell the dispatcher which class to unwrap and wrap; ``shardwise.tensor`` calls this once."""
     _tensor_class[:] = [cls]
+    at_first_use.append(_registry)
 
 
 def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -289,6 +292,9 @@ def _registry() -> Registry:
     registry = default_registry()
     if registry not in _listening:
         _listening.add(registry)
+        for op in registry.composites:
+            if op not in _intercepted:
+                _intercepted[op] = intercept(op, _tensor_class[0], lambda: _registry().composites)
         registry.on_change(clear_plans)
         for observer in registry.observers:
             _listen(observer)

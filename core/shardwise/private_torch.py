@@ -60,6 +60,7 @@ __all__ = [
     "outside_modes",
     "overload_of",
     "parts_of",
+    "put_above_autograd",
     "put_before_dispatch",
     "python_decomposition",
     "recorded_ops",
@@ -166,6 +167,24 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
     elif hasattr(library, "_register_torch_dispatch_rule"):
         register: Any = library._register_torch_dispatch_rule
         register(_qualified(op).partition("::")[2], cls, handler)
+    return library
+
+
+def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library.Library:
+    """Have ``run(below, args, kwargs)`` take the place of an op on tensor subclasses and under modes, above autograd,
+    for as long as the library lives that is returned; ``below`` is the op as torch runs it. Plain tensors pass by.
+
+    A composite op runs above autograd as other ops, and what it makes there of no operand is out of sight of
+    ``__torch_dispatch__``. The key is the one that torch takes its snapshot for such tensors at.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    after = torch._C._dispatch_keyset_full_after(key)
+    library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
+
+    library.impl(op, kernel, key.name, with_keyset=True)
     return library
 
 

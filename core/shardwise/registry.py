@@ -16,11 +16,12 @@ from shardwise.precedence import Entry, Origin, Verdict, judge, resolving
 from shardwise.rule import AnyRule, FullMeshRule, Rule
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, TupleStrategy
 from shardwise.settings import normalised
-from shardwise.signature import Op, op_name
+from shardwise.signature import Op, OpLike, as_op, op_name
 
 __all__ = ["Entry", "Failure", "Origin", "Override", "Registrar", "Registry"]
 
 Observer = Callable[[Any], None]
+Instead = Callable[..., Any] | None
 LinkSupplier = Callable[[tuple[int, ...], str, tuple[str, ...]], Any]
 
 
@@ -40,6 +41,7 @@ class Registrar:
         self.origin = origin
         self._by_op: dict[Op, Entry] = {}
         self.optimizers: list[type[torch.optim.Optimizer]] = []
+        self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
 
@@ -77,6 +79,23 @@ class Registrar:
                     do="Hand over classes, as in add_optimizers(torch.optim.AdamW).",
                 )
         self.optimizers += classes
+
+    def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
+        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, a range.
+
+        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place of
+        the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be done
+        on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
+        """
+        for one in ops:
+            op = as_op(one)
+            if op is None:
+                raise RuleError(
+                    asked=f"register a composite op of {self.origin}",
+                    found=f"{one!r} is not one op overload",
+                    do="Name overloads, as in torch.ops.acme.mix.default.",
+                )
+            self.composites[op] = instead
 
     def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
         twice = self._by_op.get(op)
@@ -132,6 +151,7 @@ class Registry:
         self._overrides: dict[Op, list[Entry]] = {}
         self._verdicts: dict[Op, Verdict] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
+        self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[tuple[Origin, LinkSupplier]] = []
         self.origins: list[Origin] = []
@@ -143,6 +163,7 @@ class Registry:
         """Take over all that one plugin registered."""
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
+        self.composites.update(registrar.composites)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
         for entry in registrar.entries:

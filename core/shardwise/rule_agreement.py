@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -26,11 +26,13 @@ from shardwise.signature import op_name
 from shardwise.spec import Mesh
 from shardwise.start import OfThisStart
 
-__all__ = ["agree_on_asking", "agree_on_rules", "forget", "summary"]
+__all__ = ["agree_on_asking", "agree_on_rules", "at_first_use", "forget", "summary"]
 
 # A new start of torch.distributed has other ranks, which agree anew.
 _meshes: set[DeviceMesh] = set()
 _agreed = OfThisStart(_meshes, _meshes.clear)
+# What must be there before the first op runs on a mesh.
+at_first_use: list[Callable[[], object]] = []
 Summary = dict[str, dict[str, str]]
 # Enough to see what is wrong; the rest is counted.
 _SHOWN = 6
@@ -49,6 +51,9 @@ def agree_on_rules(mesh: Mesh) -> None:
         # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
             _agree(mesh)
+    # Behind the agreement: a rank that cannot load its plugins must not leave alone.
+    for callback in at_first_use:
+        callback()
     _agreed.now().add(mesh)
 
 

@@ -13,9 +13,10 @@ from shardwise.decomposition import Decomposition, Failed, answered, find, stand
 from shardwise.errors import InPlaceError, NoRuleError
 from shardwise.moves import memory_order
 from shardwise.placements import REPLICATE
+from shardwise.placing import placed, placing
 from shardwise.plan import Plan, check_written
 from shardwise.precedence import Entry, Origin
-from shardwise.private_torch import draws, is_composite, new_wrapper, outside_modes, watching
+from shardwise.private_torch import draws, new_wrapper, outside_modes
 from shardwise.redistribute import mover
 from shardwise.registry import Registry
 from shardwise.replication import is_asked_for, replicated_entry, warn_once
@@ -25,7 +26,7 @@ from shardwise.schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from shardwise.signature import Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["DecomposedPlan", "Dispatch", "UnknownOp", "decomposed_entry", "placing"]
+__all__ = ["DecomposedPlan", "Dispatch", "UnknownOp", "decomposed_entry"]
 
 Handler = Callable[..., Any]
 
@@ -240,43 +241,3 @@ def _swapped(value: Any, taken: Mapping[int, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_swapped(part, taken) for part in value)
     return taken.get(id(value), value)
-
-
-# -- tensors that a decomposition makes ------------------------------------------------------------------------------
-
-
-def placing(tensor_class: type, mesh: Mesh) -> Any:
-    """A context in which tensors that are made of no operand lie on the mesh, replicated.
-
-    What torch's own code makes so follows from shapes and numbers, and is the same on every rank. Tensors without dims
-    may stay plain. Raises :class:`NoRuleError` for random numbers, which would differ.
-    """
-
-    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        result = op(*args, **kwargs)
-        if any(isinstance(t, tensor_class) for t in tensors_in([args, kwargs])):
-            return result
-        if draws(op) and any(tensors_in(result)):
-            raise NoRuleError(
-                asked=f"run {op_name(op)} as part of an op on MeshTensors",
-                found="it draws random numbers for a plain tensor, and each rank would draw its own",
-                do="Draw them with an op on MeshTensors (rand_like, bernoulli).",
-                op=op_name(op),
-            )
-        return _wrapped(result, tensor_class, mesh, list(tensors_in([args, kwargs])))
-
-    return watching(run, is_composite)
-
-
-def _wrapped(result: Any, tensor_class: type, mesh: Mesh, operands: Sequence[torch.Tensor]) -> Any:
-    if isinstance(result, (tuple, list)):
-        return type(result)(_wrapped(part, tensor_class, mesh, operands) for part in result)
-    if not isinstance(result, torch.Tensor) or not result.dim() or any(result is t for t in operands):
-        return result
-    return placed(tensor_class, mesh, result)
-
-
-def placed(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
-    """A replicated MeshTensor of a tensor that every rank has alike."""
-    spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(whole))
-    return new_wrapper(tensor_class, whole, spec, False)

@@ -35,6 +35,7 @@ FLOORS = (
     {"describe", "finding"},
     {"registry"},
     {"hookspecs", "decomposition", "replication"},
+    {"placing"},
     {"discovery", "flight"},
     {"collectives"},
     {"groups"},
