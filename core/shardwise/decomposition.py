@@ -21,6 +21,7 @@ from shardwise.private_torch import (
     draws,
     functional_of,
     is_composite,
+    is_view_in_place,
     outside_modes,
     python_decomposition,
     storage_of,
@@ -28,7 +29,7 @@ from shardwise.private_torch import (
 )
 from shardwise.registry import Registry
 from shardwise.signature import Op, op_name, signature
-from shardwise.spec import TensorMeta
+from shardwise.spec import TensorMeta, TensorSpec
 
 __all__ = ["Decomposition", "Failed", "Way", "answered", "find", "stand_ins", "tensors_in", "ways"]
 
@@ -93,7 +94,8 @@ def ways(op: Op) -> Iterator[Way]:
     if kernel is not None:
         yield Way("torch's composite kernel", kernel)
     functional = functional_of(op)
-    if functional is not None:
+    # A view in place leaves the memory alone; a copy would do the reverse.
+    if functional is not None and not is_view_in_place(op):
         yield Way(f"{op_name(functional)} and a copy", _written_from(op, functional))
 
 
@@ -127,7 +129,11 @@ def find(registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """The same arguments with tensors on the meta device: global ones for MeshTensors, one per tensor."""
+    """The same arguments with tensors on the meta device: global ones for MeshTensors, one per tensor; and for each
+    spec one of its own.
+    """
+    if isinstance(value, TensorSpec):
+        return value.tensor_meta.to_meta_tensor()
     if isinstance(value, torch.Tensor):
         if id(value) not in known:
             spec = getattr(value, "_spec", None)

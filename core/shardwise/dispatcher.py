@@ -39,6 +39,7 @@ __all__ = [
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
+    "is_all_zeros",
     "observe",
     "observed",
     "propagate",
@@ -248,6 +249,14 @@ _IN_BACKWARD = (
 
 def _is_plain(value: torch.Tensor) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
+
+
+def is_all_zeros(value: torch.Tensor) -> bool:
+    """Whether all elements are 0; while a graph is traced, the graph asserts it when it runs."""
+    if is_traced(value):
+        assert_when_run((value == 0).all(), "a plain gradient reached a MeshTensor; return MeshTensors from backward")
+        return True
+    return not value.any()
 
 
 def _is_zeros_or_ones(value: torch.Tensor) -> bool:

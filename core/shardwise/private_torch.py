@@ -36,6 +36,7 @@ __all__ = [
     "OpOverloadPacket",
     "assert_when_run",
     "binding_namespaces",
+    "change_view",
     "current_mesh",
     "custom_op_of",
     "composite_kernel",
@@ -53,6 +54,7 @@ __all__ = [
     "is_composite",
     "is_python_dispatched",
     "is_traced",
+    "is_view_in_place",
     "known_custom_op",
     "make_custom_op",
     "is_unknowable",
@@ -359,21 +361,19 @@ def functional_of(op: OpOverload) -> OpOverload | None:
 
     Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
     """
-    if torch.Tag.inplace_view in op.tags:
-        # It changes the tensor's shape or strides and leaves its memory alone; a copy would do the reverse.
-        return None
     packet, _, overload = _qualified(op).partition("::")[2].partition(".")
     overloads = [overload or "default"]
     if any(a.is_out for a in op._schema.arguments):
         # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.
-        overloads = [overload.removesuffix("out").rstrip("_") or "default", *_overloads(op.namespace, packet)]
+        overloads = [overload.removesuffix("out").rstrip("_") or "default"]
     elif packet.endswith("_") and not packet.endswith("__"):
         packet = packet[:-1]
     else:
         return None
+    functional = getattr(getattr(torch.ops, op.namespace), packet, None)
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    for name in overloads:
-        found = getattr(getattr(getattr(torch.ops, op.namespace), packet, None), name, None)
+    for name in (*overloads, *(functional.overloads() if functional is not None else ())):
+        found = getattr(functional, name, None)
         if found is None or found is op or found._schema.is_mutable:
             continue
         if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
@@ -381,9 +381,25 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def _overloads(namespace: str, packet: str) -> list[str]:
-    names: list[str] = getattr(getattr(torch.ops, namespace), packet).overloads()
-    return names
+def is_view_in_place(op: OpOverload) -> bool:
+    """Whether an op changes a tensor's shape or strides and leaves its memory alone, as ``squeeze_`` does. The tags are
+    documented, and their only name is this one.
+    """
+    return torch.Tag.inplace_view in op.tags
+
+
+def change_view(op: OpOverload, args: Sequence[Any], kwargs: Any) -> None:
+    """Change the shape and strides that a wrapper has on the outside, as an op does that is a view in place.
+
+    The op runs on the wrapper itself, which has no memory. The public way makes a new tensor.
+    """
+    before = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)
+    try:
+        with torch._C._DisableTorchDispatch():
+            op(*args, **kwargs)
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def draws(op: OpOverload) -> bool:

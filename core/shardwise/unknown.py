@@ -16,7 +16,15 @@ from shardwise.placements import REPLICATE
 from shardwise.placing import placed, placing
 from shardwise.plan import Plan, check_written
 from shardwise.precedence import Entry, Origin
-from shardwise.private_torch import draws, new_wrapper, outside_modes
+from shardwise.private_torch import (
+    change_view,
+    draws,
+    functional_of,
+    is_view_in_place,
+    new_wrapper,
+    outside_modes,
+    storage_of,
+)
 from shardwise.redistribute import mover
 from shardwise.registry import Registry
 from shardwise.replication import is_asked_for, replicated_entry, warn_once
@@ -86,6 +94,8 @@ class UnknownOp:
         self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if is_view_in_place(self.op) and functional_of(self.op) in self.registry:
+            return self._view_in_place(args, kwargs)
         known = self._known(args, kwargs)
         if isinstance(known, Failed):
             return self._replicate(known, args, kwargs)
@@ -166,6 +176,23 @@ class UnknownOp:
         order = memory_order(meta)
         back = sorted(range(len(order)), key=order.__getitem__)
         return new_wrapper(type(result), local.permute(order).contiguous().permute(back), spec.with_meta(meta), False)
+
+    # -- views in place --
+
+    def _view_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Give a tensor the shape of a view of it; refused where the view would have to be a copy."""
+        view: Any = functional_of(self.op)
+        tensor, found = args[0], view(*args, **kwargs)
+        if found._spec.is_copy or storage_of(found._local_tensor) != storage_of(tensor._local_tensor):
+            raise InPlaceError(
+                asked=f"run {op_name(self.op)} on {tensor._spec}",
+                found=f"the result would lie as {found._spec}, which is no view of it",
+                do="Use the out-of-place form, or redistribute the tensor first.",
+                op=op_name(self.op),
+            )
+        change_view(self.op, args, kwargs)
+        tensor._local_tensor, tensor._spec = found._local_tensor, found._spec
+        return tensor
 
     # -- on whole tensors, or refused --
 
