@@ -62,7 +62,7 @@ def placed(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
 
 
 def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
-    """Have a composite op run under :func:`placing` where all its tensors lie on a mesh, for as long as what comes back lives.
+    """Have a composite op run under :func:`placing` where all its tensors lie on a mesh, while what comes back lives.
 
     Torch runs a composite op above autograd, out of the dispatcher's sight, so what it makes there would be plain.
     ``wanted()`` maps the ops in force to what runs in their place: a function, or None for torch's own kernel.

@@ -186,7 +186,7 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
 
-    library.impl(op, kernel, key.name, with_keyset=True)
+    library.impl(op, kernel, key.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 

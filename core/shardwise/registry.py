@@ -81,11 +81,11 @@ class Registrar:
         self.optimizers += classes
 
     def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
-        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, a range.
+        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, say.
 
-        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place of
-        the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be done
-        on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
+        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place
+        of the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be
+        done on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
         """
         for one in ops:
             op = as_op(one)

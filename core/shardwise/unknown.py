@@ -94,8 +94,10 @@ class UnknownOp:
         self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_view_in_place(self.op) and functional_of(self.op) in self.registry:
-            return self._view_in_place(args, kwargs)
+        if is_view_in_place(self.op):
+            view = functional_of(self.op)
+            if view is not None and view in self.registry:
+                return self._view_in_place(view, args, kwargs)
         known = self._known(args, kwargs)
         if isinstance(known, Failed):
             return self._replicate(known, args, kwargs)
@@ -179,9 +181,8 @@ class UnknownOp:
 
     # -- views in place --
 
-    def _view_in_place(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _view_in_place(self, view: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Give a tensor the shape of a view of it; refused where the view would have to be a copy."""
-        view: Any = functional_of(self.op)
         tensor, found = args[0], view(*args, **kwargs)
         if found._spec.is_copy or storage_of(found._local_tensor) != storage_of(tensor._local_tensor):
             raise InPlaceError(

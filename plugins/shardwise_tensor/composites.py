@@ -6,6 +6,8 @@ Their parts have the rules. What they make (a range of classes, a causal mask, a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +31,8 @@ MAKING = (
 
 
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
-    """The sum of ``lgamma(x + (1 - j) / 2)`` for j of 1 to p, and ``p (p - 1) / 4 log pi``: torch's gradient formula for
-    the op adds a plain range.
+    """The sum of ``lgamma(x + (1 - j) / 2)`` for j of 1 to p, and ``p (p - 1) / 4 log pi``: torch's gradient formula
+    for the op adds a plain range.
     """
     if p < 1:
         raise RuntimeError("p has to be greater than or equal to 1")
@@ -43,4 +45,7 @@ def _tensor_split(x: Tensor, where: Tensor, dim: int = 0) -> list[Tensor]:
     return list(torch.tensor_split(x, where.tolist(), dim))
 
 
-INSTEAD = {aten.mvlgamma.default: _mvlgamma, aten.tensor_split.tensor_indices_or_sections: _tensor_split}
+INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten.mvlgamma.default: _mvlgamma,
+    aten.tensor_split.tensor_indices_or_sections: _tensor_split,
+}

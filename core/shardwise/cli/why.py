@@ -60,7 +60,8 @@ def _without_rule(ops: list[Op], found: Survey) -> list[str]:
     elif any(True for op in ops for _ in decomposition_ways(op)):
         names = ", ".join(dict.fromkeys(way.name for op in ops for way in decomposition_ways(op)))
         said.append(
-            f"It runs decomposed ({names}) where every part has a rule; that depends on the call: shardwise explain shows it."
+            f"It runs decomposed ({names}) where every part has a rule; "
+            "that depends on the call: shardwise explain shows it."
         )
     unused = _unused(found)
     if unused:
