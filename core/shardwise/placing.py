@@ -32,7 +32,7 @@ def placing(tensor_class: type, mesh: Mesh) -> Any:
         result = op(*args, **kwargs)
         if any(isinstance(t, tensor_class) for t in tensors_in([args, kwargs])):
             return result
-        if draws(op) and any(tensors_in(result)):
+        if draws(op) and next(tensors_in(result), None) is not None:
             raise NoRuleError(
                 asked=f"run {op_name(op)} as part of an op on MeshTensors",
                 found="it draws random numbers for a plain tensor, and each rank would draw its own",
