@@ -331,11 +331,15 @@ def test_a_wrapper_takes_another_shape_from_a_view_in_place():
 
 def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
     made = private_torch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
-    seen = []
-    library = private_torch.put_above_autograd(aten.vander.default, lambda below, args, kwargs: seen.append(len(args)))
+    seen, stand_in = [], torch.zeros(3)
+
+    def run(below, args, kwargs):
+        seen.append((args[1], kwargs, below(torch.ones(2), args[1]).shape))
+        return stand_in
+
+    library = private_torch.put_above_autograd(aten.vander.default, run)
     torch.vander(torch.ones(2), 2)
     assert seen == []
-    with pytest.raises(RuntimeError):
-        torch.vander(made, 2)  # what stands for the op returned None
-    assert seen == [2]
+    assert torch.equal(torch.vander(made, 2), stand_in)
+    assert seen == [(2, {}, (2, 2))]
     del library
