@@ -332,7 +332,10 @@ def current_mesh() -> DeviceMesh:
 
 def is_composite(op: Any) -> bool:
     """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    # Fake tensors ask for their device by an op of a namespace that the tables do not have.
+    return op.namespace != "prim" and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    )
 
 
 # -- decompositions --------------------------------------------------------------------------------------------------
