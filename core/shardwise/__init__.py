@@ -8,6 +8,7 @@ from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
 from shardwise.placements import Partial, Placement, Replicate, Shard
 from shardwise.prefetch import prefetch
+from shardwise.replication import replicate_unknown
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 
@@ -37,6 +38,7 @@ __all__ = [
     "prefetch",
     "rand",
     "randn",
+    "replicate_unknown",
     "zeros",
 ]
 

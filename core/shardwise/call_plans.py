@@ -19,7 +19,7 @@ from shardwise.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
-__all__ = ["NUMBERS", "describe_call", "plan_call"]
+__all__ = ["NUMBERS", "common_mesh", "describe_call", "plan_call"]
 
 NUMBERS = (bool, int, float, complex)
 """What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``), and reaches the dispatcher as it is."""
@@ -32,7 +32,7 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     """
     op = entry.op
     values = signature(op).bind(args, kwargs)
-    schema, described = describe_call(cls, entry, info, _common_mesh(cls, op, values), values)
+    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
     plan = make_plan(entry, schema, output_metas(op, described, entry.rule.meta))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
@@ -78,7 +78,7 @@ def _tensors(op: Op, values: Sequence[Any]) -> Iterator[tuple[str, torch.Tensor]
             yield from ((f"{arg.name}[{i}]", t) for i, t in enumerate(value or ()) if t is not None)
 
 
-def _common_mesh(cls: Any, op: Op, values: Sequence[Any]) -> Mesh:
+def common_mesh(cls: Any, op: Op, values: Sequence[Any]) -> Mesh:
     """The one mesh of all MeshTensors of a call; raises when they differ."""
     first: tuple[str, Mesh] | None = None
     for name, tensor in _tensors(op, values):

@@ -11,7 +11,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.decomposition import Decomposition, find, stand_ins
 from shardwise.discovery import default_registry
 from shardwise.errors import CallError, RuleConflictError
-from shardwise.private_torch import fake_tensors, forward_traceback, in_backward, is_composite, is_unknowable, watching
+from shardwise.private_torch import (
+    fake_tensors,
+    forward_traceback,
+    in_backward,
+    is_composite,
+    is_unknowable,
+    outside_modes,
+    watching,
+)
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -43,7 +52,8 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 class Use:
     """What became of one op: how often it ran, in which phases, where first, and the plugin that has a rule (or none).
 
-    ``data`` says that its result depends on data, for which a stand-in was taken.
+    ``data`` says that its result depends on data, for which a stand-in was taken. ``parts`` are the ops that one
+    without a rule is decomposed into at its first call, all of which have one.
     """
 
     op: Op
@@ -51,11 +61,13 @@ class Use:
     calls: int = 0
     phases: set[str] = field(factory=set)
     data: bool = False
+    parts: tuple[Op, ...] = ()
 
     def joined(self, later: Use) -> Use:
         """Both together."""
         data = self.data or later.data
-        return Use(self.op, self.site, self.calls + later.calls, self.phases | later.phases, data)
+        parts = self.parts and later.parts
+        return Use(self.op, self.site, self.calls + later.calls, self.phases | later.phases, data, parts)
 
     @property
     def name(self) -> str:
@@ -85,8 +97,8 @@ class Coverage:
 
     @property
     def missing(self) -> list[Use]:
-        """The ops without a rule."""
-        return [use for use in self.uses if use.plugin is None]
+        """The ops without a rule that do not run as others either."""
+        return [use for use in self.uses if use.plugin is None and not use.parts]
 
     @property
     def is_complete(self) -> bool:
@@ -235,7 +247,7 @@ class _Watch:
         operands = list(_tensors([args, kwargs]))
         counts = op.namespace != "prim" and bool(signature(op).tensor_args) and any(map(_on_mesh, operands))
         if counts:
-            self._note(op, operands)
+            self._note(op, operands, args, kwargs)
         result = self._result(op, args, kwargs)
         for tensor in _tensors(result):
             if not any(tensor is operand for operand in operands):
@@ -243,7 +255,7 @@ class _Watch:
                 tensor.shardwise_on_mesh = counts if operands else tensor.dim() > 0  # type: ignore[attr-defined]
         return result
 
-    def _note(self, op: Op, operands: Iterable[torch.Tensor]) -> None:
+    def _note(self, op: Op, operands: Iterable[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         placed = next((t for t in operands if isinstance(t, (MeshTensor, DTensor))), None)
         if placed is not None:
             raise CallError(
@@ -257,7 +269,7 @@ class _Watch:
         uses = self._uses if self._called_a_module or phase != "forward" else self._setup
         use = uses.get(op)
         if use is None:
-            use = uses[op] = Use(op, _site())
+            use = uses[op] = Use(op, _site(), parts=_parts(op, args, kwargs))
         use.calls += 1
         use.phases.add(phase)
         self.last = f"{op_name(op)} at {use.site if use.calls == 1 else _site()}"
@@ -274,6 +286,18 @@ class _Watch:
                 dtype = next(_tensors([args, kwargs])).dtype
                 return _one(dtype)
             raise
+
+
+def _parts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
+    """What an op without a rule would run as; nothing where it has one, or where that does not go."""
+    registry = default_registry()
+    if op in registry:
+        return ()
+    known: dict[int, Any] = {}
+    with suppress(Exception), outside_modes():
+        found = find(registry, op, stand_ins(args, known), stand_ins(kwargs, known))
+        return found.parts if isinstance(found, Decomposition) else ()
+    return ()
 
 
 def _is_taken_apart(op: Op) -> bool:

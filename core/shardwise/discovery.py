@@ -194,7 +194,7 @@ def _fill(settings: Settings) -> None:
         )
     _process.loading = True
     try:
-        registry = Registry(settings.prefer)
+        registry = Registry(settings.prefer, settings.unknown_ops)
         found = load(discover(settings), registry, strict=settings.strict)
         if settings.strict:
             for verdict in registry.conflicts():

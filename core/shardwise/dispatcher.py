@@ -16,6 +16,7 @@ from shardwise.discovery import default_registry
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.handlers import defaults, handler_source
 from shardwise.placements import REPLICATE
+from shardwise.placing import intercept
 from shardwise.plan import Plan
 from shardwise.private_torch import (
     assert_when_run,
@@ -26,17 +27,19 @@ from shardwise.private_torch import (
     outside_modes,
     put_before_dispatch,
 )
-from shardwise.registry import Registry
-from shardwise.rule_agreement import agree_on_rules
+from shardwise.registry import Entry, Registry
+from shardwise.rule_agreement import agree_on_rules, at_first_use
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Op, op_name
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.unknown import Dispatch, UnknownOp
 
 __all__ = [
     "PLANS_PER_OP",
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
+    "is_all_zeros",
     "observe",
     "observed",
     "propagate",
@@ -60,12 +63,14 @@ _observers: list[Callable[[Plan], None]] = []
 # By the registries themselves: the id of one that is gone is given to the next.
 _listening: WeakSet[Registry] = WeakSet()
 _tensor_class: list[type] = []
+_intercepted: dict[Op, object] = {}
 _times_cleared = [0]
 
 
 def set_tensor_class(cls: type) -> None:
     """Tell the dispatcher which class to unwrap and wrap; ``shardwise.tensor`` calls this once."""
     _tensor_class[:] = [cls]
+    at_first_use.append(_registry)
 
 
 def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
@@ -164,9 +169,17 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
     if op not in registry and is_composite(op):
         # Under inference mode torch hands composite ops over whole; their parts have the rules.
         return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
-    rule = registry.lookup(op).rule
+    if op not in registry:
+        lent = Dispatch(_tensor_class[0], _other, _compiled, _observers)
+        return UnknownOp(op, registry, lent, PLANS_PER_OP)
+    return _compiled(registry.lookup(op), positional, keywords)
+
+
+def _compiled(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handler:
+    """The handler of calls of one shape that go by a rule."""
+    op, rule = entry.op, entry.rule
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
-    store = _PlanStore(op, info)
+    store = _PlanStore(entry, info)
     scope: dict[str, Any] = {
         "MT": _tensor_class[0],
         "new": new_wrapper,
@@ -238,6 +251,14 @@ def _is_plain(value: torch.Tensor) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
 
 
+def is_all_zeros(value: torch.Tensor) -> bool:
+    """Whether all elements are 0; while a graph is traced, the graph asserts it when it runs."""
+    if is_traced(value):
+        assert_when_run((value == 0).all(), "a plain gradient reached a MeshTensor; return MeshTensors from backward")
+        return True
+    return not value.any()
+
+
 def _is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
@@ -280,6 +301,9 @@ def _registry() -> Registry:
     registry = default_registry()
     if registry not in _listening:
         _listening.add(registry)
+        for op in registry.composites:
+            if op not in _intercepted:
+                _intercepted[op] = intercept(op, _tensor_class[0], lambda: _registry().composites)
         registry.on_change(clear_plans)
         for observer in registry.observers:
             _listen(observer)
@@ -324,10 +348,11 @@ class _PlanStore:
     The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
     """
 
-    __slots__ = ("cold", "hot", "info", "op")
+    __slots__ = ("cold", "entry", "hot", "info", "op")
 
-    def __init__(self, op: Op, info: RuntimeSchemaInfo) -> None:
-        self.op = op
+    def __init__(self, entry: Entry, info: RuntimeSchemaInfo) -> None:
+        self.op = entry.op
+        self.entry = entry
         self.info = info
         self.hot: dict[Any, Plan] = {}
         self.cold: dict[Any, Plan] = {}
@@ -349,7 +374,7 @@ class _PlanStore:
         if plan is None:
             _meet(args, kwargs)
             with outside_modes():
-                plan = plan_call(_tensor_class[0], _registry().lookup(self.op), self.info, args, kwargs or {})
+                plan = plan_call(_tensor_class[0], self.entry, self.info, args, kwargs or {})
         if _observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()

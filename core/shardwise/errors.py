@@ -77,6 +77,10 @@ class NoRuleError(ShardingError):
     """No installed plugin has a rule for the op."""
 
 
+class UnknownOpWarning(UserWarning):
+    """An op without a rule runs on whole tensors on every rank, because the program asked for that."""
+
+
 class CallError(ShardingError):
     """A call that the op's schema does not allow: an argument is missing, is not known, or is of another kind."""
 

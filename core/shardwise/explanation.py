@@ -11,17 +11,20 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+import torch
 from attrs import frozen
 
 from shardwise.call_plans import describe_call
 from shardwise.choice import Chooser
+from shardwise.decomposition import Failed, answered, find, stand_ins, tensors_in
 from shardwise.discovery import default_registry
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.exclusion import Exclusion, survey
 from shardwise.meta import UNKNOWN, output_metas
+from shardwise.placements import REPLICATE
 from shardwise.plan import check_unknown, check_written
 from shardwise.planner import cheapest, make_call, merged, problems
-from shardwise.private_torch import is_composite, outside_modes, recorded_ops, schema_of
+from shardwise.private_torch import is_composite, outside_modes, recorded_ops, schema_of, watching
 from shardwise.registry import Entry
 from shardwise.rehearsal import Collective, Issued, in_lowering, in_transition
 from shardwise.rule import FullMeshRule
@@ -31,6 +34,7 @@ from shardwise.spec import Mesh, TensorMeta, TensorSpec
 from shardwise.strategy import Choice, Problem, no_choice
 from shardwise.tensor import MeshTensor
 from shardwise.transition import Transition, transition
+from shardwise.unknown import decomposed_entry
 
 __all__ = [
     "LISTED",
@@ -42,6 +46,7 @@ __all__ = [
     "call_error",
     "explain",
     "explain_call",
+    "explain_parts",
 ]
 
 LISTED = 100
@@ -102,7 +107,8 @@ class Explanation:
     """What happens to one call, and why.
 
     ``moves`` come in the order in which they run, ``lowering`` is what the rule's lowering issues behind them (None:
-    the op runs on the shards as it is). ``others`` are rules for the op that are not in force.
+    the op runs on the shards as it is). ``others`` are rules for the op that are not in force. An op without a rule has
+    ``parts``, the calls that it is decomposed into, and no decisions of its own.
     """
 
     schema: OpSchema
@@ -112,12 +118,14 @@ class Explanation:
     moves: tuple[Move, ...]
     lowering: Issued | None
     results: tuple[TensorSpec | None, ...]
+    parts: tuple[Explanation, ...] = ()
 
     @property
     def collectives(self) -> list[Collective]:
         """All that the call issues, in order; see ``lowering.complete``."""
         inside = () if self.lowering is None else self.lowering.collectives
-        return [c for move in self.moves for c in move.collectives] + list(inside)
+        moved = [c for move in self.moves for c in move.collectives]
+        return moved + list(inside) + [c for part in self.parts for c in part.collectives]
 
 
 def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
@@ -136,6 +144,8 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     registry = default_registry()
     if op not in registry and is_composite(op):
         raise _composite_error(op, values)
+    if op not in registry:
+        return explain_parts(op, values, mesh, limit=limit)
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
@@ -155,6 +165,86 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     inside = in_lowering(entry, schema, described, call, inputs, results) if lowered else None
     others = tuple(e for e in registry.find(op) if e is not entry)
     return Explanation(schema, entry, others, tuple(decisions), tuple(_moves(schema, inputs)), inside, tuple(results))
+
+
+def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | None = LISTED) -> Explanation:
+    """As :func:`explain_call` for an op without a rule: the calls that torch decomposes it into, each explained.
+
+    Raises :class:`NoRuleError`, which names the parts that have no rule, where that does not go.
+    """
+    registry = default_registry()
+    args, kwargs = signature(op).unbind(values)
+    known: dict[int, Any] = {}
+    stand_in = stand_ins(args, known), stand_ins(kwargs, known)
+    try:
+        found = find(registry, op, *stand_in)
+    except Exception as error:  # torch raises whatever it likes
+        raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
+    if isinstance(found, Failed):
+        raise registry.missing(op, found.text, parts=found.parts, missing=found.missing)
+    entry = decomposed_entry(found)
+    schema, _ = describe_call(MeshTensor, entry, RuntimeSchemaInfo.of(op), mesh, values)
+    placed = _Placed(mesh, limit)
+    flat = [spec for spec in _flat([args, kwargs]) if isinstance(spec, TensorSpec)]
+    for tensor, spec in zip(tensors_in(stand_in), flat, strict=True):
+        placed.put(tensor, spec)
+    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, _is_taken_apart):
+        result = answered(op, *stand_in, found.way.run(*stand_in[0], **stand_in[1]))
+    results = tuple(placed.spec(tensor) for tensor in tensors_in(result))
+    return Explanation(schema, entry, (), (), (), None, results, tuple(placed.parts))
+
+
+def _is_taken_apart(op: Op) -> bool:
+    return op not in default_registry() and is_composite(op)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return _flat(list(value.values()))
+    return [v for part in value for v in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+class _Placed:
+    """Runs a decomposition on the meta device, explains each call, and knows where its results would lie."""
+
+    def __init__(self, mesh: Mesh, limit: int | None) -> None:
+        self._mesh = mesh
+        self._limit = limit
+        self.parts: list[Explanation] = []
+
+    def put(self, tensor: torch.Tensor, spec: TensorSpec | None) -> None:
+        """Remember where a tensor lies; one whose layout nobody knows is taken as whole."""
+        whole = TensorSpec(self._mesh, (REPLICATE,) * self._mesh.ndim, TensorMeta.of(tensor))
+        # On the tensor itself: torch copies a factory's result that anybody else holds on to.
+        tensor.shardwise_spec = spec or whole  # type: ignore[attr-defined]
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Where a tensor lies."""
+        if not hasattr(tensor, "shardwise_spec"):
+            self.put(tensor, None)
+        known: TensorSpec = tensor.shardwise_spec  # type: ignore[attr-defined]
+        return known
+
+    def run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Take the place of one op that the decomposition calls."""
+        result = op(*args, **kwargs)
+        if not any(hasattr(t, "shardwise_spec") for t in tensors_in([args, kwargs])):
+            for tensor in tensors_in(result):
+                if tensor.dim():
+                    self.put(tensor, None)
+            return result
+        part = explain_call(op, self._specs(args), self._specs(kwargs), limit=self._limit)
+        self.parts.append(part)
+        for tensor, spec in zip(tensors_in(result), part.results, strict=False):
+            self.put(tensor, spec)
+        return result
+
+    def _specs(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.spec(value)
+        if isinstance(value, Mapping):
+            return {name: self._specs(part) for name, part in value.items()}
+        return [self._specs(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def _taken(decisions: Sequence[Decision]) -> list[PlacementStrategy]:

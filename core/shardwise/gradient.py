@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import check_agreement
-from shardwise.dispatcher import at_next_dispatch
+from shardwise.dispatcher import at_next_dispatch, is_all_zeros
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.flight import Flight, Window
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
@@ -268,16 +268,24 @@ def _register_placing(tensor: Any) -> None:
     def place(grad: Any) -> Any:
         # The usual case, and all but free: it runs for every leaf at every step.
         # A backward that has no gradient for the leaf hands over None.
-        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
+        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec)
 
     tensor.register_hook(place)
 
 
-def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+def _placed(grad: Any, target: TensorSpec) -> Any:
     if not isinstance(grad, _tensor_class[0]):
+        grad = _zeros_on_mesh(grad, target)
+    return reduce_later(grad, target.placements)
+
+
+def _zeros_on_mesh(grad: Any, target: TensorSpec) -> Any:
+    """What autograd's own formulas give where the result does not depend on the leaf: plain zeros, alike everywhere."""
+    if not (isinstance(grad, torch.Tensor) and grad.shape == target.shape and is_all_zeros(grad)):
         raise LayoutError(
             asked="accumulate the gradient of a MeshTensor",
             found=f"a hook returned a plain {type(grad).__name__}",
-            do=f"Return a MeshTensor (placements {show_all(target)}).",
+            do=f"Return a MeshTensor (placements {show_all(target.placements)}).",
         )
-    return reduce_later(grad, target)
+    whole = TensorSpec(target.mesh, (REPLICATE,) * target.mesh.ndim, TensorMeta.of(grad))
+    return _wrap(grad, whole)

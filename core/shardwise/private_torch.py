@@ -36,11 +36,15 @@ __all__ = [
     "OpOverloadPacket",
     "assert_when_run",
     "binding_namespaces",
+    "change_view",
     "current_mesh",
     "custom_op_of",
+    "composite_kernel",
     "direct_call",
+    "draws",
     "fake_tensors",
     "forward_traceback",
+    "functional_of",
     "disabled_torch_function",
     "graph_all_gather",
     "graph_all_reduce",
@@ -50,6 +54,7 @@ __all__ = [
     "is_composite",
     "is_python_dispatched",
     "is_traced",
+    "is_view_in_place",
     "known_custom_op",
     "make_custom_op",
     "is_unknowable",
@@ -57,9 +62,12 @@ __all__ = [
     "outside_modes",
     "overload_of",
     "parts_of",
+    "put_above_autograd",
     "put_before_dispatch",
+    "python_decomposition",
     "recorded_ops",
     "schema_of",
+    "storage_of",
     "support_foreach",
     "swap_parameter",
     "version_of",
@@ -161,6 +169,24 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
     elif hasattr(library, "_register_torch_dispatch_rule"):
         register: Any = library._register_torch_dispatch_rule
         register(_qualified(op).partition("::")[2], cls, handler)
+    return library
+
+
+def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library.Library:
+    """Have ``run(below, args, kwargs)`` take the place of an op on tensor subclasses and under modes, above autograd,
+    for as long as the library lives that is returned; ``below`` is the op as torch runs it. Plain tensors pass by.
+
+    A composite op runs above autograd as other ops, and what it makes there of no operand is out of sight of
+    ``__torch_dispatch__``. The key is the one that torch takes its snapshot for such tensors at.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    after = torch._C._dispatch_keyset_full_after(key)
+    library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
+
+    library.impl(op, kernel, key.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 
 
@@ -306,7 +332,90 @@ def current_mesh() -> DeviceMesh:
 
 def is_composite(op: Any) -> bool:
     """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+    # Fake tensors ask for their device by an op of a namespace that the tables do not have.
+    return op.namespace != "prim" and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    )
+
+
+# -- decompositions --------------------------------------------------------------------------------------------------
+
+
+def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """Torch's own Python function that computes an op by others, if it has one.
+
+    The table is the one that compilers decompose by. The primitive ops that its functions end in name the public
+    function that they stand for themselves. Neither is public.
+    """
+    table: Any = import_module("torch._decomp").decomposition_table
+    return table.get(op) or (getattr(op, "impl_aten", None) if op.namespace == "prims" else None)
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The C++ kernel that runs an op by others on every backend, with its own autograd formula, if it has one."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(op), key.name):
+        return None
+    return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The op that returns what this one writes into its ``out=`` arguments or its operands: ``add`` for ``add_``.
+
+    Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
+    """
+    packet, _, overload = _qualified(op).partition("::")[2].partition(".")
+    overloads = [overload or "default"]
+    if any(a.is_out for a in op._schema.arguments):
+        # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.
+        overloads = [overload.removesuffix("out").rstrip("_") or "default"]
+    elif packet.endswith("_") and not packet.endswith("__"):
+        packet = packet[:-1]
+    else:
+        return None
+    functional = getattr(getattr(torch.ops, op.namespace), packet, None)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for name in (*overloads, *(functional.overloads() if functional is not None else ())):
+        found = getattr(functional, name, None)
+        if found is None or found is op or found._schema.is_mutable:
+            continue
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def is_view_in_place(op: OpOverload) -> bool:
+    """Whether an op changes a tensor's shape or strides and leaves its memory alone, as ``squeeze_`` does. The tags are
+    documented, and their only name is this one.
+    """
+    return torch.Tag.inplace_view in op.tags
+
+
+def change_view(op: OpOverload, args: Sequence[Any], kwargs: Any) -> None:
+    """Change the shape and strides that a wrapper has on the outside, as an op does that is a view in place.
+
+    The op runs on the wrapper itself, which has no memory. The public way makes a new tensor.
+    """
+    before = torch._C._meta_in_tls_dispatch_include()
+    torch._C._set_meta_in_tls_dispatch_include(True)
+    try:
+        with torch._C._DisableTorchDispatch():
+            op(*args, **kwargs)
+    finally:
+        torch._C._set_meta_in_tls_dispatch_include(before)
+
+
+def draws(op: OpOverload) -> bool:
+    """Whether an op draws from a generator. Its tags are documented, and their only name is this one."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """A number that tensors share exactly when they share memory, on the meta device too, where there are no
+    addresses.
+    """
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def in_backward() -> bool:

@@ -16,11 +16,12 @@ from shardwise.precedence import Entry, Origin, Verdict, judge, resolving
 from shardwise.rule import AnyRule, FullMeshRule, Rule
 from shardwise.schema import OpSchema, OpStrategy, OutputSharding, TupleStrategy
 from shardwise.settings import normalised
-from shardwise.signature import Op, op_name
+from shardwise.signature import Op, OpLike, as_op, op_name
 
 __all__ = ["Entry", "Failure", "Origin", "Override", "Registrar", "Registry"]
 
 Observer = Callable[[Any], None]
+Instead = Callable[..., Any] | None
 LinkSupplier = Callable[[tuple[int, ...], str, tuple[str, ...]], Any]
 
 
@@ -40,6 +41,7 @@ class Registrar:
         self.origin = origin
         self._by_op: dict[Op, Entry] = {}
         self.optimizers: list[type[torch.optim.Optimizer]] = []
+        self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
 
@@ -77,6 +79,23 @@ class Registrar:
                     do="Hand over classes, as in add_optimizers(torch.optim.AdamW).",
                 )
         self.optimizers += classes
+
+    def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
+        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, say.
+
+        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place
+        of the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be
+        done on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
+        """
+        for one in ops:
+            op = as_op(one)
+            if op is None:
+                raise RuleError(
+                    asked=f"register a composite op of {self.origin}",
+                    found=f"{one!r} is not one op overload",
+                    do="Name overloads, as in torch.ops.acme.mix.default.",
+                )
+            self.composites[op] = instead
 
     def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
         twice = self._by_op.get(op)
@@ -121,15 +140,18 @@ class Override:
 class Registry:
     """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
 
-    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold.
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold; ``unknown_ops`` says
+    what becomes of ops without a rule: ``refuse`` or ``replicate``.
     """
 
-    def __init__(self, prefer: Sequence[tuple[str, str]] = ()) -> None:
+    def __init__(self, prefer: Sequence[tuple[str, str]] = (), unknown_ops: str = "refuse") -> None:
         self.prefer = tuple(prefer)
+        self.unknown_ops = unknown_ops
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
         self._verdicts: dict[Op, Verdict] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
+        self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[tuple[Origin, LinkSupplier]] = []
         self.origins: list[Origin] = []
@@ -141,6 +163,7 @@ class Registry:
         """Take over all that one plugin registered."""
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
+        self.composites.update(registrar.composites)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
         for entry in registrar.entries:
@@ -185,7 +208,7 @@ class Registry:
         verdict = self.judge(op)
         if verdict.winner is not None:
             return verdict.winner
-        raise self._conflict(verdict) if verdict.losers else self._missing(op)
+        raise self._conflict(verdict) if verdict.losers else self.missing(op)
 
     def judge(self, op: Op) -> Verdict:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
@@ -232,17 +255,25 @@ class Registry:
         return planner.propagate(rule, schema, result_metas(schema, rule.meta))
 
     # -- refusing --
-    def _missing(self, op: Op) -> NoRuleError:
+    def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
+        """The error for an op without a rule. ``tried`` says what else was tried; ``parts`` are the ops that torch
+        decomposes it into, and those in ``missing`` have no rule either.
+        """
         looked = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
-            found=f"no rule for it in the plugins {looked}" + (f". Possible cause: {failed}" if failed else ""),
-            do="Install or enable a plugin that has it (shardwise plugins), write a rule, "
-            "or run it on local tensors (to_local, from_local).",
+            found=f"no rule for it in the plugins {looked}"
+            + (f", and {tried}" if tried else "")
+            + (f". Possible cause: {failed}" if failed else ""),
+            do="Install or enable a plugin that has it (shardwise plugins), write a rule, run it on local tensors "
+            "(to_local, from_local), or on whole ones: with shardwise.replicate_unknown(), or "
+            "SHARDWISE_UNKNOWN_OPS=replicate.",
             op=op_name(op),
             plugins=tuple(sorted(o.plugin for o in self.origins)),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
+            parts=tuple(map(op_name, parts)),
+            missing=tuple(map(op_name, missing)),
         )
 
     def _conflict(self, verdict: Verdict) -> RuleConflictError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -26,11 +26,13 @@ from shardwise.signature import op_name
 from shardwise.spec import Mesh
 from shardwise.start import OfThisStart
 
-__all__ = ["agree_on_rules", "forget", "summary"]
+__all__ = ["agree_on_asking", "agree_on_rules", "at_first_use", "forget", "summary"]
 
 # A new start of torch.distributed has other ranks, which agree anew.
 _meshes: set[DeviceMesh] = set()
 _agreed = OfThisStart(_meshes, _meshes.clear)
+# What must be there before the first op runs on a mesh.
+at_first_use: list[Callable[[], object]] = []
 Summary = dict[str, dict[str, str]]
 # Enough to see what is wrong; the rest is counted.
 _SHOWN = 6
@@ -49,7 +51,38 @@ def agree_on_rules(mesh: Mesh) -> None:
         # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
             _agree(mesh)
+    # Behind the agreement: a rank that cannot load its plugins must not leave alone.
+    for callback in at_first_use:
+        callback()
     _agreed.now().add(mesh)
+
+
+def agree_on_asking(mesh: Mesh, op: str, asked: bool) -> None:
+    """Compare over a mesh's ranks whether an op without a rule is to run replicated.
+
+    All ranks must come by, also those that are about to refuse, and at each such call: on any rank a context may have
+    ended since the last one. Raises :class:`RankDisagreementError` on every rank when they differ.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        return
+    if mesh.size() > 1 and mesh.get_coordinate() is not None and backend_of(mesh) != "fake":
+        with outside_modes():
+            mine: Summary = {op: {"runs": "replicated" if asked else "not at all"}}
+            told = None if _are_alike(mesh, mine) else _all(mesh, mine)
+        if told is not None:
+            raise _asked_differently(op, told)
+
+
+def _asked_differently(op: str, told: Mapping[int, Summary]) -> RankDisagreementError:
+    different = _differences(
+        "op", {rank: {op: one.get(op, {}).get("runs", "something else")} for rank, one in told.items()}
+    )
+    return RankDisagreementError(
+        asked=f"run {op}, which has no rule",
+        found=f"ranks are to do different things: {'; '.join(different)}",
+        do="Enter shardwise.replicate_unknown() on every rank, at the same point, or on none",
+        differences=tuple(different),
+    )
 
 
 def forget() -> None:
@@ -81,6 +114,7 @@ def summary(registry: Registry) -> Summary:
     plugins |= {f.origin.plugin: f"{f.origin.distribution} {f.origin.version}, failed" for f in registry.failures}
     return {
         "version": {"shardwise": version("shardwise"), "torch": torch.__version__},
+        "setting": {"unknown-ops": registry.unknown_ops},
         "plugin": plugins,
         "rule": rules,
     }
@@ -115,7 +149,7 @@ def _refusal(mesh: DeviceMesh, told: Mapping[int, Summary]) -> RankDisagreementE
     failed = {rank: one["failure"] for rank, one in told.items() if "failure" in one}
     different = [f"{_ranks([rank])} failed {what}: {why}" for rank, one in failed.items() for what, why in one.items()]
     loaded = {rank: one for rank, one in told.items() if rank not in failed}
-    for kind in ("version", "plugin", "rule"):
+    for kind in ("version", "setting", "plugin", "rule"):
         different += _differences(kind, {rank: one[kind] for rank, one in loaded.items()})
     rest = len(different) - _SHOWN
     return RankDisagreementError(

@@ -8,6 +8,8 @@ SHARDWISE_DISABLE_PLUGINS  disable-plugins     plugins that are never imported
 SHARDWISE_AUTOLOAD         autoload            off: only what ``plugins`` names is loaded
 SHARDWISE_STRICT           strict              on: any problem with a plugin raises when plugins are loaded
 SHARDWISE_PREFER           prefer              which plugin wins, by op (``aten.mm.default``, ``aten.mm``, ``*mm*``)
+SHARDWISE_UNKNOWN_OPS      unknown-ops         ``refuse`` (unset), or ``replicate``: ops without a rule run on whole
+                                               tensors on every rank
 ========================== =================== ================================================================
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
@@ -48,6 +50,7 @@ class Settings:
     autoload: bool = True
     strict: bool = False
     prefer: tuple[tuple[str, str], ...] = ()
+    unknown_ops: str = "refuse"
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -139,6 +142,13 @@ def _flag(where: str, value: Any) -> bool:
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
 
+def _treatment(where: str, value: Any) -> str:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word in ("refuse", "replicate"):
+        return word
+    raise _refusal(where, f"{value!r} is no way to treat ops without a rule", "Write refuse or replicate.")
+
+
 def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     pairs = dict(_split(where, word) for word in value.split(",") if word.strip()) if isinstance(value, str) else value
     if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
@@ -166,4 +176,5 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "autoload": ("autoload", _flag, "SHARDWISE_AUTOLOAD"),
     "strict": ("strict", _flag, "SHARDWISE_STRICT"),
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
+    "unknown-ops": ("unknown_ops", _treatment, "SHARDWISE_UNKNOWN_OPS"),
 }

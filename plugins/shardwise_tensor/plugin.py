@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of all families."""
     from shardwise_tensor import (
+        composites,
         copying,
         creating,
         gathering,
@@ -28,3 +29,6 @@ def shardwise_register(registry: Registrar) -> None:
 
     for family in (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting):
         registry.add(*family.RULES)
+    registry.add_composites(*composites.MAKING)
+    for op, function in composites.INSTEAD.items():
+        registry.add_composites(op, instead=function)

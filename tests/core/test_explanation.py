@@ -327,3 +327,21 @@ def test_a_lowering_that_data_decides_is_told_as_such():
     found = explain(aten.equal.default, spec(mesh, (4,), "S(0)"), spec(mesh, (4,), "S(0)"))
     assert found.lowering is not None
     assert not found.lowering.complete
+
+
+def test_an_op_without_a_rule_is_explained_by_the_calls_that_it_runs_as():
+    four, registry = AbstractMesh((4,)), Registry()
+    a, b = spec(four, (8, 4), "S(0)"), spec(four, (8, 4), "R")
+    registrar = Registrar(Origin("some"))
+    for op in (aten.mul.Tensor, aten.add.Tensor):
+        registrar._by_op[op] = default_registry().lookup(op)
+    registry.accept(registrar)
+    with use_registry(registry):
+        found = explain(aten.addcmul.default, a, b, b)
+        with pytest.raises(NoRuleError, match=r"no rule for aten\.div\.Tensor"):
+            explain(aten.addcdiv.default, a, b, b)
+    assert found.entry.rule.text == "decomposed into aten.mul.Tensor, aten.add.Tensor (torch's decomposition)"
+    assert [str(part.schema.op) for part in found.parts] == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.add.Tensor"]
+    assert found.results == found.parts[-1].results
+    assert found.results[0].placements == (shard(0),)
+    assert found.collectives == []

@@ -285,3 +285,61 @@ def test_a_backward_op_knows_its_forward_call():
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert private_torch.forward_traceback() == []
+
+
+def test_torch_decomposes_by_a_python_function_or_a_composite_kernel():
+    found = private_torch.python_decomposition(aten.addcmul.default)
+    assert torch.equal(found(torch.ones(2), torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    assert private_torch.python_decomposition(torch.ops.prims.exp.default) is not None
+    assert private_torch.python_decomposition(aten.mm.default) is None
+    kernel = private_torch.composite_kernel(aten._foreach_neg.default)
+    assert torch.equal(kernel([torch.ones(2)])[0], -torch.ones(2))
+    assert private_torch.composite_kernel(aten.mm.default) is None
+
+
+def test_a_written_form_leads_to_its_functional_one():
+    pairs = {
+        aten.add_.Tensor: aten.add.Tensor,
+        aten.add.out: aten.add.Tensor,
+        aten.max.dim_max: aten.max.dim,
+        aten.sum.IntList_out: aten.sum.dim_IntList,
+        aten.transpose_.default: aten.transpose.int,
+        aten._foreach_add_.List: aten._foreach_add.List,
+        aten.mm.default: None,
+    }
+    assert {op: private_torch.functional_of(op) for op in pairs} == pairs
+
+
+def test_tags_say_what_draws_and_what_is_a_view_in_place():
+    assert private_torch.draws(aten.bernoulli.default)
+    assert not private_torch.draws(aten.mul.Tensor)
+    assert private_torch.is_view_in_place(aten.squeeze_.dim)
+    assert not private_torch.is_view_in_place(aten.mul_.Tensor)
+
+
+def test_tensors_that_share_memory_have_one_storage_number():
+    meta = torch.empty(4, device="meta")
+    assert private_torch.storage_of(meta) == private_torch.storage_of(meta[1:])
+    assert private_torch.storage_of(meta) != private_torch.storage_of(torch.empty(4, device="meta"))
+
+
+def test_a_wrapper_takes_another_shape_from_a_view_in_place():
+    made = private_torch.new_wrapper(Wrapper, torch.ones(2, 1), Holder(TensorMeta.of(torch.ones(2, 1))), False)
+    private_torch.change_view(aten.squeeze_.dim, (made, 1), {})
+    assert (made.shape, made.stride()) == ((2,), (1,))
+
+
+def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
+    made = private_torch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    seen, stand_in = [], torch.zeros(3)
+
+    def run(below, args, kwargs):
+        seen.append((args[1], kwargs, below(torch.ones(2), args[1]).shape))
+        return stand_in
+
+    library = private_torch.put_above_autograd(aten.vander.default, run)
+    torch.vander(torch.ones(2), 2)
+    assert seen == []
+    assert torch.equal(torch.vander(made, 2), stand_in)
+    assert seen == [(2, {}, (2, 2))]
+    del library

@@ -11,6 +11,7 @@ import torch
 from shardwise.cli.loading import load_function
 from shardwise.cli.output import json_option, print_rows
 from shardwise.coverage import PHASES, Coverage, Use, cover
+from shardwise.signature import op_name
 
 __all__ = ["coverage"]
 
@@ -44,8 +45,8 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
 
 
 def _sorted(found: Coverage) -> list[Use]:
-    """Those without a rule first, otherwise as they came."""
-    return sorted(found.uses, key=lambda use: use.plugin is not None)
+    """Those without a rule first, then those that run as others, otherwise as they came."""
+    return sorted(found.uses, key=lambda use: 2 if use.plugin is not None else 1 if use.parts else 0)
 
 
 def _print(found: Coverage, *, show_all: bool) -> None:
@@ -58,11 +59,15 @@ def _print(found: Coverage, *, show_all: bool) -> None:
     if found.stopped:
         click.echo(f"stopped early: {found.stopped}")
     covered = len(found.uses) - len(found.missing)
-    click.echo(f"{covered} of {len(found.uses)} ops have a rule" + (", up to there" if found.stopped else ""))
+    decomposed = sum(1 for use in found.uses if use.plugin is None and use.parts)
+    runs = f" or run as ops that have one ({decomposed})" if decomposed else ""
+    click.echo(f"{covered} of {len(found.uses)} ops have a rule{runs}" + (", up to there" if found.stopped else ""))
 
 
 def _row(use: Use) -> dict[str, object]:
     none = f"conflict: {use.conflict}" if use.conflict else "no rule"
+    if use.parts:
+        none = f"decomposed into {', '.join(map(op_name, use.parts))}"
     phases = ", ".join(phase for phase in PHASES if phase in use.phases)
     return {
         "op": use.name,
@@ -80,6 +85,7 @@ def _plain(found: Coverage) -> dict[str, Any]:
                 "op": use.name,
                 "plugin": use.plugin,
                 "conflict": use.conflict,
+                "parts": [op_name(part) for part in use.parts],
                 "calls": use.calls,
                 "phases": [phase for phase in PHASES if phase in use.phases],
                 "site": use.site,

@@ -33,6 +33,9 @@ MOST_OPERANDS = 4
 
 def print_explanation(found: Explanation, figures: str) -> None:
     """Print for a terminal, or plainly for a pipe; ``figures`` says by what moves are costed."""
+    if found.parts:
+        print_parts([_call(found, figures), *_parts(found)])
+        return
     parts = [_call(found, figures)]
     parts += [_decision(decision, alone=len(found.decisions) == 1) for decision in found.decisions]
     print_parts([*parts, _issued(found)])
@@ -81,6 +84,28 @@ def _from_here(source: str) -> str:
     path, _, line = source.rpartition(":")
     here = Path.cwd()
     return f"{Path(path).relative_to(here)}:{line}" if Path(path).is_relative_to(here) else source
+
+
+def _parts(found: Explanation) -> Iterator[RenderableType]:
+    """The calls that an op without a rule is decomposed into."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
+    for heading in ("part", "operands", "-> result", "rows", "moves µs"):
+        table.add_column(heading)
+    for part in found.parts:
+        operands = ", ".join(_places(spec) for spec in part.schema.specs if spec is not None)
+        results = ", ".join(map(_places, part.results))
+        rows = "; ".join(" | ".join(d.chosen.names) for d in part.decisions) or part.entry.rule.text
+        paid = ", ".join(f"{m.operand} {_microseconds(m.transition.cost)}" for m in part.moves)
+        table.add_row(*map(Text, (op_name(part.schema.op), operands, results, rows, paid)))
+    yield Group(
+        Text("runs as these calls, in this order (explain one by itself for its rivals):"), Padding(table, (1, 0, 0, 0))
+    )
+    issued = found.collectives
+    if issued:
+        lines = (Text(f"{i}  {collective}") for i, collective in enumerate(issued, 1))
+        yield Group(Text("collectives, in this order:"), Text(""), *lines)
+    else:
+        yield Text("nothing is communicated")
 
 
 # -- one decision ----------------------------------------------------------------------------------------------------
@@ -245,6 +270,7 @@ def plain(found: Explanation) -> dict[str, Any]:
         "collectives": [_plain_collective(collective) for collective in found.collectives],
         "collectives_are_complete": found.lowering is None or found.lowering.complete,
         "results": [_plain_spec(spec) for spec in found.results],
+        "parts": [plain(part) for part in found.parts],
     }
 
 

@@ -37,7 +37,7 @@ def survey() -> Survey:
             return Survey(tuple(statuses()), registry)
         except ShardingError as refusal:
             settings = readable_settings()
-            registry = Registry(settings.prefer)
+            registry = Registry(settings.prefer, settings.unknown_ops)
             return Survey(tuple(load_each(discover(settings), registry)), registry, refusal)
 
 

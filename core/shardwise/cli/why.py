@@ -11,6 +11,7 @@ from shardwise.cli.loading import import_option
 from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.survey import Survey, readable_settings, survey
+from shardwise.decomposition import ways as decomposition_ways
 from shardwise.precedence import Entry, Verdict, resolving
 from shardwise.private_torch import is_composite
 from shardwise.settings import Settings, preferred
@@ -56,6 +57,12 @@ def _without_rule(ops: list[Op], found: Survey) -> list[str]:
     said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
     if all(map(is_composite, ops)):
         said.append("torch writes it in terms of other ops, which need the rules.")
+    elif any(True for op in ops for _ in decomposition_ways(op)):
+        names = ", ".join(dict.fromkeys(way.name for op in ops for way in decomposition_ways(op)))
+        said.append(
+            f"It runs decomposed ({names}) where every part has a rule; "
+            "that depends on the call: shardwise explain shows it."
+        )
     unused = _unused(found)
     if unused:
         said.append(f"Possible cause: {'; '.join(unused)}.")
