@@ -34,7 +34,7 @@ def check(name, library, shape, *, backward, limit, draws, seed):
         leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
         for placed in placings(leaves, len(shape), draws, f"{seed}/{name}/{number}"):
             outcome, message = _case(
-                entry.record, LIBRARIES[library], mesh(shape), leaves, tree, placed, expected, backward=backward
+                entry.record, LIBRARIES[library], mesh(shape), sample, leaves, tree, placed, expected
             )
             outcome, message = _agreed(outcome, message)
             found.append((outcome, number, _written(placed), message))
@@ -108,14 +108,14 @@ def _process(sample, results):
 def _gradients(sample, leaves, results, whole):
     """The gradients of all leaves that want one, from a cotangent that differs at every element."""
     wanted = [leaf for leaf in leaves if is_tensor(leaf) and leaf.requires_grad]
-    outs = [whole(o) for o in tree_leaves(_process(sample, results)) if is_tensor(o) and o.requires_grad]
+    outs = [o for o in tree_leaves(_process(sample, tree_map(whole, results))) if is_tensor(o) and o.requires_grad]
     if not outs or not wanted:
         return None
     weights = [torch.linspace(0.5, 1.5, o.numel(), dtype=torch.float64).view(o.shape).to(o.dtype) for o in outs]
     return torch.autograd.grad(outs, wanted, weights, allow_unused=True)
 
 
-def _case(record, library, where, leaves, tree, placed, expected, *, backward):
+def _case(record, library, where, sample, leaves, tree, placed, expected):
     try:
         put = [
             leaf if p is None else library.scatter(leaf, where, p)
@@ -123,18 +123,14 @@ def _case(record, library, where, leaves, tree, placed, expected, *, backward):
         ]
         arguments = tree_unflatten(put, tree)
         results = _run(record, arguments)
-        found = tree_map(library.whole, results)
+        found = _process(sample, tree_map(library.whole, results))
         grads = None
         if expected[1] is not None:
-            grads = _gradients(_Plain, put, results, library.whole)
+            grads = _gradients(sample, put, results, library.whole)
             grads = None if grads is None else [library.whole(g) for g in grads]
     except Exception as error:  # noqa: BLE001 - every error is an outcome
         return library.kind_of(error), f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return _judged(record, found, expected[0], grads, expected[1])
-
-
-class _Plain:
-    """A sample whose results are taken as they are: those of a mesh have been processed alike already."""
 
 
 def _judged(record, found, expected, grads, expected_grads):
