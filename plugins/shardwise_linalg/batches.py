@@ -71,12 +71,10 @@ def _trailing(text: str) -> list[str | None]:
 def _batch(operands: Sequence[TensorMeta | None], inputs: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
     """The broadcast sizes of the batch dims."""
     batches = [m.shape[: m.ndim - len(last)] for m, last in zip(operands, inputs, strict=True) if m is not None]
-    return tuple(torch.broadcast_shapes(*batches))
+    return tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
 
 
-def _named(
-    meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[int], *, exact: bool
-) -> _Labels | None:
+def _named(meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[int], *, exact: bool) -> _Labels | None:
     """Labels of one tensor; ``exact`` for a result, whose batch dims are all there or none."""
     if meta is None:
         return None
@@ -92,21 +90,29 @@ def _named(
 # -- errors ------------------------------------------------------------------------------------------------------
 
 
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # documented, not in __all__
+
+# What ranks tell each other of an op; the greatest counts.
+FINE, REFUSED, FAILED = 0, 1, 2
+
+
 def together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
     """The local op; where it finds a matrix that it cannot do, all ranks raise, or the others would wait for one.
 
     Compiled code cannot ask the others: there each rank raises for itself.
     """
+    found, failure = None, None
     try:
-        found, failure = local.call.op(*args, **kwargs), None
-    except torch.linalg.LinAlgError as error:
-        found, failure = None, error
-    given = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        found = local.call.op(*args, **kwargs)
+    except RuntimeError as error:
+        failure = error
     if not torch.compiler.is_compiling():
-        flag = given.new_full((), failure is not None, dtype=torch.int32)
-        anywhere = local.comm.all_reduce(flag, "max", _split(local))
-        if failure is None and anywhere.item():
-            failure = torch.linalg.LinAlgError(f"{local.call.op}: it failed on a batch element that another rank holds.")
+        given = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        fate = FINE if failure is None else FAILED if isinstance(failure, LinAlgError) else REFUSED
+        worst = local.comm.all_reduce(given.new_full((), fate, dtype=torch.int32), "max", _split(local)).item()
+        if failure is None and worst != FINE:
+            kind = LinAlgError if worst == FAILED else RuntimeError
+            failure = kind(f"{local.call.op}: it failed on a batch element that another rank holds.")
     if failure is not None:
         raise failure
     return found

@@ -27,9 +27,7 @@ def _as_the_whole(local: LocalCall) -> Mapping[str, Any]:
     return {"compute_mode": BY_PRODUCT if rows > ROWS else BY_DIFFERENCES}
 
 
-CDIST = rule(
-    ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _ -> ... p r", local_args=_as_the_whole
-)
+CDIST = rule(ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _ -> ... p r", local_args=_as_the_whole)
 EUCLIDEAN = rule(ops("_euclidean_dist.default _euclidean_dist.out"), "... p _, ... r _ -> ... p r")
 CDIST_BACKWARD = rule(
     ops("_cdist_backward.default _cdist_backward.out"),

@@ -35,7 +35,7 @@ def _made(
     if a.ndim < 2 or right.ndim < 2 or a.shape[-2] != right.shape[-2]:  # noqa: PLR2004  matrices
         raise RuntimeError(f"torch.linalg.lstsq: {tuple(b.shape)} is no right-hand side for {tuple(a.shape)}.")
     *batch, m, n = a.shape
-    full = torch.broadcast_shapes(batch, right.shape[:-2])
+    full = torch.broadcast_shapes(batch, right.shape[:-2])  # type: ignore[no-untyped-call]
     rows, columns = max(m, n), right.shape[-1]
     solution = a.new_empty((*full, columns, rows)).transpose(-1, -2)[..., :n, :]
     chosen = driver or DEFAULT["cpu"]

@@ -24,13 +24,9 @@ def _columns_last(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
 
 
 RULES = (
-    on_batches(
-        "_linalg_svd.default _linalg_svd.U", "_ _ -> _ _, _, _ _", lowering=together, results=_columns_last
-    ),
+    on_batches("_linalg_svd.default _linalg_svd.U", "_ _ -> _ _, _, _ _", lowering=together, results=_columns_last),
     on_batches("_linalg_eigh.default _linalg_eigh.eigenvalues", "_ _ -> _, _ _", lowering=together),
-    on_batches(
-        "linalg_eig.default linalg_eig.out", "_ _ -> _, _ _", lowering=together, results=_columns_last
-    ),
+    on_batches("linalg_eig.default linalg_eig.out", "_ _ -> _, _ _", lowering=together, results=_columns_last),
     on_batches("linalg_eigvals.default linalg_eigvals.out _linalg_eigvals.default", "_ _ -> _", lowering=together),
     on_batches("_linalg_det.default _linalg_det.result", "_ _ -> (), _ _, _"),
     on_batches("_linalg_slogdet.default _linalg_slogdet.sign", "_ _ -> (), (), _ _, _"),

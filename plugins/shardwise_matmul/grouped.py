@@ -75,7 +75,13 @@ def _rows(a: Tensor, b: Tensor, ends: Tensor, first: int, out_dtype: torch.dtype
 def _aligned(a: Tensor, b: Tensor, ends: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     """The op, on operands whose strides are what it takes. Of no elements it makes zeros."""
     (m, k), n = a.shape[-2:], b.shape[-1]
-    groups = a.shape[:1] if a.ndim == BATCH else b.shape[:1] if b.ndim == BATCH else tuple(ends.shape if ends is not None else ())
+    groups = (
+        a.shape[:1]
+        if a.ndim == BATCH
+        else b.shape[:1]
+        if b.ndim == BATCH
+        else tuple(ends.shape if ends is not None else ())
+    )
     batch = groups if a.ndim == b.ndim else ()
     if 0 in (m, k, n, *groups):
         return a.new_zeros((*batch, m, n), dtype=out_dtype)

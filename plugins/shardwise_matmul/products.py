@@ -48,7 +48,6 @@ def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, partial=BILINEAR)
 
 
-
 @rule_from([aten._trilinear.default, aten._trilinear.out])
 def TRILINEAR(call: Call) -> Flow:
     """Any dim of the broadcast operands; one that is summed over gives a pending sum. Linear in each of the three."""

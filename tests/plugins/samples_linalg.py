@@ -100,7 +100,15 @@ def pseudo_inverses():
 # -- solvers -----------------------------------------------------------------------------------------------------
 
 # Batches of a matrix and of its right-hand sides, and how many these are.
-SYSTEMS = [((8,), (8,), 5), ((5,), (5,), 2), ((1,), (4,), 3), ((4,), (1,), 1), ((2, 3), (3,), 2), ((), (), 8), ((0,), (0,), 2)]
+SYSTEMS = [
+    ((8,), (8,), 5),
+    ((5,), (5,), 2),
+    ((1,), (4,), 3),
+    ((4,), (1,), 1),
+    ((2, 3), (3,), 2),
+    ((), (), 8),
+    ((0,), (0,), 2),
+]
 
 
 def systems(matrix, systems=SYSTEMS):
@@ -130,7 +138,10 @@ def lu_solve():
 
 
 def ldl_solve():
-    both = [(torch.linalg.ldl_factor(positive(a)), b) for (a, _, _), (_, b) in zip(ALIKE, systems(square, ALIKE), strict=True)]
+    both = [
+        (torch.linalg.ldl_factor(positive(a)), b)
+        for (a, _, _), (_, b) in zip(ALIKE, systems(square, ALIKE), strict=True)
+    ]
     return [([*f, b], {}) for f, b in both]
 
 
@@ -152,15 +163,30 @@ def reflect():
 
 
 def least_squares():
-    shapes = [((8, 4, 3), (8, 4, 2)), ((5, 4, 3), (5, 4)), ((3, 4), (3, 8)), ((1, 4, 3), (4, 4, 3)), ((0, 4, 3), (0, 4, 2))]
+    shapes = [
+        ((8, 4, 3), (8, 4, 2)),
+        ((5, 4, 3), (5, 4)),
+        ((3, 4), (3, 8)),
+        ((1, 4, 3), (4, 4, 3)),
+        ((0, 4, 3), (0, 4, 2)),
+    ]
     pairs = [(general(a, i), general(b, i + 1)) for i, (a, b) in enumerate(shapes)]
-    drivers = [([*pairs[i]], {"driver": driver}) for i, driver in ((0, "gels"), (3, "gels"), (0, "gelsd"), (2, "gelss"))]
+    drivers = [
+        ([*pairs[i]], {"driver": driver}) for i, driver in ((0, "gels"), (3, "gels"), (0, "gelsd"), (2, "gelss"))
+    ]
     return [([a, b], {}) for a, b in pairs] + drivers
 
 
 # -- distances ---------------------------------------------------------------------------------------------------
 
-POINTS = [((8, 5, 3), (8, 4, 3)), ((5, 3), (8, 3)), ((1, 5, 2), (4, 3, 2)), ((5, 0), (4, 0)), ((0, 3), (4, 3)), ((30, 3), (6, 3))]
+POINTS = [
+    ((8, 5, 3), (8, 4, 3)),
+    ((5, 3), (8, 3)),
+    ((1, 5, 2), (4, 3, 2)),
+    ((5, 0), (4, 0)),
+    ((0, 3), (4, 3)),
+    ((30, 3), (6, 3)),
+]
 
 
 def points():

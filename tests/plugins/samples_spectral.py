@@ -21,7 +21,9 @@ def real_to_complex():
 
 def complex_to_real():
     # The last transformed dim is half a spectrum; of odd and of even sizes.
-    return [([made(s, C128), dims, 2, 2 * s[dims[-1]] - odd], {}) for s, dims in SHAPES for odd in (1, 2) if s[dims[-1]] > 1]
+    return [
+        ([made(s, C128), dims, 2, 2 * s[dims[-1]] - odd], {}) for s, dims in SHAPES for odd in (1, 2) if s[dims[-1]] > 1
+    ]
 
 
 SAMPLES = {
