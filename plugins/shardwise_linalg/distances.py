@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.rule import Call, Flow, LocalCall, rule, rule_from
+from shardwise.rule import Flow, LocalCall, rule, rule_from
 from shardwise.spec import TensorMeta
 from shardwise_linalg.batches import ops
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from shardwise.rule import Call, Flow, Rule, rule_from
+from shardwise.rule import Call, Flow, rule_from
 from shardwise.spec import TensorMeta
 from shardwise_linalg.batches import matrices, on_batches, ops
 
@@ -20,13 +18,13 @@ LINEAR_THIRD = ("R, R, sum -> sum", "R, R, avg -> avg")
 
 
 @rule_from(ops("_linalg_solve_ex.default _linalg_solve_ex.result"))
-def SOLVE(A: TensorMeta, B: TensorMeta, left: bool, check_errors: bool, call: Call) -> Flow:
+def SOLVE(self: TensorMeta, right: TensorMeta, left: bool, check_errors: bool, call: Call) -> Flow:
     """Batch dims pass, and the right-hand sides in B; behind them _ _, _ n -> _ n, _ _, _, (), or the vector _."""
     if check_errors:
         return Flow([None], [None])
-    vector = B.ndim == 1 or (A.ndim - 1 == B.ndim and A.shape[:-1] == B.shape)
-    right = "_" if vector else _sides(left=left)
-    return matrices(call, f"_ _, {right} -> {right}, _ _, _, ()", partial=LINEAR_SECOND)
+    vector = right.ndim == 1 or (self.ndim - 1 == right.ndim and self.shape[:-1] == right.shape)
+    sides = "_" if vector else _sides(left=left)
+    return matrices(call, f"_ _, {sides} -> {sides}, _ _, _, ()", partial=LINEAR_SECOND)
 
 
 def _sides(*, left: bool) -> str:

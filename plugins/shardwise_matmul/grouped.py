@@ -6,8 +6,6 @@ own; where the groups are (as experts are), it answers for the rows of its group
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,7 +26,7 @@ MATRIX, BATCH = 2, 3
 # -- on a shard --------------------------------------------------------------------------------------------------
 
 
-def _grouped(  # noqa: PLR0913, PLR0917  the op's arguments in order
+def _grouped(
     local: LocalCall,
     a: Tensor,
     b: Tensor,
@@ -105,7 +103,7 @@ def _fits(x: Tensor, unit: int) -> bool:
 # -- the rule ----------------------------------------------------------------------------------------------------
 
 
-def _made(  # noqa: PLR0913, PLR0917  the op's arguments in order
+def _made(
     a: Tensor,
     b: Tensor,
     offs: Tensor | None = None,

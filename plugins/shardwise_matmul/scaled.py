@@ -1,4 +1,4 @@
-"""Products of low-precision factors. Here whole but for the rows; ``shardwise-quant`` has rules for more in their place.
+"""Products of low-precision factors: whole but for the rows. ``shardwise-quant`` has rules for more in their place.
 
 CUDA's kernels take depths and widths of certain multiples, and integers in no less than 17 rows.
 """
@@ -23,7 +23,7 @@ def _made(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype or a.dtype)
 
 
-def _meta(  # noqa: PLR0913, PLR0917  the op's arguments in order
+def _meta(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,

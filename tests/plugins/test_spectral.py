@@ -5,10 +5,10 @@ import torch
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.describe import rows
 from shardwise.placements import REPLICATE
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing import mesh
 from shardwise_spectral import transforms
 
