@@ -17,11 +17,16 @@ DATABASES = (
     "foreach_reduce_op_db",
     "foreach_other_op_db",
 )
+FORWARD, BACKWARD, IN_PLACE = DIRECTIONS = ("forward", "backward", "in place")
+
 DTYPES = (torch.float32, torch.int64, torch.bool, torch.complex64, torch.float64, torch.bfloat16, torch.float16)
 
 FAMILIES = (
     ("foreach", r"_foreach"),
-    ("linear algebra", r"linalg\.|cholesky|lu|geqrf|ormqr|svd|triangular_solve|pinverse|logdet|matrix_exp|trace"),
+    (
+        "linear algebra",
+        r"linalg\.|qr|pca|cholesky|lu|geqrf|ormqr|svd|triangular_solve|pinverse|logdet|matrix_exp|trace",
+    ),
     ("matrix products", r"(add|b|add?b)?mm$|.*matmul|mv$|addmv|addr|baddbmm|dot|vdot|inner|einsum|cdist|kron|cross"),
     ("matrix products", r"ger|outer|tensordot|addmm|sparse|torch\._scaled|_grouped|block_diag|chain|vecdot|addbmm|__r"),
     ("attention", r".*attention|.*multi_head"),
@@ -29,7 +34,7 @@ FAMILIES = (
     ("convolution and pooling", r"nn\.functional\.(conv|.*pool|fold|unfold|interpolate|up|grid|affine|pixel|channel)"),
     ("padding", r".*\.pad|constant_pad|.*circular"),
     ("loss", r"nn\.functional\..*(loss|nll|cross_ent|kl_div|margin|pairwise|cosine)|.*distance"),
-    ("norm", r"nn\.functional\.(.*norm)|native_(batch|layer)|norm|renorm|.*local_response"),
+    ("norm", r"nn\.functional\.(.*norm)|_?native_(batch|layer)|_batch_norm|norm|renorm|.*local_response"),
     ("embedding", r"nn\.functional\.(embedding|one_hot)"),
     ("softmax", r".*softm(ax|in)|logsumexp|logcumsumexp"),
     ("masked", r"masked"),
@@ -52,11 +57,11 @@ FAMILIES = (
     ("creation", r"from|combinations|cartesian|.*_like|lift|cov|corr"),
     (
         "views",
-        r"view|resh|resiz|expand|perm|trans|squeeze|unsq|flat|unfl|split|chunk|cat|stack|.stack|.split|hsp|unbind",
+        r"view|resh|resiz|expand|perm|trans|squeeze|unsq|flat|unfl|(tensor_)?split|_?chunk|cat|stack|.stack|.split",
     ),
     (
         "views",
-        r"atleast|broadcast|movedim|swap|t$|T|H$|mT|mH|adjoint|ravel|contig|clone|detach|column|concat|block|unfold",
+        r"hsp|unbind|atleast|broadcast|movedim|swap|t$|T|H$|mT|mH|adjoint|ravel|contig|clone|detach|column|concat|block|unfold",
     ),
     ("nn pointwise", r"nn\.functional"),
     ("pointwise", r"."),
@@ -87,26 +92,27 @@ def family_of(name):
     return next(family for family, pattern in FAMILIES if re.match(pattern, name))
 
 
-def dtype_of(record, *, backward):
+def dtype_of(record, direction):
     """The first dtype, in a fixed order, that the operator has on the CPU."""
-    have = record.supported_backward_dtypes("cpu") if backward else record.supported_dtypes("cpu")
+    have = record.supported_backward_dtypes("cpu") if direction == BACKWARD else record.supported_dtypes("cpu")
     return next((dtype for dtype in DTYPES if dtype in have), None)
 
 
-def samples(record, *, backward, limit):
+def has(record, direction):
+    """Whether the operator has that direction at all."""
+    if direction == IN_PLACE:
+        return record.inplace_variant is not None
+    return direction == FORWARD or record.supports_autograd
+
+
+def samples(record, direction, *, limit):
     """Up to ``limit`` samples, the same on every rank: evenly out of all that torch gives."""
-    dtype = dtype_of(record, backward=backward)
-    if dtype is None or (backward and not record.supports_autograd):
+    dtype = dtype_of(record, direction)
+    if dtype is None:
         return []
     torch.manual_seed(0)
+    more = {"num_input_tensors": [3]} if record.name.startswith("_foreach") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = list(_generated(record, dtype, backward=backward))
-    step = max(1, -(-len(found) // limit))
-    return found[::step]
-
-
-def _generated(record, dtype, *, backward):
-    if record.name.startswith("_foreach"):
-        return record.sample_inputs("cpu", dtype, requires_grad=backward, num_input_tensors=[3])
-    return record.sample_inputs("cpu", dtype, requires_grad=backward)
+        found = list(record.sample_inputs("cpu", dtype, requires_grad=direction == BACKWARD, **more))
+    return found[:: max(1, -(-len(found) // limit))]

@@ -1,6 +1,6 @@
 """Sweep over PyTorch's operator database: each sample in many placements, beside one device.
 
-``python tests/sweep/run.py [--only REGEX] [--library NAME]... [--mesh 4]... [--backward] [--json FILE]``, or
+``python tests/sweep/run.py [--only REGEX] [--library NAME]... [--mesh 4]... [--direction backward]...``, or
 ``nox -s sweep``. An operator passes when every case does; its outcome is else the worst of its cases.
 """
 
@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import collections
 import json
+import re
 import sys
 from pathlib import Path
 
 import click
-from attrs import asdict, frozen
-from database import entries
+from attrs import asdict, evolve, frozen
+from database import DIRECTIONS, entries, has
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from trial import ORDER, check
+from trial import ORDER, Trial, check
 
 from shardwise.errors import WorkerError
 from shardwise.testing import WorkerPool
@@ -34,30 +35,27 @@ class Line:
     family: str
     library: str
     mesh: str
-    backward: bool
+    direction: str
     outcome: str
     cases: int
     passed: int
     example: str
 
 
-def measure(pool, entry, library, shape, *, backward, limit, draws, seed):
+def measure(pool, entry, trial):
+    """Run every case of an operator on all ranks."""
     try:
-        found = pool.run(_check, entry.name, library, shape, backward, limit, draws, seed, timeout=TIMEOUT)[0]
+        found = pool.run(check, trial, timeout=TIMEOUT)[0]
     except WorkerError as error:
         pool.close()
         found = [("hang", -1, "", " ".join(str(error).split())[:300])]
-    mesh_name = "x".join(map(str, shape))
+    where = (entry.name, entry.family, trial.library, "x".join(map(str, trial.shape)), trial.direction)
     if not found:
-        return Line(entry.name, entry.family, library, mesh_name, backward, "no sample", 0, 0, "")
+        return Line(*where, "no sample", 0, 0, "")
     worst = min(found, key=lambda case: ORDER.index(case[0]))
     passed = sum(case[0] == "pass" for case in found)
     example = "" if worst[0] == "pass" else f"sample {worst[1]}, {worst[2]}: {worst[3]}"
-    return Line(entry.name, entry.family, library, mesh_name, backward, worst[0], len(found), passed, example)
-
-
-def _check(name, library, shape, backward, limit, draws, seed):
-    return check(name, library, shape, backward=backward, limit=limit, draws=draws, seed=seed)
+    return Line(*where, worst[0], len(found), passed, example)
 
 
 def totals(lines, by):
@@ -70,20 +68,32 @@ def totals(lines, by):
 
 
 def show(lines, console):
-    for title, by in (("In all", lambda x: ""), ("By family", lambda x: x.family)):
+    """Tables of the totals, in all and by family."""
+    for title, by in (("In all", lambda _: ""), ("By family", lambda line: line.family)):
         table = Table(title=title)
-        for column in ("library", "mesh", "direction", "family", "ops", "pass", *ORDER[:-1]):
-            table.add_column(
-                column, justify="left" if column in ("library", "mesh", "family", "direction") else "right"
-            )
-        counts = totals(lines, lambda x, by=by: (by(x), x.library, x.mesh, x.backward))
-        for (family, library, mesh_name, backward), counted in sorted(counts.items()):
-            every = sum(counted.values())
-            share = f"{counted['pass']} ({100 * counted['pass'] / every:.1f} %)"
-            direction = "with backward" if backward else "forward"
-            rest = [str(counted[o] or "") for o in ORDER[:-1]]
-            table.add_row(library, mesh_name, direction, family, str(every), share, *rest)
+        for column in ("family", "mesh", "direction", "library"):
+            table.add_column(column)
+        for column in ("ops", "pass", "", *ORDER[:-1]):
+            table.add_column(column, justify="right")
+        counts = totals(lines, lambda x, by=by: (by(x), x.mesh, x.direction, x.library))
+        for key, counted in sorted(counts.items()):
+            every = counted.total()
+            share = f"{100 * counted['pass'] / every:.1f} %"
+            table.add_row(*key, str(every), str(counted["pass"]), share, *(str(counted[o] or "") for o in ORDER[:-1]))
         console.print(table)
+
+
+def work(only, family, libraries, meshes, directions, base):
+    """The operators with what is to be tried of each, in the order of the tables."""
+    chosen = [e for e in entries(only) if re.search(family, e.family)]
+    return [
+        (entry, evolve(base, name=entry.name, library=library, shape=tuple(map(int, shape.split("x"))), direction=d))
+        for library in libraries
+        for shape in meshes
+        for d in directions
+        for entry in chosen
+        if has(entry.record, d)
+    ]
 
 
 @click.command()
@@ -91,34 +101,25 @@ def show(lines, console):
 @click.option("--family", default="", help="A regular expression; operators whose family it finds.")
 @click.option("--library", "libraries", multiple=True, default=("shardwise",), show_default=True)
 @click.option("--mesh", "meshes", multiple=True, default=("4", "2x2"), show_default=True)
-@click.option("--forward/--no-forward", default=True, show_default=True)
-@click.option("--backward/--no-backward", default=True, show_default=True)
+@click.option("--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS[:2])
 @click.option("--samples", default=8, show_default=True, help="The most samples of an operator.")
 @click.option("--draws", default=3, show_default=True, help="Drawn placements per sample.")
+@click.option("--pending", is_flag=True, help="Let drawn placements hold pending sums.")
 @click.option("--seed", default="0", show_default=True)
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write every operator's line there.")
-@click.option("--list/--no-list", "listed", default=True, show_default=True, help="List what does not pass.")
-def main(only, family, libraries, meshes, forward, backward, samples, draws, seed, path, listed):
-    """Run the sweep and print its totals."""
-    import re
-
-    chosen = [e for e in entries(only) if re.search(family, e.family)]
+def main(only, family, libraries, meshes, directions, samples, draws, pending, seed, path):
+    """Run the sweep, list what does not pass, and print the totals."""
     console = Console(width=None if sys.stdout.isatty() else 160)
+    base = Trial("", "", (), "", samples, draws, seed, pending)
     lines = []
-    directions = [d for d, wanted in ((False, forward), (True, backward)) if wanted]
-    work = [(e, lib, m, d) for lib in libraries for m in meshes for d in directions for e in chosen]
     with WorkerPool(4) as pool:
-        for entry, library, mesh_name, direction in track(work, "operators", console=Console(stderr=True)):
-            if direction and not entry.record.supports_autograd:
-                continue
-            shape = tuple(int(n) for n in mesh_name.split("x"))
-            line = measure(pool, entry, library, shape, backward=direction, limit=samples, draws=draws, seed=seed)
+        planned = work(only, family, libraries, meshes, directions, base)
+        for entry, trial in track(planned, "operators", console=Console(stderr=True)):
+            line = measure(pool, entry, trial)
             lines.append(line)
-            if listed and line.outcome not in ("pass", "no sample"):
-                where = f"{line.library} {line.mesh} {'backward' if direction else 'forward'}"
-                console.print(
-                    f"{where} {line.name}: {line.outcome} {line.passed}/{line.cases}; {line.example}", markup=False
-                )
+            if line.outcome not in ("pass", "no sample"):
+                where = f"{line.library} {line.mesh} {line.direction} {line.name}"
+                click.echo(f"{where}: {line.outcome} {line.passed}/{line.cases}; {line.example}")
             if path:
                 path.write_text(json.dumps([asdict(x) for x in lines], indent=1))
     show(lines, console)
