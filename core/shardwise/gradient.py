@@ -178,7 +178,14 @@ def from_local(
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """A tensor must lie on the device type of its mesh (the meta device is free)."""
+    """A tensor must lie on the device type of its mesh (the meta device is free), in dense memory."""
+    if tensor.layout is not torch.strided:
+        raise LayoutError(
+            asked=f"put a tensor of shape {tuple(tensor.shape)} on a mesh",
+            found=f"its layout is {tensor.layout}, and placements say how dense memory is divided",
+            do="Distribute tensor.to_dense(), or keep the sparse tensor on each rank and multiply by to_local().",
+            layout=str(tensor.layout),
+        )
     if tensor.device.type in (mesh.device_type, "meta"):
         return
     raise DeviceMismatchError(

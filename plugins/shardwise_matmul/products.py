@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -48,4 +48,28 @@ def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, partial=BILINEAR)
 
 
-RULES = (MM, BMM, MV, DOT, MATMUL)
+@rule_from([aten._trilinear.default, aten._trilinear.out])
+def TRILINEAR(call: Call) -> Flow:
+    """Any dim of the broadcast operands; one that is summed over gives a pending sum. Linear in each of the three."""
+    args = call.args
+    gone = args["sumdim"]
+    labels = [_inserted(args[f"i{i}"], args[f"expand{i}"]) for i in (1, 2, 3)]
+    ndim = args["i1"].ndim + len(args["expand1"])
+    kinds = [["R", "R", kind] for kind in ("sum", "avg")]
+    rows = [f"{', '.join(kind[i:] + kind[:i])} -> {kind[-1]}" for kind in kinds for i in range(3)]
+    made = [f"d{d}" for d in range(ndim) if d not in gone]
+    return Flow(labels, [made], reduce={f"d{d}": "sum" for d in gone}, partial=rows)
+
+
+def _inserted(x: TensorMeta, new: Sequence[int]) -> list[str]:
+    """The dims of the broadcast operands that ``x`` has, where it gets new ones at the places given."""
+    return [f"d{d}" for d in range(x.ndim + len(new)) if d not in new]
+
+
+BLOCK_DIAG = rule(
+    [aten.block_diag.default, aten.block_diag.out],
+    "R -> R",
+    partial=["sum, ... -> sum", "avg, ... -> avg"],
+)
+
+RULES = (MM, BMM, MV, DOT, MATMUL, TRILINEAR, BLOCK_DIAG)

@@ -100,6 +100,8 @@ RULES = (
     elementwise("add sub", {1: (AFFINE, *RISING), 2: ADDITIVE}, lowering=add_once, lowered=ADDED_ONCE),
     elementwise("rsub", {1: (AFFINE,), 2: REVERSED}, lowering=add_once, lowered=ADDED_ONCE),
     elementwise("mul", {1: LINEAR, 2: BILINEAR}),
+    # Linear in the first; by name, since ATen lists an overload of ldexp that it lacks.
+    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], {2: LINEAR}),
     elementwise("div true_divide", when=by_one_number, lowering=divide, lowered={1: LINEAR, 2: LINEAR}),
     elementwise("maximum", {2: ("max, max -> max", *EXTREME)}),
     elementwise("minimum", {2: ("min, min -> min", *EXTREME)}),

@@ -1,11 +1,11 @@
-"""Views by explicit strides, as far as they are provably a permutation or expansion of the whole operand."""
+"""Views by explicit strides, as far as they are provably made of dims of the operand and of windows along one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch
-from attrs import evolve
+from attrs import evolve, frozen
 
 from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise.spec import TensorMeta
@@ -39,21 +39,37 @@ def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int]) -> Callable[[Call], Row
 # -- as_strided --------------------------------------------------------------------------------------------------
 
 
-def _sources(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> list[int | None] | None:
-    """Per dim of the result, the dim of ``x`` that it is, or ``None`` for one of size one or expanded.
+@frozen
+class _Geometry:
+    """What each dim of the result is: a dim of ``x`` (``dims``), or else so many steps along the one dim ``along``."""
 
-    ``None`` when a dim is neither, or when a dim of ``x`` is left out.
+    dims: tuple[int | None, ...]
+    steps: tuple[int, ...]
+    along: int | None
+
+
+def _geometry(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> _Geometry | None:
+    """How the result lies in ``x``, when it is made of dims of it and of windows along at most one more.
+
+    What windows reach must lie within that dim, or they would read what is no part of ``x``.
     """
     left = [d for d, n in enumerate(x.shape) if n != 1]
-    found: list[int | None] = []
+    dims: list[int | None] = []
     for n, step in zip(size, stride, strict=True):
         source = next((d for d in left if (x.shape[d], x.stride[d]) == (n, step)), None)
-        if source is None and n != 1 and step != 0:
-            return None
         if source is not None:
             left.remove(source)
-        found.append(source)
-    return None if left else found
+        dims.append(source)
+    moves = [0 if n == 1 or d is not None else step for d, n, step in zip(dims, size, stride, strict=True)]
+    along = left[0] if left else None
+    unit = x.stride[along] if along is not None else 0
+    if len(left) > 1 or any(step and (not unit or step % unit) for step in moves):
+        return None
+    steps = tuple(step // unit if unit else 0 for step in moves)
+    reach = sum((n - 1) * step for n, step in zip(size, steps, strict=True))
+    if 0 not in size and along is not None and (reach >= x.shape[along] or min(steps, default=0) < 0):
+        return None
+    return _Geometry(tuple(dims), steps, along)
 
 
 def _stride_locally(
@@ -61,9 +77,10 @@ def _stride_locally(
 ) -> torch.Tensor:
     spec = local.outputs[0]
     assert spec is not None
-    sources = _sources(local.spec("self").tensor_meta, size, stride)
-    assert sources is not None
-    steps = [0 if d is None else x.stride(d) for d in sources]
+    found = _geometry(local.spec("self").tensor_meta, size, stride)
+    assert found is not None
+    unit = 0 if found.along is None else x.stride(found.along)
+    steps = [step * unit if d is None else x.stride(d) for d, step in zip(found.dims, found.steps, strict=True)]
     return x.as_strided(local.local_shape(spec), steps)
 
 
@@ -71,13 +88,13 @@ def _stride_locally(
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Callable[[Call], Rows] | Rows:
-    """Dims reordered, dropped at size one, or new; any other geometry, or an offset, has no row."""
-    sources = _sources(self, size, stride)
+    """Dims reordered, dropped at size one, or new, and windows along one dim; an offset or more has no row."""
+    found = _geometry(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
-    if sources is None or storage_offset is not None:
+    if found is None or storage_offset is not None:
         return Rows(())
-    names = [f"d{d}" if n != 1 else None for d, n in enumerate(self.shape)]
-    out = [None if d is None else names[d] for d in sources]
+    names = [f"d{d}" if n != 1 and d != found.along else None for d, n in enumerate(self.shape)]
+    out = [None if d is None else names[d] for d in found.dims]
     return _always_lowered(Flow([names], [out], partial=("* -> *",)))
 
 

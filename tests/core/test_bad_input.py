@@ -148,7 +148,17 @@ def mesh_dim_without_a_name():
     return [], lambda: sw.distribute_module(torch.nn.Linear(2, 2), mesh((4,)), {"weight": {"tp": Shard(0)}})
 
 
+def sparse_tensor():
+    return [], lambda: sw.distribute_tensor(torch.eye(4).to_sparse_csr(), mesh((4,)), [Shard(0)])
+
+
+def sparse_part():
+    return [], lambda: MeshTensor.from_local(torch.eye(4).to_sparse(), mesh((4,)), [Shard(0)])
+
+
 CASES = [
+    (sparse_tensor, errors.LayoutError, "torch.sparse_csr"),
+    (sparse_part, errors.LayoutError, "torch.sparse_coo"),
     (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
     (shard_dim_of_a_distributed_tensor, errors.PlacementError, "there is no dim 1"),
     (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dims"),

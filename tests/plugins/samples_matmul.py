@@ -178,6 +178,60 @@ def linear():
     return calls
 
 
+def trilinear():
+    """As bilinear layers call it, and with a dim summed over that all operands have."""
+    x, w, y = made((5, 1, 3, 1)), made((1, 4, 3, 2), seed=1), made((5, 1, 1, 2), seed=2)
+    plain = [made((5, 4), seed=i) for i in range(3)]
+    return [
+        ([x[:, 0, :, 0], w[0], y[:, 0, 0], [1, 3], [0], [1, 2], [2, 3]], {}),
+        ([x, w, y, [], [], [], [1]], {}),
+        ([*plain, [], [], [], [1]], {}),
+        ([*plain, [], [], [], []], {}),
+    ]
+
+
+def blocks():
+    return [([[made((2, 3)), made((3,), seed=1), made((), seed=2)]], {}), ([[made((0, 3)), made((5, 8), seed=1)]], {})]
+
+
+# Depths and widths that are multiples of 8, as the whole op wants them; ends of the groups, one of them empty.
+ENDS = ([2, 5, 11], [0, 8, 8], [3, 3, 11])
+
+
+def groups():
+    calls = [([made((g, m, 8), BF16), made((g, 8, 16), BF16, 1)], {}) for g, m in ((4, 5), (5, 1), (2, 8))]
+    for ends in ENDS:
+        offs = torch.tensor(ends, dtype=torch.int32)
+        # What no group has is left unset: whole ends only.
+        long = ends[-1]
+        calls += [
+            ([made((long, 8), BF16), made((3, 8, 16), BF16, 1), offs], {}),
+            ([made((3, 5, 8), BF16), padded_last(made((8, long), BF16, 1)), offs], {}),
+            ([padded_last(made((5, long), BF16)), made((long, 16), BF16, 1), offs], {}),
+        ]
+    return calls
+
+
+def padded_last(x):
+    """The same numbers with rows a multiple of 16 elements apart."""
+    return torch.nn.functional.pad(x, (0, 16 - x.shape[-1]))[:, : x.shape[-1]]
+
+
+def scaled():
+    f8 = torch.float8_e4m3fn
+    a, b = made((5, 16)).to(f8), made((16, 32), seed=1).to(f8)
+    one, rows, columns = torch.tensor(0.5), made((5, 1)).abs(), made((1, 32), seed=1).abs()
+    return [([a, b, one, one], {"out_dtype": BF16}), ([a, b, rows, columns], {"out_dtype": BF16})]
+
+
+def scaled_v2():
+    return [([a, b, [s], [0], [0], [t], [0], [0], None, BF16], {}) for (a, b, s, t), _ in scaled()[:1]]
+
+
+def integers():
+    return [([made((m, 8), torch.int8), made((8, 16), torch.int8, 1)], {}) for m in (32, 5)]
+
+
 # -- padding -----------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +369,13 @@ SAMPLES = {
     aten.addr_.default: addr_in_place,
     aten._addmm_activation.default: activated,
     aten.linear.default: linear,
+    aten._trilinear.default: trilinear,
+    aten.block_diag.default: blocks,
+    aten._grouped_mm.default: groups,
+    aten._scaled_mm.default: scaled,
+    aten._scaled_mm_v2.default: scaled_v2,
+    aten._int_mm.default: integers,
+    aten._int_mm.out: lambda: [(args, {"out": torch._int_mm(*args)}) for args, _ in integers()],
     aten.constant_pad_nd.default: padded,
     aten._scaled_dot_product_flash_attention_for_cpu.default: attention_for_cpu,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: attention_for_cpu_backward,

@@ -49,8 +49,6 @@ ELSEWHERE = {
     "equal": "shardwise-tensor",
     "masked_fill": "shardwise-tensor",
     "native_dropout_backward": "shardwise-random",
-    "ldexp": "made of mul and pow",
-    "ldexp_": "made of mul and pow",
     "max": "max.other is maximum",
     "min": "min.other is minimum",
     "rrelu": "made of rrelu_with_noise",

@@ -95,6 +95,7 @@ OTHERS = [
     (aten.unfold.default, [empty(6, 5), 0, 2, 2], ["[S(1)] -> [S(1)]"]),
     (aten.view.dtype, [empty(6, 4), torch.int32], ["[S(0)] -> [S(0)]", "[S(1)] -> [S(1)]"]),
     (aten.view.dtype, [empty(6, 4), torch.int16], ["[S(0)] -> [S(0)]"]),
+    (aten.as_strided.default, [empty(6, 10), [4, 6, 4], [2, 10, 1]], ["[S(0)] -> [S(1)]"]),
     (aten.as_strided.default, [empty(6, 4), [4, 3, 6], [1, 0, 4]], ["[S(0)] -> [S(2)]", "[S(1)] -> [S(0)]"]),
 ]
 
@@ -180,7 +181,9 @@ def test_a_dim_of_size_one_that_goes_or_grows_is_whole():
     assert ": [S(0)]" not in str(rows(aten.expand.default, empty(1, 6), [4, 6]))
 
 
-@pytest.mark.parametrize("args", [([3, 4], [4, 1]), ([24], [1]), ([6, 4], [4, 1], 0), ([6, 4], [1, 6])])
+@pytest.mark.parametrize(
+    "args", [([3, 3], [4, 2]), ([24], [1]), ([6, 4], [4, 1], 0), ([6, 4], [1, 6]), ([6, 2, 3], [4, 1, 2])]
+)
 def test_as_strided_of_another_geometry_or_with_an_offset_has_no_row(args):
     assert rows(aten.as_strided.default, empty(6, 4), *args) == []
 

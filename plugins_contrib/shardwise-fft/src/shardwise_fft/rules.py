@@ -110,7 +110,7 @@ def _rule(ops: Sequence[Any], *, keep: bool) -> Rule:
 
     first = "a transformed dim stays sharded" if keep else "another dim is sharded in place of a transformed one"
     describe.__doc__ = f"Other dims pass; {first}, by all-to-all. sum -> sum; avg -> avg."
-    return rule_from(ops, static=(), lowering=transform)(describe)
+    return rule_from(ops, lowering=transform, replaces="shardwise")(describe)
 
 
 RULES = tuple(_rule(ops, keep=True) for ops in (C2C, R2C, C2R))

@@ -49,6 +49,7 @@ INT_MM = rule(
     reduce={"k": "sum"},
     lowering=_int_mm,
     lowered=["*"],
+    replaces="shardwise",
 )
 
 

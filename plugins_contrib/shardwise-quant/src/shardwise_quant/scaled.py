@@ -211,7 +211,7 @@ def _meta_v2(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
     return _made(a, b, bias, out_dtype)
 
 
-@rule_from(aten._scaled_mm.default, lowering=_scaled, meta=_meta)
+@rule_from(aten._scaled_mm.default, lowering=_scaled, meta=_meta, replaces="shardwise")
 def SCALED_MM(
     self: TensorMeta,
     mat2: TensorMeta,
@@ -227,7 +227,7 @@ def SCALED_MM(
     return _flow(call, _labels(scale_a, scale_b, self.shape[0], mat2.shape[1]), summed=summed)
 
 
-@rule_from(aten._scaled_mm_v2.default, lowering=_scaled_v2, meta=_meta_v2)
+@rule_from(aten._scaled_mm_v2.default, lowering=_scaled_v2, meta=_meta_v2, replaces="shardwise")
 def SCALED_MM_V2(call: Call) -> Flow:
     """As _scaled_mm, for the scalings tensorwise and rowwise; all others are whole."""
     args = call.args

@@ -1,0 +1,1 @@
+"""Linear algebra: factorizations, solvers, determinants, inverses, and distances between rows."""

@@ -1,0 +1,123 @@
+"""Rules for ops on batches of matrices: batch dims broadcast and pass, what belongs to one matrix is whole.
+
+A notation such as ``"_ _, _ n -> _ n, _"`` names what each tensor has behind its batch dims: ``_`` for a dim that is
+whole, a name for one that passes too, as the right-hand sides of a system do; ``()`` where there is nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rule import Call, Flow, LocalCall, Op, Rule, rule_from
+from shardwise.spec import TensorMeta
+
+__all__ = ["matrices", "on_batches", "ops", "together"]
+
+aten = torch.ops.aten
+_Labels = list[str | None]
+
+
+def ops(names: str) -> list[Op]:
+    """Overloads of ATen by name (``mm.default mm.out``)."""
+    return [getattr(getattr(aten, name), overload) for name, _, overload in (n.partition(".") for n in names.split())]
+
+
+def on_batches(
+    of: str,
+    notation: str,
+    *,
+    partial: Sequence[str] = (),
+    lowering: Callable[..., Any] | None = None,
+    unless: str = "",
+    results: Any = None,
+    meta: Callable[..., Any] | None = None,
+) -> Rule:
+    """One rule for ops of a notation; see the module.
+
+    ``unless`` names a flag with which all operands are whole. ``lowering`` runs all rows but that of whole operands.
+    """
+
+    def describe(call: Call) -> Flow:
+        if unless and call.args[unless]:
+            return Flow([None], [None])
+        return matrices(call, notation, partial=partial, lowered=lowering is not None)
+
+    describe.__doc__ = f"Batch dims pass; behind them {notation}." + "".join(f" {row};" for row in partial).rstrip(";")
+    return rule_from(ops(of), lowering=lowering, results=results, meta=meta)(describe)
+
+
+def matrices(
+    call: Call, notation: str, *, partial: Iterable[str] = (), lowered: bool = False, nonempty: Iterable[str] = ()
+) -> Flow:
+    """The named dims of one call. A result without the batch dims of the call does not depend on what is sharded."""
+    left, _, right = notation.partition("->")
+    inputs = [_trailing(text) for text in left.split(",")]
+    outputs = [_trailing(text) for text in right.split(",")]
+    sizes = _batch(call.operands, inputs)
+    read = [_named(meta, last, sizes, exact=False) for meta, last in zip(call.operands, inputs, strict=True)]
+    made = [_named(meta, last, sizes, exact=True) for meta, last in zip(call.outputs, outputs, strict=True)]
+    names = {label for labels in read for label in labels or () if label}
+    whole = dict.fromkeys(names, "R")
+    return Flow(read, made, reduce=whole, partial=partial, lowered=lowered, nonempty=nonempty)
+
+
+def _trailing(text: str) -> list[str | None]:
+    return [None if word == "_" else word for word in text.split() if word != "()"]
+
+
+def _batch(operands: Sequence[TensorMeta | None], inputs: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
+    """The broadcast sizes of the batch dims."""
+    batches = [m.shape[: m.ndim - len(last)] for m, last in zip(operands, inputs, strict=True) if m is not None]
+    return tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
+
+
+def _named(meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[int], *, exact: bool) -> _Labels | None:
+    """Labels of one tensor; ``exact`` for a result, whose batch dims are all there or none."""
+    if meta is None:
+        return None
+    batch = meta.ndim - len(last)
+    if batch < 0 or (exact and batch != len(sizes)):
+        return None
+    found: _Labels = [f"b{i}" for i in range(batch, 0, -1)]
+    if exact:
+        found = [name if n == size else None for name, n, size in zip(found, meta.shape, sizes, strict=False)]
+    return [*found, *last]
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # documented, not in __all__
+
+# What ranks tell each other of an op; the greatest counts.
+FINE, REFUSED, FAILED = 0, 1, 2
+
+
+def together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    """The local op; where it finds a matrix that it cannot do, all ranks raise, or the others would wait for one.
+
+    Compiled code cannot ask the others: there each rank raises for itself.
+    """
+    found, failure = None, None
+    try:
+        found = local.call.op(*args, **kwargs)
+    except RuntimeError as error:
+        failure = error
+    if not torch.compiler.is_compiling():
+        given = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        fate = FINE if failure is None else FAILED if isinstance(failure, LinAlgError) else REFUSED
+        worst = local.comm.all_reduce(given.new_full((), fate, dtype=torch.int32), "max", _split(local)).item()
+        if failure is None and worst != FINE:
+            kind = LinAlgError if worst == FAILED else RuntimeError
+            failure = kind(f"{local.call.op}: it failed on a batch element that another rank holds.")
+    if failure is not None:
+        raise failure
+    return found
+
+
+def _split(local: LocalCall) -> list[int]:
+    """The mesh dims along which ranks hold different matrices."""
+    return sorted({m for spec in local.inputs if spec is not None for m in local.sharding(spec)})

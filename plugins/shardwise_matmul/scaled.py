@@ -1,0 +1,68 @@
+"""Products of low-precision factors: whole but for the rows. ``shardwise-quant`` has rules for more in their place.
+
+CUDA's kernels take depths and widths of certain multiples, and integers in no less than 17 rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import Call, Flow, rule, rule_from
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _made(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:  # noqa: PLR2004  matrices
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied: {tuple(a.shape)} and {tuple(b.shape)}.")
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype or a.dtype)
+
+
+def _meta(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """What the op makes; torch's own meta kernel asks of a CPU too the multiples of 16 that CUDA needs."""
+    return _made(a, b, out_dtype)
+
+
+def _meta_v2(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    return _made(a, b, rest[7])
+
+
+@rule_from(aten._scaled_mm.default, meta=_meta)
+def SCALED_MM(call: Call) -> Flow:
+    """Rows pass where the first factor has one scale, or one for each of them; all else is whole."""
+    first, scale = call.args["self"], call.args["scale_a"]
+    if scale.dtype != torch.float32:  # blocks, in layouts of their own
+        return Flow([None] * len(call.operands), [None])
+    if scale.shape == (first.shape[0], 1) and first.shape[0] > 1:
+        scaled: list[str | None] = ["m", None]
+    elif all(n == 1 for n in scale.shape):
+        scaled = [None] * scale.ndim
+    else:
+        return Flow([None] * len(call.operands), [None])
+    rest = [None] * (len(call.operands) - 3)
+    return Flow([["m", None], None, scaled, *rest], [["m", None]], nonempty={"m"})
+
+
+@rule_from(aten._scaled_mm_v2.default, meta=_meta_v2)
+def SCALED_MM_V2(call: Call) -> Flow:
+    """All is whole."""
+    return Flow([None] * len(call.operands), [None])
+
+
+INT_MM = rule([aten._int_mm.default, aten._int_mm.out], "R, R -> R")
+
+RULES = (SCALED_MM, SCALED_MM_V2, INT_MM)

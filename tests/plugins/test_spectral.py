@@ -1,0 +1,53 @@
+"""Rules for the Fourier transforms: what they print, and torch.fft on real ranks."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import Shard
+from shardwise.describe import rows
+from shardwise.placements import REPLICATE
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.testing import mesh
+from shardwise_spectral import transforms
+
+aten = torch.ops.aten
+
+
+def test_rows():
+    x = torch.empty(4, 6, 8, dtype=torch.complex64, device="meta")
+    spec = TensorSpec(AbstractMesh((2,)), [REPLICATE], TensorMeta.of(x))
+    schema = OpSchema.of(aten._fft_c2c.default, spec, [1], 0, True)
+    assert [str(row).partition(": ")[2] for row in rows(transforms.TRANSFORM, schema)] == [
+        "[S(0)] -> [S(0)]",
+        "[S(2)] -> [S(2)]",
+        "[P(sum)] -> [P(sum)]",
+        "[P(avg)] -> [P(avg)]",
+        "[R] -> [R]",
+    ]
+
+
+def filtered(x):
+    """There and back, with what is between: real and complex transforms, and an uneven batch."""
+    spectrum = torch.fft.rfft(x)
+    return torch.fft.irfft(spectrum * spectrum.conj(), x.shape[-1]) + torch.fft.fft2(x).real
+
+
+def on_ranks(layout):
+    torch.manual_seed(0)
+    x = torch.randn(5, 6, 8)
+    expected = x.clone().requires_grad_()
+    filtered(expected).pow(2).sum().backward()
+    found = sw.distribute_tensor(x, mesh((4,)), layout).requires_grad_()
+    y = filtered(found)
+    y.pow(2).sum().backward()
+    torch.testing.assert_close(y.full_tensor(), filtered(x))
+    torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
+    return y.placements
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_transforms_and_gradients(pool, dim):
+    kept = pool.run(on_ranks, [Shard(dim)])[0]
+    assert dim != 0 or kept == (Shard(0),)
