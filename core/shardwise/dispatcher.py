@@ -37,6 +37,7 @@ __all__ = [
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
+    "is_zeros_or_ones",
     "observe",
     "observed",
     "propagate",
@@ -209,7 +210,7 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and _is_zeros_or_ones(value):
+    if isinstance(value, torch.Tensor) and in_backward() and is_zeros_or_ones(value):
         # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -238,7 +239,7 @@ def _is_plain(value: torch.Tensor) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
 
 
-def _is_zeros_or_ones(value: torch.Tensor) -> bool:
+def is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
         is_either = (value == 0).all() | (value == 1).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,10 +58,13 @@ class Catalogue:
         """All ops that may be called."""
         return list(self._by_op)
 
-    def add(self, rules: Iterable[AnyRule], samples: Samples) -> None:
-        """Add the ops of rules with their sample calls (see :func:`shardwise.testing.samples.samples_of`)."""
+    def add(self, rules: Iterable[AnyRule], samples: Samples, without: Collection[Op] = ()) -> None:
+        """Add the ops of rules with their sample calls (see :func:`shardwise.testing.samples.samples_of`), but for
+        those that cannot run on the ranks.
+        """
         for rule in rules:
-            known = [op for op in rule.ops if op in self._by_op or self._add(op, samples_of(op, samples))]
+            ops = [op for op in rule.ops if op not in without]
+            known = [op for op in ops if op in self._by_op or self._add(op, samples_of(op, samples))]
             if known:
                 self._by_rule.append(known)
 

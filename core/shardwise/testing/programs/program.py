@@ -14,8 +14,10 @@ from torch import Tensor
 
 from shardwise.placements import Partial, Placement, Shard
 from shardwise.signature import Op
+from shardwise.testing.judge import comparable
+from shardwise.testing.values import made
 
-__all__ = ["Call", "Leaf", "Line", "Move", "Program", "Value", "leaf", "op_called"]
+__all__ = ["Call", "Leaf", "Line", "Move", "Program", "Value", "drawn", "is_drawn", "leaf", "op_called"]
 
 
 @frozen
@@ -42,6 +44,8 @@ class Leaf:
 
     def __str__(self) -> str:
         value, turned = self.value, ""
+        if is_drawn(self.name, value):
+            return f"drawn({self.name}, {tuple(value.shape)}, {value.dtype}, {_shown(self.placements)})"
         if not value.is_contiguous():
             turned = f", stride={tuple(value.stride())}"
         return f"leaf({self.name}, {value.tolist()}, {value.dtype}, {_shown(self.placements)}, {tuple(value.shape)}{turned})"
@@ -60,6 +64,16 @@ def leaf(
     if stride is not None:
         value = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype).copy_(value)
     return Leaf(name, value, tuple(placements))
+
+
+def drawn(name: int, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]) -> Leaf:
+    """A :class:`Leaf` of random values, which its name decides."""
+    return Leaf(name, made(shape, dtype, name), tuple(placements))
+
+
+def is_drawn(name: int, value: Tensor) -> bool:
+    """Whether :func:`drawn` makes this value for a leaf of that name."""
+    return value.is_contiguous() and torch.equal(comparable(value), comparable(made(value.shape, value.dtype, name)))
 
 
 @frozen(eq=False)

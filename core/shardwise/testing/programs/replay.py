@@ -41,8 +41,9 @@ class Held:
 
     def __reduce__(self) -> Any:
         # A tensor's own pickle is a zip archive: ten times slower than its bytes.
-        t = self.local.contiguous()
-        data = t.reshape(-1).view(torch.uint8).numpy().tobytes() if t.numel() else b""
+        t = self.local
+        flat = torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1))
+        data = flat.view(torch.uint8).numpy().tobytes() if t.numel() else b""
         return _held, (data, tuple(t.shape), t.dtype, self.placements, self.meta, self.plain)
 
 

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from shardwise.placements import REPLICATE
 from shardwise.testing.programs.machine import reference
-from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program
+from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, is_drawn
+from shardwise.testing.values import made
 
 __all__ = ["shrink"]
 
 _MOST_TRIES = 120
+_FEW = 4
 
 
 def shrink(program: Program, is_wrong: Callable[[Program], bool], tries: int = _MOST_TRIES) -> Program:
@@ -103,7 +105,7 @@ def _simpler(program: Program) -> Iterator[Program]:
                 yield _with_line(program, i, evolve(line, placements=placements))
     for i, line in enumerate(program.lines):
         if isinstance(line, Leaf):
-            for value in _rounder(line.value):
+            for value in _rounder(line):
                 yield _with_line(program, i, evolve(line, value=value))
 
 
@@ -111,10 +113,14 @@ def _with_line(program: Program, i: int, line: Line) -> Program:
     return evolve(program, lines=(*program.lines[:i], line, *program.lines[i + 1 :]))
 
 
-def _rounder(value: Tensor) -> Iterator[Tensor]:
-    if not value.is_floating_point() or value.dtype.itemsize == 1:
+def _rounder(leaf: Leaf) -> Iterator[Tensor]:
+    """Values that are shorter to write."""
+    value = leaf.value
+    if not value.is_floating_point() or value.dtype.itemsize == 1 or is_drawn(leaf.name, value):
         return
+    if value.numel() > _FEW:
+        yield made(value.shape, value.dtype, leaf.name)
     for decimals in (0, 1):
-        round_ = torch.round(value, decimals=decimals)
-        if not torch.equal(round_, value) and not bool(round_.isnan().any()):
-            yield torch.empty_like(value).copy_(round_)
+        short = torch.round(value, decimals=decimals)
+        if not torch.equal(short, value) and not bool(short.isnan().any()):
+            yield torch.empty_like(value).copy_(short)
