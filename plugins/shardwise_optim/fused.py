@@ -7,11 +7,11 @@ from shardwise_optim.positions import at_each_position, overloads
 
 __all__ = ["RULES"]
 
-# The out= forms write some states in place and return others; nothing calls them.
+# The functional and the out= forms return new states or write some of them only; nothing calls them.
 STEPS = [
     op
     for op in overloads("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
-    if not any(arg.is_out for arg in signature(op).args)
+    if signature(op).args[0].written
 ]
 
 RULES = (at_each_position(STEPS, whole=("state_steps",)),)
