@@ -22,6 +22,7 @@ from shardwise.private_torch import (
     in_backward,
     is_composite,
     is_traced,
+    is_without_data,
     new_wrapper,
     outside_modes,
     put_before_dispatch,
@@ -236,7 +237,7 @@ _IN_BACKWARD = (
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_without_data(value)
 
 
 def is_zeros_or_ones(value: torch.Tensor) -> bool:
@@ -244,6 +245,8 @@ def is_zeros_or_ones(value: torch.Tensor) -> bool:
     if is_traced(value):
         is_either = (value == 0).all() | (value == 1).all()
         assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
+        return True
+    if is_without_data(value):
         return True
     return not value.any() or bool((value == 1).all())
 

@@ -39,6 +39,7 @@ __all__ = [
     "current_mesh",
     "custom_op_of",
     "direct_call",
+    "fake_store",
     "fake_tensors",
     "forward_traceback",
     "disabled_torch_function",
@@ -49,7 +50,9 @@ __all__ = [
     "in_backward",
     "is_composite",
     "is_python_dispatched",
+    "is_rehearsing",
     "is_traced",
+    "is_without_data",
     "known_custom_op",
     "make_custom_op",
     "is_unknowable",
@@ -59,6 +62,7 @@ __all__ = [
     "parts_of",
     "put_before_dispatch",
     "recorded_ops",
+    "rehearsing",
     "schema_of",
     "support_foreach",
     "swap_parameter",
@@ -261,6 +265,11 @@ def fake_tensors() -> Iterator[None]:
             types[:] = old
 
 
+def fake_store() -> Any:
+    """The store of a process group in which only this rank is there; torch has it among its own tests."""
+    return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
 def is_unknowable(error: BaseException) -> bool:
     """Whether an op without data could not go on because data decides its result."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -331,9 +340,32 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for a value of a graph that is being traced. Only these two private classes say so."""
+_rehearsals: list[None] = []
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """A context in which fake tensors are what a program runs on, and not the values of a graph: see ``is_traced``."""
+    _rehearsals.append(None)
+    try:
+        yield
+    finally:
+        _rehearsals.pop()
+
+
+def is_rehearsing() -> bool:
+    """Whether the program runs without data, on a mesh without other ranks."""
+    return bool(_rehearsals)
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value that is not there. Only these two private classes say so."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value of a graph that is being traced."""
+    return is_without_data(tensor) and not _rehearsals
 
 
 def assert_when_run(condition: torch.Tensor, message: str) -> None:
