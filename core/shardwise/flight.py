@@ -80,7 +80,7 @@ class Flight:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 class Works:

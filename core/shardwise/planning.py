@@ -30,10 +30,13 @@ from shardwise.private_torch import fake_store, fake_tensors, in_backward, is_un
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
-__all__ = ["PHASES", "CollectiveUse", "Memory", "Rehearsal", "rehearse"]
+__all__ = ["NO_OP", "PHASES", "CollectiveUse", "Memory", "Rehearsal", "rehearse"]
 
 PHASES = ("forward", "backward", "optimizer")
 """``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
+
+NO_OP = "redistribute"
+"""What stands in place of an op for collectives that none needs: the program asks for them, or a gradient's layout."""
 
 
 @frozen(order=True)
@@ -271,7 +274,8 @@ class _Watch:
     _alive: dict[int, int] = field(factory=dict)
     _total: int = 0
     _in_step: int = 0
-    _op: str = "redistribute"
+    _op: str = NO_OP
+    _running: Op | None = None
 
     def restart(self) -> None:
         """Forget what was done; what is alive stays so."""
@@ -315,6 +319,8 @@ class _Watch:
 
     def _saw_plan(self, plan: Plan) -> None:
         self._op = op_name(plan.schema.op)
+        lowered = any(strategy.lowered for strategy in plan.strategies)
+        self._running = None if lowered else plan.schema.op
         self.ops[self._op] += 1
         self.saw_backward = self.saw_backward or in_backward()
         self.tell(self.phase, self.ops.total())
@@ -328,15 +334,12 @@ class _Watch:
         if any(isinstance(t, MeshTensor) for t in _tensors([args, kwargs])):
             # Its own dispatcher runs it, and what that runs on local tensors comes by here.
             return NotImplemented
-        try:
-            result = op(*args, **kwargs)
-        except Exception as error:
-            # A number that data decides: a loss to print, a norm to compare.
-            if is_unknowable(error) and not any(r.is_tensor for r in signature(op).results):
-                return next(_tensors([args, kwargs])).new_ones(()).dtype.is_floating_point and 1.0 or 1
-            raise
+        result = _result(op, args, kwargs)
         for tensor in _tensors(result):
             self._holds(tensor)
+        if op is self._running:
+            # What comes until the next op is nobody's: a redistribution that the program asks for, or a gradient's.
+            self._op, self._running = NO_OP, None
         return result
 
     def _holds(self, tensor: torch.Tensor) -> None:
@@ -352,3 +355,24 @@ class _Watch:
 
     def _freed(self, key: int) -> None:
         self._total -= self._alive.pop(key)
+
+
+def _result(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return op(*args, **kwargs)
+    except Exception as error:
+        if not is_unknowable(error):
+            raise
+        if not any(r.is_tensor for r in signature(op).results):
+            return _one(next(_tensors([args, kwargs])).dtype)
+        raise CallError(
+            asked=f"rehearse {op_name(op)}",
+            found="the shape of its result depends on data, which is not there",
+            do="Give the program a branch without it.",
+            op=op_name(op),
+        ) from error
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    """What is taken for a number that data decides: a loss to print, a norm to compare."""
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
