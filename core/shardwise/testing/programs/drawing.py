@@ -16,7 +16,7 @@ from shardwise.rule import AnyRule
 from shardwise.signature import Op, op_name, signature
 from shardwise.testing.judge import comparable
 from shardwise.testing.pending import can_be_pending
-from shardwise.testing.programs.machine import Machine, call_on, written_names
+from shardwise.testing.programs.machine import Machine, call_on, quietly, written_names
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, Value, op_called
 from shardwise.testing.samples import Samples, samples_of
 from shardwise.testing.trial import copied, flat_operands, with_operands
@@ -64,7 +64,8 @@ class Catalogue:
         """
         for rule in rules:
             ops = [op for op in rule.ops if op not in without]
-            known = [op for op in ops if op in self._by_op or self._add(op, samples_of(op, samples))]
+            with quietly():
+                known = [op for op in ops if op in self._by_op or self._add(op, samples_of(op, samples))]
             if known:
                 self._by_rule.append(known)
 
@@ -106,11 +107,12 @@ def draw(catalogue: Catalogue, rng: random.Random, mesh_shape: tuple[int, ...], 
     """A program of 1 to ``most_calls`` calls on a mesh of this shape, the same for the same random numbers."""
     drawing = _Drawing(catalogue, rng, mesh_shape, Machine(grad=rng.random() < _WITH_GRAD))
     wanted = rng.randint(1, most_calls)
-    for _ in range(_TRIES * wanted):
-        if drawing.calls == wanted:
-            break
-        drawing.extend()
-    return drawing.program()
+    with quietly():
+        for _ in range(_TRIES * wanted):
+            if drawing.calls == wanted:
+                break
+            drawing.extend()
+        return drawing.program()
 
 
 @define(eq=False)

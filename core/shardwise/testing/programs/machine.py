@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, 
 from shardwise.testing.trial import TOLERANCE, copied, split_results
 from shardwise.testing.values import made
 
-__all__ = ["After", "Machine", "call_on", "cotangents", "decided_by_chance", "flows", "follow_back", "reference", "run_alone", "written_names"]
+__all__ = ["After", "Machine", "call_on", "cotangents", "decided_by_chance", "flows", "follow_back", "quietly", "reference", "run_alone", "written_names"]
 
 _UNDEFINED = ("empty", "new_empty")
 
@@ -119,8 +121,17 @@ def cotangents(program: Program, values: Mapping[int, Any]) -> list[Tensor]:
 def reference(program: Program) -> tuple[list[After], dict[int, Tensor | None]]:
     """What one device has after each line, and the gradients."""
     machine = Machine(program.grad)
-    after = [machine.run(line) for line in program.lines]
-    return after, machine.gradients(program) if program.backward else {}
+    with quietly():
+        after = [machine.run(line) for line in program.lines]
+        return after, machine.gradients(program) if program.backward else {}
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings: sample calls are at the edge of what ops take, and some of them say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def decided_by_chance(op: Op) -> bool:

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.errors import NoRuleError, NoStrategyError
+from shardwise.errors import NoRuleError, NoStrategyError, PlainTensorError
 from shardwise.layout import scatter_local
 from shardwise.placements import Placement
 
@@ -106,7 +106,7 @@ class _Replay:
             return Outcome("left")
         try:
             others = self._run(line)
-        except (NoRuleError, NoStrategyError) as error:
+        except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             self.ended = _writes(line)
             return Outcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:
@@ -145,7 +145,8 @@ class _Replay:
             given.append(MeshTensor(scatter_local(whole, spec), spec))
         try:
             found = follow_back(self.program, self.values, roots, given)
-        except (NoRuleError, NoStrategyError) as error:
+        except (NoRuleError, NoStrategyError, PlainTensorError) as error:
+            # Some of torch's formulas make plain constants; that is refused by name.
             return Outcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None

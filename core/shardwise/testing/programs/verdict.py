@@ -16,7 +16,7 @@ from shardwise.moves import memory_order
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
-from shardwise.testing.programs.machine import After, call_on, decided_by_chance, reference, run_alone
+from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone
 from shardwise.testing.programs.program import Call, Line, Move, Program, op_called
 from shardwise.testing.programs.replay import BACKWARD, Held, Outcome, replay
 from shardwise.testing.simulated import coordinates
@@ -116,7 +116,7 @@ class _Judge:
         if wrong and self._is_unsteady(line, here):
             self.verdict.counts["unsteady"] += 1
             self.unsteady, wrong = True, ""
-        for name in here[0].values:
+        for name in () if wrong else here[0].values:
             self.held[name] = self._whole({at: o.values[name] for at, o in zip(self._where(), here, strict=True)})
         return wrong
 
@@ -189,7 +189,8 @@ class _Judge:
         if not isinstance(line, Call) or not all(name in self.held for name in line.operands):
             return False
         try:
-            values, others = run_alone(line, self.held)
+            with quietly():
+                values, others = run_alone(line, self.held)
         except Exception:  # noqa: BLE001  # what one device refuses, the ranks should have refused
             return False
         if any(str(o.others) != str(others) for o in here):
