@@ -26,7 +26,15 @@ from shardwise.errors import CallError, MeshMismatchError
 from shardwise.events import Event, observe
 from shardwise.leaving import let_go
 from shardwise.plan import Plan
-from shardwise.private_torch import fake_store, fake_tensors, in_backward, is_unknowable, rehearsing, watching
+from shardwise.private_torch import (
+    fake_store,
+    fake_tensors,
+    in_backward,
+    is_unknowable,
+    memory_of,
+    rehearsing,
+    watching,
+)
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -252,7 +260,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of this rank's parts, of each memory once."""
     local = [t.to_local() if isinstance(t, MeshTensor) else t for t in tensors]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in local}.values())
+    return sum({memory_of(t): t.untyped_storage().nbytes() for t in local}.values())
 
 
 # -- watching --------------------------------------------------------------------------------------------------------
@@ -344,7 +352,7 @@ class _Watch:
 
     def _holds(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = memory_of(tensor)
         if key in self._alive:
             return
         self._alive[key] = size = storage.nbytes()

@@ -53,6 +53,7 @@ __all__ = [
     "is_rehearsing",
     "is_traced",
     "is_without_data",
+    "memory_of",
     "known_custom_op",
     "make_custom_op",
     "is_unknowable",
@@ -268,6 +269,12 @@ def fake_tensors() -> Iterator[None]:
 def fake_store() -> Any:
     """The store of a process group in which only this rank is there; torch has it among its own tests."""
     return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of a tensor from that of others; an address would not, where there is no data."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
 
 
 def is_unknowable(error: BaseException) -> bool:

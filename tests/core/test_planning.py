@@ -24,12 +24,15 @@ SMALL = partial(placed_step, layers=2, width=16, heads=4, context=8, batch=8)
 BIG_MESH = (8, 16, 8), ("pod", "tp", "dp")
 
 
+ROWS = (Shard(0),)
+
+
 @pytest.fixture(scope="module")
 def small():
     return rehearse(SMALL, (2, 2), ("dp", "tp"))
 
 
-def linear(mesh, rows=6, columns=10, placements=(Shard(0),)):
+def linear(mesh, rows=6, columns=10, placements=ROWS):
     model = sw.distribute_module(nn.Linear(columns, rows, bias=False), mesh, {"weight": placements}, src_data_rank=None)
     return model, sw.zeros((4, columns), device_mesh=mesh, placements=[Replicate()])
 

@@ -285,3 +285,29 @@ def test_a_backward_op_knows_its_forward_call():
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert private_torch.forward_traceback() == []
+
+
+def test_while_rehearsing_fake_tensors_are_what_a_program_runs_on():
+    with private_torch.fake_tensors():
+        x = torch.ones(2)
+        assert private_torch.is_traced(x)
+        with private_torch.rehearsing():
+            assert private_torch.is_rehearsing()
+            assert private_torch.is_without_data(x)
+            assert not private_torch.is_traced(x)
+        assert not private_torch.is_rehearsing()
+    assert not private_torch.is_without_data(torch.ones(2))
+
+
+def test_memory_has_an_identity_also_without_data():
+    for x in (torch.ones(4), torch.ones(4, device="meta")):
+        assert private_torch.memory_of(x[1:]) == private_torch.memory_of(x)
+        assert private_torch.memory_of(x.clone()) != private_torch.memory_of(x)
+
+
+def test_a_process_can_be_one_rank_of_many_alone():
+    dist.init_process_group("fake", store=private_torch.fake_store(), rank=3, world_size=1024)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
+    finally:
+        dist.destroy_process_group()

@@ -45,7 +45,7 @@ def check_seeds(pool, seeds):
 
 
 def test_programs_compute_what_one_device_does(pool):
-    check_seeds(pool, range(20))
+    check_seeds(pool, range(10))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import torch
 from attrs import asdict
 from rich.console import Console
 from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.loading import load_function
 from shardwise.cli.output import json_option, print_parts
@@ -57,9 +58,14 @@ def rehearse(
         raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(mesh_shape) - 1}")
     if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
-    with _progress(shown=not as_json) as tell:
+
+    def step(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
-        found = follow(lambda mesh: load_function(program)(mesh), mesh_shape, words, rank=rank, device=device, tell=tell)  # type: ignore[call-arg]
+        function: Callable[..., Any] = load_function(program)
+        return function(mesh)
+
+    with _progress(shown=not as_json) as tell:
+        found = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
     if as_json:
         click.echo(json.dumps(_plain(found), indent=1))
     else:

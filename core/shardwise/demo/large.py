@@ -1,4 +1,4 @@
-"""The demo's model at 7 billion parameters, for a rehearsal: ``shardwise rehearse shardwise.demo.large:seven_billion``."""
+"""The demo's model at 7 billion parameters: ``shardwise rehearse shardwise.demo.large:seven_billion`` follows it."""
 
 from __future__ import annotations
 

@@ -9,4 +9,17 @@ from shardwise.testing.programs.program import Call, Leaf, Move, Program, Value,
 from shardwise.testing.programs.shrinking import shrink
 from shardwise.testing.programs.verdict import Verdict, check_program
 
-__all__ = ["Call", "Catalogue", "Leaf", "Move", "Program", "Value", "Verdict", "check_program", "draw", "drawn", "leaf", "shrink"]
+__all__ = [
+    "Call",
+    "Catalogue",
+    "Leaf",
+    "Move",
+    "Program",
+    "Value",
+    "Verdict",
+    "check_program",
+    "draw",
+    "drawn",
+    "leaf",
+    "shrink",
+]

@@ -141,7 +141,8 @@ class _Drawing:
         if call is None or self._overlaps(call):
             return
         try:
-            for line in (*leaves, call):
+            lines: list[Line] = [*leaves, call]
+            for line in lines:
                 self.machine.run(line)
         except Exception:  # noqa: BLE001  # autograd refuses some calls that the op itself takes
             for line in leaves:
@@ -190,14 +191,14 @@ class _Drawing:
     def _placements(self, value: Tensor) -> tuple[Placement, ...]:
         """Sharded as often as replicated and pending together."""
         pending = [partial(kind) for kind in PENDING_KINDS if can_be_pending(kind, value.dtype)]
-        shards = [shard(d) for d in range(value.ndim)] or [REPLICATE]
+        shards: list[Placement] = [shard(d) for d in range(value.ndim)] or [REPLICATE]
         kind = self.rng.choice(pending) if pending else REPLICATE
-        return tuple(self.rng.choice([self.rng.choice(shards), self.rng.choice(shards), REPLICATE, kind])
-                     for _ in self.mesh_shape)
+        return tuple(
+            self.rng.choice([self.rng.choice(shards), self.rng.choice(shards), REPLICATE, kind])
+            for _ in self.mesh_shape
+        )
 
-    def _call(
-        self, sample: _Sample, chosen: Sequence[int | None], whole: Mapping[int, Tensor]
-    ) -> Call | None:
+    def _call(self, sample: _Sample, chosen: Sequence[int | None], whole: Mapping[int, Tensor]) -> Call | None:
         """The call, tried on copies; ``None`` where the op refuses it or does what a program is not to do."""
         by_chance = any(n in self.machine.values and self.machine.is_loose(n) for n in chosen if n is not None)
         if by_chance and _looks_at_values(sample.op):
@@ -223,9 +224,15 @@ class _Drawing:
         memory = [self.machine.memory(n) for n in operands if n in self.machine.values]
         mine = [self.machine.memory(n) for n in written if n in self.machine.values]
         elementwise = torch.Tag.pointwise in op_called(call.op).tags and len(set(written)) == 1
-        return not elementwise and any(memory.count(m) > 1 for m in mine) or (
-            elementwise and any(m in mine for n in operands if n not in written and n in self.machine.values
-                                for m in [self.machine.memory(n)]))
+        return (not elementwise and any(memory.count(m) > 1 for m in mine)) or (
+            elementwise
+            and any(
+                m in mine
+                for n in operands
+                if n not in written and n in self.machine.values
+                for m in [self.machine.memory(n)]
+            )
+        )
 
     def program(self) -> Program:
         """All of it, with the values that are followed back."""
@@ -264,7 +271,12 @@ def _is_usable(value: Tensor) -> bool:
 
 
 def _is_alike(wanted: Tensor, value: Tensor) -> bool:
-    return value.shape == wanted.shape and value.dtype == wanted.dtype and _is_usable(value) and _may_replace(wanted, value)
+    return (
+        value.shape == wanted.shape
+        and value.dtype == wanted.dtype
+        and _is_usable(value)
+        and _may_replace(wanted, value)
+    )
 
 
 def _may_replace(wanted: Tensor | None, value: Tensor) -> bool:

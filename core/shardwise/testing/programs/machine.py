@@ -11,13 +11,26 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from shardwise.private_torch import memory_of
 from shardwise.signature import Op, signature
 from shardwise.testing.judge import comparable
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, Value, op_called
 from shardwise.testing.trial import TOLERANCE, copied, split_results
 from shardwise.testing.values import made
 
-__all__ = ["After", "Machine", "call_on", "cotangents", "decided_by_chance", "flows", "follow_back", "quietly", "reference", "run_alone", "written_names"]
+__all__ = [
+    "After",
+    "Machine",
+    "call_on",
+    "cotangents",
+    "decided_by_chance",
+    "flows",
+    "follow_back",
+    "quietly",
+    "reference",
+    "run_alone",
+    "written_names",
+]
 
 _UNDEFINED = ("empty", "new_empty")
 
@@ -69,20 +82,22 @@ class Machine:
         for name, tensor in zip(line.names, tensors, strict=True):
             if tensor is not None:
                 self.values[name] = tensor
-        changed = self._sharing([*written_names(line), *(n for n, was in before.items() if not _same(self.values[n], was))])
+        changed = self._sharing(
+            [*written_names(line), *(n for n, was in before.items() if not _same(self.values[n], was))]
+        )
         return self._after(operands, [*(n for n in line.names if n in self.values), *changed], others, loose=loose)
 
     def _sharing(self, written: Sequence[int]) -> list[int]:
         """The names of all values that share memory with what was written: by its schema, or as it shows."""
-        memory = {_memory(self.values[name]) for name in written}
-        return [name for name, value in self.values.items() if _memory(value) in memory]
+        memory = {memory_of(self.values[name]) for name in written}
+        return [name for name, value in self.values.items() if memory_of(value) in memory]
 
     def _after(self, before: Sequence[int], names: Sequence[int], others: tuple[Any, ...], *, loose: bool) -> After:
         found = dict.fromkeys(names)
-        coarse = max([self._coarse.get(_memory(self.values[n]), 0.0) for n in before], default=0.0)
+        coarse = max([self._coarse.get(memory_of(self.values[n]), 0.0) for n in before], default=0.0)
         tolerance = max([coarse, *(TOLERANCE.get(self.values[n].dtype, 0.0) for n in (*before, *found))])
         for name in found:
-            memory = _memory(self.values[name])
+            memory = memory_of(self.values[name])
             self._coarse[memory] = max(tolerance, self._coarse.get(memory, 0.0))
             if loose:
                 self._loose.add(memory)
@@ -92,11 +107,11 @@ class Machine:
 
     def is_loose(self, name: int) -> bool:
         """Whether chance decides what a value holds."""
-        return _memory(self.values[name]) in self._loose
+        return memory_of(self.values[name]) in self._loose
 
     def memory(self, name: int) -> int:
         """What tells the memory of a value from that of others."""
-        return _memory(self.values[name])
+        return memory_of(self.values[name])
 
     def gradients(self, program: Program) -> dict[int, Tensor | None]:
         """The gradient of each leaf that has one."""
@@ -180,10 +195,6 @@ def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tup
 def _same(tensor: Tensor, other: Tensor) -> bool:
     tensor, other = comparable(tensor.detach()), comparable(other)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001  # the identity of the memory, also where there is none
 
 
 def _seed(line: Call) -> int:

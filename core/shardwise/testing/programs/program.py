@@ -48,7 +48,8 @@ class Leaf:
             return f"drawn({self.name}, {tuple(value.shape)}, {value.dtype}, {_shown(self.placements)})"
         if not value.is_contiguous():
             turned = f", stride={tuple(value.stride())}"
-        return f"leaf({self.name}, {value.tolist()}, {value.dtype}, {_shown(self.placements)}, {tuple(value.shape)}{turned})"
+        form = f"{value.dtype}, {_shown(self.placements)}, {tuple(value.shape)}{turned}"
+        return f"leaf({self.name}, {value.tolist()}, {form})"
 
 
 def leaf(

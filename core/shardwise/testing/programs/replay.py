@@ -14,7 +14,6 @@ from torch import Tensor
 from shardwise.errors import NoRuleError, NoStrategyError, PlainTensorError
 from shardwise.layout import scatter_local
 from shardwise.placements import Placement
-
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 from shardwise.testing.meshes import mesh
@@ -109,7 +108,7 @@ class _Replay:
         except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             self.ended = _writes(line)
             return Outcome("refused", f"{type(error).__name__}: {error}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
             raise LineFailedError(f"{line}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         if _writes(line) and any(_is_stale(self.values.get(name)) for name in watched):
             # A view that had to be copied does not see what is written to its base; nor does a program count on it.
@@ -148,7 +147,7 @@ class _Replay:
         except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             # Some of torch's formulas make plain constants; that is refused by name.
             return Outcome("refused", f"{type(error).__name__}: {error}")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         return Outcome("ran", "", {n: _seen(g) for n, g in found.items() if g is not None})
 
@@ -169,6 +168,5 @@ def _seen(value: Any) -> Held:
     if not isinstance(value, MeshTensor):
         return Held(torch.as_tensor(value).detach().clone(), plain=type(value).__name__)
     spec = value.spec
-    return Held(value.detach().to_local().clone(), spec.placements, spec.tensor_meta)
-
-
+    local = value.to_local().detach().clone()
+    return Held(local, spec.placements, spec.tensor_meta)

@@ -93,7 +93,9 @@ def _simpler(program: Program) -> Iterator[Program]:
     """With more replicated, on a mesh of one dim, with rounder numbers."""
     ranks = int(torch.tensor(program.mesh_shape).prod())
     for m in range(len(program.mesh_shape)) if len(program.mesh_shape) > 1 else ():
-        lines = tuple(line if isinstance(line, Call) else evolve(line, placements=(line.placements[m],)) for line in program.lines)
+        lines = tuple(
+            line if isinstance(line, Call) else evolve(line, placements=(line.placements[m],)) for line in program.lines
+        )
         backward = tuple((n, (p[m],)) for n, p in program.backward)
         yield evolve(program, mesh_shape=(ranks,), lines=lines, backward=backward)
     for i, line in enumerate(program.lines):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
@@ -17,7 +16,7 @@ from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone
-from shardwise.testing.programs.program import Call, Line, Move, Program, op_called
+from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, op_called
 from shardwise.testing.programs.replay import BACKWARD, Held, Outcome, replay
 from shardwise.testing.simulated import coordinates
 
@@ -197,9 +196,7 @@ class _Judge:
             return False
         tolerance = max(self.after[self.program.lines.index(line)].tolerance, 0.0)
         made = [n for n in values if n in here[0].values]
-        return not any(
-            self._difference([o.values[n] for o in here], values[n], tolerance, loose=False) for n in made
-        )
+        return not any(self._difference([o.values[n] for o in here], values[n], tolerance, loose=False) for n in made)
 
     def _backward(self, here: Sequence[Outcome]) -> str:
         wrong = self._state(here, "backward")
@@ -224,7 +221,7 @@ class _Judge:
         """Whether the gradient changes at once where the leaves change a little."""
         generator = torch.Generator().manual_seed(0)
         lines = [
-            evolve(line, value=_nudged(line.value, generator)) if hasattr(line, "value") else line
+            evolve(line, value=_nudged(line.value, generator)) if isinstance(line, Leaf) else line
             for line in self.program.lines
         ]
         _, gradients = reference(evolve(self.program, lines=tuple(lines)))
