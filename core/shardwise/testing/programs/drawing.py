@@ -217,22 +217,16 @@ class _Drawing:
         return evolve(call, names=tuple(self._name() for _ in tensors))
 
     def _overlaps(self, call: Call) -> bool:
-        """Whether the call writes memory that another of its operands has: what comes out then is chance."""
-        written, operands = written_names(call), call.operands
-        if not written:
-            return False
-        memory = [self.machine.memory(n) for n in operands if n in self.machine.values]
-        mine = [self.machine.memory(n) for n in written if n in self.machine.values]
-        elementwise = torch.Tag.pointwise in op_called(call.op).tags and len(set(written)) == 1
-        return (not elementwise and any(memory.count(m) > 1 for m in mine)) or (
-            elementwise
-            and any(
-                m in mine
-                for n in operands
-                if n not in written and n in self.machine.values
-                for m in [self.machine.memory(n)]
-            )
-        )
+        """Whether the call writes memory that another of its operands has: what comes out then is chance.
+
+        An elementwise op may read the very tensor that it writes.
+        """
+        written = written_names(call)
+        memory = {name: self.machine.memory(name) for name in call.operands if name in self.machine.values}
+        if torch.Tag.pointwise in op_called(call.op).tags and len(written) == 1:
+            return any(memory.get(name) == m for name in written for other, m in memory.items() if other != name)
+        found = [memory[name] for name in call.operands if name in memory]
+        return any(found.count(memory[name]) > 1 for name in written if name in memory)
 
     def program(self) -> Program:
         """All of it, with the values that are followed back."""
