@@ -8,13 +8,14 @@ wrong (max and min of floats: backends drop NaN) are an exchange and a local red
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from shardwise.carried import CARRIED, REAL, average, carrier, is_native
 from shardwise.events import Event, numbers, observe, observers, taken, tell, wanted
@@ -23,7 +24,7 @@ from shardwise.layout import reduce_stacked
 from shardwise.private_torch import is_traced
 from shardwise.traced import FunctionalGroup
 
-__all__ = ["Event", "Group", "observe", "together"]
+__all__ = ["Event", "Group", "SilentGroup", "observe", "together"]
 
 
 _REDUCE_OPS = {
@@ -282,6 +283,39 @@ class Group:
             return out
 
         return Flight(self.process_group.alltoall_base(moved, given, *counts), moved, given).then(put)
+
+
+class _Done:
+    """The work of a collective that is not carried out."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def get_future(self) -> Future[None]:
+        found: Future[None] = Future()
+        found.set_result(None)
+        return found
+
+
+class _NoProcessGroup:
+    """What a process group is asked for, not carried out: results keep whatever their memory holds."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Done]:
+        return lambda *_, **__: _Done()
+
+
+class SilentGroup(Group):
+    """A group of a rehearsal: it tells of collectives and issues none."""
+
+    def __init__(self, size: int, position: int, mesh_dims: tuple[int, ...]) -> None:
+        super().__init__(None, size, position, mesh_dims, "", None)
+        self.process_group = _NoProcessGroup()
+        self._gather = self.process_group.all_gather
+        self._sum_options = dict.fromkeys(_REDUCE_OPS)
+        self._scatter_options = dict.fromkeys(_REDUCE_OPS)
+
+    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> Works:  # noqa: ARG002  # nobody
+        return Works([])
 
 
 def _filled(part: Tensor, staged: Tensor, whole: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from shardwise.flight import Flight
 from shardwise.groups import broadcast_, group_of
 from shardwise.lowering import MeshDims
 from shardwise.placements import Replicate
-from shardwise.private_torch import is_traced, outside_modes
+from shardwise.private_torch import is_rehearsing, is_traced, outside_modes
 from shardwise.spec import Mesh, TensorSpec
 
 __all__ = ["MeshComm", "agree_on_generator", "broadcast_whole", "check_agreement"]
@@ -41,7 +41,8 @@ class MeshComm:
         if group.size == 1:
             return [tensor]
         _refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
-        shapes = _shapes(group.all_gather(self._row(tensor)))
+        rows = group.all_gather(self._row(tensor))
+        shapes = [list(tensor.shape)] * group.size if is_rehearsing() else _shapes(rows)
         return _exchange(group, [tensor] * group.size, shapes)
 
     def all_to_all(
@@ -53,7 +54,8 @@ class MeshComm:
             return list(tensors)
         if shapes is None:
             _refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
-            shapes = _shapes(group.all_to_all(torch.stack([self._row(t) for t in tensors])))
+            rows = group.all_to_all(torch.stack([self._row(t) for t in tensors]))
+            shapes = [list(t.shape) for t in tensors] if is_rehearsing() else _shapes(rows)
         return _exchange(group, tensors, shapes)
 
     def _row(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -131,6 +133,8 @@ def _check_alike(tensor: torch.Tensor, mesh: DeviceMesh, asked: str) -> None:
 
 
 def _raise_if_unlike(mine: torch.Tensor, mesh: DeviceMesh, asked: str, here: str) -> None:
+    if is_rehearsing():
+        return
     comm, dims = MeshComm(mesh), range(mesh.ndim)
     least, most = comm.all_reduce(mine, "min", dims), comm.all_reduce(mine, "max", dims)
     if not torch.equal(least, most):

@@ -22,9 +22,9 @@ from shardwise.private_torch import (
     functional_of,
     is_composite,
     is_view_in_place,
+    memory_of,
     outside_modes,
     python_decomposition,
-    storage_of,
     watching,
 )
 from shardwise.registry import Registry
@@ -201,7 +201,7 @@ class _Trial:
     def _run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not any(map(_is_placed, tensors_in([args, kwargs]))):
             return self._make(op, args, kwargs)
-        self.written.update(map(storage_of, _written(op, args, kwargs)))
+        self.written.update(map(memory_of, _written(op, args, kwargs)))
         self.parts[op] = None
         if op in self.registry:
             return _placed(op(*args, **kwargs))
@@ -256,9 +256,9 @@ class _Own:
     def differs(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, trial: _Trial) -> str:
         """What a decomposition does otherwise than the op, if anything."""
         operands = list(tensors_in([args, kwargs]))
-        wanted = {storage_of(t) for t in _returned_writes(op, args, kwargs)}
-        allowed = {storage_of(t) for t in _written(op, args, kwargs)}
-        passed = {storage_of(t) for t in operands}
+        wanted = {memory_of(t) for t in _returned_writes(op, args, kwargs)}
+        allowed = {memory_of(t) for t in _written(op, args, kwargs)}
+        passed = {memory_of(t) for t in operands}
         if not wanted <= trial.written:
             return "does not write what the op writes"
         if trial.written & passed - allowed:
@@ -314,8 +314,8 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 def _shared(result: Any, operands: Sequence[torch.Tensor]) -> list[list[int]]:
     """Per tensor result, the operands whose memory it shares."""
-    where = [storage_of(t) for t in operands]
-    return [[i for i, s in enumerate(where) if s == storage_of(t)] if t is not None else [] for t in _flat(result)]
+    where = [memory_of(t) for t in operands]
+    return [[i for i, s in enumerate(where) if s == memory_of(t)] if t is not None else [] for t in _flat(result)]
 
 
 def _flat(result: Any) -> Iterator[torch.Tensor | None]:

@@ -23,6 +23,7 @@ from shardwise.private_torch import (
     in_backward,
     is_composite,
     is_traced,
+    is_without_data,
     new_wrapper,
     outside_modes,
     put_before_dispatch,
@@ -39,7 +40,7 @@ __all__ = [
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
-    "is_all_zeros",
+    "is_zeros_or_ones",
     "observe",
     "observed",
     "propagate",
@@ -222,7 +223,7 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and _is_zeros_or_ones(value):
+    if isinstance(value, torch.Tensor) and in_backward() and is_zeros_or_ones(value):
         # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -248,22 +249,16 @@ _IN_BACKWARD = (
 
 
 def _is_plain(value: torch.Tensor) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_traced(value)
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_without_data(value)
 
 
-def is_all_zeros(value: torch.Tensor) -> bool:
-    """Whether all elements are 0; while a graph is traced, the graph asserts it when it runs."""
-    if is_traced(value):
-        assert_when_run((value == 0).all(), "a plain gradient reached a MeshTensor; return MeshTensors from backward")
-        return True
-    return not value.any()
-
-
-def _is_zeros_or_ones(value: torch.Tensor) -> bool:
+def is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
         is_either = (value == 0).all() | (value == 1).all()
         assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
+        return True
+    if is_without_data(value):
         return True
     return not value.any() or bool((value == 1).all())
 

@@ -16,6 +16,8 @@ from weakref import ref
 from torch import Tensor
 from torch.futures import Future
 
+from shardwise.private_torch import memory_of
+
 __all__ = ["Flight", "Window", "Works"]
 
 
@@ -80,7 +82,7 @@ class Flight:
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return memory_of(a) == memory_of(b)
 
 
 class Works:

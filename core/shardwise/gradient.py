@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import check_agreement
-from shardwise.dispatcher import at_next_dispatch, is_all_zeros
+from shardwise.dispatcher import at_next_dispatch, is_zeros_or_ones
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.flight import Flight, Window
 from shardwise.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
@@ -63,12 +63,13 @@ def _given(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tup
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, way: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
-        ctx.grad, ctx.async_op = grad, async_op
+        ctx.spec, ctx.grad, ctx.async_op = way.target, grad, async_op
         return _moved(tensor, way, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None
+        found = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
+        return (reduce_later if ctx.async_op else redistribute)(found, ctx.grad), None, None, None
 
 
 def redistribute(
@@ -147,12 +148,13 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
-        ctx.grad = grad
+        ctx.spec, ctx.grad = spec, grad
         return _wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return to_local(redistribute(grad, ctx.grad), None), None, None
+        found = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
+        return to_local(redistribute(found, ctx.grad), None), None, None
 
 
 @traceable
@@ -280,19 +282,20 @@ def _register_placing(tensor: Any) -> None:
     tensor.register_hook(place)
 
 
-def _placed(grad: Any, target: TensorSpec) -> Any:
-    if not isinstance(grad, _tensor_class[0]):
-        grad = _zeros_on_mesh(grad, target)
-    return reduce_later(grad, target.placements)
+def _placed(grad: Any, spec: TensorSpec) -> Any:
+    return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
 
 
-def _zeros_on_mesh(grad: Any, target: TensorSpec) -> Any:
-    """What autograd's own formulas give where the result does not depend on the leaf: plain zeros, alike everywhere."""
-    if not (isinstance(grad, torch.Tensor) and grad.shape == target.shape and is_all_zeros(grad)):
-        raise LayoutError(
-            asked="accumulate the gradient of a MeshTensor",
-            found=f"a hook returned a plain {type(grad).__name__}",
-            do=f"Return a MeshTensor (placements {show_all(target.placements)}).",
-        )
-    whole = TensorSpec(target.mesh, (REPLICATE,) * target.mesh.ndim, TensorMeta.of(grad))
-    return _wrap(grad, whole)
+def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
+    """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where nothing flows back (through a
+    comparison in place, say), alike everywhere.
+    """
+    if isinstance(grad, _tensor_class[0]):
+        return grad
+    if grad.shape == spec.shape and is_zeros_or_ones(grad):
+        return _wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
+    raise LayoutError(
+        asked=asked,
+        found=f"a hook returned a plain {type(grad).__name__}",
+        do=f"Return a MeshTensor (placements {show_all(spec.placements)}).",
+    )

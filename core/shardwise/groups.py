@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.carried import carrier
-from shardwise.collectives import Group
-from shardwise.private_torch import outside_modes
+from shardwise.collectives import Group, SilentGroup
+from shardwise.private_torch import is_rehearsing, outside_modes
 from shardwise.start import OfThisStart
 
 __all__ = ["all_reduce", "backend_of", "broadcast_", "carrying_device", "forget", "group_of", "rank_at"]
@@ -58,6 +58,8 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     position = ranks.index(dist.get_rank())
     if len(ranks) == 1:
         return Group(None, 1, 0, dims, "", None)
+    if is_rehearsing():
+        return SilentGroup(len(ranks), position, dims)
     process_group = _process_group(mesh, dims, ranks)
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config(process_group)).split(","))
     # Process groups count their ranks in ascending order, whatever order a mesh has them in.
@@ -87,7 +89,7 @@ def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
 
 def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
     """Overwrite a contiguous tensor on all ranks along a mesh dim by that of the rank at ``index``."""
-    if mesh.size(mesh_dim) > 1:
+    if mesh.size(mesh_dim) > 1 and not is_rehearsing():
         carried = carrier(tensor.view(-1))
         dist.broadcast(carried, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
     return tensor

@@ -42,6 +42,7 @@ __all__ = [
     "composite_kernel",
     "direct_call",
     "draws",
+    "fake_store",
     "fake_tensors",
     "forward_traceback",
     "functional_of",
@@ -53,8 +54,11 @@ __all__ = [
     "in_backward",
     "is_composite",
     "is_python_dispatched",
+    "is_rehearsing",
     "is_traced",
     "is_view_in_place",
+    "is_without_data",
+    "memory_of",
     "known_custom_op",
     "make_custom_op",
     "is_unknowable",
@@ -66,8 +70,8 @@ __all__ = [
     "put_before_dispatch",
     "python_decomposition",
     "recorded_ops",
+    "rehearsing",
     "schema_of",
-    "storage_of",
     "support_foreach",
     "swap_parameter",
     "version_of",
@@ -287,6 +291,17 @@ def fake_tensors() -> Iterator[None]:
             types[:] = old
 
 
+def fake_store() -> Any:
+    """The store of a process group in which only this rank is there; torch has it among its own tests."""
+    return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of a tensor from that of others; an address would not, where there is no data."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
 def is_unknowable(error: BaseException) -> bool:
     """Whether an op without data could not go on because data decides its result."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
@@ -410,14 +425,6 @@ def draws(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """A number that tensors share exactly when they share memory, on the meta device too, where there are no
-    addresses.
-    """
-    number: int = tensor.untyped_storage()._cdata
-    return number
-
-
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -440,9 +447,32 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
-def is_traced(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for a value of a graph that is being traced. Only these two private classes say so."""
+_rehearsals: list[None] = []
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """A context in which fake tensors are what a program runs on, and not the values of a graph: see ``is_traced``."""
+    _rehearsals.append(None)
+    try:
+        yield
+    finally:
+        _rehearsals.pop()
+
+
+def is_rehearsing() -> bool:
+    """Whether the program runs without data, on a mesh without other ranks."""
+    return bool(_rehearsals)
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value that is not there. Only these two private classes say so."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value of a graph that is being traced."""
+    return is_without_data(tensor) and not _rehearsals
 
 
 def assert_when_run(condition: torch.Tensor, message: str) -> None:

@@ -7,11 +7,8 @@ from shardwise_optim.positions import at_each_position, overloads
 
 __all__ = ["RULES"]
 
-# The out= forms write some states in place and return others; nothing calls them.
-STEPS = [
-    op
-    for op in overloads("_fused_adam _fused_adamw _fused_sgd _fused_adagrad")
-    if not any(arg.is_out for arg in signature(op).args)
-]
+# torch's meta device takes no functional form, and the out= forms return some states and write others: nothing
+# calls either.
+STEPS = [op for op in overloads("_fused_adam _fused_adamw _fused_sgd _fused_adagrad") if signature(op).args[0].written]
 
 RULES = (at_each_position(STEPS, whole=("state_steps",)),)

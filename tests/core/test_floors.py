@@ -52,6 +52,7 @@ FLOORS = (
     {"gradient"},
     {"tensor"},
     {"api", "coverage", "explanation", "factories", "leaving", "prefetch", "stepping"},
+    {"planning"},
     {"shardwise"},
     {"testing"},
     {"demo"},

@@ -317,12 +317,6 @@ def test_tags_say_what_draws_and_what_is_a_view_in_place():
     assert not private_torch.is_view_in_place(aten.mul_.Tensor)
 
 
-def test_tensors_that_share_memory_have_one_storage_number():
-    meta = torch.empty(4, device="meta")
-    assert private_torch.storage_of(meta) == private_torch.storage_of(meta[1:])
-    assert private_torch.storage_of(meta) != private_torch.storage_of(torch.empty(4, device="meta"))
-
-
 def test_a_wrapper_takes_another_shape_from_a_view_in_place():
     made = private_torch.new_wrapper(Wrapper, torch.ones(2, 1), Holder(TensorMeta.of(torch.ones(2, 1))), False)
     private_torch.change_view(aten.squeeze_.dim, (made, 1), {})
@@ -343,3 +337,29 @@ def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
     assert torch.equal(torch.vander(made, 2), stand_in)
     assert seen == [(2, {}, (2, 2))]
     del library
+
+
+def test_while_rehearsing_fake_tensors_are_what_a_program_runs_on():
+    with private_torch.fake_tensors():
+        x = torch.ones(2)
+        assert private_torch.is_traced(x)
+        with private_torch.rehearsing():
+            assert private_torch.is_rehearsing()
+            assert private_torch.is_without_data(x)
+            assert not private_torch.is_traced(x)
+        assert not private_torch.is_rehearsing()
+    assert not private_torch.is_without_data(torch.ones(2))
+
+
+def test_memory_has_an_identity_also_without_data():
+    for x in (torch.ones(4), torch.ones(4, device="meta")):
+        assert private_torch.memory_of(x[1:]) == private_torch.memory_of(x)
+        assert private_torch.memory_of(x.clone()) != private_torch.memory_of(x)
+
+
+def test_a_process_can_be_one_rank_of_many_alone():
+    dist.init_process_group("fake", store=private_torch.fake_store(), rank=3, world_size=1024)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
+    finally:
+        dist.destroy_process_group()

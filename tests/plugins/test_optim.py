@@ -59,7 +59,12 @@ def pending(op, *args, **kwargs):
 LEFT_OUT = {
     *("aten._foreach_norm.Scalar_out", "aten._foreach_max.out", "aten._foreach_powsum.Scalar_out"),
     *("aten._amp_foreach_non_finite_check_and_unscale.default", "aten._amp_foreach_non_finite_check_and_unscale.out"),
-    *(f"aten._fused_{name}.{tag}" for name in ("adam", "adamw", "sgd", "adagrad") for tag in ("out", "tensor_lr_out")),
+    *(
+        f"aten._fused_{name}.{tag}"
+        for name in ("adam", "adamw", "sgd", "adagrad")
+        # torch's meta device takes no functional form, so their results cannot be planned; nothing calls them.
+        for tag in ("default", "tensor_lr", "out", "tensor_lr_out")
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from shardwise.cli.explain import explain
 from shardwise.cli.infer import infer
 from shardwise.cli.new import new
 from shardwise.cli.plugins import plugins
+from shardwise.cli.rehearse import rehearse
 from shardwise.cli.rules import rules
 from shardwise.cli.why import why
 from shardwise.demo.command import demo
@@ -48,5 +49,6 @@ main.add_command(explain)
 main.add_command(infer)
 main.add_command(new)
 main.add_command(plugins)
+main.add_command(rehearse)
 main.add_command(rules)
 main.add_command(why)

@@ -27,7 +27,7 @@ try:
 except ImportError as error:
     raise ImportError("shardwise.testing.strategies needs hypothesis: pip install 'shardwise[test]'") from error
 
-__all__ = ["mesh_shapes", "placements", "samples", "shapes", "specs"]
+__all__ = ["grids", "mesh_shapes", "placements", "samples", "shapes", "specs"]
 
 
 def sizes(max_size: int = 9, *, empty: bool = True) -> SearchStrategy[int]:
@@ -50,19 +50,19 @@ def mesh_shapes(max_ndim: int = 3, *, max_size: int = 8, ranks: int | None = Non
     a pool's process group asks for.
     """
     wanted = range(1, max_size + 1) if ranks is None else (ranks,)
-    grids = sorted((g for n in wanted for g in _grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
-    return st.sampled_from(grids)
+    found = sorted((g for n in wanted for g in grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
+    return st.sampled_from(found)
 
 
 @cache
-def _grids(ranks: int, max_ndim: int) -> tuple[tuple[int, ...], ...]:
-    """All shapes of so many ranks, dims of size 1 included."""
+def grids(ranks: int, max_ndim: int) -> tuple[tuple[int, ...], ...]:
+    """All shapes of meshes of so many ranks, dims of size 1 included."""
     if max_ndim == 1:
         return ((ranks,),)
     found: list[tuple[int, ...]] = [(ranks,)]
     for n in range(1, ranks + 1):
         if ranks % n == 0:
-            found += [(n, *rest) for rest in _grids(ranks // n, max_ndim - 1)]
+            found += [(n, *rest) for rest in grids(ranks // n, max_ndim - 1)]
     return tuple(found)
 
 

@@ -1,0 +1,154 @@
+"""``shardwise rehearse``: what a rank of a mesh of any size would hold and send, without the mesh."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+import torch
+from attrs import asdict
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.cli.loading import load_function
+from shardwise.cli.output import json_option, print_parts
+from shardwise.cli.tensor_text import read_mesh_shape
+from shardwise.planning import PHASES, CollectiveUse, Rehearsal
+from shardwise.planning import rehearse as follow
+
+__all__ = ["rehearse"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_EVERY = 25  # ops between two looks at the terminal
+
+
+def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    shape = read_mesh_shape(value)
+    if shape is None:
+        raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 8x16x8", ctx, param)
+    return shape
+
+
+@click.command()
+@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
+@click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank to play.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
+@click.option("--by-op", is_flag=True, help="List the collectives of each op.")
+@json_option
+def rehearse(
+    *, program: str, mesh_shape: tuple[int, ...], names: str | None, rank: int, device: str, by_op: bool, as_json: bool
+) -> None:
+    """Follow a program on a mesh of any size, without data and without the mesh: what one rank holds and sends.
+
+    FUNCTION (of a file, or of a module: package.module:FUNCTION) takes the mesh. It runs a training step on it, or
+    returns a loss, or (model, inputs), or (model, inputs, optimizer). Rank 0 has the largest part of whatever is
+    sharded unevenly.
+    """
+    words = names.split(",") if names else None
+    if words and len(words) != len(mesh_shape):
+        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
+    if rank >= math.prod(mesh_shape):
+        raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(mesh_shape) - 1}")
+    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
+
+    def step(mesh: DeviceMesh) -> Any:
+        # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
+        function: Callable[..., Any] = load_function(program)
+        return function(mesh)
+
+    with _progress(shown=not as_json) as tell:
+        found = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
+    if as_json:
+        click.echo(json.dumps(_plain(found), indent=1))
+    else:
+        print_parts(list(_tables(found, by_op=by_op)))
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda _phase, _ops: None
+        return
+    with console.status("building") as status:
+
+        def tell(phase: str, ops: int) -> None:
+            if ops % _EVERY == 0:
+                status.update(f"{phase}: {ops:,} ops")
+
+        yield tell
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+
+def _tables(found: Rehearsal, *, by_op: bool) -> Iterator[Table]:
+    yield _memory(found)
+    uses = found.by_op if by_op else found.collectives
+    table = Table("phase", "collective", "mesh dims", title="Collectives that it issues")
+    for heading in ("ranks", "times", "bytes handed in"):
+        table.add_column(heading, justify="right")
+    if by_op:
+        table.add_column("for")
+    for use, times, nbytes in uses:
+        figures = (f"{use.ranks:,}", f"{times:,}", size_text(nbytes))
+        table.add_row(use.phase, use.kind, _dims(found, use), *figures, *([use.op] if by_op else []))
+    yield table
+
+
+def _memory(found: Rehearsal) -> Table:
+    memory = found.memory
+    shape = "x".join(map(str, found.mesh_shape))
+    at = ", ".join(f"{n} {c}" for n, c in zip(found.mesh_names, found.coordinate, strict=True))
+    table = Table("what", title=f"One of {found.ranks:,} ranks ({shape}), at {at}")
+    table.add_column("bytes", justify="right")
+    whole = f" (of {found.whole_parameters:,} parameters, {size_text(found.whole_parameter_bytes)})"
+    rows = {
+        f"parameters{whole if found.whole_parameters else ''}": memory.parameters,
+        "buffers": memory.buffers,
+        "gradients": memory.gradients,
+        "optimizer states": memory.optimizer,
+        "kept by forward for backward": memory.kept,
+        **{f"most at a time in {phase}": memory.peaks[phase] for phase in PHASES if phase in memory.peaks},
+    }
+    for name, nbytes in rows.items():
+        if nbytes:
+            table.add_row(name, size_text(nbytes))
+    return table
+
+
+def _dims(found: Rehearsal, use: CollectiveUse) -> str:
+    return ", ".join(found.mesh_names[m] for m in use.mesh_dims)
+
+
+def size_text(nbytes: int) -> str:
+    """Bytes in the largest unit that leaves something before the point: ``1.71 GiB``."""
+    size, unit = float(nbytes), 0
+    while size >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  # bytes
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"
+
+
+def _plain(found: Rehearsal) -> dict[str, Any]:
+    return {
+        "mesh": list(found.mesh_shape),
+        "names": list(found.mesh_names),
+        "coordinate": list(found.coordinate),
+        "parameters": found.whole_parameters,
+        "parameter_bytes": found.whole_parameter_bytes,
+        "memory": {**asdict(found.memory), "peak": found.memory.peak, "activations": found.memory.activations},
+        "collectives": _uses(found.by_op),
+        "ops": dict(found.ops),
+    }
+
+
+def _uses(uses: Sequence[tuple[CollectiveUse, int, int]]) -> list[dict[str, Any]]:
+    return [{**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in uses]

@@ -1,0 +1,168 @@
+"""Programs as data: what is put on a mesh, the calls that follow, and where results are moved in between.
+
+A program names its values by numbers. ``str(program)`` is a Python expression that makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from shardwise.placements import Partial, Placement, Shard
+from shardwise.signature import Op
+from shardwise.testing.judge import comparable
+from shardwise.testing.values import made
+
+__all__ = ["Call", "Leaf", "Line", "Move", "Program", "Value", "drawn", "is_drawn", "leaf", "op_called"]
+
+
+@frozen
+class Value:
+    """The value of that number, as an argument of a call."""
+
+    name: int
+
+    def __repr__(self) -> str:
+        return f"Value({self.name})"
+
+
+@frozen(eq=False)
+class Leaf:
+    """A whole tensor that is put on the mesh: pending pieces are random, the same for the same name."""
+
+    name: int
+    value: Tensor
+    placements: tuple[Placement, ...]
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.name,)
+
+    def __str__(self) -> str:
+        value, turned = self.value, ""
+        if is_drawn(self.name, value):
+            return f"drawn({self.name}, {tuple(value.shape)}, {value.dtype}, {_shown(self.placements)})"
+        if not value.is_contiguous():
+            turned = f", stride={tuple(value.stride())}"
+        form = f"{value.dtype}, {_shown(self.placements)}, {tuple(value.shape)}{turned}"
+        return f"leaf({self.name}, {value.tolist()}, {form})"
+
+
+def leaf(
+    name: int,
+    values: Any,
+    dtype: torch.dtype,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int] | None = None,
+) -> Leaf:
+    """A :class:`Leaf` of nested lists, of that shape (which says more than empty lists) and those strides."""
+    value = torch.tensor(values, dtype=dtype).reshape(tuple(shape))
+    if stride is not None:
+        value = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype).copy_(value)
+    return Leaf(name, value, tuple(placements))
+
+
+def drawn(name: int, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]) -> Leaf:
+    """A :class:`Leaf` of random values, which its name decides."""
+    return Leaf(name, made(shape, dtype, name), tuple(placements))
+
+
+def is_drawn(name: int, value: Tensor) -> bool:
+    """Whether :func:`drawn` makes this value for a leaf of that name."""
+    return value.is_contiguous() and torch.equal(comparable(value), comparable(made(value.shape, value.dtype, name)))
+
+
+@frozen(eq=False)
+class Move:
+    """A redistribution of a value, which makes a new one; on one device a copy."""
+
+    name: int
+    source: int
+    placements: tuple[Placement, ...]
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.name,)
+
+    def __str__(self) -> str:
+        return f"Move({self.name}, {self.source}, {_shown(self.placements)})"
+
+
+@frozen(eq=False)
+class Call:
+    """A call of an op overload (``aten.add.Tensor``); ``names`` are those of its tensor results, lists flattened.
+
+    Tensors among the arguments are :class:`Value`.
+    """
+
+    names: tuple[int, ...]
+    op: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(factory=dict)
+
+    def __str__(self) -> str:
+        named = "" if not self.kwargs else f", {dict(self.kwargs)!r}"
+        return f'Call({self.names}, "{self.op}", {self.args!r}{named})'
+
+    @property
+    def operands(self) -> list[int]:
+        """The names of the values that it takes, in order."""
+        return list(_names_in([*self.args, *self.kwargs.values()]))
+
+
+Line = Leaf | Move | Call
+
+
+@frozen(eq=False)
+class Program:
+    """Lines in order on a mesh of this shape, and the values whose gradients are followed back, if any.
+
+    ``backward`` has the names of those values and where the gradients that are given to them lie.
+    """
+
+    mesh_shape: tuple[int, ...]
+    lines: tuple[Line, ...]
+    backward: tuple[tuple[int, tuple[Placement, ...]], ...] = ()
+    grad: bool = False
+
+    def __str__(self) -> str:
+        lines = "".join(f"        {line},\n" for line in self.lines)
+        pairs = "".join(f"({name}, {_shown(placements)}), " for name, placements in self.backward)
+        rest = f"    backward=({pairs}),\n" if pairs else ""
+        rest += "    grad=True,\n" if self.grad else ""
+        return f"Program(\n    {self.mesh_shape},\n    (\n{lines}    ),\n{rest})"
+
+    @property
+    def calls(self) -> list[Call]:
+        return [line for line in self.lines if isinstance(line, Call)]
+
+
+def _shown(placements: Sequence[Placement]) -> str:
+    inner = ", ".join(map(_shown_placement, placements))
+    return f"({inner}{',' if len(placements) == 1 else ''})"
+
+
+def _shown_placement(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return f'Partial("{placement.reduce_op}")' if isinstance(placement, Partial) else "Replicate()"
+
+
+def _names_in(value: Any) -> Iterator[int]:
+    if isinstance(value, Value):
+        yield value.name
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _names_in(part)
+
+
+def op_called(name: str) -> Op:
+    """The overload of a name such as ``aten.add.Tensor``."""
+    namespace, base, overload = name.split(".")
+    found: Op = getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    return found

@@ -1,0 +1,128 @@
+"""Shrinking: the smallest program that still goes wrong in the same place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from shardwise.placements import REPLICATE
+from shardwise.testing.programs.machine import reference
+from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, is_drawn
+from shardwise.testing.values import made
+
+__all__ = ["shrink"]
+
+_MOST_TRIES = 120
+_FEW = 4
+
+
+def shrink(program: Program, is_wrong: Callable[[Program], bool], tries: int = _MOST_TRIES) -> Program:
+    """A program with fewer calls, simpler leaves and fewer placements for which ``is_wrong`` holds, too.
+
+    A call is replaced by leaves that hold its results, so what is left is mostly the one call that goes wrong.
+    """
+    again = True
+    while again:
+        again = False
+        for smaller in _smaller(program):
+            if tries == 0:
+                return program
+            if not _is_valid(smaller):
+                continue
+            tries -= 1
+            if is_wrong(smaller):
+                program, again = smaller, True
+                break
+    return program
+
+
+def _is_valid(program: Program) -> bool:
+    try:
+        reference(program)
+    except Exception:  # noqa: BLE001  # a program that one device refuses is none
+        return False
+    return True
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    if program.backward:
+        yield evolve(program, backward=())
+    if program.grad and not program.backward:
+        yield evolve(program, grad=False)
+    yield from _shorter(program)
+    yield from _cut(program)
+    yield from _simpler(program)
+
+
+def _shorter(program: Program) -> Iterator[Program]:
+    """Without the last line, and without each line that none needs."""
+    lines = program.lines
+    followed = {name for name, _ in program.backward}
+    for i in reversed(range(len(lines))):
+        needed = {name for line in lines[i + 1 :] for name in _operands(line)} | followed
+        if not needed.intersection(lines[i].names):
+            yield evolve(program, lines=(*lines[:i], *lines[i + 1 :]))
+
+
+def _operands(line: Line) -> list[int]:
+    return line.operands if isinstance(line, Call) else [line.source] if isinstance(line, Move) else []
+
+
+def _cut(program: Program) -> Iterator[Program]:
+    """With leaves in place of the results of a line."""
+    try:
+        after, _ = reference(program)
+    except Exception:  # noqa: BLE001
+        return
+    whole = (REPLICATE,) * len(program.mesh_shape)
+    for i in reversed(range(len(program.lines))):
+        line = program.lines[i]
+        if isinstance(line, Leaf):
+            continue
+        if isinstance(line, Move):
+            found = [Leaf(line.name, after[i].values[line.name], line.placements)]
+        else:
+            found = [Leaf(n, after[i].values[n], whole) for n in line.names if n in after[i].values]
+        yield evolve(program, lines=(*program.lines[:i], *found, *program.lines[i + 1 :]))
+
+
+def _simpler(program: Program) -> Iterator[Program]:
+    """With more replicated, on a mesh of one dim, with rounder numbers."""
+    ranks = int(torch.tensor(program.mesh_shape).prod())
+    for m in range(len(program.mesh_shape)) if len(program.mesh_shape) > 1 else ():
+        lines = tuple(
+            line if isinstance(line, Call) else evolve(line, placements=(line.placements[m],)) for line in program.lines
+        )
+        backward = tuple((n, (p[m],)) for n, p in program.backward)
+        yield evolve(program, mesh_shape=(ranks,), lines=lines, backward=backward)
+    for i, line in enumerate(program.lines):
+        if isinstance(line, Call):
+            continue
+        for m, placement in enumerate(line.placements):
+            if placement is not REPLICATE:
+                placements = (*line.placements[:m], REPLICATE, *line.placements[m + 1 :])
+                yield _with_line(program, i, evolve(line, placements=placements))
+    for i, line in enumerate(program.lines):
+        if isinstance(line, Leaf):
+            for value in _rounder(line):
+                yield _with_line(program, i, evolve(line, value=value))
+
+
+def _with_line(program: Program, i: int, line: Line) -> Program:
+    return evolve(program, lines=(*program.lines[:i], line, *program.lines[i + 1 :]))
+
+
+def _rounder(leaf: Leaf) -> Iterator[Tensor]:
+    """Values that are shorter to write."""
+    value = leaf.value
+    if not value.is_floating_point() or value.dtype.itemsize == 1 or is_drawn(leaf.name, value):
+        return
+    if value.numel() > _FEW:
+        yield made(value.shape, value.dtype, leaf.name)
+    for decimals in (0, 1):
+        short = torch.round(value, decimals=decimals)
+        if not torch.equal(short, value) and not bool(short.isnan().any()):
+            yield torch.empty_like(value).copy_(short)

@@ -1,0 +1,83 @@
+"""``shardwise rehearse``: its tables, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli.main import main
+
+PROGRAM = """
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+
+def step(mesh):
+    plan = {"0.weight": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    sw.distribute_module(model, mesh, plan, src_data_rank=None)
+    return model, sw.zeros((4, 8), device_mesh=mesh, placements=[Shard(0), Replicate()])
+
+
+def asks_data(mesh):
+    return sw.ones((4,), device_mesh=mesh, placements=[Replicate()] * mesh.ndim).nonzero()
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(PROGRAM)
+
+    def call(*args):
+        return CliRunner().invoke(main, ["rehearse", *args])
+
+    return call
+
+
+def test_it_shows_what_a_rank_holds_and_sends(run):
+    result = run("train.py:step", "--mesh", "2x4", "--names", "dp,tp")
+    assert result.exit_code == 0, result.output
+    assert "One of 8 ranks (2x4), at dp 0, tp 0" in result.output
+    # 256 parameters of float32 in four parts.
+    assert "(of 256 parameters, 1.00 KiB)" in result.output
+    rows = [line.split("│")[1:-1] for line in result.output.splitlines() if "all_reduce" in line]
+    assert ["backward", "all_reduce", "dp", "2", "2", "256 B"] in [[cell.strip() for cell in row] for row in rows]
+
+
+def test_by_op_names_what_needs_a_collective(run):
+    result = run("train.py:step", "--mesh", "2x4", "--names", "dp,tp", "--by-op")
+    assert "redistribute" in result.output
+
+
+def test_json_has_everything(run):
+    found = json.loads(run("train.py:step", "--mesh", "2x4", "--names", "dp,tp", "--json", "--rank", "5").output)
+    assert (found["mesh"], found["names"], found["coordinate"]) == ([2, 4], ["dp", "tp"], [1, 1])
+    assert found["memory"]["parameters"] == found["parameter_bytes"] / 4 == 256
+    assert {"phase", "kind", "mesh_dims", "ranks", "op", "times", "bytes"} == set(found["collectives"][0])
+    assert found["ops"]["aten.mm.default"] == 5
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--mesh", "two"], "is no mesh"),
+        (["--mesh", "2x4", "--names", "dp"], "1 names and the mesh 2 dims"),
+        (["--mesh", "2x4", "--rank", "8"], "ranks 0 to 7"),
+    ],
+)
+def test_options_that_make_no_sense(run, args, message):
+    result = run("train.py:step", *args)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_what_depends_on_data_is_refused(run):
+    result = run("train.py:asks_data", "--mesh", "2")
+    assert result.exit_code == 1
+    assert "the shape of its result depends on data" in result.output

@@ -1,0 +1,72 @@
+"""What the tests of random programs share: sample calls of every first-party rule, and programs drawn from them."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from shardwise.testing.programs import Catalogue, check_program, draw, shrink
+from shardwise.testing.strategies import grids
+
+aten = torch.ops.aten
+
+# What one device gets wrong, so that it is no judge.
+WRONG_ON_ONE_DEVICE = {
+    aten.narrow_copy.out: "writes as if out= were contiguous",
+}
+
+
+def _module(name, folder):
+    path = Path(__file__).parents[1] / folder / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def catalogue():
+    """The sample calls of every first-party rule."""
+    oracle_rules = _module("oracle_rules", "plugins")
+    oracle_rules.samples_file("shardwise-matmul")
+    only_here = {_overload(name) for name in sys.modules["cuda_kernels"].KERNELS}
+    made = Catalogue()
+    for found in oracle_rules.first_party():
+        rules, error = oracle_rules.rules_of(found)
+        assert error is None
+        samples = oracle_rules.declared(found.origin.plugin, "SAMPLES")
+        made.add(rules, samples, without={*WRONG_ON_ONE_DEVICE, *only_here})
+    return made
+
+
+def _overload(name):
+    base, _, overload = name.partition(".")
+    return getattr(getattr(aten, base), overload or "default")
+
+
+def drawn_program(ranks, seed):
+    """The program of a seed, on a mesh of so many ranks."""
+    rng = random.Random(seed)  # noqa: S311  # chance, no secret
+    return draw(catalogue(), rng, rng.choice(grids(ranks, 3)))
+
+
+def check(pool, program, *, small=True):
+    """Run a program and raise with the smallest one that goes wrong in the same line."""
+    verdict = check_program(program, pool)
+    if verdict.wrong:
+        where = _place(program, verdict)
+        if small:
+            program = shrink(program, lambda p: (v := check_program(p, pool)).wrong and _place(p, v) == where)
+            verdict = check_program(program, pool)
+        raise AssertionError(f"{verdict.wrong}\n\n{program}")
+    return verdict
+
+
+def _place(program, verdict):
+    line = program.lines[verdict.at] if isinstance(verdict.at, int) else verdict.at
+    return getattr(line, "op", type(line).__name__)

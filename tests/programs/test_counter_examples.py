@@ -1,0 +1,46 @@
+"""Programs that once went wrong, as random programs found them: one test each, smallest form."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise import Replicate, Shard
+from shardwise.testing.programs import Call, Move, Program, Value, check_program, drawn
+
+
+def counts(pool, program):
+    verdict = check_program(program, pool)
+    assert not verdict.wrong, verdict.wrong
+    return verdict.counts
+
+
+def test_nothing_flows_back_through_a_comparison_in_place(pool):
+    # Autograd's formula makes plain zeros, which came to a leaf and to a redistribution as they were.
+    program = Program(
+        (4,),
+        (
+            drawn(0, (5, 7), torch.float32, (Replicate(),)),
+            Move(1, 0, (Shard(0),)),
+            drawn(2, (7,), torch.float32, (Replicate(),)),
+            Call((3,), "aten.gt_.Tensor", (Value(1), Value(2))),
+        ),
+        backward=((3, (Shard(1),)),),
+        grad=True,
+    )
+    assert counts(pool, program)["gradients compared"] == 2
+
+
+def test_the_functional_form_of_a_fused_optimizer_step_is_refused(pool):
+    # It had a rule and no metas of its results: torch's meta device does not take it.
+    tensors = [drawn(i, (5, 7), torch.float32, (Shard(0),)) for i in range(3)]
+    options = {
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "lr": 0.01,
+        "dampening": 0.0,
+        "nesterov": True,
+        "maximize": False,
+        "is_first_step": False,
+    }
+    call = Call((3, 4, 5), "aten._fused_sgd.default", ([Value(0)], [Value(1)], [Value(2)]), options)
+    assert counts(pool, Program((4,), (*tensors, call)))["call refused (NoRuleError)"] == 1

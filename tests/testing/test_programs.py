@@ -1,0 +1,158 @@
+"""Random programs: they are data that prints as it was made, their judge rejects what is wrong, shrinking is sound."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard
+from shardwise.discovery import default_registry
+from shardwise.rule import rule
+from shardwise.testing.programs import Call, Catalogue, Leaf, Move, Program, Value, check_program, draw, drawn, leaf
+from shardwise.testing.programs import shrink as shrunk
+
+aten = torch.ops.aten
+OPS = [aten.mm.default, aten.tanh.default, aten.add_.Tensor, aten.sum.dim_IntList, aten.sort.default]
+NAMES = {
+    **{f.__name__: f for f in (Call, Leaf, Move, Partial, Program, Replicate, Shard, Value, drawn, leaf)},
+    "torch": torch,
+    "nan": float("nan"),
+    "inf": float("inf"),
+}
+
+
+def rng(seed):
+    return random.Random(seed)  # noqa: S311  # chance, no secret
+
+
+@pytest.fixture(scope="module")
+def catalogue():
+    found = Catalogue()
+    found.add([default_registry().lookup(op).rule for op in OPS], samples={})
+    return found
+
+
+def test_one_seed_gives_one_program(catalogue):
+    programs = [str(draw(catalogue, rng(seed), (2, 2))) for seed in (1, 1, 2)]
+    assert programs[0] == programs[1] != programs[2]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_printed_program_is_the_program(catalogue, seed):
+    program = draw(catalogue, rng(seed), (2, 2))
+    made = eval(str(program), NAMES)  # noqa: S307  # the text under test
+    assert str(made) == str(program)
+    for one, other in zip(made.lines, program.lines, strict=True):
+        if isinstance(one, Leaf):
+            torch.testing.assert_close(one.value, other.value, rtol=0, atol=0, equal_nan=True)
+            assert one.value.stride() == other.value.stride() or one.value.numel() < 2
+
+
+def test_later_calls_take_what_earlier_ones_made(catalogue):
+    programs = [draw(catalogue, rng(seed), (4,)) for seed in range(40)]
+    calls = [call for program in programs for call in program.calls]
+    made = {id(call): set(call.names) for call in calls}
+    chained = sum(
+        any(made[id(earlier)].intersection(call.operands) for earlier in program.calls[:i])
+        for program in programs
+        for i, call in enumerate(program.calls)
+    )
+    assert chained > len(calls) / 3
+    assert any(program.backward for program in programs)
+    assert any(isinstance(line, Move) for program in programs for line in program.lines)
+
+
+# -- the judge -------------------------------------------------------------------------------------------------------
+
+MATRIX = drawn(0, (6, 5), torch.float32, (Replicate(),))
+TANH = Program(
+    (4,), (MATRIX, Call((1,), "aten.tanh.default", (Value(0),)), Call((2,), "aten.neg.default", (Value(1),)))
+)
+
+
+def plant(notation, options):
+    """Put a wrong rule above the installed ones, on a worker, until :func:`uproot`."""
+    # This module travels by value, so it keeps nothing from one run to the next.
+    sys.modules["__main__"].uproot = default_registry().override(rule(aten.tanh.default, notation, **options))
+
+
+def plant_crash():
+    plant("... -> ...", {"lowering": lambda _, x: x.no_such_thing()})
+
+
+def uproot():
+    sys.modules["__main__"].uproot()
+
+
+def test_a_wrong_number_is_found_and_named(pool):
+    # tanh of a sum is not the sum of the tanhs.
+    pool.run(plant, "... -> ...", {"partial": ["sum -> sum"]})
+    pending = Program((4,), (drawn(0, (6, 5), torch.float32, (Partial(),)), *TANH.lines[1:]))
+    try:
+        verdict = check_program(pending, pool)
+        assert verdict.at == 1
+        assert "30 of 30 elements differ" in verdict.wrong
+        # What is left is the call that is wrong.
+        small = shrunk(pending, lambda p: check_program(p, pool).at == len(p.lines) - 1 == 1)
+        assert [call.op for call in small.calls] == ["aten.tanh.default"]
+    finally:
+        pool.run(uproot)
+    assert not check_program(pending, pool).wrong
+
+
+def test_a_right_program_is_counted(pool):
+    counts = check_program(TANH, pool).counts
+    assert counts == {"call ran": 2, "values compared": 3}
+
+
+def test_what_all_ranks_refuse_is_counted_and_what_needs_it_is_left_out(pool):
+    refused = Call((1,), "aten._fft_r2c.default", (Value(0), [1], 0, True))
+    needs_it, other = Call((2,), "aten.abs.default", (Value(1),)), Call((3,), "aten.tanh.default", (Value(0),))
+    program = Program((4,), (MATRIX, refused, needs_it, other))
+    counts = check_program(program, pool).counts
+    assert (counts["call refused (NoRuleError)"], counts["call left"], counts["call ran"]) == (1, 1, 1)
+
+
+def test_what_rounding_blows_up_is_not_wrong(pool):
+    # The sum of the pieces is a little more or less than the whole number that one device has.
+    whole = torch.arange(1.0, 7.0).mul(0.1).mul(10).reshape(6)
+    lines = (
+        Leaf(0, whole, (Shard(0),)),
+        Call((1,), "aten.softmax.int", (Value(0), 0)),
+        Call((2,), "aten.sum.default", (Value(1),)),
+        Call((3,), "aten.floor.default", (Value(2),)),
+        Call((4,), "aten.add.Tensor", (Value(3), Value(0))),
+    )
+    assert not check_program(Program((4,), lines), pool).wrong
+
+
+def test_gradients_are_compared(pool):
+    program = Program((4,), TANH.lines, backward=((2, (Shard(0),)),), grad=True)
+    assert check_program(program, pool).counts["gradients compared"] == 1
+
+
+def test_a_crash_on_every_rank_is_wrong_and_names_its_line(pool):
+    pool.run(plant_crash)
+    try:
+        verdict = check_program(Program((4,), (drawn(0, (6, 5), torch.float32, (Shard(0),)), *TANH.lines[1:])), pool)
+        assert verdict.at == 1
+        assert "no_such_thing" in verdict.wrong
+    finally:
+        pool.run(uproot)
+
+
+def test_shrinking_keeps_what_is_wrong():
+    lines = (
+        drawn(0, (5, 7), torch.float32, (Shard(0), Partial())),
+        Call((1,), "aten.tanh.default", (Value(0),)),
+        Move(2, 1, (Replicate(), Shard(1))),
+        Call((3,), "aten.abs.default", (Value(2),)),
+        Call((4,), "aten.neg.default", (Value(3),)),
+    )
+    small = shrunk(Program((2, 2), lines), lambda p: any(call.op == "aten.abs.default" for call in p.calls))
+    assert [call.op for call in small.calls] == ["aten.abs.default"]
+    (only,) = (line for line in small.lines if isinstance(line, Leaf))
+    assert (small.mesh_shape, only.placements) == ((4,), (Replicate(),))
