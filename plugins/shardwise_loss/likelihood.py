@@ -86,6 +86,9 @@ def forward(call: Call) -> Flow:
     """Batch, positions and classes; a sum is pending, a mean is taken over all shards, and so is the total weight."""
     scores, target = _labels(call)
     reduction = call.args["reduction"]
+    if reduction == NONE and not target:
+        # The kernels take one sample without a batch for a sum.
+        reduction = SUM
     if reduction == NONE:
         # Without a reduction there is no total weight, and every rank answers the same zero.
         looked_up = "v, R, v -> sum, R"

@@ -144,6 +144,19 @@ def batch_norm_backwards():
     return found
 
 
+def without_flag(training):
+    """Calls of the ops whose name says whether they train; torch plans them only with a weight."""
+    found = batch_norms(training=training)
+    return lambda: [((*args[:5], *args[6:]), kwargs) for args, kwargs in found if args[1] is not None]
+
+
+def few_backwards():
+    """With a reserve, as the newer op takes it; its weight is there always."""
+    reserve = torch.empty(0, dtype=torch.uint8)
+    found = [args for args, _ in batch_norm_backwards() if args[2] is not None and args[9] == MASKS[0]]
+    return [((*args, reserve), {}) for args in found]
+
+
 def cudnn_batch_norms(stats=False, training=True):
     found = []
     for i, s in enumerate(BATCHES):
@@ -184,7 +197,13 @@ SAMPLES = {
     aten.native_batch_norm.default: both(native_batch_norms),
     aten._native_batch_norm_legit.default: lambda: [*both(batch_norms)(), *batch_norms(training=False)],
     aten._native_batch_norm_legit.no_stats: lambda: batch_norms(stats=False),
+    aten._native_batch_norm_legit_functional.default: lambda: [*batch_norms()[:4], *batch_norms(training=False)[2:4]],
+    aten._native_batch_norm_legit_no_training.default: without_flag(False),
+    aten._batch_norm_with_update.default: without_flag(True),
+    aten._batch_norm_with_update_functional.default: without_flag(True),
+    aten._batch_norm_no_update.default: without_flag(False),
     aten.native_batch_norm_backward.default: batch_norm_backwards,
+    aten.batch_norm_backward.default: few_backwards,
     aten.cudnn_batch_norm.default: lambda: [
         *cudnn_batch_norms(),
         *cudnn_batch_norms(stats=True),
