@@ -172,6 +172,35 @@ def folds():
     return found
 
 
+def unpools(n):
+    """Values and their places in larger planes."""
+    pool = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)[n - 2]
+    found = []
+    for shape in PLANES[n]:
+        values, places = pool(made(shape), [2] * n, [2] * n)
+        found.append(((values, places, list(shape[-n:]), *([[2] * n, [0] * n] if n > 2 else [])), {}))
+    return found
+
+
+def fractional(n):
+    """Two places a line at random, with random numbers for each channel of each picture."""
+    found = []
+    for shape in PLANES[n]:
+        batch = shape[0] if len(shape) == n + 2 else 1
+        numbers = made((batch, shape[-n - 1], n), seed=6).sigmoid()
+        found.append(((made(shape), [1] * n if n > 2 else [2] * n, [2] * n, numbers), {}))
+    return found
+
+
+def fractional_backs(n):
+    pool = (aten.fractional_max_pool2d, aten.fractional_max_pool3d)[n - 2]
+    found = []
+    for (x, window, size, numbers), _ in fractional(n):
+        values, places = pool(x, window, size, numbers)
+        found.append(((made(values.shape, seed=5), x, window, size, places), {}))
+    return found
+
+
 MAX_2, MAX_3, MEAN_2, MEAN_3 = max_pools(2), max_pools(3), average_pools(2), average_pools(3)
 ADAPT_2, ADAPT_3 = over(2, ([3, 2],), ([1, 5],)), over(3, ([3, 2, 2],))
 
@@ -207,6 +236,12 @@ SAMPLES = {
     aten.pixel_shuffle.default: shuffles,
     aten.pixel_unshuffle.default: unshuffles,
     aten.channel_shuffle.default: channel_shuffles,
+    aten.max_unpool2d.default: lambda: unpools(2),
+    aten.max_unpool3d.default: lambda: unpools(3),
+    aten.fractional_max_pool2d.default: lambda: fractional(2),
+    aten.fractional_max_pool3d.default: lambda: fractional(3),
+    aten.fractional_max_pool2d_backward.default: lambda: fractional_backs(2),
+    aten.fractional_max_pool3d_backward.default: lambda: fractional_backs(3),
     aten.im2col.default: unfolds,
     aten.col2im.default: folds,
 }
