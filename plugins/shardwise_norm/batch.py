@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, Row, Rows, rule_from
+from shardwise.placements import REPLICATE
+from shardwise.rule import Call, Flow, Row, Rows, rule_from, shard
 from shardwise.spec import TensorMeta
 from shardwise_norm.statistics import GRADIENTS, RUNNING, gives_back, is_training, normalised, synchronised_backward
 
@@ -57,8 +58,11 @@ def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
-def forward_rows(call: Call) -> Rows:
-    """Channels, batch and positions; the kernels refuse a tensor without elements, which the lowering takes."""
+def forward_rows(call: Call, *, writes: bool) -> Rows:
+    """Rows of a forward that writes its running statistics, or only reads them.
+
+    Channels, batch and positions; the kernels refuse a tensor without elements, which the lowering takes.
+    """
     labels, training = _labels(call), is_training(call)
     inputs = [labels if name == "input" else ("c",) for name in call.operand_names]
     # Without training nothing is saved: those results are empty.
@@ -73,7 +77,7 @@ def forward_rows(call: Call) -> Rows:
         nonempty=labels,
     )
     rows = [row for plain in flow.bind(call).rows for row in _with_empty(plain)]
-    return Rows((*rows[:-1], *(_stats_apart(call, rows) if training else ()), rows[-1]))
+    return Rows((*rows[:-1], *(_stats_apart(call, rows) if writes else ()), rows[-1]))
 
 
 def _with_empty(row: Row) -> Iterator[Row]:
@@ -84,17 +88,19 @@ def _with_empty(row: Row) -> Iterator[Row]:
         yield evolve(row, lowered=True, nonempty=())
 
 
-def _stats_apart(call: Call, rows: Iterable[Row]) -> Iterator[Row]:
-    """Rows of a sharded batch whose running statistics, which stay where they are, are sharded by channel."""
-    names = call.operand_names
-    there = [i for i, name in enumerate(names) if name in RUNNING and call.operands[i] is not None]
-    by_channel = next((row for row in rows if row.name == "shard c"), None)
-    if not there or by_channel is None or gives_back(call):
-        return
+def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows whose running statistics, which stay where they are, lie in other ways than the row has it."""
+    there = [i for i, n in enumerate(call.operand_names) if n in RUNNING and call.operands[i] is not None]
+    sharded = [(i,) for i in there] + [tuple(there)] if there else []
     for row in rows:
-        if row.lowered and row.name != "shard c":
-            inputs = [by_channel.inputs[i] if i in there else p for i, p in enumerate(row.inputs)]
-            yield evolve(row, inputs=tuple(inputs), name=f"{row.name}, statistics by channel")
+        if not row.lowered:
+            continue
+        for which in ((), *sharded):
+            inputs = list(row.inputs)
+            for i in there:
+                inputs[i] = shard(0) if i in which else REPLICATE
+            if tuple(inputs) != row.inputs:
+                yield evolve(row, inputs=tuple(inputs), name=f"{row.name}, statistics apart")
 
 
 def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
@@ -119,7 +125,12 @@ def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
 
 def _forward(call: Call) -> Rows:
     """Channels; batch and positions, in training by the statistics of all shards."""
-    return forward_rows(call)
+    return forward_rows(call, writes=True)
+
+
+def _pure(call: Call) -> Rows:
+    """Channels; batch and positions, in training by the statistics of all shards."""
+    return forward_rows(call, writes=False)
 
 
 FORWARD = rule_from(
@@ -143,7 +154,7 @@ PURE = rule_from(
     ],
     lowering=normalised,
     results=_results,
-)(_forward)
+)(_pure)
 
 
 @rule_from(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.rule import Call, LocalCall, Rows, rule_from
 from shardwise_norm.batch import backward_rows, forward_rows
-from shardwise_norm.statistics import normalised, pooling, reserve, synchronised_backward
+from shardwise_norm.statistics import is_apart, normalised, pooling, reserve, synchronised_backward
 
 __all__ = ["RULES"]
 
@@ -27,7 +27,7 @@ LINEAR = ("R, sum, R, ... -> sum, ...", "R, avg, R, ... -> avg, ...")
 
 def _normalise(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
     training = local.arg("training")
-    if args[0].numel() == 0 or (training and pooling(local)):
+    if args[0].numel() == 0 or is_apart(local) or (training and pooling(local)):
         return normalised(local, *args)
     x, weight, bias, mean, variance, _, momentum, epsilon = args
     result, *saved = aten.native_batch_norm.default(x, weight, bias, mean, variance, training, momentum, epsilon)
@@ -52,7 +52,7 @@ def _lowered(rows: Rows) -> Rows:
 @rule_from(aten.cudnn_batch_norm.default, lowering=_normalise, writes=("running_mean", "running_var"))
 def forward(call: Call) -> Rows:
     """Channels; batch and positions, in training by the statistics of all shards."""
-    return _lowered(forward_rows(call))
+    return _lowered(forward_rows(call, writes=True))
 
 
 @rule_from(aten.cudnn_batch_norm_backward.default, lowering=_differentiate)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.rule import Call, LocalCall
 
-__all__ = ["GRADIENTS", "RUNNING", "gives_back", "is_training", "normalised", "pooling", "reserve", "synchronised_backward"]
+__all__ = ["GRADIENTS", "RUNNING", "gives_back", "is_apart", "is_training", "normalised", "pooling", "reserve", "synchronised_backward"]
 
 GRADIENTS = frozenset({"grad_out", "grad_output"})
 RUNNING = ("running_mean", "running_var")
@@ -79,7 +79,8 @@ def normalised(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, ...
         saved = [mean, invstd]
     else:
         running = [named[name] for name in RUNNING]
-        mean, invstd = running[0].to(wide.dtype), (running[1].to(wide.dtype) + eps).rsqrt()
+        mean, variance = (_read(local, name, named[name]).to(wide.dtype) for name in RUNNING)
+        invstd = (variance + eps).rsqrt()
         saved = [mean[:0], invstd[:0]]
     result = (wide - _shape(x, mean)) * _shape(x, invstd)
     if weight is not None:
@@ -117,7 +118,7 @@ def _updated(local: LocalCall, named: dict[str, Any], *statistics: Tensor) -> li
     for name, value in zip(RUNNING, statistics, strict=True):
         running = named.get(name)
         if running is not None:
-            moved = running * (1 - momentum) + _lying_like(local, name, value) * momentum
+            moved = running * (1 - momentum) + _written(local, name, value) * momentum
             running = moved.to(running.dtype) if gives_back(local.call) else running.copy_(moved)
         found.append(running)
     return found
@@ -127,16 +128,40 @@ def _total(local: LocalCall, mine: Tensor, mesh_dims: tuple[int, ...]) -> Tensor
     return local.comm.all_reduce(mine, "sum", mesh_dims) if mesh_dims else mine
 
 
-def _lying_like(local: LocalCall, name: str, value: Tensor) -> Tensor:
-    """A value per channel of the input's shard, as one per channel of the running statistics' shard."""
-    channels, spec = local.sharding(local.spec("input"), 1), local.spec(name)
-    if local.sharding(spec) == channels:
-        return value
+def _apart(local: LocalCall, name: str) -> bool:
+    """Whether running statistics lie otherwise than the channels of the input do."""
+    return local.sharding(local.spec(name)) != local.sharding(local.spec("input"), 1)
+
+
+def is_apart(local: LocalCall) -> bool:
+    """Whether any of the running statistics do."""
+    return any(local.call.args.get(name) is not None and _apart(local, name) for name in RUNNING)
+
+
+def _relaid(local: LocalCall, value: Tensor, mesh_dims: tuple[int, ...], run: tuple[int, int]) -> Tensor:
+    """A value per channel, sharded over some mesh dims, as the channels that start at ``run[0]``, ``run[1]`` of them."""
     # The last mesh dim splits innermost.
-    for mesh_dim in reversed(channels):
+    for mesh_dim in reversed(mesh_dims):
         value = torch.cat(local.comm.all_gather(value, mesh_dim))
-    start = local.offset(spec)[0]
-    return value[start : start + local.local_shape(spec)[0]]
+    return value.narrow(0, *run)
+
+
+def _written(local: LocalCall, name: str, value: Tensor) -> Tensor:
+    """A value per channel of the input's shard, as one per channel of the running statistics' shard."""
+    if not _apart(local, name):
+        return value
+    spec = local.spec(name)
+    run = (local.offset(spec)[0], local.local_shape(spec)[0])
+    return _relaid(local, value, local.sharding(local.spec("input"), 1), run)
+
+
+def _read(local: LocalCall, name: str, running: Tensor) -> Tensor:
+    """Running statistics of the channels of the input's shard."""
+    if not _apart(local, name):
+        return running
+    spec = local.spec("input")
+    run = (local.offset(spec)[1], local.local_shape(spec)[1])
+    return _relaid(local, running, local.sharding(local.spec(name)), run)
 
 
 def reserve(x: Tensor) -> Tensor:

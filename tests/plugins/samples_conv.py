@@ -21,6 +21,11 @@ CONVOLUTIONS = [
     ((5, 8, 3), (8, 3, 2), True, [2], [0], [1], True, [0], 4),
     ((1, 2, 3, 3, 3), (4, 2, 2, 2, 2), True, [1, 1, 1], [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1),
     ((8, 12, 4), (6, 6, 2), True, [1], [0], [1], False, [0], 2),
+    # Windows that reach past the neighbours, leave positions out, or lie in the padding altogether.
+    ((2, 3, 11, 2), (4, 3, 3, 1), True, [3, 1], [2, 0], [2, 1], False, [0, 0], 1),
+    ((2, 2, 5), (3, 2, 4), True, [2], [6], [1], False, [0], 1),
+    ((2, 4, 5, 3), (4, 2, 3, 2), True, [3, 1], [1, 0], [2, 1], True, [2, 0], 1),
+    ((1, 4, 9), (4, 1, 2), True, [3], [2], [1], True, [1], 2),
 ]
 
 
