@@ -95,11 +95,24 @@ def after(forward, calls, *, keeps_input=True, indices=False):
 
 
 def max_pools(n):
-    return over(n, ([2] * n, [2] * n, [0] * n, [1] * n, False), ([3] * n, [1] * n, [1] * n, [1] * n, True))
+    settings = (
+        ([2] * n, [2] * n, [0] * n, [1] * n, False),
+        ([3] * n, [1] * n, [1] * n, [1] * n, True),
+        ([2] * n, [1, 2, 1][:n], [1] * n, [2] * n, False),
+    )
+    calls = over(n, *settings)
+
+    def make():
+        # A maximum of nothing but minus infinities, some of it padding.
+        low = made(PLANES[n][-1])
+        low[..., :3] = float("-inf")
+        return [*calls(), ((low, *settings[-1]), {})]
+
+    return make
 
 
 def average_pools(n):
-    return over(n, ([2] * n, [2] * n, [0] * n, False, True, None), ([3] * n, [2] * n, [1] * n, True, False, None))
+    return over(n, ([2] * n, [2] * n, [0] * n, False, True, None), ([3] * n, [2] * n, [1] * n, True, False, None), ([2] * n, [3] * n, [1] * n, True, True, None), ([2] * n, [1] * n, [1] * n, False, True, 3))
 
 
 def interpolated(forward, backward, n, *corners):
