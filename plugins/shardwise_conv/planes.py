@@ -107,6 +107,8 @@ ADAPTIVE_POOLS = [
 ]
 NEAREST = _each("upsample_nearest#d _upsample_nearest_exact#d", PICKING)
 NEAREST_BACKWARDS = _each("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", UNARY)
+# Torch has it since 2.13.
+LANCZOS = "_upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward"
 SMOOTH = [
     planes("upsample_linear1d upsample_linear1d_backward", 1, UNARY),
     planes(
@@ -116,6 +118,7 @@ SMOOTH = [
         2,
         UNARY,
     ),
+    *([planes(LANCZOS, 2, UNARY)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
 PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)

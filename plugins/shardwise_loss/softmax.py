@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from shardwise.rule import Call, Flow, Rows, like, rule_from
 from shardwise_loss.shared_dim import log_softmax, log_softmax_backward, safe_softmax, softmax, softmax_backward
@@ -35,7 +38,30 @@ def _backward(call: Call) -> Rows:
     return _rows(like(call.args["output"], partial=LINEAR, lowered=_along(call, "output")), call)
 
 
+def _like_first(x: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
+    """These have no meta kernel."""
+    return x.new_empty(x.shape) if out is None else out
+
+
+@rule_from(
+    [
+        aten._masked_softmax.default,
+        aten._masked_softmax.out,
+        aten._masked_softmax_backward.default,
+        aten._masked_softmax_backward.out,
+    ],
+    meta=_like_first,
+)
+def masked(call: Call) -> Flow:
+    """Any dim but the softmax dim, where the mask has the shape of the scores."""
+    scores, mask, dim = call.operands[0], call.args["mask"], call.args["dim"]
+    if scores is None or scores.shape != mask.shape or not scores.ndim:
+        return Flow([None] * len(call.operands), [None])
+    return like(scores, whole=[-1 if dim is None else dim])
+
+
 RULES = (
+    masked,
     rule_from([aten._softmax.default, aten._softmax.out], lowering=softmax)(_forward),
     rule_from([aten._log_softmax.default, aten._log_softmax.out], lowering=log_softmax)(_forward),
     rule_from(aten._safe_softmax.default, lowering=safe_softmax)(_forward),

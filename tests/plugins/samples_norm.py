@@ -187,7 +187,27 @@ def cudnn_batch_norm_backward(x, grad_output, weight, running_mean, running_var,
     return aten.native_batch_norm_backward(grad_output, x, weight, *stats, True, epsilon, [True, True, True])
 
 
+# (weight, dim)
+WEIGHTS = [((8, 6), 0), ((5, 3, 2), 0), ((4, 7), 1)]
+
+
+def weight_norms():
+    return [
+        ((made(s), made([n if d == dim else 1 for d, n in enumerate(s)], seed=1), dim), {}) for s, dim in WEIGHTS
+    ]
+
+
+def weight_norm_backwards():
+    found = []
+    for (v, g, dim), _ in weight_norms():
+        _, norms = aten._weight_norm_interface(v, g, dim)
+        found.append(((made(v.shape, seed=3), v, g, norms, dim), {}))
+    return found
+
+
 SAMPLES = {
+    aten._weight_norm_interface.default: weight_norms,
+    aten._weight_norm_interface_backward.default: weight_norm_backwards,
     aten.native_layer_norm.default: both(layer_norms),
     aten.native_layer_norm_backward.default: both(layer_norm_backwards),
     aten._fused_rms_norm.default: rms_norms,
