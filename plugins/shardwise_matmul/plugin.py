@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_matmul import attention, padding, products, sums
+    from shardwise_matmul import attention, fused, padding, products, sums
 
-    registry.add(*products.RULES, *sums.RULES, *attention.RULES, *padding.RULES)
+    registry.add(*products.RULES, *sums.RULES, *attention.RULES, *padding.RULES, *fused.RULES)
