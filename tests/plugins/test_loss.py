@@ -46,12 +46,14 @@ def test_rows_of_softmax():
     assert rows(aten._softmax.default, empty(4, 5, 6), -2, False) == [
         "[S(0)] -> [S(0)]",
         "[S(2)] -> [S(2)]",
+        "[S(1)] -> [S(1)]*",
         "[R] -> [R]",
     ]
     assert rows(aten._log_softmax_backward_data.default, empty(4, 5), empty(4, 5), 1, torch.float32) == [
         "[S(0), S(0)] -> [S(0)]",
         "[P(sum), R] -> [P(sum)]",
         "[P(avg), R] -> [P(avg)]",
+        "[S(1), S(1)] -> [S(1)]*",
         "[R, R] -> [R]",
     ]
 
@@ -70,7 +72,7 @@ def test_rows_of_likelihood(reduction, expected):
 
 def test_rows_of_likelihood_of_pictures():
     found = rows(aten.nll_loss2d_forward.default, empty(4, 3, 2, 2), empty(4, 2, 2, dtype=torch.int64), None, SUM, -100)
-    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(2)", "[S(3)", "[R"]
+    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(1)", "[S(2)", "[S(3)", "[R"]
 
 
 def test_the_gradient_of_a_mean_is_divided_by_the_total_weight_that_it_is_given():
