@@ -90,9 +90,7 @@ def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
 
 
 MAX_POOLS = [planes(f"max_pool{n}d_with_indices", n, (), largest) for n in (2, 3)]
-MAX_POOL_BACKWARDS = [
-    planes(f"max_pool{n}d_with_indices_backward", n, LINEAR_FIRST, largest_backward) for n in (2, 3)
-]
+MAX_POOL_BACKWARDS = [planes(f"max_pool{n}d_with_indices_backward", n, LINEAR_FIRST, largest_backward) for n in (2, 3)]
 AVERAGE_POOLS = [planes(f"avg_pool{n}d", n, UNARY, average) for n in (2, 3)]
 AVERAGE_POOL_BACKWARDS = [planes(f"avg_pool{n}d_backward", n, LINEAR_FIRST, average_backward) for n in (2, 3)]
 ADAPTIVE_POOLS = [

@@ -1,7 +1,7 @@
 """Convolution over sharded positions, forward and backward, by halo exchange.
 
 Each rank fetches the positions that its own outputs reach, convolves them without padding, and in the backward returns
-the gradients of what it fetched. Any kernel, stride, padding and dilation; transposed ones too; uneven and empty shards.
+the gradients of what it fetched. Any kernel, stride, padding and dilation; transposed ones too; any shards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def _slides(local: LocalCall) -> list[Slide]:
         Slide(
             i + _BATCH_AND_CHANNEL,
             size,
-            *(setting(arg(name), i) for name in ("stride", "padding", "dilation")),
-            transposed=arg("transposed"),
+            setting(arg("stride"), i),
+            setting(arg("padding"), i),
+            setting(arg("dilation"), i),
+            arg("transposed"),
         )
         for i, size in enumerate(kernel)
     ]
@@ -121,7 +123,12 @@ def differentiate(
 
 
 def _gradients(
-    gradient: Tensor, reached: Tensor, weight: Tensor, inner: _Settings, dims: Sequence[Sliding], mask: tuple[bool, bool]
+    gradient: Tensor,
+    reached: Tensor,
+    weight: Tensor,
+    inner: _Settings,
+    dims: Sequence[Sliding],
+    mask: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients by the window and by the weight."""
     if not gradient.numel() or not reached.numel():

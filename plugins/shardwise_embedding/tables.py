@@ -64,7 +64,7 @@ def _renorm_own(local: LocalCall, table: Tensor, indices: Tensor, max_norm: floa
     mine = torch.where(own, relative, table.shape[0])[own | illegal]
     split = local.sharding(whole, 1)
     if split:
-        return _renorm_columns(local, table, mine.unique(), max_norm, norm_type)
+        return _renorm_columns(local, table, torch.unique(mine), max_norm, norm_type)
     renormed: Tensor = aten.embedding_renorm_.default(table, mine, max_norm, norm_type) if mine.numel() else table
     return renormed
 

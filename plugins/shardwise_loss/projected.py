@@ -26,7 +26,7 @@ def _total_weight(local: LocalCall, target: Tensor, weight: Tensor | None) -> Te
 
 
 def _share(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
-    """This rank's share of a mean, and of its gradients: its sum over the total weight of all ranks."""
+    """A rank's share of a mean, and of its gradients: its sum over the total weight of all ranks."""
     names = [a.name for a in local.call.signature.args]
     given = dict(zip(names, args, strict=True)) | {"reduction": "sum"}
     found: tuple[Tensor, ...] = local.call.op(*given.values())
@@ -45,9 +45,7 @@ def _reduced(call: Call) -> Flow:
     if call.args["compute_input_grad"]:
         return Flow(inputs, [None, by_input, None, None], reduce={"n": "sum"}, lowered=["n"], nonempty={"n"})
     row = "n, R, n, R, R -> sum, R, sum, sum"
-    return Flow(
-        inputs, [None, by_input, None, None], replicate={"n"}, partial=[row], lowered=[row], nonempty={"n"}
-    )
+    return Flow(inputs, [None, by_input, None, None], replicate={"n"}, partial=[row], lowered=[row], nonempty={"n"})
 
 
 def _each(call: Call) -> Flow:
@@ -58,9 +56,9 @@ def _each(call: Call) -> Flow:
 def _rules() -> Iterator[Rule]:
     ops = torch.ops.torch_nn
     if hasattr(ops, "_linear_cross_entropy_batch_chunked"):
-        yield rule_from(ops._linear_cross_entropy_batch_chunked.default, lowering=_share)(_reduced)  # noqa: SLF001
+        yield rule_from(ops._linear_cross_entropy_batch_chunked.default, lowering=_share)(_reduced)
     if hasattr(ops, "_linear_cross_entropy_batch_chunked_no_reduction"):
-        yield rule_from(ops._linear_cross_entropy_batch_chunked_no_reduction.default)(_each)  # noqa: SLF001
+        yield rule_from(ops._linear_cross_entropy_batch_chunked_no_reduction.default)(_each)
 
 
 RULES = tuple(_rules())

@@ -50,20 +50,23 @@ def _given(local: LocalCall, result: Tensor, outs: Mapping[str, Any]) -> Tensor:
     return result.to(spec.dtype) if out is None else out.copy_(result)
 
 
-def softmax(local: LocalCall, x: Tensor, dim: int, *_: Any, **outs: Any) -> Tensor:
+def softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **outs: Any) -> Tensor:
     """``_softmax`` of shards of ``dim``."""
+    del rest
     _, _, powers, total = _parts(local, x, dim)
     return _given(local, powers / total, outs)
 
 
-def safe_softmax(local: LocalCall, x: Tensor, dim: int, *_: Any, **__: Any) -> Tensor:
+def safe_softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **options: Any) -> Tensor:
     """``_safe_softmax`` of shards of ``dim``: a line of minus infinities gives zeros."""
+    del rest, options
     peak, _, powers, total = _parts(local, x, dim)
     return _given(local, (powers / total).masked_fill(peak == float("-inf"), 0), {})
 
 
-def log_softmax(local: LocalCall, x: Tensor, dim: int, *_: Any, **outs: Any) -> Tensor:
+def log_softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **outs: Any) -> Tensor:
     """``_log_softmax`` of shards of ``dim``."""
+    del rest
     _, shifted, _, total = _parts(local, x, dim)
     return _given(local, shifted - total.log(), outs)
 

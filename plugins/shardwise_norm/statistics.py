@@ -9,7 +9,17 @@ from torch import Tensor
 
 from shardwise.rule import Call, LocalCall
 
-__all__ = ["GRADIENTS", "RUNNING", "gives_back", "is_apart", "is_training", "normalised", "pooling", "reserve", "synchronised_backward"]
+__all__ = [
+    "GRADIENTS",
+    "RUNNING",
+    "gives_back",
+    "is_apart",
+    "is_training",
+    "normalised",
+    "pooling",
+    "reserve",
+    "synchronised_backward",
+]
 
 GRADIENTS = frozenset({"grad_out", "grad_output"})
 RUNNING = ("running_mean", "running_var")
@@ -139,7 +149,7 @@ def is_apart(local: LocalCall) -> bool:
 
 
 def _relaid(local: LocalCall, value: Tensor, mesh_dims: tuple[int, ...], run: tuple[int, int]) -> Tensor:
-    """A value per channel, sharded over some mesh dims, as the channels that start at ``run[0]``, ``run[1]`` of them."""
+    """A value per channel, sharded over some mesh dims, as ``run[1]`` channels from ``run[0]`` on."""
     # The last mesh dim splits innermost.
     for mesh_dim in reversed(mesh_dims):
         value = torch.cat(local.comm.all_gather(value, mesh_dim))

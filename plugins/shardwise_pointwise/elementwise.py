@@ -21,7 +21,7 @@ PendingRows = Mapping[int, Sequence[str]]
 Condition = Callable[[Call], bool]
 
 
-def elementwise(  # noqa: PLR0913  # keyword-only options of one value
+def elementwise(
     names: str,
     pending: PendingRows | None = None,
     *,
@@ -35,7 +35,7 @@ def elementwise(  # noqa: PLR0913  # keyword-only options of one value
     return elementwise_of(ops, pending, when=when, lowering=lowering, lowered=lowered, resolves=resolves)
 
 
-def elementwise_of(  # noqa: PLR0913  # keyword-only options of one value
+def elementwise_of(
     ops: Sequence[Op],
     pending: PendingRows | None = None,
     *,

@@ -112,7 +112,13 @@ def max_pools(n):
 
 
 def average_pools(n):
-    return over(n, ([2] * n, [2] * n, [0] * n, False, True, None), ([3] * n, [2] * n, [1] * n, True, False, None), ([2] * n, [3] * n, [1] * n, True, True, None), ([2] * n, [1] * n, [1] * n, False, True, 3))
+    return over(
+        n,
+        ([2] * n, [2] * n, [0] * n, False, True, None),
+        ([3] * n, [2] * n, [1] * n, True, False, None),
+        ([2] * n, [3] * n, [1] * n, True, True, None),
+        ([2] * n, [1] * n, [1] * n, False, True, 3),
+    )
 
 
 def interpolated(forward, backward, n, *corners):
@@ -270,7 +276,13 @@ for dims in (1, 2, 3):
         SAMPLES |= padded(kind, dims)
 SAMPLES |= interpolated(aten.upsample_linear1d, aten.upsample_linear1d_backward, 1, (False,), (True,))
 SAMPLES |= interpolated(aten.upsample_trilinear3d, aten.upsample_trilinear3d_backward, 3, (False,), (True,))
-for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa"):
+for name in (
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
+):
     if not hasattr(aten, name):
         continue
     SAMPLES |= interpolated(named(name), named(f"{name}_backward"), 2, (False,), (True,))

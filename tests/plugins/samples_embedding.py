@@ -57,10 +57,10 @@ def bags():
     found = []
     for table, count, offsets, padding in BAGS:
         where = indices(table[0], (count,)), torch.tensor(offsets)
-        for mode in (SUM, MEAN, MAX):
-            found.append(((made(table), *where, False, mode, False, None, padding == 1, padding), {}))
+        last = padding == 1
+        found += [((made(table), *where, False, mode, False, None, last, padding), {}) for mode in (SUM, MEAN, MAX)]
         scale = made((count,), seed=3)
-        found.append(((made(table), *where, False, SUM, False, scale, padding == 1, padding), {}))
+        found.append(((made(table), *where, False, SUM, False, scale, last, padding), {}))
     where = indices(5, (6,)), torch.tensor([0, 2, 2])
     return [*found, ((made((5, 7), BF16), *where, False, MEAN), {})]
 
@@ -108,4 +108,6 @@ SAMPLES = {
     aten._embedding_bag_per_sample_weights_backward.default: bag_scale_backwards,
 }
 
-STAND_INS = {op: with_bag_of_index(op) for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)}
+STAND_INS = {
+    op: with_bag_of_index(op) for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
+}

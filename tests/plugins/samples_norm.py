@@ -187,14 +187,12 @@ def cudnn_batch_norm_backward(x, grad_output, weight, running_mean, running_var,
     return aten.native_batch_norm_backward(grad_output, x, weight, *stats, True, epsilon, [True, True, True])
 
 
-# (weight, dim)
+# A weight and its dim.
 WEIGHTS = [((8, 6), 0), ((5, 3, 2), 0), ((4, 7), 1)]
 
 
 def weight_norms():
-    return [
-        ((made(s), made([n if d == dim else 1 for d, n in enumerate(s)], seed=1), dim), {}) for s, dim in WEIGHTS
-    ]
+    return [((made(s), made([n if d == dim else 1 for d, n in enumerate(s)], seed=1), dim), {}) for s, dim in WEIGHTS]
 
 
 def weight_norm_backwards():

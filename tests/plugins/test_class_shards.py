@@ -1,4 +1,4 @@
-"""Softmax and cross entropy over sharded classes: the scores are never gathered, and the numbers are those of one device."""
+"""Softmax and cross entropy over sharded classes: scores are never gathered, numbers are those of one device."""
 
 import pytest
 import torch

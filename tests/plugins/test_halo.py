@@ -41,9 +41,7 @@ def compared(call, tensors, shape, placements):
     expected = call(*whole)
     expected.sum().backward()
     placed = [placements, *[[R] * len(shape)] * (len(tensors) - 1)]
-    put = [
-        sw.distribute_tensor(t, mesh(shape), p).requires_grad_() for t, p in zip(tensors, placed, strict=True)
-    ]
+    put = [sw.distribute_tensor(t, mesh(shape), p).requires_grad_() for t, p in zip(tensors, placed, strict=True)]
     events = []
     with observe(events.append):
         found = call(*put)
@@ -67,7 +65,12 @@ def turned(x, weight, bias):
     return functional.conv_transpose2d(x, weight.transpose(0, 1), bias, stride=2, padding=1, output_padding=1)
 
 
-LAYOUTS = [((4,), [Shard(2)]), ((2, 2), [Shard(2), Shard(3)]), ((2, 2), [Shard(2), Shard(2)]), ((2, 2), [Shard(0), Shard(3)])]
+LAYOUTS = [
+    ((4,), [Shard(2)]),
+    ((2, 2), [Shard(2), Shard(3)]),
+    ((2, 2), [Shard(2), Shard(2)]),
+    ((2, 2), [Shard(0), Shard(3)]),
+]
 
 
 @pytest.mark.parametrize("call", [padded, strided, turned])
