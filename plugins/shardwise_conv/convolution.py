@@ -72,7 +72,7 @@ AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, av
 
 @rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes, lowering=convolve)
 def convolution(call: Call) -> Rows:
-    """Batch, output channels, groups or positions; sharded input channels leave a pending sum, the bias a part of it."""
+    """Batch, output channels, groups or positions; sharded input channels leave a pending sum, bias included."""
     dims = _dims(call)
     contracted = ["i, i, sum -> sum"] if call.args["groups"] == 1 else []
     flow = Flow(

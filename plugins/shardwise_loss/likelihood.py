@@ -1,8 +1,8 @@
 """Negative log likelihood: batch, positions and classes may be sharded.
 
 Of sharded classes every rank looks up the targets that are its own and passes over the others, so the scores stay
-where they are. The mean divides by the total weight of the targets, the ignored ones left out. Over a sharded batch that
-is the *global* total weight; a mean of the ranks' means would be wrong.
+where they are. The mean divides by the total weight of the targets, the ignored ones left out. Over a sharded batch
+that is the *global* total weight; a mean of the ranks' means would be wrong.
 """
 
 from __future__ import annotations
