@@ -196,6 +196,30 @@ def comparisons():
         compare(loss, numbers(5, 6), numbers(5, 6).flip(0))
 
 
+def square_roots_of_pending_sums():
+    """Of features in shards, cosine similarity takes the root of a sum in place."""
+    x, y, sign = numbers(5, 6), numbers(5, 6).flip(0), torch.tensor([1, -1, 1, 1, -1])
+    put = [sw.distribute_tensor(t, mesh((4,)), [Shard(1)]) for t in (x, y)]
+    found = functional.cosine_embedding_loss(*put, sw.distribute_tensor(sign, mesh((4,)), [Replicate()]))
+    torch.testing.assert_close(found.full_tensor(), functional.cosine_embedding_loss(x, y, sign))
+
+
+def alignments():
+    """Lengths differ, so a rank's longest target is not that of all."""
+    scores, targets = numbers(6, 5, 4).log_softmax(2), torch.arange(15).view(5, 3) % 3 + 1
+    lengths = torch.tensor([6, 5, 6, 4, 6]), torch.tensor([1, 1, 2, 1, 3])
+    whole = scores.clone().requires_grad_()
+    x = sw.distribute_tensor(scores, mesh((4,)), [Shard(1)]).requires_grad_()
+    y = sw.distribute_tensor(targets, mesh((4,)), [Shard(0)])
+    found = functional.ctc_loss(x, y, *(n.tolist() for n in lengths), reduction="sum")
+    expected = functional.ctc_loss(whole, targets, *lengths, reduction="sum")
+    torch.testing.assert_close(found.full_tensor(), expected)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+    assert x.grad.placements == (Shard(1),)
+
+
 def a_pending_loss_is_a_number():
     x = sw.distribute_tensor(numbers(5, 6), mesh((4,)), [Shard(0)])
     loss = functional.mse_loss(x, torch.zeros_like(x))
@@ -203,6 +227,16 @@ def a_pending_loss_is_a_number():
     assert loss.item() == pytest.approx(numbers(5, 6).square().mean().item())
 
 
-@pytest.mark.parametrize("program", [cross_entropy, weighted_cross_entropy, comparisons, a_pending_loss_is_a_number])
+PROGRAMS = [
+    cross_entropy,
+    weighted_cross_entropy,
+    comparisons,
+    a_pending_loss_is_a_number,
+    square_roots_of_pending_sums,
+    alignments,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_on_ranks(pool, program):
     pool.run(program)
