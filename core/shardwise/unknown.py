@@ -23,7 +23,7 @@ from shardwise.private_torch import (
     is_view_in_place,
     new_wrapper,
     outside_modes,
-    storage_of,
+    memory_of,
 )
 from shardwise.redistribute import mover
 from shardwise.registry import Registry
@@ -184,7 +184,7 @@ class UnknownOp:
     def _view_in_place(self, view: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Give a tensor the shape of a view of it; refused where the view would have to be a copy."""
         tensor, found = args[0], view(*args, **kwargs)
-        if found._spec.is_copy or storage_of(found._local_tensor) != storage_of(tensor._local_tensor):
+        if found._spec.is_copy or memory_of(found._local_tensor) != memory_of(tensor._local_tensor):
             raise InPlaceError(
                 asked=f"run {op_name(self.op)} on {tensor._spec}",
                 found=f"the result would lie as {found._spec}, which is no view of it",

@@ -1,27 +1,41 @@
-"""Convolution and its backward: by batch, by output channels, by input channels, by groups.
+"""Convolution and its backward: by batch, by output channels, by input channels, by groups, and by positions.
 
-Positions are whole here: a shard of them would need its neighbours' edges.
+A shard of positions needs its neighbours' edges, which its lowering fetches (see ``spatial``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
+from shardwise.placements import REPLICATE
+from shardwise.rule import Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard
+from shardwise_conv.spatial import convolve, differentiate
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
+def _positions(call: Call) -> tuple[str, ...]:
+    return tuple(f"p{d}" for d in range(call.args["input"].ndim - 2))
+
+
+def _rows(rows: Sequence[Row]) -> Rows:
+    """Rows that exchange come after those that need not, and before all whole."""
+    whole = [row for row in rows if row.name == "R"]
+    rest = sorted((row for row in rows if row.name != "R"), key=lambda row: row.lowered)
+    return Rows((*rest, *whole))
+
+
 def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
     """Dims of input, weight, bias and result. Within several groups, channels may be sharded by whole groups only."""
     x, weight, groups = call.args["input"], call.args["weight"], call.args["groups"]
-    positions = (None,) * (x.ndim - 2)
+    positions = _positions(call)
+    kernel_positions = (None,) * (x.ndim - 2)
     transposed = call.args["transposed"]
     into: Any
     out: Any
@@ -34,7 +48,7 @@ def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
         kernel = (into if transposed else out, None)
     return {
         "input": ("n", into, *positions),
-        "weight": (*kernel, *positions),
+        "weight": (*kernel, *kernel_positions),
         "bias": (out,),
         "result": ("n", out, *positions),
     }
@@ -56,33 +70,46 @@ def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
 
-@rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes)
+@rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes, lowering=convolve)
 def convolution(call: Call) -> Rows:
-    """Batch, output channels or groups; sharded input channels leave a pending sum, of which the bias is a part."""
+    """Batch, output channels, groups or positions; sharded input channels leave a pending sum, bias included."""
     dims = _dims(call)
     contracted = ["i, i, sum -> sum"] if call.args["groups"] == 1 else []
     flow = Flow(
         [dims["input"], dims["weight"], dims["bias"]],
         [dims["result"]],
         partial=[*contracted, *AFFINE],
+        lowered=_positions(call),
         nonempty={"o", "g"},
     )
     # Of no input channels at all the kernel makes nothing of the right shape.
     rows = flow.bind(call).rows
-    return Rows(tuple(evolve(r, nonempty=((0, 1),)) if r.name in contracted else r for r in rows))
+    return _rows([evolve(r, nonempty=((0, 1),)) if r.name in contracted else r for r in rows])
 
 
-@rule_from(aten.convolution_backward.default, local_args=_local_sizes)
-def backward(call: Call) -> Flow:
+@rule_from(aten.convolution_backward.default, local_args=_local_sizes, lowering=differentiate)
+def backward(call: Call) -> Rows:
     """A gradient that lacks the sharded dim is a pending sum; that of the bias knows nothing of the input."""
     dims = _dims(call)
-    return Flow(
+    flow = Flow(
         [dims["result"], dims["input"], dims["weight"]],
         [dims["input"], dims["weight"], dims["bias"]],
         reduce={"n": "sum", "o": "sum", "i": "R"},
+        replicate=_positions(call),
         partial=["sum, R, R -> sum, ...", "avg, R, R -> avg, ..."],
         nonempty={"o", "i", "g"},
     )
+    # Written out, for a dim of positions has another size in the gradient than in the input.
+    by_position = [
+        Row(
+            (shard(d), shard(d), REPLICATE),
+            (shard(d), partial("sum"), partial("sum")),
+            f"shard p{d - 2}",
+            lowered=True,
+        )
+        for d in range(2, call.args["input"].ndim)
+    ]
+    return _rows([*flow.bind(call).rows, *by_position])
 
 
 RULES = (convolution, backward)

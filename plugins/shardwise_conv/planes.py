@@ -1,4 +1,7 @@
-"""Ops on every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded."""
+"""Ops on every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded.
+
+So may the positions of a pool of fixed windows, by halo exchange.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.lowering import Lowering
+from shardwise.rule import Call, Flow, LocalCall, Row, Rows, Rule, rule_from, shard
 from shardwise.signature import Op
+from shardwise_conv.spatial_pool import average, average_backward, largest, largest_backward
 
 __all__ = ["RULES"]
 
@@ -40,11 +45,14 @@ def _sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"input_size": local.local_shape(result)}
 
 
-def planes(names: str, positions: int, partial: Iterable[str] = ()) -> Rule:
-    """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through."""
+def planes(names: str, positions: int, partial: Iterable[str] = (), by_position: Lowering | None = None) -> Rule:
+    """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
+
+    With the lowering ``by_position`` those dims may be sharded too, alike in all operands and results.
+    """
     rows = tuple(partial)
 
-    def describe(call: Call) -> Flow:
+    def describe(call: Call) -> Rows:
         x = call.operands[0]
         assert x is not None
         lead = x.ndim - positions
@@ -52,10 +60,21 @@ def planes(names: str, positions: int, partial: Iterable[str] = ()) -> Rule:
         # Interpolating and averaging bytes rounds.
         exact = rows if x.dtype.is_floating_point or rows == PICKING else ()
         # The kernels take an empty batch, but no planes without channels.
-        return Flow([labels], [labels], partial=exact, nonempty=[d for d in labels[lead - 1 : lead] if d])
+        flow = Flow([labels], [labels], partial=exact, nonempty=[d for d in labels[lead - 1 : lead] if d])
+        found = flow.bind(call).rows
+        if by_position is None or not x.dtype.is_floating_point:
+            return Rows(found)
+        return Rows((*found[:-1], *(_sharded(found[-1], d) for d in range(lead, x.ndim)), found[-1]))
 
-    describe.__doc__ = "Batch and channels; positions are whole." + "".join(f" {row}." for row in rows)
-    return rule_from(_overloads(names), local_args=_sizes)(describe)
+    how = "positions by halo exchange" if by_position else "positions are whole"
+    describe.__doc__ = f"Batch and channels; {how}." + "".join(f" {row}." for row in rows)
+    return rule_from(_overloads(names), local_args=_sizes, lowering=by_position)(describe)
+
+
+def _sharded(whole: Row, dim: int) -> Row:
+    """The row in which every operand and result is sharded on a dim."""
+    inputs, outputs = (tuple(p and shard(dim) for p in side) for side in (whole.inputs, whole.outputs))
+    return Row(inputs, outputs, f"shard d{dim}", lowered=True)
 
 
 def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
@@ -70,24 +89,24 @@ def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
     return found
 
 
-MAX_POOLS = [
-    planes("max_pool2d_with_indices adaptive_max_pool2d", 2),
-    planes("max_pool3d_with_indices adaptive_max_pool3d", 3),
-]
-MAX_POOL_BACKWARDS = [
-    planes("max_pool2d_with_indices_backward adaptive_max_pool2d_backward", 2, LINEAR_FIRST),
-    planes("max_pool3d_with_indices_backward adaptive_max_pool3d_backward", 3, LINEAR_FIRST),
-]
-AVERAGE_POOLS = [
-    planes("avg_pool2d _adaptive_avg_pool2d", 2, UNARY),
-    planes("avg_pool3d _adaptive_avg_pool3d", 3, UNARY),
-]
-AVERAGE_POOL_BACKWARDS = [
-    planes("avg_pool2d_backward _adaptive_avg_pool2d_backward", 2, LINEAR_FIRST),
-    planes("avg_pool3d_backward _adaptive_avg_pool3d_backward", 3, LINEAR_FIRST),
+MAX_POOLS = [planes(f"max_pool{n}d_with_indices", n, (), largest) for n in (2, 3)]
+MAX_POOL_BACKWARDS = [planes(f"max_pool{n}d_with_indices_backward", n, LINEAR_FIRST, largest_backward) for n in (2, 3)]
+AVERAGE_POOLS = [planes(f"avg_pool{n}d", n, UNARY, average) for n in (2, 3)]
+AVERAGE_POOL_BACKWARDS = [planes(f"avg_pool{n}d_backward", n, LINEAR_FIRST, average_backward) for n in (2, 3)]
+ADAPTIVE_POOLS = [
+    planes("adaptive_max_pool2d", 2),
+    planes("adaptive_max_pool3d", 3),
+    planes("adaptive_max_pool2d_backward", 2, LINEAR_FIRST),
+    planes("adaptive_max_pool3d_backward", 3, LINEAR_FIRST),
+    planes("_adaptive_avg_pool2d", 2, UNARY),
+    planes("_adaptive_avg_pool3d", 3, UNARY),
+    planes("_adaptive_avg_pool2d_backward", 2, LINEAR_FIRST),
+    planes("_adaptive_avg_pool3d_backward", 3, LINEAR_FIRST),
 ]
 NEAREST = _each("upsample_nearest#d _upsample_nearest_exact#d", PICKING)
 NEAREST_BACKWARDS = _each("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", UNARY)
+# Torch has it since 2.13.
+LANCZOS = "_upsample_lanczos2d_aa _upsample_lanczos2d_aa_backward"
 SMOOTH = [
     planes("upsample_linear1d upsample_linear1d_backward", 1, UNARY),
     planes(
@@ -97,6 +116,7 @@ SMOOTH = [
         2,
         UNARY,
     ),
+    *([planes(LANCZOS, 2, UNARY)] if hasattr(aten, "_upsample_lanczos2d_aa") else []),
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
 PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)
@@ -107,6 +127,7 @@ RULES = (
     *MAX_POOL_BACKWARDS,
     *AVERAGE_POOLS,
     *AVERAGE_POOL_BACKWARDS,
+    *ADAPTIVE_POOLS,
     *NEAREST,
     *NEAREST_BACKWARDS,
     *SMOOTH,

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_conv import convolution, grid, planes, shuffle
+    from shardwise_conv import convolution, grid, planes, shuffle, unpooling
 
-    registry.add(*convolution.RULES, *planes.RULES, *grid.RULES, *shuffle.RULES)
+    registry.add(*convolution.RULES, *planes.RULES, *grid.RULES, *shuffle.RULES, *unpooling.RULES)

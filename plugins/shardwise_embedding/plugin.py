@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_embedding import tables
+    from shardwise_embedding import bags, tables
 
-    registry.add(*tables.RULES)
+    registry.add(*tables.RULES, *bags.RULES)

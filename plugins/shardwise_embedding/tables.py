@@ -6,6 +6,7 @@ the sum over the ranks is the look-up (masked partial results).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,28 +14,15 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Call, Flow, LocalCall, einop, rule, rule_from
-from shardwise.spec import TensorSpec
+from shardwise_embedding.lookup import own_rows, own_values
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
-def _own(local: LocalCall, table: TensorSpec, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Which indices are of this rank's rows, and all of them relative to its first row."""
-    start, count = local.offset(table)[0], local.local_shape(table)[0]
-    relative = indices - start
-    return (relative >= 0).logical_and_(relative < count), relative
-
-
 def _masked_lookup(local: LocalCall, weight: Tensor, indices: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
-    table = local.spec("weight")
-    own, relative = _own(local, table, indices)
-    # An index that no rank has must fail here as it fails on one device, so it is left out of bounds.
-    valid = (indices >= 0).logical_and_(indices < table.shape[0])
-    rows = weight if weight.shape[0] else weight.new_zeros(1, weight.shape[1])
-    safe = torch.where(own, relative, torch.where(valid, 0, rows.shape[0]))
-    found = torch.embedding(rows, safe).masked_fill_(own.logical_not_().unsqueeze(-1), 0)
+    found = own_values(local, weight, indices)
     return found if out is None else out.copy_(found)
 
 
@@ -70,14 +58,39 @@ def embedding_backward(call: Call) -> Callable[[Call], Flow]:
 
 def _renorm_own(local: LocalCall, table: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     whole = local.spec("self")
-    own, relative = _own(local, whole, indices)
+    own, relative = own_rows(local, whole, indices)
     # An index that no rank has must fail here as it fails on one device, so it stays, out of bounds.
     illegal = (indices < 0) | (indices >= whole.shape[0])
     mine = torch.where(own, relative, table.shape[0])[own | illegal]
+    split = local.sharding(whole, 1)
+    if split:
+        return _renorm_columns(local, table, torch.unique(mine), max_norm, norm_type)
     renormed: Tensor = aten.embedding_renorm_.default(table, mine, max_norm, norm_type) if mine.numel() else table
     return renormed
 
 
-RENORM = rule(aten.embedding_renorm_.default, "v _, R -> v _", lowering=_renorm_own)
+def _renorm_columns(local: LocalCall, table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """Scale down the rows whose norm, over the columns of all ranks, is above ``max_norm``."""
+    values = table.index_select(0, rows)
+    norms = _norms(local, values.float() if values.dtype in (torch.float16, torch.bfloat16) else values, norm_type)
+    # The small number is that of torch's kernel.
+    scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+    return table.index_copy_(0, rows, (values * scale.unsqueeze(1)).to(table.dtype))
+
+
+def _norms(local: LocalCall, values: Tensor, power: float) -> Tensor:
+    """The norm of each row over the columns of all ranks, some of which may have none."""
+    sizes, split = values.abs(), local.sharding(local.spec("self"), 1)
+    if power == math.inf:
+        return local.comm.all_reduce(torch.cat([sizes, sizes.new_zeros(len(sizes), 1)], 1).amax(1), "max", split)
+    if power == -math.inf:
+        padded = torch.cat([sizes, sizes.new_full((len(sizes), 1), math.inf)], 1)
+        return local.comm.all_reduce(padded.amin(1), "min", split)
+    if power == 0:
+        return local.comm.all_reduce((sizes != 0).to(sizes.dtype).sum(1), "sum", split)
+    return local.comm.all_reduce((sizes**power).sum(1), "sum", split) ** (1 / power)
+
+
+RENORM = rule(aten.embedding_renorm_.default, "v d, R -> v d", lowering=_renorm_own)
 
 RULES = (EMBEDDING, embedding_backward, RENORM)

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, rule_from
 from shardwise_loss.reduction import MEAN, NONE, scaled
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
+LINEAR = ("sum, R, ... -> sum", "avg, R, ... -> avg")
 BATCHED = 2  # the dims of scores with a batch
 
 
@@ -56,15 +57,34 @@ def multilabel_margin(call: Call) -> Flow:
     return _reduced(call, [("n",) if call.args["reduction"] == NONE else None, ("n", None)])
 
 
-# The backwards have no meta kernel, so nothing is known of their results before they run: only whole operands are safe.
-BACKWARD = rule(
+def _like_scores(_: Tensor, scores: Tensor, *__: Any, grad_input: Tensor | None = None) -> Tensor:
+    """The backwards have no meta kernel."""
+    return scores.new_empty(scores.shape) if grad_input is None else grad_input
+
+
+@rule_from(
     [
         aten.multi_margin_loss_backward.default,
         aten.multi_margin_loss_backward.grad_input,
         aten.multilabel_margin_loss_backward.default,
         aten.multilabel_margin_loss_backward.grad_input,
     ],
-    "R, R, R, R -> R",
+    lowering=scaled,
+    meta=_like_scores,
 )
+def backward(call: Call) -> Flow:
+    """Batch; linear in the gradient."""
+    dims, reduction = _labels(call), call.args["reduction"]
+    inputs = [dims.get(name) for name in call.operand_names]
+    if dims and reduction == NONE:
+        inputs[0] = ("n",)
+    return Flow(
+        inputs,
+        [dims.get("self")],
+        partial=LINEAR,
+        lowered=["n"] if reduction == MEAN else False,
+        nonempty=["n"] if dims else [],
+    )
 
-RULES = (multi_margin, multilabel_margin, BACKWARD)
+
+RULES = (multi_margin, multilabel_margin, backward)

@@ -1,41 +1,74 @@
-"""Softmax and its backward: every dim but the one that sums to one."""
+"""Softmax and its backward: any dim, the one that sums to one by exchanging maxima and sums of the shards."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-from shardwise.rule import Call, Flow, like, rule_from
+import torch
+from torch import Tensor
+
+from shardwise.rule import Call, Flow, Rows, like, rule_from
+from shardwise_loss.shared_dim import log_softmax, log_softmax_backward, safe_softmax, softmax, softmax_backward
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
+LINEAR = ("sum, R -> sum", "avg, R -> avg")
+
+
+def _rows(flow: Flow, call: Call) -> Rows:
+    """Rows that exchange come after those that need not, and before all whole."""
+    rows = flow.bind(call).rows
+    return Rows((*sorted(rows[:-1], key=lambda row: row.lowered), rows[-1]))
+
+
+def _along(call: Call, name: str) -> list[str]:
+    ndim = call.args[name].ndim
+    return [f"d{call.args['dim'] % ndim}"] if ndim else []
+
+
+def _forward(call: Call) -> Rows:
+    """Any dim; the shards of the softmax dim exchange their maxima and sums."""
+    return _rows(like(call.args["self"], lowered=_along(call, "self")), call)
+
+
+def _backward(call: Call) -> Rows:
+    """Any dim; the shards of the softmax dim exchange their sums. Linear in the gradient."""
+    return _rows(like(call.args["output"], partial=LINEAR, lowered=_along(call, "output")), call)
+
+
+def _like_first(x: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
+    """These have no meta kernel."""
+    return x.new_empty(x.shape) if out is None else out
+
 
 @rule_from(
     [
-        aten._softmax.default,
-        aten._softmax.out,
-        aten._log_softmax.default,
-        aten._log_softmax.out,
-        aten._safe_softmax.default,
-    ]
+        aten._masked_softmax.default,
+        aten._masked_softmax.out,
+        aten._masked_softmax_backward.default,
+        aten._masked_softmax_backward.out,
+    ],
+    meta=_like_first,
 )
-def forward(call: Call) -> Flow:
-    """Any dim but the softmax dim."""
-    return like(call.args["self"], whole=[call.args["dim"]])
+def masked(call: Call) -> Flow:
+    """Any dim but the softmax dim, where the mask has the shape of the scores."""
+    scores, mask, dim = call.operands[0], call.args["mask"], call.args["dim"]
+    if scores is None or scores.shape != mask.shape or not scores.ndim:
+        return Flow([None] * len(call.operands), [None])
+    return like(scores, whole=[-1 if dim is None else dim])
 
 
-@rule_from(
-    [
-        aten._softmax_backward_data.default,
-        aten._softmax_backward_data.out,
-        aten._log_softmax_backward_data.default,
-        aten._log_softmax_backward_data.out,
-    ]
+RULES = (
+    masked,
+    rule_from([aten._softmax.default, aten._softmax.out], lowering=softmax)(_forward),
+    rule_from([aten._log_softmax.default, aten._log_softmax.out], lowering=log_softmax)(_forward),
+    rule_from(aten._safe_softmax.default, lowering=safe_softmax)(_forward),
+    rule_from([aten._softmax_backward_data.default, aten._softmax_backward_data.out], lowering=softmax_backward)(
+        _backward
+    ),
+    rule_from(
+        [aten._log_softmax_backward_data.default, aten._log_softmax_backward_data.out], lowering=log_softmax_backward
+    )(_backward),
 )
-def backward(call: Call) -> Flow:
-    """Any dim but the softmax dim; linear in the gradient."""
-    return like(call.args["output"], whole=[call.args["dim"]], partial=["sum, R -> sum", "avg, R -> avg"])
-
-
-RULES = (forward, backward)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_matmul import attention, grouped, padding, products, scaled, sums
+    from shardwise_matmul import attention, fused, grouped, padding, products, scaled, sums
 
-    registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES, *attention.RULES, *padding.RULES)
+    registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES)
+    registry.add(*attention.RULES, *fused.RULES, *padding.RULES)

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from attrs import evolve
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.placements import REPLICATE
+from shardwise.rule import Call, Flow, Row, Rows, rule_from, shard
 from shardwise.spec import TensorMeta
+from shardwise_norm.statistics import GRADIENTS, RUNNING, gives_back, is_training, normalised, synchronised_backward
 
-__all__ = [
-    "RULES",
-    "backward_flow",
-    "forward_flow",
-    "pooling",
-    "reserve",
-    "synchronised",
-    "synchronised_backward",
-]
+__all__ = ["RULES", "backward_rows", "forward_rows"]
 
 aten = torch.ops.aten
 
 # The backward is linear in the gradient of the output.
 LINEAR: tuple[str, ...] = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
-PER_CHANNEL = frozenset({"weight", "bias", "running_mean", "running_var"})
+PER_CHANNEL = frozenset({"weight", "bias", *RUNNING})
 SAVED = frozenset({"save_mean", "save_invstd", "save_var"})
-GRADIENTS = frozenset({"grad_out", "grad_output"})
 
 
 def _labels(call: Call) -> tuple[str, ...]:
@@ -39,100 +33,6 @@ def _pooled(call: Call) -> list[str]:
     return [label for label in _labels(call) if label != "c"]
 
 
-def named_arguments(local: LocalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A lowering's arguments by schema name."""
-    signature = local.call.signature
-    return dict(zip((a.name for a in signature.args), signature.bind(args, kwargs), strict=True))
-
-
-def first_of(named: dict[str, Any], *names: str) -> Any:
-    """The argument that goes by one of these names, as the ops' schemas do not agree on them."""
-    return next(named[name] for name in names if name in named)
-
-
-# -- statistics over all shards ----------------------------------------------------------------------------------
-
-
-def _count(local: LocalCall) -> int:
-    """Values per channel, over all shards."""
-    shape = local.call.args["input"].shape
-    return int(shape.numel() // max(1, shape[1]))
-
-
-def _shape(x: Tensor, per_channel: Tensor) -> Tensor:
-    return per_channel.view(1, -1, *[1] * (x.ndim - 2))
-
-
-def _over(x: Tensor) -> list[int]:
-    return [d for d in range(x.ndim) if d != 1]
-
-
-def pooling(local: LocalCall) -> tuple[int, ...]:
-    """The mesh dims that split the batch or the positions."""
-    spec = local.spec("input")
-    return local.sharding(spec, *(d for d in range(spec.ndim) if d != 1))
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-
-
-def _saved_dtype(x: Tensor, weight: Tensor | None) -> torch.dtype:
-    """Saved statistics are in the parameters' dtype on the CPU and in the accumulator's elsewhere."""
-    return (x if weight is None else weight).dtype if x.device.type == "cpu" else _wide(x)
-
-
-def synchronised(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Normalise in training mode by the statistics of all shards; every rank updates the running ones alike."""
-    named = named_arguments(local, args, kwargs)
-    x, weight = named["input"], named["weight"]
-    wide, mesh_dims, count = x.to(_wide(x)), pooling(local), _count(local)
-    mean = local.comm.all_reduce(wide.sum(_over(x)), "sum", mesh_dims) / count
-    centred = wide - _shape(x, mean)
-    distance = local.comm.all_reduce(centred.square().sum(_over(x)), "sum", mesh_dims)
-    invstd = (distance / count + first_of(named, "eps", "epsilon")).rsqrt()
-    _update(named, mean, distance / (count - 1))
-    result = centred * _shape(x, invstd)
-    if weight is not None:
-        result = result * _shape(x, weight)
-    if named["bias"] is not None:
-        result = result + _shape(x, named["bias"])
-    dtype = _saved_dtype(x, weight)
-    found = (result.to(x.dtype), mean.to(dtype), invstd.to(dtype))
-    return (*found, reserve(x)) if len(local.call.outputs) > len(found) else found
-
-
-def _update(named: dict[str, Any], mean: Tensor, variance: Tensor) -> None:
-    momentum = first_of(named, "momentum", "exponential_average_factor")
-    for name, value in (("running_mean", mean), ("running_var", variance)):
-        running = named.get(name)
-        if running is not None:
-            running.copy_(running * (1 - momentum) + value * momentum)
-
-
-def reserve(x: Tensor) -> Tensor:
-    """What a fused kernel would hand to its backward; ours needs nothing."""
-    return torch.empty(0, dtype=torch.uint8, device=x.device)
-
-
-def synchronised_backward(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
-    """Gradients in training mode, where every value of a channel takes part in the mean and variance of all shards."""
-    named = named_arguments(local, args, kwargs)
-    x, weight = named["input"], named["weight"]
-    wide = _wide(x)
-    gradient = first_of(named, *GRADIENTS).to(wide)
-    mean, invstd = named["save_mean"].to(wide), first_of(named, "save_invstd", "save_var").to(wide)
-    normal = (x.to(wide) - _shape(x, mean)) * _shape(x, invstd)
-    sums = torch.stack([gradient.sum(_over(x)), (gradient * normal).sum(_over(x))])
-    by_bias, by_weight = local.comm.all_reduce(sums, "sum", pooling(local))
-    scale = invstd if weight is None else invstd * weight.to(wide)
-    of_mean = (_shape(x, by_bias) + normal * _shape(x, by_weight)) / _count(local)
-    found = (_shape(x, scale) * (gradient - of_mean), by_weight, by_bias)
-    mask = named.get("output_mask", (True, True, True))
-    dtypes = (x.dtype, *[(x if weight is None else weight).dtype] * 2)
-    return tuple(t.to(dtype) if wanted else None for t, wanted, dtype in zip(found, mask, dtypes, strict=True))
-
-
 # -- what CPU kernels return -------------------------------------------------------------------------------------
 
 
@@ -143,8 +43,9 @@ def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
         return [result, *saved]
     weight = call.args["weight"]
     dtype = (call.args["input"] if weight is None else weight).dtype
-    size = call.args["input"].shape[1] if call.args["training"] else 0
-    return [result, *(None if s is None else TensorMeta.contiguous((size,), dtype) for s in saved)]
+    size = call.args["input"].shape[1] if is_training(call) else 0
+    two = [None if s is None else TensorMeta.contiguous((size,), dtype) for s in saved[:2]]
+    return [result, *two, *saved[2:]]
 
 
 def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
@@ -154,28 +55,57 @@ def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
     return [by_input if wanted else None, *others]
 
 
-# -- rules -------------------------------------------------------------------------------------------------------
+# -- rows --------------------------------------------------------------------------------------------------------
 
 
-def forward_flow(call: Call, training: bool) -> Flow:
-    """The rows of a forward: channels, batch and positions."""
-    # The kernels refuse a tensor without elements; the lowerings take it.
-    labels = _labels(call)
+def forward_rows(call: Call, *, writes: bool) -> Rows:
+    """Rows of a forward that writes its running statistics, or only reads them.
+
+    Channels, batch and positions; the kernels refuse a tensor without elements, which the lowering takes.
+    """
+    labels, training = _labels(call), is_training(call)
     inputs = [labels if name == "input" else ("c",) for name in call.operand_names]
     # Without training nothing is saved: those results are empty.
     saved = ("c",) if training else None
-    return Flow(
+    back = [("c",)] * 2 if gives_back(call) else []
+    rest = [None] * (len(call.outputs) - 3 - len(back))
+    flow = Flow(
         inputs,
-        [labels, saved, saved, *[None] * (len(call.outputs) - 3)],
+        [labels, saved, saved, *rest, *back],
         reduce=dict.fromkeys((*_pooled(call), "c"), "R"),
         lowered=_pooled(call) if training else False,
-        nonempty={"c"} if training else labels,
+        nonempty=labels,
     )
+    rows = [row for plain in flow.bind(call).rows for row in _with_empty(plain)]
+    return Rows((*rows[:-1], *(_stats_apart(call, rows) if writes else ()), rows[-1]))
 
 
-def backward_flow(call: Call, training: bool, linear: tuple[str, ...]) -> Flow:
-    """The rows of a backward; ``linear`` are those with a pending gradient."""
-    labels = _labels(call)
+def _with_empty(row: Row) -> Iterator[Row]:
+    """A row as it is where no shard is empty, and through the lowering otherwise."""
+    if not row.lowered:
+        yield row
+    if row.nonempty:
+        yield evolve(row, lowered=True, nonempty=())
+
+
+def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows whose running statistics, which stay where they are, lie in other ways than the row has it."""
+    there = [i for i, n in enumerate(call.operand_names) if n in RUNNING and call.operands[i] is not None]
+    sharded = [(i,) for i in there] + [tuple(there)] if there else []
+    for row in rows:
+        if not row.lowered:
+            continue
+        for which in ((), *sharded):
+            inputs = list(row.inputs)
+            for i in there:
+                inputs[i] = shard(0) if i in which else REPLICATE
+            if tuple(inputs) != row.inputs:
+                yield evolve(row, inputs=tuple(inputs), name=f"{row.name}, statistics apart")
+
+
+def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
+    """Channels, batch and positions; ``linear`` are rows with a pending gradient."""
+    labels, training = _labels(call), is_training(call)
     saved = ("c",) if training else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}
     dims |= dict.fromkeys(PER_CHANNEL, ("c",))
@@ -190,25 +120,51 @@ def backward_flow(call: Call, training: bool, linear: tuple[str, ...]) -> Flow:
     )
 
 
-@rule_from(
+# -- rules -------------------------------------------------------------------------------------------------------
+
+
+def _forward(call: Call) -> Rows:
+    """Channels; batch and positions, in training by the statistics of all shards."""
+    return forward_rows(call, writes=True)
+
+
+def _pure(call: Call) -> Rows:
+    """Channels; batch and positions, in training by the statistics of all shards."""
+    return forward_rows(call, writes=False)
+
+
+FORWARD = rule_from(
     [
         aten.native_batch_norm.default,
         aten._native_batch_norm_legit.default,
         aten._native_batch_norm_legit.no_stats,
+        aten._batch_norm_with_update.default,
     ],
-    lowering=synchronised,
-    writes=("running_mean", "running_var"),
+    lowering=normalised,
+    writes=RUNNING,
     results=_results,
+)(_forward)
+# Their running statistics are read only.
+PURE = rule_from(
+    [
+        aten._native_batch_norm_legit_functional.default,
+        aten._native_batch_norm_legit_no_training.default,
+        aten._batch_norm_with_update_functional.default,
+        aten._batch_norm_no_update.default,
+    ],
+    lowering=normalised,
+    results=_results,
+)(_pure)
+
+
+@rule_from(
+    [aten.native_batch_norm_backward.default, aten.batch_norm_backward.default],
+    lowering=synchronised_backward,
+    results=_gradients,
 )
-def forward(call: Call) -> Flow:
-    """Channels; batch and positions, in training by the statistics of all shards."""
-    return forward_flow(call, bool(call.args["training"]))
-
-
-@rule_from(aten.native_batch_norm_backward.default, lowering=synchronised_backward, results=_gradients)
 def backward(call: Call) -> Flow:
     """Channels; batch and positions, in training by sums over all shards."""
-    return backward_flow(call, bool(call.args["train"]), LINEAR)
+    return backward_rows(call)
 
 
-RULES = (forward, backward)
+RULES = (FORWARD, PURE, backward)

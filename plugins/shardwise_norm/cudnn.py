@@ -13,15 +13,9 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
-from shardwise_norm.batch import (
-    backward_flow,
-    forward_flow,
-    pooling,
-    reserve,
-    synchronised,
-    synchronised_backward,
-)
+from shardwise.rule import Call, LocalCall, Rows, rule_from
+from shardwise_norm.batch import backward_rows, forward_rows
+from shardwise_norm.statistics import is_apart, normalised, pooling, reserve, synchronised_backward
 
 __all__ = ["RULES"]
 
@@ -33,8 +27,8 @@ LINEAR = ("R, sum, R, ... -> sum, ...", "R, avg, R, ... -> avg, ...")
 
 def _normalise(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
     training = local.arg("training")
-    if training and pooling(local):
-        return synchronised(local, *args)
+    if args[0].numel() == 0 or is_apart(local) or (training and pooling(local)):
+        return normalised(local, *args)
     x, weight, bias, mean, variance, _, momentum, epsilon = args
     result, *saved = aten.native_batch_norm.default(x, weight, bias, mean, variance, training, momentum, epsilon)
     saved = saved if training else [weight.new_empty(0)] * len(saved)
@@ -51,20 +45,20 @@ def _differentiate(local: LocalCall, *args: Any) -> tuple[Tensor | None, ...]:
     return found
 
 
-def _lowered(flow: Flow, call: Call) -> Rows:
-    return Rows(tuple(evolve(row, lowered=True) for row in flow.bind(call).rows))
+def _lowered(rows: Rows) -> Rows:
+    return Rows(tuple(evolve(row, lowered=True) for row in rows.rows))
 
 
 @rule_from(aten.cudnn_batch_norm.default, lowering=_normalise, writes=("running_mean", "running_var"))
 def forward(call: Call) -> Rows:
     """Channels; batch and positions, in training by the statistics of all shards."""
-    return _lowered(forward_flow(call, bool(call.args["training"])), call)
+    return _lowered(forward_rows(call, writes=True))
 
 
 @rule_from(aten.cudnn_batch_norm_backward.default, lowering=_differentiate)
 def backward(call: Call) -> Rows:
     """Channels; batch and positions by sums over all shards."""
-    return _lowered(backward_flow(call, training=True, linear=LINEAR), call)
+    return _lowered(backward_rows(call, LINEAR).bind(call))
 
 
 RULES = (forward, backward)

@@ -10,6 +10,7 @@ from shardwise.lowering import Lowering
 from shardwise.placements import Partial
 from shardwise.rule import Call, Row, Rows, Rule, einop, rule_from
 from shardwise.signature import Kind, Op, signature
+from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PendingRows", "elementwise", "elementwise_of", "overloads"]
 
@@ -27,10 +28,11 @@ def elementwise(
     when: Condition | None = None,
     lowering: Lowering | None = None,
     lowered: PendingRows | None = None,
+    resolves: bool = False,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
-    return elementwise_of(ops, pending, when=when, lowering=lowering, lowered=lowered)
+    return elementwise_of(ops, pending, when=when, lowering=lowering, lowered=lowered, resolves=resolves)
 
 
 def elementwise_of(
@@ -40,11 +42,13 @@ def elementwise_of(
     when: Condition | None = None,
     lowering: Lowering | None = None,
     lowered: PendingRows | None = None,
+    resolves: bool = False,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
     ``pending`` rows hold for all finite values, in calls for which ``when`` holds; those whose dtypes make them wrong
-    for a call are left out of it. ``lowered`` rows are such rows that run ``lowering``.
+    for a call are left out of it. ``lowered`` rows are such rows that run ``lowering``. ``resolves``, in place of a
+    lowering, lets the in-place ops among them take every pending tensor (see ``resolving``).
     """
     plain, own = pending or {}, lowered or {}
     table = {count: (*plain.get(count, ()), *own.get(count, ())) for count in sorted({*plain, *own})}
@@ -52,11 +56,12 @@ def elementwise_of(
     def describe(call: Call) -> Rows:
         present = sum(meta is not None for meta in call.operands)
         rows = table.get(present, ()) if when is None or when(call) else ()
-        flow = einop("... -> ...", partial=rows, lowered=own.get(present, ()))(call)
+        more = RESOLVED if resolves and call.signature.args[0].written else ()
+        flow = einop("... -> ...", partial=(*rows, *more), lowered=(*own.get(present, ()), *more))(call)
         return Rows(tuple(row for row in flow.bind(call).rows if _stays(row, call) and _is_exact(row, call)))
 
     describe.__doc__ = "..., ... -> ..." + _shown(table)
-    return rule_from(ops, lowering=lowering)(describe)
+    return rule_from(ops, lowering=resolve if resolves else lowering)(describe)
 
 
 def _shown(table: PendingRows) -> str:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 # -- no pending tensor passes ------------------------------------------------------------------------------------
 
-POWERS = "pow float_power square sqrt rsqrt reciprocal exp2 hypot"
+POWERS = "pow float_power square rsqrt reciprocal exp2 hypot"
 LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
 ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
 STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
@@ -87,13 +87,15 @@ WHERE = {
 
 RULES = (
     elementwise(f"{POWERS} {LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
+    # Torch's composites run it in place on sums that they have just taken.
+    elementwise("sqrt", resolves=True),
     elementwise(f"{INTEGERS} {OPERATORS} {COMPARISONS} {LOGIC}"),
     elementwise(ACTIVATIONS),
     elementwise(SPECIAL),
     elementwise(POLYNOMIALS),
     elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", {1: RISING}),
     elementwise("relu relu6 hardtanh ceil floor trunc round", {1: RISING}),
-    elementwise("clamp clip clamp_min clamp_max", {1: RISING, 2: RISING, 3: RISING}),
+    elementwise("clamp clip clamp_min clamp_max", {1: RISING, 2: RISING, 3: RISING}, resolves=True),
     elementwise("deg2rad rad2deg", {1: (*LINEAR, *RISING)}),
     elementwise("neg", {1: (*LINEAR, "max -> min", "min -> max")}),
     elementwise("positive conj_physical _conj_physical", {1: LINEAR}),

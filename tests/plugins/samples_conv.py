@@ -21,6 +21,11 @@ CONVOLUTIONS = [
     ((5, 8, 3), (8, 3, 2), True, [2], [0], [1], True, [0], 4),
     ((1, 2, 3, 3, 3), (4, 2, 2, 2, 2), True, [1, 1, 1], [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1),
     ((8, 12, 4), (6, 6, 2), True, [1], [0], [1], False, [0], 2),
+    # Windows that reach past the neighbours, leave positions out, or lie in the padding altogether.
+    ((2, 3, 11, 2), (4, 3, 3, 1), True, [3, 1], [2, 0], [2, 1], False, [0, 0], 1),
+    ((2, 2, 5), (3, 2, 4), True, [2], [6], [1], False, [0], 1),
+    ((2, 4, 5, 3), (4, 2, 3, 2), True, [3, 1], [1, 0], [2, 1], True, [2, 0], 1),
+    ((1, 4, 9), (4, 1, 2), True, [3], [2], [1], True, [1], 2),
 ]
 
 
@@ -90,11 +95,30 @@ def after(forward, calls, *, keeps_input=True, indices=False):
 
 
 def max_pools(n):
-    return over(n, ([2] * n, [2] * n, [0] * n, [1] * n, False), ([3] * n, [1] * n, [1] * n, [1] * n, True))
+    settings = (
+        ([2] * n, [2] * n, [0] * n, [1] * n, False),
+        ([3] * n, [1] * n, [1] * n, [1] * n, True),
+        ([2] * n, [1, 2, 1][:n], [1] * n, [2] * n, False),
+    )
+    calls = over(n, *settings)
+
+    def make():
+        # A maximum of nothing but minus infinities, some of it padding.
+        low = made(PLANES[n][-1])
+        low[..., :3] = float("-inf")
+        return [*calls(), ((low, *settings[-1]), {})]
+
+    return make
 
 
 def average_pools(n):
-    return over(n, ([2] * n, [2] * n, [0] * n, False, True, None), ([3] * n, [2] * n, [1] * n, True, False, None))
+    return over(
+        n,
+        ([2] * n, [2] * n, [0] * n, False, True, None),
+        ([3] * n, [2] * n, [1] * n, True, False, None),
+        ([2] * n, [3] * n, [1] * n, True, True, None),
+        ([2] * n, [1] * n, [1] * n, False, True, 3),
+    )
 
 
 def interpolated(forward, backward, n, *corners):
@@ -172,6 +196,35 @@ def folds():
     return found
 
 
+def unpools(n):
+    """Values and their places in larger planes."""
+    pool = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)[n - 2]
+    found = []
+    for shape in PLANES[n]:
+        values, places = pool(made(shape), [2] * n, [2] * n)
+        found.append(((values, places, list(shape[-n:]), *([[2] * n, [0] * n] if n > 2 else [])), {}))
+    return found
+
+
+def fractional(n):
+    """Two places a line at random, with random numbers for each channel of each picture."""
+    found = []
+    for shape in PLANES[n]:
+        batch = shape[0] if len(shape) == n + 2 else 1
+        numbers = made((batch, shape[-n - 1], n), seed=6).sigmoid()
+        found.append(((made(shape), [1] * n if n > 2 else [2] * n, [2] * n, numbers), {}))
+    return found
+
+
+def fractional_backs(n):
+    pool = (aten.fractional_max_pool2d, aten.fractional_max_pool3d)[n - 2]
+    found = []
+    for (x, window, size, numbers), _ in fractional(n):
+        values, places = pool(x, window, size, numbers)
+        found.append(((made(values.shape, seed=5), x, window, size, places), {}))
+    return found
+
+
 MAX_2, MAX_3, MEAN_2, MEAN_3 = max_pools(2), max_pools(3), average_pools(2), average_pools(3)
 ADAPT_2, ADAPT_3 = over(2, ([3, 2],), ([1, 5],)), over(3, ([3, 2, 2],))
 
@@ -207,6 +260,12 @@ SAMPLES = {
     aten.pixel_shuffle.default: shuffles,
     aten.pixel_unshuffle.default: unshuffles,
     aten.channel_shuffle.default: channel_shuffles,
+    aten.max_unpool2d.default: lambda: unpools(2),
+    aten.max_unpool3d.default: lambda: unpools(3),
+    aten.fractional_max_pool2d.default: lambda: fractional(2),
+    aten.fractional_max_pool3d.default: lambda: fractional(3),
+    aten.fractional_max_pool2d_backward.default: lambda: fractional_backs(2),
+    aten.fractional_max_pool3d_backward.default: lambda: fractional_backs(3),
     aten.im2col.default: unfolds,
     aten.col2im.default: folds,
 }
@@ -217,5 +276,13 @@ for dims in (1, 2, 3):
         SAMPLES |= padded(kind, dims)
 SAMPLES |= interpolated(aten.upsample_linear1d, aten.upsample_linear1d_backward, 1, (False,), (True,))
 SAMPLES |= interpolated(aten.upsample_trilinear3d, aten.upsample_trilinear3d_backward, 3, (False,), (True,))
-for name in ("upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"):
+for name in (
+    "upsample_bilinear2d",
+    "upsample_bicubic2d",
+    "_upsample_bilinear2d_aa",
+    "_upsample_bicubic2d_aa",
+    "_upsample_lanczos2d_aa",
+):
+    if not hasattr(aten, name):
+        continue
     SAMPLES |= interpolated(named(name), named(f"{name}_backward"), 2, (False,), (True,))

@@ -44,11 +44,70 @@ def backwards():
 
 def renorms():
     found = [((made(t), indices(t[0], s), 1.0, 2.0), {}) for t, s in TABLES[:5]]
-    return [*found, ((made((9, 4)), indices(9, (3,)), 0.5, 1.0), {})]
+    powers = (1.0, float("inf"), 3.0)
+    return [*found, *(((made((9, 4)), indices(9, (3,)), 0.5, power), {}) for power in powers)]
+
+
+SUM, MEAN, MAX = 0, 1, 2
+# (rows, columns) of the table, number of indices, offsets, padding index
+BAGS = [((8, 6), 9, [0, 2, 2, 6], -1), ((5, 7), 6, [0, 3], 2), ((2, 3), 5, [0, 1, 4], -1), ((9, 4), 4, [0, 2, 4], 1)]
+
+
+def bags():
+    found = []
+    for table, count, offsets, padding in BAGS:
+        where = indices(table[0], (count,)), torch.tensor(offsets)
+        last = padding == 1
+        found += [((made(table), *where, False, mode, False, None, last, padding), {}) for mode in (SUM, MEAN, MAX)]
+        scale = made((count,), seed=3)
+        found.append(((made(table), *where, False, SUM, False, scale, last, padding), {}))
+    where = indices(5, (6,)), torch.tensor([0, 2, 2])
+    return [*found, ((made((5, 7), BF16), *where, False, MEAN), {})]
+
+
+def bag_backwards():
+    found = []
+    for (weight, where, offsets, _, mode, _, scale, last, padding), _ in bags()[:-1]:
+        result, _, sizes, places = aten._embedding_bag(weight, where, offsets, False, mode, False, scale, last, padding)
+        bag_of = torch.bucketize(torch.arange(len(where)), offsets[: len(result)], right=True) - 1
+        gradient = made(result.shape, seed=4)
+        by_frequency = mode == SUM and scale is None
+        args = (gradient, where, bag_of, sizes, places, len(weight), by_frequency, mode, scale, padding)
+        found.append((args, {}))
+    return found
+
+
+def bag_scale_backwards():
+    found = []
+    for table, count, offsets, padding in BAGS[:3]:
+        where, starts = indices(table[0], (count,)), torch.tensor(offsets)
+        bag_of = torch.bucketize(torch.arange(count), starts, right=True) - 1
+        gradient = made((len(offsets), table[1]), seed=4)
+        found.append(((gradient, made(table), where, starts, bag_of, SUM, padding), {}))
+    return found
+
+
+def with_bag_of_index(op):
+    """The op with the bag of each index told always, as the rule tells it; the CPU's kernels leave it out at times."""
+
+    def bag(weight, where, offsets, *rest):
+        found = op(weight, where, offsets, *rest)
+        bag_of = torch.bucketize(torch.arange(len(where)), offsets[: len(found[0])], right=True) - 1
+        return found[0], bag_of.to(offsets.dtype), *found[2:]
+
+    return bag
 
 
 SAMPLES = {
     aten.embedding.default: lookups,
     aten.embedding_dense_backward.default: backwards,
     aten.embedding_renorm_.default: renorms,
+    aten._embedding_bag.default: bags,
+    aten._embedding_bag_forward_only.default: bags,
+    aten._embedding_bag_dense_backward.default: bag_backwards,
+    aten._embedding_bag_per_sample_weights_backward.default: bag_scale_backwards,
+}
+
+STAND_INS = {
+    op: with_bag_of_index(op) for op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 }

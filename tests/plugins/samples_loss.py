@@ -198,7 +198,82 @@ def with_out(calls, name, result):
     return lambda: [(args, {**kwargs, name: torch.full_like(result(*args, **kwargs), 3)}) for args, kwargs in calls()]
 
 
+# Samples, steps, symbols, length of each target. Tables are filled up to the lengths only, so all are of full length.
+ALIGNED = [(4, 6, 5, 2), (5, 7, 4, 3), (2, 5, 3, 1)]
+
+
+def alignments():
+    found = []
+    for count, steps, symbols, length in ALIGNED:
+        scores = made((steps, count, symbols)).log_softmax(2)
+        targets = (torch.arange(count * length) % (symbols - 1) + 1).view(count, length)
+        lengths = [steps] * count, [length] * count
+        found.append(((scores, targets, *lengths, 0, False), {}))
+        found.append(((scores, targets.flatten(), *lengths, 0, True), {}))
+    return found
+
+
+def alignment_backwards():
+    found = []
+    for (scores, targets, inputs, lengths, blank, zero), _ in alignments():
+        losses, table = aten._ctc_loss(scores, targets, inputs, lengths, blank, zero)
+        gradient = made(losses.shape, seed=5)
+        found.append(((gradient, scores, targets, inputs, lengths, losses, table, blank, zero), {}))
+    return found
+
+
+def in_tensors(calls):
+    """The calls with their lengths in tensors."""
+
+    def make():
+        found = [[torch.tensor(a) if isinstance(a, list) else a for a in args] for args, _ in calls()[:2]]
+        return [(tuple(args), {}) for args in found]
+
+    return make
+
+
+def projected(reductions):
+    found = []
+    for count, width, classes in ((8, 3, 5), (5, 4, 7)):
+        x, table, target = made((count, width)), made((classes, width), seed=1), targets((count,), classes)
+        for i, reduction in enumerate(reductions):
+            bias, weight = made((classes,), seed=2) if i % 2 else None, made((classes,), seed=3).abs() + 0.1
+            common = (x, table, target, bias, weight if count == 5 else None)
+            wanted = (i != 1, True, bias is not None)
+            more = (reduction, -100, 0.0, 2, "keep", torch.float32, True, *wanted)
+            found.append(((*common, *(more if reduction else (-100, 2, "keep", torch.float32))), {}))
+    return found
+
+
+def masked_softmaxes():
+    mask = torch.tensor([[[False, True, False, False]]]).expand(5, 3, 4).contiguous()
+    return [((made((5, 3, 4)), mask, dim, 2), {}) for dim in (2, 1, None)]
+
+
+def masked_softmax_backwards():
+    found = []
+    for (x, mask, dim, _), _ in masked_softmaxes():
+        found.append(((made(x.shape, seed=5), aten._masked_softmax(x, mask, dim, 2), mask, dim), {}))
+    return found
+
+
+def all_pairs():
+    return [((made(s), p), {}) for s in ((5, 4), (8, 2)) for p in (1.0, 2.0)]
+
+
+def all_pairs_backwards():
+    found = []
+    for (x, p), _ in all_pairs():
+        distances = aten._pdist_forward(x, p)
+        found.append(((made(distances.shape, seed=5), x, p, distances), {}))
+    return found
+
+
 SAMPLES = {
+    aten._masked_softmax.default: masked_softmaxes,
+    aten._masked_softmax_backward.default: masked_softmax_backwards,
+    aten._pdist_forward.default: all_pairs,
+    aten._pdist_backward.default: all_pairs_backwards,
     aten._softmax.default: lambda: softmaxes(False),
     aten._log_softmax.default: lambda: softmaxes(False),
     aten._safe_softmax.default: softmaxes,
@@ -208,6 +283,10 @@ SAMPLES = {
     aten.nll_loss_backward.default: likelihood_backwards(SCORES, aten.nll_loss_forward),
     aten.nll_loss2d_forward.default: likelihoods(PICTURES),
     aten.nll_loss2d_backward.default: likelihood_backwards(PICTURES, aten.nll_loss2d_forward),
+    aten._ctc_loss.default: alignments,
+    aten._ctc_loss.Tensor: in_tensors(alignments),
+    aten._ctc_loss_backward.default: alignment_backwards,
+    aten._ctc_loss_backward.Tensor: in_tensors(alignment_backwards),
     aten.mse_loss.default: plain,
     aten.mse_loss_backward.default: backwards(plain),
     aten.smooth_l1_loss.default: plain,
@@ -227,3 +306,8 @@ SAMPLES = {
     aten.multilabel_margin_loss_forward.default: multilabel_margins,
     aten.multilabel_margin_loss_backward.default: multilabel_margin_backwards,
 }
+
+PROJECTED = "_linear_cross_entropy_batch_chunked"
+for name, reductions in ((PROJECTED, ("sum", "mean", "mean", "sum")), (f"{PROJECTED}_no_reduction", (None, None))):
+    if hasattr(torch.ops.torch_nn, name):
+        SAMPLES[getattr(torch.ops.torch_nn, name).default] = lambda reductions=reductions: projected(reductions)

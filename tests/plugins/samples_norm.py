@@ -144,6 +144,19 @@ def batch_norm_backwards():
     return found
 
 
+def without_flag(training):
+    """Calls of the ops whose name says whether they train; torch plans them only with a weight."""
+    found = batch_norms(training=training)
+    return lambda: [((*args[:5], *args[6:]), kwargs) for args, kwargs in found if args[1] is not None]
+
+
+def few_backwards():
+    """With a reserve, as the newer op takes it; its weight is there always."""
+    reserve = torch.empty(0, dtype=torch.uint8)
+    found = [args for args, _ in batch_norm_backwards() if args[2] is not None and args[9] == MASKS[0]]
+    return [((*args, reserve), {}) for args in found]
+
+
 def cudnn_batch_norms(stats=False, training=True):
     found = []
     for i, s in enumerate(BATCHES):
@@ -174,7 +187,25 @@ def cudnn_batch_norm_backward(x, grad_output, weight, running_mean, running_var,
     return aten.native_batch_norm_backward(grad_output, x, weight, *stats, True, epsilon, [True, True, True])
 
 
+# A weight and its dim.
+WEIGHTS = [((8, 6), 0), ((5, 3, 2), 0), ((4, 7), 1)]
+
+
+def weight_norms():
+    return [((made(s), made([n if d == dim else 1 for d, n in enumerate(s)], seed=1), dim), {}) for s, dim in WEIGHTS]
+
+
+def weight_norm_backwards():
+    found = []
+    for (v, g, dim), _ in weight_norms():
+        _, norms = aten._weight_norm_interface(v, g, dim)
+        found.append(((made(v.shape, seed=3), v, g, norms, dim), {}))
+    return found
+
+
 SAMPLES = {
+    aten._weight_norm_interface.default: weight_norms,
+    aten._weight_norm_interface_backward.default: weight_norm_backwards,
     aten.native_layer_norm.default: both(layer_norms),
     aten.native_layer_norm_backward.default: both(layer_norm_backwards),
     aten._fused_rms_norm.default: rms_norms,
@@ -184,7 +215,13 @@ SAMPLES = {
     aten.native_batch_norm.default: both(native_batch_norms),
     aten._native_batch_norm_legit.default: lambda: [*both(batch_norms)(), *batch_norms(training=False)],
     aten._native_batch_norm_legit.no_stats: lambda: batch_norms(stats=False),
+    aten._native_batch_norm_legit_functional.default: lambda: [*batch_norms()[:4], *batch_norms(training=False)[2:4]],
+    aten._native_batch_norm_legit_no_training.default: without_flag(False),
+    aten._batch_norm_with_update.default: without_flag(True),
+    aten._batch_norm_with_update_functional.default: without_flag(True),
+    aten._batch_norm_no_update.default: without_flag(False),
     aten.native_batch_norm_backward.default: batch_norm_backwards,
+    aten.batch_norm_backward.default: few_backwards,
     aten.cudnn_batch_norm.default: lambda: [
         *cudnn_batch_norms(),
         *cudnn_batch_norms(stats=True),

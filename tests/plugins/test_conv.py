@@ -50,6 +50,8 @@ def test_rows_of_a_convolution_without_bias():
         "[S(0), R, -] -> [S(0)]",
         "[S(1), S(1), -] -> [P(sum)]",
         "[R, S(0), -] -> [S(1)]",
+        "[S(2), R, -] -> [S(2)]",
+        "[S(3), R, -] -> [S(3)]",
     }
 
 
@@ -58,13 +60,20 @@ def test_rows_of_a_transposed_convolution_without_bias():
         "[S(0), R, -] -> [S(0)]",
         "[S(1), S(0), -] -> [P(sum)]",
         "[R, S(1), -] -> [S(1)]",
+        "[S(2), R, -] -> [S(2)]",
+        "[S(3), R, -] -> [S(3)]",
     }
 
 
 @pytest.mark.parametrize(("kernel", "how"), [((8, 3, 3, 3), PLAIN), ((6, 4, 3, 3), TURNED)])
 def test_groups_are_sharded_whole(kernel, how):
     args = (empty(4, 6, 5, 5), empty(*kernel), empty(8), *how, 2)
-    assert set(sharded(aten.convolution.default, *args)) == {"[S(0), R, R] -> [S(0)]", "[S(1), S(0), S(0)] -> [S(1)]"}
+    assert set(sharded(aten.convolution.default, *args)) == {
+        "[S(0), R, R] -> [S(0)]",
+        "[S(1), S(0), S(0)] -> [S(1)]",
+        "[S(2), R, R] -> [S(2)]",
+        "[S(3), R, R] -> [S(3)]",
+    }
     by_group = next(row for row in legal_rows(aten.convolution.default, *args) if row.inputs[0] == Shard(1))
     assert {size for _, _, size in by_group.divides} == {2}
 
@@ -75,12 +84,16 @@ def test_rows_of_the_gradients_of_a_convolution():
         "[S(0), S(0), R] -> [S(0), P(sum), P(sum)]",
         "[S(1), R, S(0)] -> [P(sum), S(0), S(0)]",
         "[R, S(1), S(1)] -> [S(1), S(1), R]",
+        "[S(2), S(2), R] -> [S(2), P(sum), P(sum)]",
+        "[S(3), S(3), R] -> [S(3), P(sum), P(sum)]",
     }
 
 
-def test_pooling_keeps_positions_whole():
-    assert sharded(aten.avg_pool2d.default, empty(4, 6, 8, 8), [2, 2]) == ["[S(0)] -> [S(0)]", "[S(1)] -> [S(1)]"]
-    assert sharded(aten.avg_pool2d.default, empty(6, 8, 8), [2, 2]) == ["[S(0)] -> [S(0)]"]
+def test_adaptive_pooling_keeps_positions_whole():
+    rows = ["[S(0)] -> [S(0)]", "[S(1)] -> [S(1)]"]
+    assert sharded(aten._adaptive_avg_pool2d.default, empty(4, 6, 8, 8), [2, 2]) == rows
+    assert sharded(aten.avg_pool2d.default, empty(4, 6, 8, 8), [2, 2])[2:] == ["[S(2)] -> [S(2)]", "[S(3)] -> [S(3)]"]
+    assert sharded(aten._adaptive_avg_pool2d.default, empty(6, 8, 8), [2, 2]) == ["[S(0)] -> [S(0)]"]
 
 
 # -- traps -------------------------------------------------------------------------------------------------------

@@ -46,12 +46,14 @@ def test_rows_of_softmax():
     assert rows(aten._softmax.default, empty(4, 5, 6), -2, False) == [
         "[S(0)] -> [S(0)]",
         "[S(2)] -> [S(2)]",
+        "[S(1)] -> [S(1)]*",
         "[R] -> [R]",
     ]
     assert rows(aten._log_softmax_backward_data.default, empty(4, 5), empty(4, 5), 1, torch.float32) == [
         "[S(0), S(0)] -> [S(0)]",
         "[P(sum), R] -> [P(sum)]",
         "[P(avg), R] -> [P(avg)]",
+        "[S(1), S(1)] -> [S(1)]*",
         "[R, R] -> [R]",
     ]
 
@@ -70,7 +72,7 @@ def test_rows_of_likelihood(reduction, expected):
 
 def test_rows_of_likelihood_of_pictures():
     found = rows(aten.nll_loss2d_forward.default, empty(4, 3, 2, 2), empty(4, 2, 2, dtype=torch.int64), None, SUM, -100)
-    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(2)", "[S(3)", "[R"]
+    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(1)", "[S(2)", "[S(3)", "[R"]
 
 
 def test_the_gradient_of_a_mean_is_divided_by_the_total_weight_that_it_is_given():
@@ -194,6 +196,30 @@ def comparisons():
         compare(loss, numbers(5, 6), numbers(5, 6).flip(0))
 
 
+def square_roots_of_pending_sums():
+    """Of features in shards, cosine similarity takes the root of a sum in place."""
+    x, y, sign = numbers(5, 6), numbers(5, 6).flip(0), torch.tensor([1, -1, 1, 1, -1])
+    put = [sw.distribute_tensor(t, mesh((4,)), [Shard(1)]) for t in (x, y)]
+    found = functional.cosine_embedding_loss(*put, sw.distribute_tensor(sign, mesh((4,)), [Replicate()]))
+    torch.testing.assert_close(found.full_tensor(), functional.cosine_embedding_loss(x, y, sign))
+
+
+def alignments():
+    """Lengths differ, so a rank's longest target is not that of all."""
+    scores, targets = numbers(6, 5, 4).log_softmax(2), torch.arange(15).view(5, 3) % 3 + 1
+    lengths = torch.tensor([6, 5, 6, 4, 6]), torch.tensor([1, 1, 2, 1, 3])
+    whole = scores.clone().requires_grad_()
+    x = sw.distribute_tensor(scores, mesh((4,)), [Shard(1)]).requires_grad_()
+    y = sw.distribute_tensor(targets, mesh((4,)), [Shard(0)])
+    found = functional.ctc_loss(x, y, *(n.tolist() for n in lengths), reduction="sum")
+    expected = functional.ctc_loss(whole, targets, *lengths, reduction="sum")
+    torch.testing.assert_close(found.full_tensor(), expected)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+    assert x.grad.placements == (Shard(1),)
+
+
 def a_pending_loss_is_a_number():
     x = sw.distribute_tensor(numbers(5, 6), mesh((4,)), [Shard(0)])
     loss = functional.mse_loss(x, torch.zeros_like(x))
@@ -201,6 +227,16 @@ def a_pending_loss_is_a_number():
     assert loss.item() == pytest.approx(numbers(5, 6).square().mean().item())
 
 
-@pytest.mark.parametrize("program", [cross_entropy, weighted_cross_entropy, comparisons, a_pending_loss_is_a_number])
+PROGRAMS = [
+    cross_entropy,
+    weighted_cross_entropy,
+    comparisons,
+    a_pending_loss_is_a_number,
+    square_roots_of_pending_sums,
+    alignments,
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_on_ranks(pool, program):
     pool.run(program)

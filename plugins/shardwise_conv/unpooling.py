@@ -1,0 +1,76 @@
+"""Pooling at random or given places: fractional max pools and the inverse of a max pool. Batch and channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import Call, Flow, rule_from
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+LINEAR = ("sum, R, ... -> sum", "avg, R, ... -> avg")
+
+
+def _planes(call: Call, positions: int) -> tuple[str | None, ...]:
+    lead = call.args["self"].ndim - positions
+    return tuple(f"d{d}" if d < lead else None for d in range(lead + positions))
+
+
+def _flow(call: Call, positions: int, partial: tuple[str, ...] = ()) -> Flow:
+    labels = _planes(call, positions)
+    # The random numbers of a picture without a batch still have a batch dim, of size one.
+    named = [label for label in labels if label]
+    numbers: Any = (*(None,) * (2 - len(named)), *named, None)
+    inputs = [numbers if name == "random_samples" else labels for name in call.operand_names]
+    # The kernels take no planes without channels, and some no empty batch.
+    return Flow(inputs, [labels], partial=partial, nonempty=named)
+
+
+@rule_from([aten.max_unpool2d.default, aten.max_unpool2d.out])
+def unpool_2d(call: Call) -> Flow:
+    """Batch and channels; places count within a plane. Linear in the values."""
+    return _flow(call, 2, LINEAR)
+
+
+@rule_from([aten.max_unpool3d.default, aten.max_unpool3d.out])
+def unpool_3d(call: Call) -> Flow:
+    """Batch and channels; places count within a volume. Linear in the values."""
+    return _flow(call, 3, LINEAR)
+
+
+@rule_from([aten.fractional_max_pool2d.default, aten.fractional_max_pool2d.output])
+def fractional_2d(call: Call) -> Flow:
+    """Batch and channels, each with random numbers of its own."""
+    return _flow(call, 2)
+
+
+@rule_from([aten.fractional_max_pool3d.default, aten.fractional_max_pool3d.output])
+def fractional_3d(call: Call) -> Flow:
+    """Batch and channels, each with random numbers of its own."""
+    return _flow(call, 3)
+
+
+@rule_from([aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool2d_backward.grad_input])
+def fractional_2d_backward(call: Call) -> Flow:
+    """Batch and channels; linear in the gradient."""
+    return _flow(call, 2, LINEAR)
+
+
+def _like_input(_: Tensor, x: Tensor, *__: Any, grad_input: Tensor | None = None) -> Tensor:
+    return x.new_empty(x.shape) if grad_input is None else grad_input
+
+
+@rule_from(
+    [aten.fractional_max_pool3d_backward.default, aten.fractional_max_pool3d_backward.grad_input], meta=_like_input
+)
+def fractional_3d_backward(call: Call) -> Flow:
+    """Batch and channels; linear in the gradient."""
+    return _flow(call, 3, LINEAR)
+
+
+RULES = (unpool_2d, unpool_3d, fractional_2d, fractional_3d, fractional_2d_backward, fractional_3d_backward)

@@ -1,0 +1,159 @@
+"""Embedding bags: rows of a table added up, averaged or compared, bag by bag.
+
+The table may be sharded by column, and by row for sums and means: a rank adds up the rows that it has, and the sum over
+the ranks is the bag. Indices and offsets are whole, so every rank knows the bags.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_embedding.lookup import own_rows, own_values
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# The values of ATen's ``mode`` argument.
+SUM, MEAN, MAX = 0, 1, 2
+
+
+# -- forward -----------------------------------------------------------------------------------------------------
+
+
+def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
+    """The CPU's sizes of bags and places of maxima; which bag an index is of is always told.
+
+    A CPU kernel leaves the latter out where it can, and then its backward works it out by resizing a tensor, which
+    none on a mesh can do.
+    """
+    result, bag_of_index, sizes, places = call.outputs
+    if device_type != "cpu" or result is None or sizes is None or places is None:
+        return [result, bag_of_index, sizes, places]
+    mode, bags = call.args["mode"], result.shape[0]
+    only = call.op.overloadpacket is aten._embedding_bag_forward_only and mode == SUM
+    count = call.args["offsets"].shape[0] if only else bags
+    shape = result.shape if mode == MAX else (count,)
+    return [
+        result,
+        bag_of_index,
+        TensorMeta.contiguous((count,), sizes.dtype),
+        TensorMeta.contiguous(tuple(shape), sizes.dtype),
+    ]
+
+
+def _bag_of_index(offsets: Tensor, count: int, bags: int) -> Tensor:
+    at = torch.arange(count, dtype=offsets.dtype, device=offsets.device)
+    return torch.bucketize(at, offsets[:bags], right=True).sub_(1).to(offsets.dtype)
+
+
+def _summed(
+    local: LocalCall, weight: Tensor, indices: Tensor, bag_of: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The bags of this rank's rows, and how many indices each bag has over all ranks."""
+    result = local.outputs[0]
+    assert result is not None
+    padding = local.arg("padding_idx")
+    values = own_values(local, weight, indices)
+    if values.dtype in (torch.float16, torch.bfloat16):
+        values = values.float()
+    counts = indices != padding if padding >= 0 else torch.ones_like(indices, dtype=torch.bool)
+    values = values.masked_fill(counts.logical_not().unsqueeze(-1), 0)
+    if scale is not None:
+        values = values * scale.unsqueeze(-1)
+    sizes = torch.zeros(result.shape[0], dtype=bag_of.dtype, device=bag_of.device)
+    sizes.index_add_(0, bag_of, counts.to(bag_of.dtype))
+    bags = values.new_zeros(result.shape[0], values.shape[1]).index_add_(0, bag_of, values)
+    return bags, sizes
+
+
+def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """The bags of the table's rows or columns that this rank has."""
+    result, bag_of_index, sizes_spec, _ = local.outputs
+    assert result is not None
+    assert bag_of_index is not None
+    assert sizes_spec is not None
+    bag_of = _bag_of_index(offsets, indices.shape[0], result.shape[0])
+    if not local.sharding(local.spec("weight"), 0) and weight.numel():
+        found = local.call.op(weight, indices, offsets, *args)
+        return found[0], bag_of.to(bag_of_index.dtype), *found[2:]
+    mode = local.arg("mode")
+    bags, counts = _summed(local, weight, indices, bag_of, args[3])
+    if mode == MEAN:
+        bags = bags / counts.clamp(min=1).unsqueeze(-1)
+        sizes = counts.to(sizes_spec.dtype)
+    else:
+        sizes = torch.zeros(sizes_spec.shape, dtype=sizes_spec.dtype, device=bags.device)
+    return bags.to(result.dtype), bag_of.to(bag_of_index.dtype), sizes, sizes.clone()
+
+
+@rule_from([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], lowering=_bags, results=_results)
+def forward(call: Call) -> Flow:
+    """Columns; rows, of which sums and means are pending sums."""
+    mode = call.args["mode"]
+    places = (None, "d") if mode == MAX else None
+    by_row = [] if mode == MAX else ["v, R, R, R -> sum, R, R, R"]
+    return Flow(
+        [("v", "d"), None, None, None],
+        [(None, "d"), None, None, places],
+        reduce={"d": "R"},
+        replicate={"v"},
+        partial=by_row,
+        lowered={"*"},
+        nonempty={"d"},
+    )
+
+
+# -- backward ----------------------------------------------------------------------------------------------------
+
+
+@rule_from([aten._embedding_bag_dense_backward.default])
+def backward(call: Call) -> Flow:
+    """Columns; linear in the gradient."""
+    places = (None, "d") if call.args["mode"] == MAX else None
+    dims = {"grad": (None, "d"), "maximum_indices": places}
+    return Flow(
+        [dims.get(name) for name in call.operand_names],
+        [(None, "d")],
+        partial=["sum, R, ... -> sum", "avg, R, ... -> avg"],
+        nonempty={"d"},
+    )
+
+
+def _by_scale(
+    local: LocalCall,
+    gradient: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    _: Tensor,
+    mode: int,
+    padding: int,
+) -> Tensor:
+    """The gradient by each index's weight, of the table's rows that this rank has."""
+    assert mode == SUM  # other modes take no weights
+    bag_of = _bag_of_index(offsets, indices.shape[0], gradient.shape[0])
+    own, _relative = own_rows(local, local.spec("weight"), indices)
+    values = own_values(local, weight, indices)
+    found = (gradient.index_select(0, bag_of) * values).sum(1)
+    return found.masked_fill(own.logical_not() | (indices == padding), 0) if padding >= 0 else found
+
+
+@rule_from(aten._embedding_bag_per_sample_weights_backward.default, lowering=_by_scale)
+def by_scale(call: Call) -> Flow:
+    """Columns and rows, of which the products are pending sums."""
+    return Flow(
+        [(None, "d"), ("v", "d"), None, None, None],
+        [(None,)],
+        reduce={"v": "sum", "d": "sum"},
+        lowered={"v"},
+        nonempty={"d"},
+    )
+
+
+RULES = (forward, backward, by_scale)

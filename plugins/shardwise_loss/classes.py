@@ -1,0 +1,38 @@
+"""Targets among sharded classes: which of them are a rank's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import LocalCall
+
+__all__ = ["own_classes"]
+
+# Marks a target that is not of this rank's classes; no class has it.
+_PASSED_OVER = -1
+
+
+def own_classes(
+    local: LocalCall, scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Scores, targets, class weights and the index to ignore, as they are among this rank's classes.
+
+    ``local.call`` has the scores as ``self``, their classes as dim 1 (dim 0 of one sample). A target that no rank has
+    stays out of bounds on each, so that the op fails here as it fails on one device.
+    """
+    spec = local.spec("self")
+    dim = min(1, spec.ndim - 1)
+    if not local.sharding(spec, dim):
+        return scores, target, weight, ignore_index
+    first, count = local.offset(spec)[dim], scores.shape[dim]
+    relative = target - first
+    counts = target != ignore_index
+    own = counts & (relative >= 0) & (relative < count)
+    illegal = counts & ((target < 0) | (target >= spec.shape[dim]))
+    safe = torch.where(own, relative, torch.where(illegal, max(1, count), _PASSED_OVER))
+    if count == 0:
+        # The kernels take no scores without classes.
+        scores = scores.new_zeros([1 if d == dim else n for d, n in enumerate(scores.shape)])
+        weight = None if weight is None else weight.new_zeros(1)
+    return scores, safe, weight, _PASSED_OVER

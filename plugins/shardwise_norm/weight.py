@@ -1,0 +1,25 @@
+"""Weight norm: each slice of a weight along one dim has a norm of its own, so that dim may be sharded."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import Call, Flow, rule_from
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+# Not their out=, which torch cannot plan.
+@rule_from([aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default])
+def weight_norm(call: Call) -> Flow:
+    """The dim whose slices are normalised; weights, lengths and norms follow it alike."""
+    first = call.operands[0]
+    assert first is not None
+    dim = call.args["dim"] % first.ndim
+    labels = tuple("d" if d == dim else None for d in range(first.ndim))
+    return Flow([labels], [labels], nonempty={"d"})
+
+
+RULES = (weight_norm,)

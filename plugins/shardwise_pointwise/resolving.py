@@ -1,0 +1,33 @@
+"""In-place ops on a pending tensor that no pending tensor passes: reduce it, run the op, and let it be pending again.
+
+The written tensor has to stay pending, so one rank keeps the result of a sum and the others zeros; the result of an
+average, a maximum or a minimum is the same on all. That costs the reduction now and another one later.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.placements import PENDING_KINDS
+from shardwise.rule import LocalCall
+
+__all__ = ["RESOLVED", "resolve"]
+
+RESOLVED = tuple(f"{kind}, R, ... -> {kind}, ..." for kind in PENDING_KINDS)
+# What leaves a reduction as it is, by kind; a kind that is not here takes the same value from every rank.
+_NEUTRAL = {"sum": 0, "product": 1}
+
+
+def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
+    """The in-place op on the whole of a pending ``x``, put back so that reducing it gives the result."""
+    pending = local.spec("self").pending
+    whole = x
+    for mesh_dim, kind in reversed(pending.items()):
+        whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
+    local.call.op(x.copy_(whole), *rest, **named)
+    for mesh_dim, kind in pending.items():
+        if kind in _NEUTRAL and local.coordinate[mesh_dim] != 0:
+            x.fill_(_NEUTRAL[kind])
+    return x
