@@ -99,8 +99,15 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
     if lowered:
         assert entry.rule.lowering is not None
         run = partial(entry.rule.lowering, local)
+    if any(r.reseats for r in schema.signature.results):
+        run = partial(_on_alias, run)
     full = lowered or static is not None
     return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+
+
+def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run an op that makes a tensor a view of itself on an alias: whoever holds the local tensor keeps it as it is."""
+    return run(local.view_as(local), *args, **kwargs)
 
 
 def _as_it_lies(before: TensorSpec | None, wanted: TensorSpec | None) -> TensorSpec | None:
