@@ -8,7 +8,7 @@ import torch
 
 from shardwise.rule import Call, Flow, Rule, rule, rule_from
 from shardwise.signature import Op
-from shardwise_reduce.dims import ops
+from shardwise_reduce.dims import ops, reduced_dims
 
 __all__ = ["RULES"]
 
@@ -55,7 +55,15 @@ def renorm(call: Call) -> Flow:
     return Flow([labels], [labels])
 
 
+@rule_from(ops("hash_tensor.default hash_tensor.out"))
+def HASH(call: Call) -> Flow:
+    """Any dim but those that are reduced: no pending kind joins hashes."""
+    dims, keepdim = reduced_dims(call), bool(call.args["keepdim"])
+    labels = tuple(None if d in dims else f"d{d}" for d in range(call.args["self"].ndim))
+    return Flow([labels], [tuple(label for d, label in enumerate(labels) if keepdim or d not in dims)])
+
+
 WHOLE = rule(ops("median.default median.out nanmedian.default nanmedian.out trace.default trace.out"), "R -> R")
 DISTANCE = rule(ops("dist.default dist.out"), "R, R -> R")
 
-RULES = (CUMSUM, CUMPROD, SCAN, ORDER, renorm, WHOLE, DISTANCE)
+RULES = (CUMSUM, CUMPROD, SCAN, ORDER, renorm, HASH, WHOLE, DISTANCE)

@@ -67,6 +67,7 @@ def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
         aten.repeat_interleave.Tensor_out,
         aten.searchsorted.Scalar,
         aten.searchsorted.Scalar_out,
+        aten._unique.default,
         aten._unique2.default,
         aten.unique_consecutive.default,
         aten.unique_dim.default,

@@ -15,6 +15,7 @@ def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of all families."""
     from shardwise_tensor import (
         copying,
+        counting,
         creating,
         gathering,
         indexing,
@@ -23,8 +24,10 @@ def shardwise_register(registry: Registrar) -> None:
         putting,
         rearranging,
         scattering,
+        segments,
         slicing,
     )
 
-    for family in (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting):
+    moving = (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting)
+    for family in (*moving, counting, segments):
         registry.add(*family.RULES)
