@@ -188,7 +188,38 @@ def strided():
     ]
 
 
+# The ops with results of their own get the calls that those with views have.
+COPYING = {
+    aten.view_copy.default: regrouped,
+    aten._reshape_copy.default: regrouped,
+    aten.expand_copy.default: expanded,
+    aten.unsqueeze_copy.default: unsqueezed,
+    aten.squeeze_copy.default: squeezed,
+    aten.squeeze_copy.dim: squeezed_dim,
+    aten.squeeze_copy.dims: squeezed_dims,
+    aten.permute_copy.default: permuted,
+    aten.transpose_copy.int: transposed,
+    aten.t_copy.default: flipped,
+    aten.diagonal_copy.default: diagonal,
+    aten.unfold_copy.default: windows,
+    aten.view_as_real_copy.default: complex_tensors,
+    aten.view_as_complex_copy.default: pairs,
+    aten._conj_copy.default: complex_tensors,
+    aten._neg_view_copy.default: negated,
+    aten.view_copy.dtype: retyped,
+}
+
 SAMPLES = {
+    **{op: (lambda make=make: make()[::2]) for op, make in COPYING.items()},
+    aten.transpose_.default: transposed,
+    aten.squeeze_.dim: squeezed_dim,
+    aten.squeeze_.dims: squeezed_dims,
+    aten.squeeze_copy.dims_out: lambda: [
+        ((x, dims), {"out": torch.zeros_like(x.squeeze(dims))}) for (x, dims), _ in squeezed_dims()
+    ],
+    aten.view_as_complex_copy.out: lambda: [
+        ((x,), {"out": torch.zeros(x.shape[:-1], dtype=torch.complex64)}) for (x,), _ in pairs()
+    ],
     aten.view.default: regrouped,
     aten._unsafe_view.default: regrouped,
     aten._reshape_alias.default: aliased,
