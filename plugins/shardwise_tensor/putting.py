@@ -72,9 +72,7 @@ def INDEX_PUT(
 
 
 @rule_from(aten._unsafe_masked_index_put_accumulate.default)
-def MASKED_INDEX_PUT(
-    x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None], values: TensorMeta
-) -> Flow:
+def MASKED_INDEX_PUT(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None], values: TensorMeta) -> Flow:
     """Dims without an index pass; parts of the indices add up."""
     names = Indexing.of(x.ndim, indices)
     if any(map(is_mask, indices)) or max(mask.ndim, values.ndim) > len(names.result):

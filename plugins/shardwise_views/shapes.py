@@ -31,7 +31,9 @@ def _regrouped(call: Call) -> Flow:
     return regroup(before.shape, after.shape)
 
 
-@rule_from([aten.view.default, aten._reshape_copy.default, aten.view_copy.default, aten.view_copy.out], local_args=_local_size)
+@rule_from(
+    [aten.view.default, aten._reshape_copy.default, aten.view_copy.default, aten.view_copy.out], local_args=_local_size
+)
 def VIEW(call: Call) -> Flow:
     """Dims regrouped: (a b) -> a b and back; the leading factor of a compound dim may be sharded."""
     return _regrouped(call)

@@ -1,4 +1,4 @@
-"""Views by explicit strides, as far as they are provably a permutation or expansion of the whole operand."""
+"""Views by explicit strides that are a permutation or expansion of the whole operand; others are in ``memory``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attrs import evolve
 
 from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise.spec import TensorMeta
+from shardwise_views import memory
 from shardwise_views.regroup import regroup
 
 __all__ = ["RULES"]
@@ -57,25 +58,39 @@ def _sources(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> list[
 
 
 def _stride_locally(
-    local: LocalCall, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    local: LocalCall,
+    x: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     spec = local.outputs[0]
     assert spec is not None
     sources = _sources(local.spec("self").tensor_meta, size, stride)
-    assert sources is not None
-    steps = [0 if d is None else x.stride(d) for d in sources]
-    return x.as_strided(local.local_shape(spec), steps)
+    if sources is None or storage_offset is not None:
+        seen = memory.strided(local, x, size, stride, storage_offset)
+    else:
+        steps = [0 if d is None else x.stride(d) for d in sources]
+        seen = x.as_strided(local.local_shape(spec), steps)
+    if out is not None:
+        return out.copy_(seen)
+    return seen if local.call.signature.results[0].alias is not None else seen.clone()
 
 
-@rule_from(aten.as_strided.default, lowering=_stride_locally)
+@rule_from(
+    [aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.as_strided_copy.out],
+    lowering=_stride_locally,
+)
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Callable[[Call], Rows] | Rows:
-    """Dims reordered, dropped at size one, or new; any other geometry, or an offset, has no row."""
+) -> Callable[[Call], Rows] | Flow | Rows:
+    """Dims reordered, dropped at size one, or new; for any other geometry, or an offset, all of the memory."""
     sources = _sources(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
     if sources is None or storage_offset is not None:
-        return Rows(())
+        return memory.rows(self, size, stride, storage_offset)
     names = [f"d{d}" if n != 1 else None for d, n in enumerate(self.shape)]
     out = [None if d is None else names[d] for d in sources]
     return _always_lowered(Flow([names], [out], partial=("* -> *",)))

@@ -185,7 +185,37 @@ def strided():
         ([wide, (4, 6), (6, 1)], {}),
         ([wide, (6, 1, 4), (1, 1, 6)], {}),
         ([turned((6, 8)), (6, 8), (1, 6)], {}),
+        *in_memory(),
     ]
+
+
+def in_memory(is_view=True):
+    """Overlapping, partial, with an offset; over transposed memory, too, where the result may be a copy.
+
+    Scattered, such a tensor may lie otherwise than on one device, and a view of it is then refused.
+    """
+    geometries = [((3, 3), (1, 2), None), ((2, 2, 2), (7, 0, 1), 3), ((), (), 5), ((0, 3), (1, 1), 2), ((35,), (1,), 0)]
+    found = [
+        ([x, *geometry], {}) for x in (made((5, 7)), turned((7, 5)).clone())[: 2 - is_view] for geometry in geometries
+    ]
+    return [*found, ([made((4, 1, 6), I64), (3, 4), (1, 6)], {}), ([made(()), (2,), (0,)], {})]
+
+
+def scattered_in_memory():
+    return [
+        ([x, made(size, x.dtype, 4), size, stride, *offset], {})
+        for (x, size, stride, *offset), _ in in_memory(is_view=False)
+        if len(set(aten.as_strided(torch.arange(x.numel()), size, stride, *offset).flatten().tolist())) == _count(size)
+    ]
+
+
+def _count(size):
+    return torch.Size(size).numel()
+
+
+def resized():
+    sizes = [((5, 7), (5, 7)), ((5, 7), (3, 4)), ((8, 6), (48,)), ((4, 1, 3), (2, 6)), ((6,), (0,))]
+    return [([made(shape), size], {}) for shape, size in sizes]
 
 
 # The ops with results of their own get the calls that those with views have.
@@ -243,4 +273,8 @@ SAMPLES = {
     aten._neg_view.default: negated,
     aten.view.dtype: retyped,
     aten.as_strided.default: strided,
+    aten.as_strided_copy.default: lambda: in_memory(is_view=False),
+    aten.as_strided_scatter.default: scattered_in_memory,
+    aten.resize_.default: resized,
+    aten.resize_as_.default: lambda: [([x, made(size)], {}) for (x, size), _ in resized()],
 }
