@@ -87,8 +87,8 @@ def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
     meta = local.spec("self").tensor_meta
     whole = _together(local, x)
     if not _as_on_one_device(whole, meta):
-        is_view = local.call.signature.results[0].alias is not None
-        if is_view and whole is x:
+        result = local.call.signature.results[0]
+        if result.alias is not None and not result.written and whole is x:
             raise NoStrategyError(
                 asked=f"see the memory of {local.spec('self')} in {local.call}",
                 found=f"on this mesh its strides are {whole.stride()}",
