@@ -268,17 +268,12 @@ def _register_placing(tensor: Any) -> None:
     def place(grad: Any) -> Any:
         # The usual case, and all but free: it runs for every leaf at every step.
         # A backward that has no gradient for the leaf hands over None.
-        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec)
+        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec.placements)
 
     tensor.register_hook(place)
 
 
-def _placed(grad: Any, spec: TensorSpec) -> Any:
-    target = spec.placements
-    if type(grad) is torch.Tensor and grad.shape == spec.shape and not grad.any():
-        # Autograd's own formulas answer with plain zeros where nothing of a tensor was used, as repeat's does for none.
-        whole = spec.with_meta(TensorMeta.of(grad)).with_placements((REPLICATE,) * len(target))
-        grad = new_wrapper(_tensor_class[0], grad, whole, False)
+def _placed(grad: Any, target: tuple[Placement, ...]) -> Any:
     if not isinstance(grad, _tensor_class[0]):
         raise LayoutError(
             asked="accumulate the gradient of a MeshTensor",
