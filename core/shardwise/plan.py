@@ -199,7 +199,7 @@ def _marked_copies(
 
 
 def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -> bool:
-    """Whether a mesh dim over which an operand lies in parts has a whole result: that is no view of what a rank holds."""
+    """Whether a mesh dim over which an operand lies in parts has a whole result: no view of what a rank holds."""
     return before is not None and any(
         p != REPLICATE and q == REPLICATE
         for spec in results

@@ -19,7 +19,8 @@ def _along(call: Call) -> Flow:
 
 ORDER = rule_from(
     ops(
-        "sort.default sort.stable sort.values sort.values_stable kthvalue.default kthvalue.values mode.default mode.values median.dim median.dim_values nanmedian.dim nanmedian.dim_values"
+        "sort.default sort.stable sort.values sort.values_stable kthvalue.default kthvalue.values mode.default "
+        "mode.values median.dim median.dim_values nanmedian.dim nanmedian.dim_values"
     )
 )(_along)
 

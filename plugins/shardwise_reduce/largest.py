@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from shardwise.rule import Call, Flow, LocalCall, rule_from
