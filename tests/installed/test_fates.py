@@ -172,7 +172,8 @@ def test_two_distributions_with_one_entry_name_are_both_loaded(environment, whee
         import json, torch
         from shardwise.discovery import default_registry
         look = default_registry().lookup
-        print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in ("_copy_from_and_resize", "_values_copy")]))
+        names = ("_copy_from_and_resize", "_values_copy")
+        print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in names]))
     """
     assert environment(*wheels).answer(code) == ["acme-kernels 1.0", "acme-kernels (bolt-kernels 1.0)"]
 

@@ -20,13 +20,14 @@ ASK = """
             return [str(error), error.settings]
 
     aten = torch.ops.aten
-    print(json.dumps({"_copy_from_and_resize": ask(aten._copy_from_and_resize.default), "mm": ask(aten.mm.default), "add": ask(aten.add.Tensor)}))
+    asked = {"_copy_from_and_resize": aten._copy_from_and_resize.default, "mm": aten.mm.default, "add": aten.add.Tensor}
+    print(json.dumps({name: ask(op) for name, op in asked.items()}))
 """
 
 
 @pytest.fixture(scope="module")
 def rivals(tmp_path_factory, shardwise_wheel, installed):
-    """Two plugins with a rule for _copy_from_and_resize, and one of them with a rule for mm, which first-party has too."""
+    """Two plugins with a rule for an op that has no other, and one of them with a rule for mm, which first-party has."""
     folder = tmp_path_factory.mktemp("rivals")
     both = (
         installed.source_of()
