@@ -33,8 +33,8 @@ RULE = """
 """
 
 
-def source_of(op="bincount", notation="R, R -> R", options=""):
-    """The source of a plugin with one rule; no first-party plugin has one for bincount."""
+def source_of(op="_copy_from_and_resize", notation="R, R -> R", options=""):
+    """The source of a plugin with one rule; no first-party plugin has one for _copy_from_and_resize."""
     return RULE.format(op=op, notation=notation, options=options and f", {options}")
 
 

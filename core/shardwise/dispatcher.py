@@ -162,6 +162,14 @@ def _new_normal(*parts: Any) -> Any:
         return new_wrapper(*parts)
 
 
+def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
+    """Make a tensor the view of itself that an op in place makes: ``x.t_()``."""
+    # Setting `data` takes over sizes and strides, which are torch's own, and leaves autograd's notes alone.
+    tensor.data = new_wrapper(_tensor_class[0], local, spec, False)
+    tensor._local_tensor, tensor._spec = local, spec
+    return tensor
+
+
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +203,7 @@ def _compiled(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handl
         "spec_of": attrgetter("_spec"),
         "local_of": attrgetter("_local_tensor"),
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
+        "reseat": _reseat,
         "wrap_results": _wrap_results,
         "wrap_unknown": _wrap_unknown,
         **defaults(op),

@@ -6,7 +6,8 @@
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the tensor
 class, ``new`` its constructor, ``plans`` the op's plans by key, ``PLAIN`` the types of numbers and of None, ``other``
-what to do with an argument that is none of these, ``miss`` the slow path, ``guard`` a check of what moves,
+what to do with an argument that is none of these, ``miss`` the slow path, ``guard`` a check of what moves, ``reseat``
+what makes a tensor another view of itself,
 ``elsewhere`` the way to the handler of another call shape.
 """
 
@@ -204,6 +205,8 @@ def _answer(results: Sequence[Result], given: Sequence[_Given]) -> list[str]:
 
 
 def _one(result: Result, var: str, given: Sequence[_Given], spec: str = "plan.out") -> str:
+    if result.reseats and result.alias is not None:
+        return f"reseat({given[result.alias].var}, {var}, {spec})"
     if result.written and result.alias is not None and not result.is_list:
         return given[result.alias].var
     make = "new" if result.alias is None else f"({_view_maker(result, given)})"

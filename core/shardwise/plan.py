@@ -13,6 +13,7 @@ from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.link_agreement import agree_on_links
 from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN
+from shardwise.placements import REPLICATE
 from shardwise.planner import cheapest, make_call, merged
 from shardwise.private_torch import direct_call
 from shardwise.redistribute import mover
@@ -21,7 +22,7 @@ from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import Call, Kind, op_name
 from shardwise.spec import TensorMeta, TensorSpec
 
-__all__ = ["Plan", "check_unknown", "check_written", "local_statics", "make_plan"]
+__all__ = ["Plan", "check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
 
@@ -86,7 +87,8 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
         chosen = cheapest(entry.rule, schema, call)
     inputs, results = merged(schema, chosen)
     inputs = list(map(_as_it_lies, schema.specs, inputs))
-    results = _marked_copies(schema, inputs, results)
+    lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
+    results = _marked_copies(schema, inputs, results, lowered)
     if outputs is UNKNOWN:
         check_unknown(schema, inputs)
     check_written(schema, metas)
@@ -94,13 +96,19 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
         agree_on_generator(schema.mesh)
     local = _local_call(entry, schema, call, inputs, results)
     static = local_statics(entry, schema, local)
-    lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
     run: Callable[..., Any] = direct_call(schema.op)
     if lowered:
         assert entry.rule.lowering is not None
         run = partial(entry.rule.lowering, local)
+    if any(r.reseats for r in schema.signature.results):
+        run = partial(_on_alias, run)
     full = lowered or static is not None
     return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+
+
+def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run an op that makes a tensor a view of itself on an alias: whoever holds the local tensor keeps it as it is."""
+    return run(local.view_as(local), *args, **kwargs)
 
 
 def _as_it_lies(before: TensorSpec | None, wanted: TensorSpec | None) -> TensorSpec | None:
@@ -167,9 +175,12 @@ def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tu
 
 
 def _marked_copies(
-    schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None]
+    schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None], lowered: bool
 ) -> Sequence[TensorSpec | None]:
-    """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost."""
+    """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost.
+
+    An operand moves in a lowering, too, when it lies in parts and the result is whole.
+    """
     views = [r for r in schema.signature.results if r.is_tensor]
     if all(r.alias is None or r.written for r in views):
         return results
@@ -179,12 +190,22 @@ def _marked_copies(
         count = len(results) - len(views) + 1 if result.is_list else 1
         if result.alias is not None and not result.written:
             source = _flat_index(schema, result.alias)
-            moved = schema.specs[source] is not inputs[source]
             before = schema.specs[source]
+            moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
             if moved or (before is not None and before.is_copy):
                 found[at : at + count] = [_as_copy(spec) for spec in found[at : at + count]]
         at += count
     return found
+
+
+def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -> bool:
+    """Whether a mesh dim over which an operand lies in parts has a whole result: no view of what a rank holds."""
+    return before is not None and any(
+        p != REPLICATE and q == REPLICATE
+        for spec in results
+        if spec is not None
+        for p, q in zip(before.placements, spec.placements, strict=True)
+    )
 
 
 def _as_copy(spec: TensorSpec | None) -> TensorSpec | None:

@@ -36,7 +36,6 @@ __all__ = [
     "OpOverloadPacket",
     "assert_when_run",
     "binding_namespaces",
-    "change_view",
     "current_mesh",
     "custom_op_of",
     "composite_kernel",
@@ -404,20 +403,6 @@ def is_view_in_place(op: OpOverload) -> bool:
     documented, and their only name is this one.
     """
     return torch.Tag.inplace_view in op.tags
-
-
-def change_view(op: OpOverload, args: Sequence[Any], kwargs: Any) -> None:
-    """Change the shape and strides that a wrapper has on the outside, as an op does that is a view in place.
-
-    The op runs on the wrapper itself, which has no memory. The public way makes a new tensor.
-    """
-    before = torch._C._meta_in_tls_dispatch_include()
-    torch._C._set_meta_in_tls_dispatch_include(True)
-    try:
-        with torch._C._DisableTorchDispatch():
-            op(*args, **kwargs)
-    finally:
-        torch._C._set_meta_in_tls_dispatch_include(before)
 
 
 def draws(op: OpOverload) -> bool:

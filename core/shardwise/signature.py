@@ -51,12 +51,16 @@ class Arg:
 
 @frozen
 class Result:
-    """One return of an op schema; ``alias`` is the index of the argument that it is, when it is one."""
+    """One return of an op schema; ``alias`` is the index of the argument that it is, when it is one.
+
+    ``reseats`` says that the argument itself becomes this view of it, as in ``x.t_()``: no element is written.
+    """
 
     is_tensor: bool
     is_list: bool
     alias: int | None
     written: bool
+    reseats: bool = False
 
 
 @frozen(eq=False)
@@ -107,6 +111,7 @@ def _kind(type_text: str) -> Kind:
 def signature(op: Op) -> Signature:
     """The signature of an op, cached for the life of the process."""
     schema = schema_of(op)
+    reseats = torch.Tag.inplace_view in op.tags
     returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
     args = tuple(
         Arg(
@@ -114,7 +119,7 @@ def signature(op: Op) -> Signature:
             kind=_kind(str(a.type)),
             kwarg_only=a.kwarg_only,
             is_out=a.is_out and _is_given_back(a, returned),
-            written=bool(a.alias_info and a.alias_info.is_write),
+            written=bool(a.alias_info and a.alias_info.is_write) and not reseats,
             is_list="List[" in str(a.type),
             has_default=a.has_default_value(),
             default=a.default_value if a.has_default_value() else None,
@@ -123,7 +128,7 @@ def signature(op: Op) -> Signature:
     )
     aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
     in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
-    results = tuple(_result(r, aliases, in_lists) for r in schema.returns)
+    results = tuple(_result(r, aliases, in_lists, reseats) for r in schema.returns)
     return Signature(op_name(op), args, results)
 
 
@@ -138,7 +143,7 @@ def _is_given_back(arg: Any, returned: set[str]) -> bool:
 _LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
 
 
-def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str]) -> Result:
+def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str], reseats: bool) -> Result:
     kind = _kind(str(returned.type))
     info = returned.alias_info
     labels = list(in_lists) if kind is Kind.TENSORS else sorted(info.before_set) if info else []
@@ -146,7 +151,8 @@ def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str]) 
         is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
         is_list=kind is Kind.TENSORS,
         alias=aliases.get(labels[0]) if labels else None,
-        written=bool(info and info.is_write),
+        written=bool(info and info.is_write) and not reseats,
+        reseats=reseats,
     )
 
 

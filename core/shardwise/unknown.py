@@ -17,13 +17,9 @@ from shardwise.placing import placed, placing
 from shardwise.plan import Plan, check_written
 from shardwise.precedence import Entry, Origin
 from shardwise.private_torch import (
-    change_view,
     draws,
-    functional_of,
-    is_view_in_place,
     new_wrapper,
     outside_modes,
-    memory_of,
 )
 from shardwise.redistribute import mover
 from shardwise.registry import Registry
@@ -94,10 +90,6 @@ class UnknownOp:
         self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_view_in_place(self.op):
-            view = functional_of(self.op)
-            if view is not None and view in self.registry:
-                return self._view_in_place(view, args, kwargs)
         known = self._known(args, kwargs)
         if isinstance(known, Failed):
             return self._replicate(known, args, kwargs)
@@ -178,22 +170,6 @@ class UnknownOp:
         order = memory_order(meta)
         back = sorted(range(len(order)), key=order.__getitem__)
         return new_wrapper(type(result), local.permute(order).contiguous().permute(back), spec.with_meta(meta), False)
-
-    # -- views in place --
-
-    def _view_in_place(self, view: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Give a tensor the shape of a view of it; refused where the view would have to be a copy."""
-        tensor, found = args[0], view(*args, **kwargs)
-        if found._spec.is_copy or memory_of(found._local_tensor) != memory_of(tensor._local_tensor):
-            raise InPlaceError(
-                asked=f"run {op_name(self.op)} on {tensor._spec}",
-                found=f"the result would lie as {found._spec}, which is no view of it",
-                do="Use the out-of-place form, or redistribute the tensor first.",
-                op=op_name(self.op),
-            )
-        change_view(self.op, args, kwargs)
-        tensor._local_tensor, tensor._spec = found._local_tensor, found._spec
-        return tensor
 
     # -- on whole tensors, or refused --
 

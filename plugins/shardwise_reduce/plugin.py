@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_reduce import along, extremes, moments, norms, positions, sums
+    from shardwise_reduce import along, extremes, largest, moments, norms, positions, scans, sums
 
-    modules = (sums, extremes, moments, norms, positions, along)
+    modules = (sums, extremes, moments, norms, positions, along, scans, largest)
     registry.add(*(rule for module in modules for rule in module.RULES))

@@ -9,8 +9,9 @@ import torch
 from shardwise.lowering import Lowering
 from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
 from shardwise.signature import Op
-from shardwise_reduce.dims import into, ops, reduction, splitting
+from shardwise_reduce.dims import into, ops, reduction
 from shardwise_reduce.extremes import least, most
+from shardwise_reduce.line import line_of
 
 __all__ = ["RULES"]
 
@@ -25,13 +26,11 @@ def _winners(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tupl
         shape = [1 if d == dim else n for d, n in enumerate(x.shape)]
         values = x.new_full(shape, (least if largest else most)(x.dtype))
         positions = torch.zeros(shape, dtype=torch.int64, device=x.device)
-    # The last mesh dim splits innermost. Joined from there, shards stand in their order and the first of equals wins.
-    for mesh_dim in reversed(local.once(splitting)):
-        rivals = torch.cat(local.comm.all_gather(values, mesh_dim), dim)
-        places = torch.cat(local.comm.all_gather(positions, mesh_dim), dim)
-        values, winner = pick(rivals, dim, keepdim=True)
-        positions = places.gather(dim, winner)
-    return values, positions
+    line = line_of(local)
+    each = [1] * len(line.lengths)
+    # The shards stand in their order, and the first of equals wins.
+    values, winner = pick(torch.cat(line.gather(local, values, each), dim), dim, keepdim=True)
+    return values, torch.cat(line.gather(local, positions, each), dim).gather(dim, winner)
 
 
 def _dim(local: LocalCall) -> int:

@@ -72,6 +72,35 @@ def _whole(x: TensorMeta, ndim: int, kept: Collection[int] = ()) -> Flow:
     return Flow([names], [result], reduce={name: "R" for name in names if name}, partial=["* -> R"])
 
 
+# -- between two values -------------------------------------------------------------------------------------------
+
+# A value that is pending has no steps towards it.
+STEPS = rule(
+    [
+        aten.linspace.Tensor_Scalar,
+        aten.linspace.Tensor_Scalar_out,
+        aten.linspace.Scalar_Tensor,
+        aten.linspace.Scalar_Tensor_out,
+        aten.logspace.Tensor_Scalar,
+        aten.logspace.Tensor_Scalar_out,
+        aten.logspace.Scalar_Tensor,
+        aten.logspace.Scalar_Tensor_out,
+    ],
+    "R -> R",
+    local_args=stays_on_mesh,
+)
+STEPS_BETWEEN = rule(
+    [
+        aten.linspace.Tensor_Tensor,
+        aten.linspace.Tensor_Tensor_out,
+        aten.logspace.Tensor_Tensor,
+        aten.logspace.Tensor_Tensor_out,
+    ],
+    "R, R -> R",
+    local_args=stays_on_mesh,
+)
+
+
 # -- with strides ------------------------------------------------------------------------------------------------
 
 
@@ -105,4 +134,4 @@ def NEW_STRIDED(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> Fl
     return _whole(x, len(size))
 
 
-RULES = (LIKE, NEW, NEW_STRIDED)
+RULES = (LIKE, NEW, NEW_STRIDED, STEPS, STEPS_BETWEEN)

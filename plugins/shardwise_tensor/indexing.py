@@ -95,4 +95,15 @@ def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
     )
 
 
-RULES = (INDEX,)
+@rule_from(aten._unsafe_masked_index.default)
+def MASKED_INDEX(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
+    """As index without a sharded indexed dim; the mask is like the result."""
+    names = Indexing.of(x.ndim, indices)
+    if any(map(is_mask, indices)) or mask.ndim > len(names.result):
+        return Flow([None], [None])
+    whole = tuple(None if name in names.cuts else name for name in names.whole)
+    of_mask = names.result[len(names.result) - mask.ndim :]
+    return Flow([whole, of_mask, *map(names.of_index, indices)], [names.result])
+
+
+RULES = (INDEX, MASKED_INDEX)

@@ -33,9 +33,19 @@ def STACK(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
     return Flow([names] * len(tensors), [(*names[:at], None, *names[at:])], partial=_alike(call))
 
 
+@rule_from([aten._chunk_cat.default, aten._chunk_cat.out])
+def CHUNK_CAT(tensors: Sequence[TensorMeta], dim: int, *, call: Call) -> Flow:
+    """Dims before the one that is cut into chunks alike in all tensors; that one and those behind are whole."""
+    at = dim_of(dim, tensors[0].ndim)
+    names = labels(at)
+    inputs = [(*names, *[None] * (t.ndim - at)) for t in tensors]
+    # The kernel divides by the number of elements.
+    return Flow(inputs, [(*names, None, None)], partial=_alike(call), nonempty=[n for n in names if n])
+
+
 def _alike(call: Call) -> tuple[str, ...]:
     """The pending rows: one kind for all, where no tensor is cast to the dtype of the others."""
     return ("*, ... -> *",) if same_dtype(*call.operands, *call.outputs) else ()
 
 
-RULES = (CAT, STACK)
+RULES = (CAT, STACK, CHUNK_CAT)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from shardwise.rule import Flow, rule, rule_from
+from shardwise.placements import Partial
+from shardwise.rule import Flow, LocalCall, rule, rule_from
 from shardwise.spec import TensorMeta
 from shardwise_tensor.dims import UNMOVED, Labels, each, labels, same_dtype
 
@@ -21,20 +23,42 @@ def _broadcast(x: TensorMeta, mask: TensorMeta) -> tuple[Labels, Labels, Labels]
     return names[ndim - x.ndim :], names[ndim - mask.ndim :], names
 
 
-@rule_from([aten.masked_fill_.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Scalar_out], static=("value",))
+# What an element of a pending tensor is on all ranks but one, so that the one alone says its value.
+SILENT = {"sum": 0, "product": 1}
+
+
+def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: Any) -> Tensor:
+    """The first rank of each pending mesh dim fills in the value, the others what it does not notice."""
+    for at, placement in zip(local.coordinate, local.spec("self").placements, strict=True):
+        if at and isinstance(placement, Partial) and placement.reduce_op in SILENT:
+            silent = SILENT[placement.reduce_op]
+            value = torch.full_like(value, silent) if isinstance(value, Tensor) else silent
+    filled: Tensor = local.call.op(x, mask, value, **named)
+    return filled
+
+
+@rule_from(
+    [aten.masked_fill_.Scalar, aten.masked_fill.Scalar, aten.masked_fill.Scalar_out],
+    static=("value",),
+    lowering=_fill_once,
+)
 def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
-    """..., ... -> ...; a zero is zero in every pending kind, another value in those that equal pieces do not move."""
+    """..., ... -> ...; a zero is zero in every pending kind, another value stands on all ranks or on one."""
     x_names, mask_names, names = _broadcast(x, mask)
-    pending = ("*, R -> *",) if value == 0 else each(UNMOVED, "k, R -> k")
-    return Flow([x_names, mask_names], [names], partial=pending)
+    if value == 0:
+        return Flow([x_names, mask_names], [names], partial=("*, R -> *",))
+    once = each(SILENT, "k, R -> k")
+    return Flow([x_names, mask_names], [names], partial=[*each(UNMOVED, "k, R -> k"), *once], lowered=once)
 
 
-@rule_from([aten.masked_fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill.Tensor_out])
+@rule_from([aten.masked_fill_.Tensor, aten.masked_fill.Tensor, aten.masked_fill.Tensor_out], lowering=_fill_once)
 def MASKED_FILL_FROM(x: TensorMeta, mask: TensorMeta, value: TensorMeta) -> Flow:
     """..., ..., () -> ..."""
     x_names, mask_names, names = _broadcast(x, mask)
     pending = ("*, R, * -> *",) if same_dtype(x, value) else ()
-    return Flow([x_names, mask_names, ()], [names], partial=[*pending, *each(UNMOVED, "k, R, R -> k")])
+    once = each(SILENT, "k, R, R -> k")
+    rows = [*pending, *each(UNMOVED, "k, R, R -> k"), *once]
+    return Flow([x_names, mask_names, ()], [names], partial=rows, lowered=once)
 
 
 BUCKETIZE = rule([aten.bucketize.Tensor, aten.bucketize.Tensor_out], "..., R -> ...")
@@ -63,10 +87,10 @@ def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
         aten.nonzero.out,
         aten.nonzero_static.default,
         aten.nonzero_static.out,
-        aten.repeat_interleave.Tensor,
         aten.repeat_interleave.Tensor_out,
         aten.searchsorted.Scalar,
         aten.searchsorted.Scalar_out,
+        aten._unique.default,
         aten._unique2.default,
         aten.unique_consecutive.default,
         aten.unique_dim.default,
@@ -78,4 +102,17 @@ def WHOLE() -> Flow:
     return Flow([None], [None])
 
 
-RULES = (MASKED_FILL, MASKED_FILL_FROM, BUCKETIZE, SEARCH_SORTED, WHOLE)
+def _as_often_as_asked(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+    # torch's meta kernel refuses a call without the size; the device takes it from the data.
+    if output_size is None:
+        raise NotImplementedError
+    return repeats.new_empty(output_size, dtype=torch.int64)
+
+
+@rule_from(aten.repeat_interleave.Tensor, meta=_as_often_as_asked)
+def REPEATED() -> Flow:
+    """R -> R: the result is as long as the sum of all elements."""
+    return Flow([None], [None])
+
+
+RULES = (MASKED_FILL, MASKED_FILL_FROM, BUCKETIZE, SEARCH_SORTED, WHOLE, REPEATED)

@@ -16,6 +16,7 @@ def shardwise_register(registry: Registrar) -> None:
     from shardwise_tensor import (
         composites,
         copying,
+        counting,
         creating,
         gathering,
         indexing,
@@ -24,10 +25,12 @@ def shardwise_register(registry: Registrar) -> None:
         putting,
         rearranging,
         scattering,
+        segments,
         slicing,
     )
 
-    for family in (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting):
+    moving = (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting)
+    for family in (*moving, counting, segments):
         registry.add(*family.RULES)
     registry.add_composites(*composites.MAKING)
     for op, function in composites.INSTEAD.items():

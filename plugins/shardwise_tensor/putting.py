@@ -71,6 +71,17 @@ def INDEX_PUT(
     return Flow(inputs, [names.whole], partial=rows, lowered=names.cuts)
 
 
+@rule_from(aten._unsafe_masked_index_put_accumulate.default)
+def MASKED_INDEX_PUT(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None], values: TensorMeta) -> Flow:
+    """Dims without an index pass; parts of the indices add up."""
+    names = Indexing.of(x.ndim, indices)
+    if any(map(is_mask, indices)) or max(mask.ndim, values.ndim) > len(names.result):
+        return Flow([None], [None])
+    whole = tuple(None if name in names.cuts else name for name in names.whole)
+    spread = [_last(names.result, mask.ndim), *map(names.of_index, indices), _last(names.result, values.ndim)]
+    return Flow([whole, *spread], [whole], partial=[_in_parts(name, [whole, *spread]) for name in names.block])
+
+
 def _last(names: Labels, count: int) -> Labels:
     return names[len(names) - count :]
 
@@ -107,4 +118,4 @@ def _by_mask(x: TensorMeta, indices: Sequence[TensorMeta | None], values: Tensor
     return Flow([names, *of_mask, _last(result, values.ndim)], [names], partial=rows)
 
 
-RULES = (INDEX_PUT,)
+RULES = (INDEX_PUT, MASKED_INDEX_PUT)

@@ -23,14 +23,14 @@ def _names(ndim: int) -> _Labels:
     return [f"d{i}" for i in range(ndim)]
 
 
-@rule_from(aten.permute.default)
+@rule_from([aten.permute.default, aten.permute_copy.default, aten.permute_copy.out])
 def PERMUTE(self: TensorMeta, dims: Sequence[int]) -> Flow:
     """Every dim passes to its new place."""
     names = _names(self.ndim)
     return Flow([names], [[names[d] for d in dims]], partial=ANY_PENDING)
 
 
-@rule_from(aten.transpose.int)
+@rule_from([aten.transpose.int, aten.transpose_.default, aten.transpose_copy.int, aten.transpose_copy.int_out])
 def TRANSPOSE(self: TensorMeta, dim0: int, dim1: int) -> Flow:
     """Every dim passes to its new place."""
     names = _names(self.ndim)
@@ -40,7 +40,7 @@ def TRANSPOSE(self: TensorMeta, dim0: int, dim1: int) -> Flow:
     return Flow([names], [turned], partial=ANY_PENDING)
 
 
-@rule_from(aten.t.default)
+@rule_from([aten.t.default, aten.t_.default, aten.t_copy.default, aten.t_copy.out])
 def T(self: TensorMeta) -> Flow:
     """Every dim passes to its new place."""
     names = _names(self.ndim)
@@ -57,7 +57,7 @@ def _around(ndim: int, *dims: int) -> tuple[_Labels, _Labels]:
     return names, [name for name in names if name is not None]
 
 
-@rule_from(aten.diagonal.default)
+@rule_from([aten.diagonal.default, aten.diagonal_copy.default, aten.diagonal_copy.out])
 def DIAGONAL(self: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Flow:
     """Dims beside the two of the diagonal pass."""
     names, others = _around(self.ndim, dim1, dim2)
@@ -87,7 +87,7 @@ def DIAGONAL_BACKWARD(grad_output: TensorMeta, input_sizes: Sequence[int], offse
 # -- windows -----------------------------------------------------------------------------------------------------
 
 
-@rule_from(aten.unfold.default)
+@rule_from([aten.unfold.default, aten.unfold_copy.default, aten.unfold_copy.out])
 def UNFOLD(self: TensorMeta, dimension: int) -> Flow:
     """Dims beside the one that windows slide over pass; the window is a new last dim."""
     if not self.ndim:

@@ -13,6 +13,6 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_views import axes, reinterpret, shapes, strided
+    from shardwise_views import axes, memory, reinterpret, shapes, strided
 
-    registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES)
+    registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES, *memory.RULES)

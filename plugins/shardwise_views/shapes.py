@@ -31,7 +31,9 @@ def _regrouped(call: Call) -> Flow:
     return regroup(before.shape, after.shape)
 
 
-@rule_from(aten.view.default, local_args=_local_size)
+@rule_from(
+    [aten.view.default, aten._reshape_copy.default, aten.view_copy.default, aten.view_copy.out], local_args=_local_size
+)
 def VIEW(call: Call) -> Flow:
     """Dims regrouped: (a b) -> a b and back; the leading factor of a compound dim may be sharded."""
     return _regrouped(call)
@@ -43,7 +45,7 @@ def UNSAFE_VIEW(call: Call) -> Flow:
     return _regrouped(call)
 
 
-@rule_from(aten.expand.default, local_args=_local_size)
+@rule_from([aten.expand.default, aten.expand_copy.default, aten.expand_copy.out], local_args=_local_size)
 def EXPAND(self: TensorMeta, size: Sequence[int]) -> Flow:
     """Dims that keep their size pass; new ones and those of size one that grow are whole."""
     new = len(size) - self.ndim
@@ -59,7 +61,7 @@ def REPEAT(self: TensorMeta, repeats: Sequence[int]) -> Flow:
     return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PENDING)
 
 
-@rule_from(aten.unsqueeze.default)
+@rule_from([aten.unsqueeze.default, aten.unsqueeze_.default, aten.unsqueeze_copy.default, aten.unsqueeze_copy.out])
 def UNSQUEEZE(self: TensorMeta, dim: int) -> Flow:
     """Every dim passes, around a new one."""
     kept: list[str | None] = [f"d{i}" for i in range(self.ndim)]
@@ -74,14 +76,35 @@ def _squeezed(x: TensorMeta, dim: int | Sequence[int] | None) -> list[int]:
     return [d for d in range(x.ndim) if d in wanted and x.shape[d] == 1]
 
 
-def _squeeze_locally(local: LocalCall, x: torch.Tensor, dim: int | Sequence[int] | None = None) -> torch.Tensor:
+def _squeeze_locally(
+    local: LocalCall, x: torch.Tensor, dim: int | Sequence[int] | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     # A shard may have size one where the whole tensor has not, so the global shape says what goes.
-    whole = local.spec("self").tensor_meta
-    squeezed: torch.Tensor = aten.squeeze.dims(x, _squeezed(whole, dim))
+    gone = _squeezed(local.spec("self").tensor_meta, dim)
+    if out is not None:
+        return out.copy_(x.squeeze(gone))
+    packet = local.call.op.overloadpacket
+    squeezed: torch.Tensor = packet.dims(x, gone)
     return squeezed
 
 
-@rule_from([aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims], lowering=_squeeze_locally)
+@rule_from(
+    [
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.squeeze_.default,
+        aten.squeeze_.dim,
+        aten.squeeze_.dims,
+        aten.squeeze_copy.default,
+        aten.squeeze_copy.dim,
+        aten.squeeze_copy.dims,
+        aten.squeeze_copy.out,
+        aten.squeeze_copy.dim_out,
+        aten.squeeze_copy.dims_out,
+    ],
+    lowering=_squeeze_locally,
+)
 def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     """Dims that stay pass; one that goes is whole."""
     gone = _squeezed(self, dim)

@@ -1,4 +1,4 @@
-"""Views by explicit strides, as far as they are provably made of dims of the operand and of windows along one."""
+"""Views by explicit strides that are made of dims of the operand and of windows along one; others are in ``memory``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attrs import evolve, frozen
 
 from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise.spec import TensorMeta
+from shardwise_views import memory
 from shardwise_views.regroup import regroup
 
 __all__ = ["RULES"]
@@ -73,26 +74,40 @@ def _geometry(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> _Geo
 
 
 def _stride_locally(
-    local: LocalCall, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    local: LocalCall,
+    x: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     spec = local.outputs[0]
     assert spec is not None
     found = _geometry(local.spec("self").tensor_meta, size, stride)
-    assert found is not None
-    unit = 0 if found.along is None else x.stride(found.along)
-    steps = [step * unit if d is None else x.stride(d) for d, step in zip(found.dims, found.steps, strict=True)]
-    return x.as_strided(local.local_shape(spec), steps)
+    if found is None or storage_offset is not None:
+        seen = memory.strided(local, x, size, stride, storage_offset)
+    else:
+        unit = 0 if found.along is None else x.stride(found.along)
+        steps = [step * unit if d is None else x.stride(d) for d, step in zip(found.dims, found.steps, strict=True)]
+        seen = x.as_strided(local.local_shape(spec), steps)
+    if out is not None:
+        return out.copy_(seen)
+    return seen if local.call.signature.results[0].alias is not None else seen.clone()
 
 
-@rule_from(aten.as_strided.default, lowering=_stride_locally)
+@rule_from(
+    [aten.as_strided.default, aten.as_strided_.default, aten.as_strided_copy.default, aten.as_strided_copy.out],
+    lowering=_stride_locally,
+)
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Callable[[Call], Rows] | Rows:
-    """Dims reordered, dropped at size one, or new, and windows along one dim; an offset or more has no row."""
+) -> Callable[[Call], Rows] | Flow | Rows:
+    """Dims reordered, dropped at size one, or new, and windows along one dim; else, or by an offset, all of the memory."""
     found = _geometry(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
     if found is None or storage_offset is not None:
-        return Rows(())
+        return memory.rows(self, size, stride, storage_offset)
     names = [f"d{d}" if n != 1 and d != found.along else None for d, n in enumerate(self.shape)]
     out = [None if d is None else names[d] for d in found.dims]
     return _always_lowered(Flow([names], [out], partial=("* -> *",)))

@@ -182,7 +182,7 @@ def test_show_names_conflicts(install, source):
     install("acme-kernels", source())
     install("bolt-kernels", source())
     facts = shown("acme-kernels")
-    assert facts["conflicts"] == ["aten.bincount.default with bolt-kernels 1.0"]
+    assert facts["conflicts"] == ["aten._copy_from_and_resize.default with bolt-kernels 1.0"]
     assert facts["rules"][0]["holds"] == "no: conflict"
 
 

@@ -74,12 +74,12 @@ def test_a_blocked_plugin_is_told_beside_the_answer(install, source, monkeypatch
 def test_a_conflict_exits_with_1(install, source):
     install("acme-kernels", source())
     install("bolt-kernels", source())
-    (facts,) = told("bincount", exit_code=1)
+    (facts,) = told("_copy_from_and_resize", exit_code=1)
     assert facts["winner"] is None
     assert {loser["plugin"] for loser in facts["losers"]} == {"acme-kernels", "bolt-kernels"}
-    output = why("bincount", exit_code=1)
+    output = why("_copy_from_and_resize", exit_code=1)
     assert "no rule holds: nothing says which one holds" in output
-    assert 'SHARDWISE_PREFER="aten.bincount.default=bolt-kernels"' in output
+    assert 'SHARDWISE_PREFER="aten._copy_from_and_resize.default=bolt-kernels"' in output
 
 
 # -- no answer -----------------------------------------------------------------------------------------------------
@@ -87,15 +87,15 @@ def test_a_conflict_exits_with_1(install, source):
 
 def test_an_op_without_a_rule_names_what_is_close_and_what_failed(install):
     install("acme-broken", "raise OSError('no libacme.so')")
-    output = why("aten.bincount", exit_code=1)
-    assert "no plugin has a rule for aten.bincount.default" in output
+    output = why("aten._copy_from_and_resize", exit_code=1)
+    assert "no plugin has a rule for aten._copy_from_and_resize.default" in output
     assert "Possible cause: acme-broken 1.0: failed, OSError: no libacme.so" in output
 
 
 def test_a_blocked_plugin_is_a_possible_cause(install, source, monkeypatch):
     install("acme-kernels", source())
     monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "acme-kernels")
-    assert "acme-kernels 1.0: blocked, in SHARDWISE_DISABLE_PLUGINS" in why("bincount", exit_code=1)
+    assert "acme-kernels 1.0: blocked, in SHARDWISE_DISABLE_PLUGINS" in why("_copy_from_and_resize", exit_code=1)
 
 
 def test_an_unknown_op_names_close_ones():

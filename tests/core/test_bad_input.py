@@ -77,7 +77,7 @@ class FakeCudaMesh:
 
 def no_rule():
     x = on([Shard(0)], 4, 3)
-    return [x], lambda: torch.ops.aten.bincount.default(x.to(torch.int64))
+    return [x], lambda: torch.ops.aten._values_copy.default(x.to(torch.int64))
 
 
 def in_place_that_would_move():
@@ -166,7 +166,7 @@ CASES = [
     (different_meshes, errors.MeshMismatchError, "'self'"),
     (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),
     (another_device_type, errors.DeviceMismatchError, "cuda"),
-    (no_rule, errors.NoRuleError, "bincount"),
+    (no_rule, errors.NoRuleError, "_values_copy"),
     (in_place_that_would_move, errors.InPlaceError, "self = f32[4,3] [P(sum)]"),
     (view_across_ranks, errors.ViewError, "data from another rank"),
     (item_of_many, errors.ItemError, "12 elements"),

@@ -5,9 +5,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory, shardwise_wheel, installed):
-    """An environment with one plugin of each fate, all with or around a rule for ``aten.bincount``."""
+    """An environment with one plugin of each fate, all with or around a rule for ``aten._copy_from_and_resize``."""
     folder = tmp_path_factory.mktemp("zoo")
-    raising = installed.source_of("histc", "R -> R") + "\n        raise OSError('no libacme.so')\n"
+    raising = installed.source_of("_values_copy", "R -> R") + "\n        raise OSError('no libacme.so')\n"
     wheels = [
         installed.make_wheel(folder, "acme-kernels"),
         installed.make_wheel(folder, "acme-broken", raising),

@@ -19,7 +19,7 @@ FATES = """
 LOOKUP = """
     import torch
     from shardwise.discovery import default_registry
-    print(default_registry().lookup(torch.ops.aten.bincount.default).origin)
+    print(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
 """
 
 
@@ -73,7 +73,7 @@ def test_a_broken_plugin_leaves_no_rule_its_traceback_is_kept_and_a_miss_names_i
         from shardwise.discovery import default_registry, statuses
         from shardwise.errors import NoRuleError
         try:
-            default_registry().lookup(torch.ops.aten.histc.default)
+            default_registry().lookup(torch.ops.aten._values_copy.default)
         except NoRuleError as error:
             (kept,) = [s.traceback for s in statuses() if s.status == "failed"]
             print(json.dumps([str(error), kept]))
@@ -163,27 +163,28 @@ def test_a_plugin_for_several_majors_is_used_by_the_one_that_fits(environment, w
 @pytest.mark.slow
 @pytest.mark.sample
 def test_two_distributions_with_one_entry_name_are_both_loaded(environment, wheel):
-    histc = "import torch\n" + HISTC
+    _values_copy = "import torch\n" + VALUES_COPY
     wheels = [
         wheel("acme-kernels"),
-        wheel("bolt-kernels", histc, entries={"shardwise.plugins.v1": {"acme-kernels": "bolt_kernels_plugin"}}),
+        wheel("bolt-kernels", _values_copy, entries={"shardwise.plugins.v1": {"acme-kernels": "bolt_kernels_plugin"}}),
     ]
     code = """
         import json, torch
         from shardwise.discovery import default_registry
         look = default_registry().lookup
-        print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in ("bincount", "histc")]))
+        names = ("_copy_from_and_resize", "_values_copy")
+        print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in names]))
     """
     assert environment(*wheels).answer(code) == ["acme-kernels 1.0", "acme-kernels (bolt-kernels 1.0)"]
 
 
-HISTC = """
+VALUES_COPY = """
 from shardwise.hookspecs import hookimpl
 from shardwise.rule import rule
 
 @hookimpl
 def shardwise_register(registry):
-    registry.add(rule(torch.ops.aten.histc.default, "R -> R"))
+    registry.add(rule(torch.ops.aten._values_copy.default, "R -> R"))
 """
 
 

@@ -20,13 +20,14 @@ ASK = """
             return [str(error), error.settings]
 
     aten = torch.ops.aten
-    print(json.dumps({"bincount": ask(aten.bincount.default), "mm": ask(aten.mm.default), "add": ask(aten.add.Tensor)}))
+    asked = {"_copy_from_and_resize": aten._copy_from_and_resize.default, "mm": aten.mm.default, "add": aten.add.Tensor}
+    print(json.dumps({name: ask(op) for name, op in asked.items()}))
 """
 
 
 @pytest.fixture(scope="module")
 def rivals(tmp_path_factory, shardwise_wheel, installed):
-    """Two plugins with a rule for bincount, and one of them with a rule for mm, which first-party has too."""
+    """Two plugins with a rule for an op that has no other, and one of them with a rule for mm, which first-party has."""
     folder = tmp_path_factory.mktemp("rivals")
     both = (
         installed.source_of()
@@ -52,12 +53,12 @@ def conflict(rivals):
 
 def test_two_rules_for_one_op_are_a_conflict_of_that_op_alone(conflict):
     assert conflict["add"].startswith("shardwise-pointwise")
-    message, _ = conflict["bincount"]
-    assert "aten.bincount.default" in message
+    message, _ = conflict["_copy_from_and_resize"]
+    assert "aten._copy_from_and_resize.default" in message
 
 
 def test_a_conflict_names_both_distributions_their_versions_and_source_lines(conflict):
-    message, _ = conflict["bincount"]
+    message, _ = conflict["_copy_from_and_resize"]
     for name, version in (("acme-kernels", "1.0"), ("bolt-kernels", "2.1")):
         assert f"{name} {version} at " in message
         assert f"{name.replace('-', '_')}_plugin.py:6" in message
@@ -70,22 +71,22 @@ def test_a_third_party_rule_beside_a_first_party_one_is_a_conflict_too(conflict)
 
 
 def test_the_setting_that_a_conflict_names_resolves_it(rivals, conflict):
-    _, settings = conflict["bincount"]
+    _, settings = conflict["_copy_from_and_resize"]
     variable, _, value = settings["environment"].partition("=")
-    assert variable in conflict["bincount"][0]
+    assert variable in conflict["_copy_from_and_resize"][0]
     chosen = rivals.answer(ASK, **{variable: value.strip('"')})
-    assert chosen["bincount"] == "acme-kernels 1.0"
+    assert chosen["_copy_from_and_resize"] == "acme-kernels 1.0"
     assert chosen["mm"] == conflict["mm"]
     (rivals.cwd / "pyproject.toml").write_text(settings["pyproject"])
     try:
-        assert rivals.answer(ASK)["bincount"] == "acme-kernels 1.0"
+        assert rivals.answer(ASK)["_copy_from_and_resize"] == "acme-kernels 1.0"
     finally:
         (rivals.cwd / "pyproject.toml").unlink()
 
 
 def test_prefer_takes_names_without_overload_and_patterns_the_closest_first(rivals):
     found = rivals.answer(ASK, SHARDWISE_PREFER="*=bolt-kernels, aten.m*=acme-kernels, aten.mm=shardwise")
-    assert found["bincount"] == "bolt-kernels 2.1"
+    assert found["_copy_from_and_resize"] == "bolt-kernels 2.1"
     assert found["mm"].startswith("shardwise-matmul")
     # a pattern says nothing of ops that its plugin does not have
     assert found["add"].startswith("shardwise-pointwise")
@@ -99,7 +100,7 @@ def test_prefer_for_a_plugin_without_a_rule_for_the_op_is_no_silent_wish(rivals)
 def test_strict_mode_raises_for_a_conflict_at_load(rivals):
     done = rivals.run(ASK, SHARDWISE_STRICT="1")
     assert done.returncode != 0
-    assert "RuleConflictError: find the rule for aten.bincount.default" in done.stderr
+    assert "RuleConflictError: find the rule for aten._copy_from_and_resize.default" in done.stderr
 
 
 def test_replaces_goes_before_first_party_and_prefer_and_override_before_it(environment, wheel, installed):
@@ -165,7 +166,7 @@ def test_the_order_of_installation_decides_nothing(environment, wheel, installed
     code = """
         import json, torch
         from shardwise.discovery import default_registry, statuses
-        winner = str(default_registry().lookup(torch.ops.aten.bincount.default).origin)
+        winner = str(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
         print(json.dumps([winner, [s.found.origin.plugin for s in statuses()][:2]]))
     """
     assert env.answer(code) == ["bolt-kernels 1.0", ["acme-kernels", "bolt-kernels"]]

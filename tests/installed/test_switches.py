@@ -16,8 +16,8 @@ LOADED = ["loaded", ""]
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, shardwise_wheel, installed):
     folder = tmp_path_factory.mktemp("two")
-    histc = installed.source_of("histc", "R -> R")
-    wheels = [installed.make_wheel(folder, "acme-kernels"), installed.make_wheel(folder, "bolt-kernels", histc)]
+    _values_copy = installed.source_of("_values_copy", "R -> R")
+    wheels = [installed.make_wheel(folder, "acme-kernels"), installed.make_wheel(folder, "bolt-kernels", _values_copy)]
     return installed.Environment(folder / "env").install(shardwise_wheel, *wheels)
 
 

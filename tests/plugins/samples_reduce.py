@@ -79,7 +79,11 @@ def ints(dtypes=(BF16, I64), keepdim=True, more=()):
 NAN = with_nan((5, 7))
 INF = torch.tensor([[1.0, -float("inf"), 2.0], [float("inf"), 0.0, -1.0]])
 LOW = torch.full((5, 3), -float("inf"))
+# Shards that overflow by themselves, in a whole that does not.
+HUGE = torch.tensor([[1e-30, 0.0, -3e38], [1e16, 2.0, 3e38], [1e16, 3.0, 3e38], [1e16, 1.0, -3e38], [1e16, 2.0, 1.0]])
 TIES = torch.tensor([[3, 1, 3, 3, 2, 3, 1], [1, 1, 1, 1, 1, 1, 1]])
+
+EQUALS = [((x, dim), {}) for x in (TIES, NAN, LOW) for dim in (0, 1)]
 
 SUM_FULL = lambda: [
     *full((BF16, I64, I32, U8, BOOL))(),
@@ -159,7 +163,10 @@ def ranked(**options):
 
 def topk():
     shapes = [((8, 6), 3, 0), ((5, 7), 2, -1), ((4, 5, 6), 5, 1), ((9,), 9, 0), ((5, 7), 0, 1)]
-    return [((made(s), k, d), {}) for s, k, d in shapes] + [((made((5, 7), I64), 2, 0, False, True), {})]
+    few = [((4, 17), 3, 1), ((9,), 2, 0), ((9, 3), 1, 0), ((3, 8), 2, -1)]
+    found = [((made(s), k, d, i % 2 == 0), {}) for i, (s, k, d) in enumerate(shapes + few)]
+    equal = [((x, 1, 1), {}) for x in (TIES, NAN, LOW.t().contiguous())] + [((TIES.t(), 1, 0, False), {})]
+    return [*found, *equal, ((made((5, 7), I64), 2, 0, False, True), {}), ((made((9,)), 2, 0, True, False), {})]
 
 
 def kth():
@@ -224,11 +231,15 @@ SAMPLES = {
     aten.min.dim: lambda: positions(dims=True),
     aten.argmax.default: lambda: positions(dims=False),
     aten.argmin.default: lambda: positions(dims=False),
-    aten.cumsum.default: ints((BF16, I64, I32, BOOL), keepdim=False),
-    aten.cumprod.default: ints((BF16, I64, I32), keepdim=False),
-    aten.cummax.default: ints(keepdim=False),
-    aten.cummin.default: ints(keepdim=False),
-    aten.logcumsumexp.default: ints((BF16,), keepdim=False),
+    aten.cumsum.default: ints((BF16, I64, I32, BOOL), keepdim=False, more=[((HUGE, 0), {}), ((NAN, 1), {})]),
+    aten.cumprod.default: ints((BF16, I64, I32), keepdim=False, more=[((NAN, 1), {})]),
+    aten.cummax.default: ints((BF16, I64), keepdim=False, more=EQUALS),
+    aten.cummin.default: ints((BF16, I64), keepdim=False, more=EQUALS),
+    aten.logcumsumexp.default: ints(
+        (BF16, C64), keepdim=False, more=[((INF, 0), {}), ((INF, 1), {}), ((LOW, 0), {}), ((NAN, 1), {})]
+    ),
+    aten.hash_tensor.default: lists(),
+    aten.hash_tensor.out: with_out(listed, aten.hash_tensor.default, torch.uint64),
     aten.sort.default: ranked(),
     aten.sort.stable: lambda: [
         ((x,), {"stable": True, "dim": d}) for x in (made((8, 6)), TIES, made((5, 7))) for d in (0, -1)

@@ -506,3 +506,70 @@ SAMPLES |= {
     aten._index_put_impl.default: puts,
     aten._unsafe_index_put.default: puts,
 }
+
+
+def masked_indexings():
+    found = []
+    for shape, indices in indexings():
+        picked = aten.index.Tensor(made(shape), indices)
+        found.append((made(shape), made(picked.shape, torch.bool, 3), indices, picked.shape))
+    return found
+
+
+SAMPLES |= {
+    aten._unsafe_masked_index.default: lambda: [((x, m, i, 2.5), {}) for x, m, i, _ in masked_indexings()],
+    aten._unsafe_masked_index_put_accumulate.default: lambda: [
+        ((x, m, i, made(s, seed=5)), {}) for x, m, i, s in masked_indexings()
+    ],
+}
+
+# -- chunks, counts, segments and steps --------------------------------------------------------------------------
+
+
+def chunked():
+    lists = [([(5, 7), (5, 3)], 1, 2), ([(8, 6), (3, 6)], 0, 4), ([(4, 5, 3), (4, 2)], 1, 3), ([(9,)], 0, 2)]
+    return [(([made(s, seed=i) for i, s in enumerate(shapes)], dim, n), {}) for shapes, dim, n in lists]
+
+
+def segmented():
+    lengths, offsets = torch.tensor([2, 0, 3]), torch.tensor([0, 2, 2, 5])
+    found = [((made((5, 7)), kind), {"lengths": lengths, "initial": 1}) for kind in ("sum", "mean", "max")]
+    return [*found, ((made((5, 7, 3)), "min"), {"offsets": offsets, "initial": 9})]
+
+
+def segments_undone():
+    found = []
+    for (data, kind), named in segmented():
+        reduced = aten.segment_reduce(data, kind, **named)
+        found.append(((made(reduced.shape, seed=4), reduced, data, kind), named))
+    return found
+
+
+POINTS = lambda: [made((9, 2)), made((5, 2))]
+STEP_ARGUMENTS = ((torch.tensor(1.0), 4.0), (1.0, torch.tensor(4.0)), (torch.tensor(1.0), torch.tensor(4.0)))
+
+
+def stepped(at, **named):
+    return lambda: [((*STEP_ARGUMENTS[at], count), dict(named)) for count in (5, 1)]
+
+
+SAMPLES |= {
+    aten._chunk_cat.default: chunked,
+    aten.histc.default: lambda: [((x, 5, *b), {}) for x in (made((5, 7)), made((9,))) for b in ((), (-1, 2))],
+    aten.bincount.default: lambda: [((index((9,), 5),), {}), ((index((9,), 5), made((9,))), {})],
+    aten.histogram.bin_ct: lambda: [((made((5, 7)), 4), {}), ((made((5, 7)), 3), {"weight": made((5, 7)).abs()})],
+    aten.histogram.bins_tensor: lambda: [((made((5, 7)), torch.tensor([-1.0, 0.0, 2.0])), {"density": True})],
+    aten._histogramdd_bin_edges.default: lambda: [((x, [3, 4]), {}) for x in POINTS()],
+    aten._histogramdd_from_bin_cts.default: lambda: [((x, [3, 4]), {}) for x in POINTS()],
+    aten._histogramdd_from_bin_tensors.default: lambda: [
+        ((x, [torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([-2.0, 2.0])]), {}) for x in POINTS()
+    ],
+    aten.segment_reduce.default: segmented,
+    aten._segment_reduce_backward.default: segments_undone,
+    aten.linspace.Tensor_Scalar: stepped(0),
+    aten.linspace.Scalar_Tensor: stepped(1),
+    aten.linspace.Tensor_Tensor: stepped(2),
+    aten.logspace.Tensor_Scalar: stepped(0, base=2.0),
+    aten.logspace.Scalar_Tensor: stepped(1, base=2.0),
+    aten.logspace.Tensor_Tensor: stepped(2, base=2.0),
+}

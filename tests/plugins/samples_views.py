@@ -188,10 +188,71 @@ def strided():
         ([x, (5, 3, 4), (8, 2, 1)], {}),
         ([x, (3, 8), (8, 1)], {}),
         ([wide, (4, 2), (6, 3)], {}),
+        *in_memory(),
     ]
 
 
+def in_memory(is_view=True):
+    """Overlapping, partial, with an offset; over transposed memory, too, where the result may be a copy.
+
+    Scattered, such a tensor may lie otherwise than on one device, and a view of it is then refused.
+    """
+    geometries = [((3, 3), (1, 2), None), ((2, 2, 2), (7, 0, 1), 3), ((), (), 5), ((0, 3), (1, 1), 2), ((35,), (1,), 0)]
+    found = [
+        ([x, *geometry], {}) for x in (made((5, 7)), turned((7, 5)).clone())[: 2 - is_view] for geometry in geometries
+    ]
+    return [*found, ([made((4, 1, 6), I64), (3, 4), (1, 6)], {}), ([made(()), (2,), (0,)], {})]
+
+
+def scattered_in_memory():
+    return [
+        ([x, made(size, x.dtype, 4), size, stride, *offset], {})
+        for (x, size, stride, *offset), _ in in_memory(is_view=False)
+        if len(set(aten.as_strided(torch.arange(x.numel()), size, stride, *offset).flatten().tolist())) == _count(size)
+    ]
+
+
+def _count(size):
+    return torch.Size(size).numel()
+
+
+def resized():
+    sizes = [((5, 7), (5, 7)), ((5, 7), (3, 4)), ((8, 6), (48,)), ((4, 1, 3), (2, 6)), ((6,), (0,))]
+    return [([made(shape), size], {}) for shape, size in sizes]
+
+
+# The ops with results of their own get the calls that those with views have.
+COPYING = {
+    aten.view_copy.default: regrouped,
+    aten._reshape_copy.default: regrouped,
+    aten.expand_copy.default: expanded,
+    aten.unsqueeze_copy.default: unsqueezed,
+    aten.squeeze_copy.default: squeezed,
+    aten.squeeze_copy.dim: squeezed_dim,
+    aten.squeeze_copy.dims: squeezed_dims,
+    aten.permute_copy.default: permuted,
+    aten.transpose_copy.int: transposed,
+    aten.t_copy.default: flipped,
+    aten.diagonal_copy.default: diagonal,
+    aten.unfold_copy.default: windows,
+    aten.view_as_real_copy.default: complex_tensors,
+    aten.view_as_complex_copy.default: pairs,
+    aten._conj_copy.default: complex_tensors,
+    aten._neg_view_copy.default: negated,
+    aten.view_copy.dtype: retyped,
+}
+
 SAMPLES = {
+    **{op: (lambda make=make: make()[::2]) for op, make in COPYING.items()},
+    aten.transpose_.default: transposed,
+    aten.squeeze_.dim: squeezed_dim,
+    aten.squeeze_.dims: squeezed_dims,
+    aten.squeeze_copy.dims_out: lambda: [
+        ((x, dims), {"out": torch.zeros_like(x.squeeze(dims))}) for (x, dims), _ in squeezed_dims()
+    ],
+    aten.view_as_complex_copy.out: lambda: [
+        ((x,), {"out": torch.zeros(x.shape[:-1], dtype=torch.complex64)}) for (x,), _ in pairs()
+    ],
     aten.view.default: regrouped,
     aten._unsafe_view.default: regrouped,
     aten._reshape_alias.default: aliased,
@@ -215,4 +276,8 @@ SAMPLES = {
     aten._neg_view.default: negated,
     aten.view.dtype: retyped,
     aten.as_strided.default: strided,
+    aten.as_strided_copy.default: lambda: in_memory(is_view=False),
+    aten.as_strided_scatter.default: scattered_in_memory,
+    aten.resize_.default: resized,
+    aten.resize_as_.default: lambda: [([x, made(size)], {}) for (x, size), _ in resized()],
 }

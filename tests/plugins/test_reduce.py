@@ -15,10 +15,10 @@ from shardwise.rule import LocalCall, einop, rule_from
 from shardwise.schema import OpSchema
 from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing import RuleRefuted, check_rule, mesh
-from shardwise_reduce import along, extremes, moments, norms, positions, sums
+from shardwise_reduce import along, extremes, largest, moments, norms, positions, scans, sums
 
 aten = torch.ops.aten
-MODULES = (sums, extremes, moments, norms, positions, along)
+MODULES = (sums, extremes, moments, norms, positions, along, scans, largest)
 RULES = {op: rule for module in MODULES for rule in module.RULES for op in rule.ops}
 F32, BF16, I32, I64, BOOL = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool
 
@@ -104,6 +104,20 @@ def test_rows_of_sort_and_max():
     assert rows(aten.sort.default, empty(4, 5), 1) == ["[S(0)] -> [S(0), S(0)]", "[R] -> [R, R]"]
     assert rows(aten.max.dim, empty(4, 5), 1) == ["[S(0)] -> [S(0), S(0)]", "[S(1)] -> [R, R]*", "[R] -> [R, R]"]
     assert rows(aten.argmax.default, empty(4, 5)) == ["[R] -> [R]"]
+
+
+@pytest.mark.parametrize(
+    "op", [aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.logcumsumexp.default]
+)
+def test_a_scan_keeps_its_shards(op):
+    assert rows(op, torch.ones(5, 7), 1)[1].startswith("[S(1)] -> [S(1)")
+    assert rows_of(op, torch.ones(5, 7), 1)[1].lowered
+
+
+def test_topk_of_few_sends_candidates_and_of_many_the_whole():
+    assert rows(aten.topk.default, torch.ones(5, 9), 2, 1)[1] == "[S(1)] -> [R, R]*"
+    assert len(rows(aten.topk.default, torch.ones(5, 9), 3, 1)) == 2
+    assert len(rows(aten.topk.default, torch.ones(5, 9), 2, 1, True, False)) == 2
 
 
 def test_out_lies_as_the_result():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.errors import InPlaceError, NoStrategyError, ViewError
 from shardwise.meta import output_metas
 from shardwise.planner import make_call
@@ -181,11 +181,21 @@ def test_a_dim_of_size_one_that_goes_or_grows_is_whole():
     assert ": [S(0)]" not in str(rows(aten.expand.default, empty(1, 6), [4, 6]))
 
 
-@pytest.mark.parametrize(
-    "args", [([3, 3], [4, 2]), ([24], [1]), ([6, 4], [4, 1], 0), ([6, 4], [1, 6]), ([6, 2, 3], [4, 1, 2])]
-)
-def test_as_strided_of_another_geometry_or_with_an_offset_has_no_row(args):
+@pytest.mark.parametrize("args", [([3, 3], [4, 2]), ([24], [1]), ([6, 4], [4, 1], 0), ([6, 4], [1, 6])])
+def test_as_strided_of_another_geometry_or_with_an_offset_sees_the_whole_memory(args):
+    # A lowering brings together what lies in parts; the whole row runs it, too.
+    assert rows(aten.as_strided.default, empty(6, 4), *args)[:2] == [
+        "shard d0: [S(0)] -> [R]",
+        "shard d1: [S(1)] -> [R]",
+    ]
+    rule, call = call_of(aten.as_strided.default, empty(6, 4), *args)
+    assert all(row.lowered and row.outputs == (Replicate(),) for row in rule.rows(call))
+
+
+@pytest.mark.parametrize("args", [([25], [1]), ([2, 2], [1, 24]), ([1], [1], 24)])
+def test_as_strided_has_no_row_that_leaves_the_tensor(args):
     assert rows(aten.as_strided.default, empty(6, 4), *args) == []
+    assert rows(aten.as_strided.default, empty(12, 4)[::2], [24], [1]) == []
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
@@ -247,8 +257,66 @@ def refuse_views_of_other_ranks_data():
         with pytest.raises(ViewError, match="another rank"):
             x.view(size)
         assert x.redistribute(placements=[Replicate()]).view(size).shape == torch.Size(size)
-    with pytest.raises((NoStrategyError, InPlaceError)):
-        sw.distribute_tensor(whole(4, 6), mesh((4,)), [Shard(0)]).as_strided((2, 6), (6, 1), 6)
+
+
+def turn_tensors_themselves():
+    """In-place views give the tensor itself new sizes, strides and placements, and leave its old parts alone."""
+    full = whole(4, 6)
+    x = sw.distribute_tensor(full, mesh((2, 2)), [Shard(0), Shard(1)])
+    local = x.to_local()
+    before = local.shape
+    assert x.t_() is x
+    x.unsqueeze_(1).transpose_(0, 2).squeeze_()
+    assert (x.shape, x.stride(), x.placements) == (full.shape, (6, 1), (Shard(0), Shard(1)))
+    assert torch.equal(x.full_tensor(), full)
+    assert local.shape == before
+    x.t_().mul_(2)
+    assert torch.equal(x.full_tensor(), 2 * full.t())
+    assert torch.equal(x.detach_().full_tensor(), 2 * full.t())
+
+
+def differentiate_tensors_that_turned():
+    full = whole(4, 6).requires_grad_()
+    x = sw.distribute_tensor(whole(4, 6), mesh((4,)), [Shard(0)]).requires_grad_()
+    for t in (x, full):
+        y = t.sin()
+        y.t_()
+        y[1:3].t_().mul_(3)
+        y.unsqueeze_(0)
+        (y.squeeze_(0).cos() * y).sum().backward()
+    assert torch.allclose(x.grad.full_tensor(), full.grad)
+
+
+def turn_a_tensor_whose_parts_must_move():
+    """A dim that goes and is sharded: the tensor is right, but no longer in the memory of its old views."""
+    x = sw.distribute_tensor(whole(1, 6), mesh((4,)), [Shard(0)])
+    assert torch.equal(x.squeeze_(0).full_tensor(), whole(6))
+    with pytest.raises(InPlaceError):
+        x.add_(1)
+
+
+def see_the_memory():
+    full = whole(5, 7)
+    for layout in ([Shard(0)], [Shard(1)], [Replicate()], [Partial("sum")]):
+        x = sw.distribute_tensor(full, mesh((4,)), layout)
+        seen = x.as_strided((3, 4), (2, 5), 6)
+        assert torch.equal(seen.full_tensor(), full.as_strided((3, 4), (2, 5), 6))
+        part = x.clone()[1:4, 2:6]
+        with pytest.raises(NoStrategyError):
+            part.as_strided((2, 2), (1, 1), 0)
+        if layout != [Replicate()]:
+            with pytest.raises(InPlaceError):
+                seen.add_(1)
+        assert torch.equal(x.resize_(3, 4).full_tensor(), full.flatten()[:12].view(3, 4))
+
+
+def refuse_an_offset_into_unknown_memory():
+    """The rows of a tensor lie somewhere in it; counting from the start of the memory would leave them."""
+    x = sw.distribute_tensor(whole(8, 6), mesh((4,)), [Shard(1)])
+    rows = x.narrow(0, 2, 2)
+    with pytest.raises(NoStrategyError, match="view"):
+        rows.as_strided((2, 3), (6, 1), 0)
+    assert torch.equal(rows.clone().as_strided((2, 3), (6, 1), 0).full_tensor(), whole(8, 6)[2:4, :3])
 
 
 @pytest.mark.parametrize(
@@ -259,6 +327,11 @@ def refuse_views_of_other_ranks_data():
         write_through_views,
         differentiate_writes_to_views,
         refuse_views_of_other_ranks_data,
+        turn_tensors_themselves,
+        differentiate_tensors_that_turned,
+        turn_a_tensor_whose_parts_must_move,
+        see_the_memory,
+        refuse_an_offset_into_unknown_memory,
     ],
 )
 def test_on_ranks(pool, program):

@@ -253,7 +253,11 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _run(run: Callable[..., Any], op: Op, values: Sequence[Any]) -> Any:
-    args, kwargs = signature(op).unbind([_fresh(v) for v in values])
+    values = [_fresh(v) for v in values]
+    if any(result.reseats for result in signature(op).results):
+        # As a plan does: what becomes of the tensor is the answer, and the operand stays as it is.
+        values[0] = values[0].view_as(values[0])
+    args, kwargs = signature(op).unbind(values)
     return run(*args, **kwargs)
 
 

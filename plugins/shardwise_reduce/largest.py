@@ -1,0 +1,77 @@
+"""The k largest or smallest values along a dim; over a sharded one each shard sends its candidates only."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise_reduce.dims import into, ops
+from shardwise_reduce.line import Line, line_of
+
+__all__ = ["RULES"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _candidates(local: LocalCall, line: Line, x: torch.Tensor, k: int, largest: bool) -> Pair:
+    """The best ``k`` of each shard, in the order of the shards, and where they stand in the whole."""
+    lengths = [min(k, n) for n in line.lengths]
+    values, positions = x.topk(lengths[line.place], line.at, largest, True)
+    positions = positions + local.offset(local.spec("self"))[line.at]
+    return (
+        torch.cat(line.gather(local, values, lengths), line.at),
+        torch.cat(line.gather(local, positions, lengths), line.at),
+    )
+
+
+def _is_ambiguous(ranked: torch.Tensor, at: int) -> bool:
+    """Whether equal values, or several NaN, stand next to each other."""
+    left, right = ranked.narrow(at, 1, ranked.shape[at] - 1), ranked.narrow(at, 0, ranked.shape[at] - 1)
+    same = left == right
+    if ranked.is_floating_point():
+        same |= left.isnan() & right.isnan()
+    return bool(same.any())
+
+
+def _best(local: LocalCall, x: torch.Tensor, k: int, largest: bool, in_order: bool) -> Pair:
+    """Values and positions. Which of equal values torch takes is its own affair, so then it is asked about all of
+    them; every rank sees the same candidates and decides alike.
+    """
+    line = line_of(local)
+    # One more than is wanted, to see whether the last one has an equal.
+    rivals, places = _candidates(local, line, x, k + 1, largest)
+    ranked, order = rivals.topk(min(k + 1, rivals.shape[line.at]), line.at, largest, True)
+    if k == 0 or not _is_ambiguous(ranked, line.at):
+        return ranked.narrow(line.at, 0, k), places.gather(line.at, order).narrow(line.at, 0, k)
+    whole = torch.cat(line.gather(local, x, line.lengths), line.at)
+    values, positions = whole.topk(k, line.at, largest, in_order)
+    return values, positions
+
+
+def _topk(
+    local: LocalCall,
+    x: torch.Tensor,
+    k: int,
+    dim: int = -1,
+    largest: bool = True,
+    in_order: bool = True,
+    **outs: torch.Tensor,
+) -> Pair:
+    values, positions = _best(local, x, k, largest, in_order)
+    first, second = list(outs.values()) or (None, None)
+    return into(local, values, first), into(local, positions, second, 1)
+
+
+@rule_from(ops("topk.default topk.values"), lowering=_topk)
+def TOPK(call: Call) -> Flow:
+    """Any dim; of the one that the op runs along, each shard sends its own best."""
+    x, k = call.args["self"], call.args["k"]
+    at = call.args["dim"] % max(1, x.ndim)
+    # An order that was not asked for is torch's own affair, too. Little is saved where many are wanted.
+    cuts = call.args["sorted"] and 4 * k <= (x.shape[at] if x.ndim else 0)
+    labels = tuple(f"d{d}" if d != at else "cut" if cuts else None for d in range(x.ndim))
+    result = tuple(None if d == at else label for d, label in enumerate(labels))
+    return Flow([labels], [result], reduce={"cut": "R"}, lowered={"cut"})
+
+
+RULES = (TOPK,)

@@ -1,0 +1,115 @@
+"""Running sums, products and extremes. Over a sharded dim each shard goes on from what the earlier ones come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.lowering import Lowering
+from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.signature import Op
+from shardwise_reduce.dims import into, ops
+from shardwise_reduce.line import line_of
+
+__all__ = ["RULES"]
+
+Scan = Callable[[torch.Tensor, int], torch.Tensor]
+
+
+def _along(of: tuple[Op, ...], lowering: Lowering, partial: Sequence[str] = ()) -> Rule:
+    """A rule for ops that run along their argument ``dim`` and keep the shape."""
+
+    def describe(call: Call) -> Flow:
+        x, result = call.args["self"], call.outputs[0]
+        at = call.args["dim"] % max(1, x.ndim)
+        # Logarithms of sums of complex numbers have a branch to choose, which parts of a sum may choose otherwise.
+        cuts = not x.dtype.is_complex or "logcumsumexp" not in str(call.op)
+        labels = tuple(f"d{d}" if d != at else "cut" if cuts else None for d in range(x.ndim))
+        same = result is not None and result.dtype == x.dtype != torch.bool
+        rows = _exact(partial, x.dtype) if same else ()
+        return Flow([labels], [labels], partial=rows, lowered={"cut"})
+
+    describe.__doc__ = "Any dim; along a sharded one each shard goes on from the earlier ones." + "".join(
+        f" {row}." for row in partial
+    )
+    return rule_from(of, lowering=lowering)(describe)
+
+
+def _exact(rows: Sequence[str], dtype: torch.dtype) -> list[str]:
+    """Averages of integers are cut off, which does not commute with adding."""
+    return [row for row in rows if "avg" not in row or dtype.is_floating_point or dtype.is_complex]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to run in: what a shard comes to may leave the range that the whole run stays in."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _written(local: LocalCall, x: torch.Tensor, found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return into(local, found, x if local.call.signature.args[0].written else out)
+
+
+def _scanning(scan: Scan, total: Scan) -> Lowering:
+    def lowering(local: LocalCall, x: torch.Tensor, dim: Any, *, out: Any = None, **_: Any) -> torch.Tensor:
+        line, spec = line_of(local), local.outputs[0]
+        assert spec is not None
+        cast = x.to(_wide(spec.dtype))
+        totals = line.gather(local, total(cast, line.at), [1] * len(line.lengths))
+        # The totals in front of the shard's own elements: the scan itself adds them up, in the order of the shards.
+        joined = torch.cat([*totals[: line.place], cast], line.at)
+        found = scan(joined, line.at).narrow(line.at, line.place, cast.shape[line.at])
+        return _written(local, x, found, out)
+
+    return lowering
+
+
+def _scanned(
+    scan: Callable[..., Any], values: torch.Tensor, places: torch.Tensor, at: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The running extreme and its place; the op takes no empty dim."""
+    if not values.numel():
+        return values, places
+    found, winner = scan(values, at)
+    return found, places.gather(at, winner)
+
+
+def _extremes(scan: Callable[..., Any]) -> Lowering:
+    def lowering(local: LocalCall, x: torch.Tensor, dim: Any, **outs: torch.Tensor) -> Any:
+        line = line_of(local)
+        at, size = line.at, x.shape[line.at]
+        start = local.offset(local.spec("self"))[at]
+        own = torch.arange(start, start + size, device=x.device).view([-1 if d == at else 1 for d in range(x.ndim)])
+        values, positions = _scanned(scan, x, own.expand(x.shape), at)
+        lengths = [min(1, n) for n in line.lengths]
+        last = (t.narrow(at, max(0, size - 1), min(1, size)) for t in (values, positions))
+        best, where = (line.gather(local, t, lengths)[: line.place] for t in last)
+        values, positions = _scanned(scan, torch.cat([*best, x], at), torch.cat([*where, own.expand(x.shape)], at), at)
+        values, positions = (t.narrow(at, t.shape[at] - size, size) for t in (values, positions))
+        first, second = list(outs.values()) or (None, None)
+        return into(local, values, first), into(local, positions, second, 1)
+
+    return lowering
+
+
+CUMSUM = _along(
+    ops("cumsum.default cumsum_.default cumsum.out"),
+    _scanning(torch.cumsum, lambda x, dim: x.sum(dim, keepdim=True, dtype=x.dtype)),
+    ["sum -> sum", "avg -> avg"],
+)
+CUMPROD = _along(
+    ops("cumprod.default cumprod_.default cumprod.out"),
+    _scanning(torch.cumprod, lambda x, dim: x.prod(dim, keepdim=True, dtype=x.dtype)),
+    ["product -> product"],
+)
+LOGCUMSUMEXP = _along(
+    ops("logcumsumexp.default logcumsumexp.out"),
+    _scanning(torch.logcumsumexp, lambda x, dim: x.logsumexp(dim, keepdim=True)),
+)
+CUMMAX = _along(ops("cummax.default cummax.out"), _extremes(torch.cummax))
+CUMMIN = _along(ops("cummin.default cummin.out"), _extremes(torch.cummin))
+
+RULES = (CUMSUM, CUMPROD, LOGCUMSUMEXP, CUMMAX, CUMMIN)

@@ -1,0 +1,73 @@
+"""How many elements fall where: histograms, and counts of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rule import Flow, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import labels
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+@rule_from([aten.histc.default, aten.histc.out], static=("min", "max"))
+def HISTC(x: TensorMeta, *, min: float = 0, max: float = 0) -> Flow:  # noqa: A002  # torch's names
+    """Over given bounds the shards' counts add up; bounds that the data gives need all of it."""
+    if min == max or not x.dtype.is_floating_point or x.dtype.itemsize < torch.float32.itemsize:
+        return Flow([None], [None])
+    names = labels(x.ndim)
+    return Flow([names], [[None]], reduce={name: "sum" for name in names if name})
+
+
+@rule_from(
+    [
+        aten.bincount.default,
+        aten.histogram.bin_ct,
+        aten.histogram.bin_ct_out,
+        aten.histogram.bins_tensor,
+        aten.histogram.bins_tensor_out,
+    ]
+)
+def WHOLE() -> Flow:
+    """R -> R: the bins, or how many there are, depend on all elements."""
+    return Flow([None], [None])
+
+
+# -- in several dims; the meta device has no kernels for these -----------------------------------------------------
+
+
+def _edges(x: torch.Tensor, bins: Sequence[int], **_: Any) -> list[torch.Tensor]:
+    return [x.new_empty(n + 1) for n in bins]
+
+
+@rule_from(aten._histogramdd_bin_edges.default, meta=_edges)
+def EDGES() -> Flow:
+    """R -> R: bounds that the data gives need all of it."""
+    return Flow([None], [None])
+
+
+def _counts(x: torch.Tensor, bins: Sequence[int | torch.Tensor], **_: Any) -> torch.Tensor:
+    return x.new_empty([n if isinstance(n, int) else n.numel() - 1 for n in bins])
+
+
+@rule_from(
+    [
+        aten._histogramdd_from_bin_cts.default,
+        aten._histogramdd_from_bin_cts.out,
+        aten._histogramdd_from_bin_tensors.default,
+        aten._histogramdd_from_bin_tensors.out,
+    ],
+    meta=_counts,
+)
+def COUNTS() -> Flow:
+    """R -> R: bounds that the data gives need all of it, and a density its sum."""
+    return Flow([None], [None])
+
+
+RULES = (HISTC, WHOLE, EDGES, COUNTS)

@@ -1,0 +1,36 @@
+"""Runs of elements along one dim, reduced each to one."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import Call, Flow, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_tensor.dims import Labels, dim_of
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _labels(ndim: int, axis: int) -> Labels:
+    return tuple(None if d <= axis else f"d{d}" for d in range(ndim))
+
+
+@rule_from([aten.segment_reduce.default, aten.segment_reduce.out])
+def SEGMENT_REDUCE(data: TensorMeta, *, axis: int = 0, call: Call) -> Flow:
+    """The dims behind the one that is cut into segments pass; where the segments lie is whole."""
+    names = _labels(data.ndim, dim_of(axis, data.ndim))
+    return Flow([names, *[None] * (len(call.operands) - 1)], [names])
+
+
+@rule_from([aten._segment_reduce_backward.default, aten._segment_reduce_backward.out])
+def SEGMENT_REDUCE_BACKWARD(
+    grad: TensorMeta, output: TensorMeta, data: TensorMeta, *, axis: int = 0, call: Call
+) -> Flow:
+    """The dims behind the one that was cut into segments pass, alike in all."""
+    names = _labels(data.ndim, dim_of(axis, data.ndim))
+    return Flow([names, names, names, *[None] * (len(call.operands) - 3)], [names])
+
+
+RULES = (SEGMENT_REDUCE, SEGMENT_REDUCE_BACKWARD)

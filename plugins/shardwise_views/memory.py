@@ -1,0 +1,178 @@
+"""Ops that see a tensor as the memory it lies in: other strides, other sizes over the same elements.
+
+Memory is that of the whole tensor on one device, so the elements come together first. Where an offset is counted from
+the start of the memory, the tensor must be all that is in it, on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from shardwise.errors import NoStrategyError
+from shardwise.placements import Partial
+from shardwise.rule import Flow, LocalCall, Rows, like, rule_from
+from shardwise.spec import TensorMeta
+
+__all__ = ["RULES", "rows", "strided"]
+
+aten = torch.ops.aten
+
+
+# -- what may be seen --------------------------------------------------------------------------------------------
+
+
+def _is_dense(x: TensorMeta) -> bool:
+    """Whether the elements fill their memory, in some order and each once."""
+    step = 1
+    for n, stride in sorted(((n, s) for n, s in zip(x.shape, x.stride, strict=True) if n != 1), key=lambda p: p[1]):
+        if stride != step:
+            return x.numel == 0
+        step *= n
+    return True
+
+
+def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
+    """How many elements of memory a geometry needs."""
+    if 0 in size:
+        return 0
+    return offset + 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Flow | Rows:
+    """From any placement to a whole result; none where memory beside the tensor's own would be seen."""
+    if not _is_dense(x) or _reach(size, stride, offset or 0) > x.numel:
+        return Rows(())
+    names = [f"d{d}" for d in range(x.ndim)]
+    return Flow([names], [None], reduce=dict.fromkeys(names, "R"), partial=("* -> R",), lowered=("*",))
+
+
+# -- the memory --------------------------------------------------------------------------------------------------
+
+
+def _together(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, of any local part of it."""
+    spec = local.spec("self")
+    for mesh_dim, placement in reversed(list(enumerate(spec.placements))):
+        if isinstance(placement, Partial):
+            x = local.comm.all_reduce(x, placement.reduce_op, (mesh_dim,))
+    for d in range(x.ndim):
+        if mesh_dims := local.sharding(spec, d):
+            x = torch.cat(local.comm.all_gather(x, mesh_dims), d)
+    return x
+
+
+def _as_on_one_device(x: torch.Tensor, meta: TensorMeta) -> bool:
+    return all(n == 1 or step == own for n, step, own in zip(meta.shape, meta.stride, x.stride(), strict=True))
+
+
+def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
+    """Raise on all ranks when the tensor is, on any, a part of something larger."""
+    spec = local.spec("self")
+    alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
+    flag = torch.tensor(int(alone), dtype=torch.int32, device=x.device)
+    if not int(local.comm.all_reduce(flag, "min", range(len(spec.placements)))):
+        raise NoStrategyError(
+            asked=f"run {local.call} with storage_offset={local.arg('storage_offset')}",
+            found="the tensor is a view, and an offset from the start of its memory leads out of it",
+            do="Leave the offset out, or clone() the view first.",
+        )
+
+
+def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+    """The elements in one line, in the order in which they lie on one device; ``x`` itself where it lies so."""
+    meta = local.spec("self").tensor_meta
+    whole = _together(local, x)
+    if not _as_on_one_device(whole, meta):
+        result = local.call.signature.results[0]
+        if result.alias is not None and not result.written and whole is x:
+            raise NoStrategyError(
+                asked=f"see the memory of {local.spec('self')} in {local.call}",
+                found=f"on this mesh its strides are {whole.stride()}",
+                do="clone() it with memory_format=torch.contiguous_format first.",
+            )
+        whole = torch.empty_strided(meta.shape, meta.stride, dtype=x.dtype, device=x.device).copy_(whole)
+    return whole.as_strided((meta.numel,), (1,))
+
+
+def strided(
+    local: LocalCall, x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> torch.Tensor:
+    """The whole memory in another geometry."""
+    if offset is not None:
+        _check_alone(local, x)
+    line = _memory(local, x)
+    return line.as_strided(size, stride, line.storage_offset() + (offset or 0))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------
+
+
+def _scatter(
+    local: LocalCall,
+    x: torch.Tensor,
+    src: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+    *,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if storage_offset is not None:
+        _check_alone(local, x)
+    meta = local.spec("self").tensor_meta
+    line = _memory(local, x).clone()
+    line.as_strided(size, stride, storage_offset or 0).copy_(src)
+    found = line.as_strided(meta.shape, meta.stride)
+    return found if out is None else out.copy_(found)
+
+
+@rule_from([aten.as_strided_scatter.default, aten.as_strided_scatter.out], lowering=_scatter)
+def AS_STRIDED_SCATTER(
+    self: TensorMeta, src: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Flow | Rows:
+    """From any placement to a whole result, with a whole source."""
+    if not _is_dense(self) or _reach(size, stride, storage_offset or 0) > self.numel:
+        return Rows(())
+    names = [f"d{d}" for d in range(self.ndim)]
+    return Flow([names, None], [None], reduce=dict.fromkeys(names, "R"), partial=("*, R -> R",), lowered=("*",))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------
+
+
+def _resize(local: LocalCall, x: torch.Tensor, *_: Any, memory_format: torch.memory_format | None = None) -> Any:
+    spec = local.outputs[0]
+    assert spec is not None
+    if local.local_shape(spec) != tuple(x.shape):
+        x = _memory(local, x).resize_(spec.shape)
+    return x if memory_format is None else x.resize_(spec.shape, memory_format=memory_format)
+
+
+def _resized(x: TensorMeta, size: Sequence[int], memory_format: torch.memory_format | None) -> Flow | Rows:
+    if tuple(size) == tuple(x.shape) and memory_format in (None, torch.preserve_format):
+        return like(x, partial=("* -> *",), lowered=("*",))
+    return Flow([None], [None], lowered=("R",)) if _is_dense(x) else Rows(())
+
+
+@rule_from(aten.resize_.default, lowering=_resize)
+def RESIZE(self: TensorMeta, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Flow | Rows:
+    """As it lies where the size stays, whole where it changes: what is kept is a run of the memory."""
+    return _resized(self, size, memory_format)
+
+
+@rule_from(aten.resize_as_.default, lowering=_resize)
+def RESIZE_AS(
+    self: TensorMeta, the_template: TensorMeta, *, memory_format: torch.memory_format | None = None
+) -> Flow | Rows:
+    """As resize_, wherever the template lies: only its size counts."""
+    kept = _resized(self, the_template.shape, memory_format)
+    if isinstance(kept, Rows):
+        return kept
+    return evolve(kept, inputs=[*kept.inputs, None], partial=["*, R -> *"] if kept.partial else ())
+
+
+RULES = (AS_STRIDED_SCATTER, RESIZE, RESIZE_AS)
