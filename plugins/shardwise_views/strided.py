@@ -103,7 +103,7 @@ def _stride_locally(
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Callable[[Call], Rows] | Flow | Rows:
-    """Dims reordered, dropped at size one, or new, and windows along one dim; else, or by an offset, all of the memory."""
+    """Dims reordered, dropped at size one, or new, and windows along one dim; by other strides, all of the memory."""
     found = _geometry(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
     if found is None or storage_offset is not None:
