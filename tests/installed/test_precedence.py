@@ -27,7 +27,7 @@ ASK = """
 
 @pytest.fixture(scope="module")
 def rivals(tmp_path_factory, shardwise_wheel, installed):
-    """Two plugins with a rule for an op that has no other; one of them has a rule for mm, which first-party has, too."""
+    """Two plugins with a rule for an op without another; one of them has one for mm, which first-party has, too."""
     folder = tmp_path_factory.mktemp("rivals")
     both = (
         installed.source_of()
