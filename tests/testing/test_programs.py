@@ -96,7 +96,7 @@ def test_a_wrong_number_is_found_and_named(pool):
         assert verdict.at == 1
         assert "30 of 30 elements differ" in verdict.wrong
         # What is left is the call that is wrong.
-        small = shrunk(pending, lambda p: check_program(p, pool).at == len(p.lines) - 1 == 1)
+        small = shrunk(pending, lambda p: check_program(p, pool).at == len(p.lines) - 1 == 1, 12)
         assert [call.op for call in small.calls] == ["aten.tanh.default"]
     finally:
         pool.run(uproot)
