@@ -61,8 +61,10 @@ def decode(code: int) -> Placement:
     return partial(PENDING_KINDS[-1 - code]) if code else REPLICATE
 
 
-def commute(kind: str, other: str) -> bool:
-    """Whether reducing by two pending kinds gives the same in either order."""
+def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
+    """Whether reducing by two pending kinds gives the same in either order: averages of integers are cut off."""
+    if "avg" in (kind, other) and not (dtype.is_floating_point or dtype.is_complex):
+        return False
     return kind == other or (kind in _LINEAR and other in _LINEAR)
 
 
@@ -144,7 +146,7 @@ class Graph:
         for m in reversed(range(len(layout))):
             if layout[m] < 0:
                 kind = PENDING_KINDS[-1 - layout[m]]
-                if reducible(kind, self._dtype) and all(commute(kind, other) for other in later):
+                if reducible(kind, self._dtype) and all(commute(kind, other, self._dtype) for other in later):
                     waiting.setdefault(kind, []).insert(0, m)
                 later.add(kind)
         for ready in waiting.values():
@@ -314,7 +316,7 @@ class Moves:
         # The neutral values of max and min are extremes, which overflow or turn to NaN in the arithmetic that a
         # pending tensor may still go through.
         embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
-        return embeds and layout[m] not in rest and all(commute(kind, other) for other in later)
+        return embeds and layout[m] not in rest and all(commute(kind, other, self.dtype) for other in later)
 
     def _gather_cost(self, layout: Layout, m: int) -> float:
         whole = _with(layout, (m,), 0)

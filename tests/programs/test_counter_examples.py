@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise import Replicate, Shard
-from shardwise.testing.programs import Call, Move, Program, Value, check_program, drawn
+from shardwise import Partial, Replicate, Shard
+from shardwise.testing.programs import Call, Leaf, Move, Program, Value, check_program, drawn
 
 
 def counts(pool, program):
@@ -44,3 +44,21 @@ def test_the_functional_form_of_a_fused_optimizer_step_is_refused(pool):
     }
     call = Call((3, 4, 5), "aten._fused_sgd.default", ([Value(0)], [Value(1)], [Value(2)]), options)
     assert counts(pool, Program((4,), (*tensors, call)))["call refused (NoRuleError)"] == 1
+
+
+def test_averages_of_integers_are_reduced_from_the_last_mesh_dim_to_the_first(pool):
+    # Over the first mesh dim alone they do not come out even, and what is cut off is lost.
+    leaf = Leaf(0, torch.arange(-15, 15).reshape(5, 6), (Partial("avg"), Partial("avg")))
+    program = Program((2, 2), (leaf, Move(1, 0, (Shard(0), Replicate())), Move(2, 0, (Replicate(), Partial("avg")))))
+    assert counts(pool, program)["values compared"] == 3
+
+
+def test_a_gradient_of_zeros_that_torch_adds_by_itself_is_refused(pool):
+    # sgn has a gradient that holds no memory; to add it to another, torch asks what comes out on the meta device.
+    program = Program(
+        (4,),
+        (drawn(0, (5, 7), torch.float32, (Replicate(),)), Call((1,), "aten.sgn.default", (Value(0),))),
+        backward=((0, (Shard(0),)), (1, (Shard(1),))),
+        grad=True,
+    )
+    assert counts(pool, program)["backward refused (DeviceMismatchError)"] == 1

@@ -203,6 +203,8 @@ class _Drawing:
         by_chance = any(n in self.machine.values and self.machine.is_loose(n) for n in chosen if n is not None)
         if by_chance and _looks_at_values(sample.op):
             return None
+        if self.machine.grad and any(arg.is_out for arg in signature(sample.op).args):
+            return None  # with gradients torch refuses most of these, and not the same ones on tensors of a subclass
         wrapped = [None if name is None else Value(name) for name in chosen]
         args, kwargs = signature(sample.op).unbind(with_operands(sample.op, sample.values, wrapped))
         call = Call((), op_name(sample.op), tuple(args), kwargs)

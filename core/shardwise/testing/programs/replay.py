@@ -11,9 +11,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.errors import NoRuleError, NoStrategyError, PlainTensorError
+from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError
 from shardwise.layout import scatter_local
 from shardwise.placements import Placement
+from shardwise.private_torch import memory_of
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.tensor import MeshTensor
 from shardwise.testing.meshes import mesh
@@ -121,7 +122,7 @@ class _Replay:
             self.values[line.name] = self._leaf(line)
             return ()
         if isinstance(line, Move):
-            self.values[line.name] = self.values[line.source].redistribute(placements=line.placements)
+            self.values[line.name] = _moved(self.values[line.source], line.placements)
             return ()
         tensors, others = call_on(line, self.values)
         for name, tensor in zip(line.names, tensors, strict=True):
@@ -144,8 +145,8 @@ class _Replay:
             given.append(MeshTensor(scatter_local(whole, spec), spec))
         try:
             found = follow_back(self.program, self.values, roots, given)
-        except (NoRuleError, NoStrategyError, PlainTensorError) as error:
-            # Some of torch's formulas make plain constants; that is refused by name.
+        except (DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError) as error:
+            # Some of torch's formulas make plain constants, or ask what would come out on the meta device.
             return Outcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
@@ -154,6 +155,14 @@ class _Replay:
 
 class LineFailedError(RuntimeError):
     """A line raised what is no refusal."""
+
+
+def _moved(source: Any, placements: Sequence[Placement]) -> Any:
+    """The value in other places, in memory of its own: a tensor that stays where it is would be the source itself."""
+    moved = source.redistribute(placements=placements)
+    with torch.no_grad():
+        stays = memory_of(moved.to_local()) == memory_of(source.to_local())
+    return moved.clone() if stays else moved
 
 
 def _writes(line: Line) -> bool:
