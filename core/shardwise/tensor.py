@@ -16,6 +16,7 @@ from shardwise import gradient
 from shardwise.dispatcher import dispatch, rules_version, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
+from shardwise.placing import placed
 from shardwise.private_torch import disabled_torch_function, is_traced, new_wrapper, support_foreach
 from shardwise.spec import TensorMeta, TensorSpec
 
@@ -222,6 +223,27 @@ class MeshTensor(torch.Tensor):
         """:meth:`view` with the shape of ``other``."""
         return self.view(other.shape)
 
+    # -- indexing --
+    def __getitem__(self, index: Any) -> Any:
+        return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
+
+    def _index(self, index: Any) -> Any:
+        """An index with its lists of numbers on the mesh: torch would make plain tensors of them.
+
+        As other numbers that a program passes, they are the same on every rank.
+        """
+        if type(index) is tuple or any(isinstance(part, _NO_NUMBERS) for part in index):
+            # Torch takes a list that holds more than numbers for a tuple.
+            return tuple(self._numbers(part) if type(part) in _LISTS else part for part in index)
+        return self._numbers(index)
+
+    def _numbers(self, index: Any) -> Any:
+        numbers = torch.tensor(index, device=self.device, dtype=None if len(index) else torch.int64)
+        return placed(type(self), self._spec.mesh, numbers)
+
     # -- one element --
     def item(self) -> Any:
         """The element of a one-element tensor, the same on every rank; raises :class:`ItemError` for another size."""
@@ -303,6 +325,16 @@ class MeshTensor(torch.Tensor):
             f"MeshTensor({self._spec.tensor_meta}, {show_all(self.placements)}, mesh={sizes}, "
             f"local={tuple(self._local_tensor.shape)} on {self._local_tensor.device}{extra})"
         )
+
+
+_LISTS = (list, range)
+_NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
+
+
+def _is_listless(index: Any) -> bool:
+    if type(index) is tuple:
+        return not any(type(part) in _LISTS for part in index)
+    return type(index) not in _LISTS
 
 
 def _rebuild(

@@ -376,3 +376,28 @@ def starts_anew():
 def test_a_new_process_group_takes_new_specs():
     first, second = starts_anew()
     assert first is not second
+
+
+def index_by_lists():
+    full = whole(6, 4, 5)
+    for layout in ([Shard(0)], [Shard(2)], [Replicate()]):
+        x = sw.distribute_tensor(full, mesh((4,)), layout)
+        for index in (
+            [0, 2],
+            ([[0, 5], [1, 1]],),
+            (slice(1, 5), [3, 0]),
+            ([1, 2], [0, 3]),
+            range(2, 5),
+            [],
+            [True] * 6,
+        ):
+            kept = list(index) if type(index) is range else index
+            assert torch.equal(x[index].full_tensor(), full[kept]), index
+        written, expected = x.clone(), full.clone()
+        written[[4, 1]] = 7.0
+        expected[[4, 1]] = 7.0
+        assert torch.equal(written.full_tensor(), expected)
+
+
+def test_lists_of_numbers_index_as_on_one_device(pool):
+    pool.run(index_by_lists)
