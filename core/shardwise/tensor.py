@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import gradient
+from shardwise import chunks, gradient
 from shardwise.dispatcher import dispatch, rules_version, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
@@ -269,6 +269,16 @@ class MeshTensor(torch.Tensor):
             found="each rank holds only its part",
             do="Use full_tensor().numpy() or to_local().numpy().",
         )
+
+    # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002, ARG002  # torch's signature
+        return chunks.write_items_of(fqn, self._spec, self._local_tensor)  # type: ignore[return-value]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks.chunks_of(self._spec)  # type: ignore[return-value]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # noqa: ARG002  # a rank has one chunk at most
+        return self._local_tensor
 
     # -- copies --
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
