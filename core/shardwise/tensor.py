@@ -271,13 +271,13 @@ class MeshTensor(torch.Tensor):
         )
 
     # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002, ARG002  # torch's signature
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  # torch's signature
         return chunks.write_items_of(fqn, self._spec, self._local_tensor)  # type: ignore[return-value]
 
     def __create_chunk_list__(self) -> list[Any]:
         return chunks.chunks_of(self._spec)  # type: ignore[return-value]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # noqa: ARG002  # a rank has one chunk at most
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # a rank has one chunk at most
         return self._local_tensor
 
     # -- copies --

@@ -31,9 +31,7 @@ from shardwise.tensor import MeshTensor
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
 
-def save(
-    state: State, directory: str | Path, *, step: int, keep: int = 2, process_group: Any = None
-) -> Checkpoint:
+def save(state: State, directory: str | Path, *, step: int, keep: int = 2, process_group: Any = None) -> Checkpoint:
     """Save a state as the checkpoint of ``step``; all ranks of the process group (default: all) call it alike.
 
     ``state`` maps names to modules, optimizers (of these modules), objects with ``state_dict`` and ``load_state_dict``,
