@@ -7,8 +7,9 @@ under one key, and torch's planner has one of them write it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,21 +31,23 @@ def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Chunk
 
     A rank that is not on the mesh holds nothing, nor does one whose shard is empty: the place where an empty shard
     starts is that of another rank's shard, and a checkpoint tells chunks apart by where they start. Of a tensor
-    without elements every rank holds a chunk, so that the checkpoint knows of it. Raises :class:`LayoutError` for a
-    pending tensor.
+    without elements the ranks with the first shard hold a chunk, so that the checkpoint knows of it. Raises
+    :class:`LayoutError` for a pending tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     _refuse_pending(spec)
     if coordinate is None and isinstance(spec.mesh, DeviceMesh) and spec.mesh.get_coordinate() is None:
         return None
-    sizes, offsets = spec.local_shape_and_offset(coordinate)
-    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-    return None if chunk.sizes.numel() == 0 and spec.tensor_meta.numel else chunk
+    where = spec.coordinate() if coordinate is None else tuple(coordinate)
+    sizes, offsets = spec.local_shape_and_offset(where)
+    if math.prod(sizes) == 0 and (spec.tensor_meta.numel or any(where[m] for dims in spec.dim_map for m in dims)):
+        return None
+    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
 
 
 def chunks_of(spec: TensorSpec) -> list[ChunkStorageMetadata]:
-    """This rank's chunks: one or none."""
+    """The chunks of this rank: one or none."""
     chunk = chunk_of(spec)
     return [] if chunk is None else [chunk]
 
@@ -67,7 +70,7 @@ def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[Wri
 
 def _refuse_pending(spec: TensorSpec) -> None:
     if spec.pending:
-        kinds: Any = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.pending.items())
+        kinds = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.pending.items())
         raise LayoutError(
             asked=f"save or load {spec} in a checkpoint",
             found=f"it is pending ({kinds}): no rank holds the values of any part of it",

@@ -23,9 +23,14 @@ __all__ = ["install"]
 
 def install() -> None:
     """Let torch's functions on state dicts take MeshTensors."""
-    # From rank 0: torch gives every rank the first rank's values there, too.
-    spread = {"_distribute_state_dict": partial(_spreading, source=0), "_broadcast_state_dict": _spreading}
-    wrap_state_dict_functions({"_gather_state_dict": _gathering, **spread})
+    wrap_state_dict_functions(
+        {
+            "_gather_state_dict": _gathering,
+            # From the first rank, as torch gives every rank that one's values there.
+            "_distribute_state_dict": partial(_spreading, source=0),
+            "_broadcast_state_dict": _spreading,
+        }
+    )
 
 
 def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:

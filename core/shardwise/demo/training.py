@@ -22,8 +22,9 @@ MAX_NORM = 1.0
 
 @frozen
 class Step:
-    """One finished step: its number from 1, its loss in nats per byte, its gradient's norm, and how long it took: 0 where
-    another process made it.
+    """One finished step: its number from 1, its loss in nats per byte, its gradient's norm, and how long it took.
+
+    That is 0 for a step that another process has made.
     """
 
     number: int
