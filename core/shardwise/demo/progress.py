@@ -55,12 +55,13 @@ def _bar(console: Console) -> Progress:
 
 
 def _line(console: Console, title: str, settings: Settings, step: Step) -> None:
+    speed = f"{_speed(settings, step)} tokens/s" if step.seconds else "from the checkpoint"
     console.print(
-        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {_speed(settings, step)} tokens/s",
+        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {speed}",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def _speed(settings: Settings, step: Step) -> str:
-    return f"{settings.tokens_per_step / step.seconds:,.0f}" if step.seconds else "0"
+    return f"{settings.tokens_per_step / step.seconds:,.0f}" if step.seconds else "-"
