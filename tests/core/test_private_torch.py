@@ -285,3 +285,14 @@ def test_a_backward_op_knows_its_forward_call():
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert private_torch.forward_traceback() == []
+
+
+def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
+    from torch.distributed import _state_dict_utils as ours
+    from torch.distributed.checkpoint import state_dict as taker
+
+    for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
+        assert getattr(taker, name) is getattr(ours, name)
+        assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
+    # What is wrapped are their first two arguments and three options of the first.
+    assert ours._gather_state_dict({"a": [1]}, pg=None, cpu_offload=False, ranks_only=()) == {"a": [1]}
