@@ -412,6 +412,9 @@ def test_the_last_ones_are_kept_and_steps_only_go_on(tmp_path):
     assert checkpoint.latest(tmp_path) == saved
     with pytest.raises(CheckpointStepError, match="step 5 is there"):
         checkpoint.save({"n": 4}, tmp_path, step=4)
+    with pytest.raises(CheckpointStepError, match="steps count from 0"):
+        checkpoint.save({"n": 4}, tmp_path, step=-1)
+    assert checkpoint.save({"n": 6}, tmp_path / "one", step=6, keep=0) == checkpoint.latest(tmp_path / "one")
     state = {"n": 0}
     assert checkpoint.load(state, tmp_path, step=2).again == 1
     assert state == {"n": 2}

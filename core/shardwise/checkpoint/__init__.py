@@ -39,7 +39,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     else there is one copy, so integers, strings and the like must be the same on every rank.
 
     The checkpoint is there when the call returns and not before; until then the last one is as it was. The last
-    ``keep`` are kept. Saving a step again replaces it; an earlier step than the last raises
+    ``keep`` (at least one) are kept. Saving a step again replaces it; an earlier step than the last raises
     :class:`CheckpointStepError`. Raises a :class:`CheckpointError` (or what a tensor of the state refuses), the same
     one on every rank.
     """
@@ -151,7 +151,8 @@ def _room_for(state: State, path: Path) -> dict[str, Any]:
     metadata, modules = read_metadata(path), modules_of(state)
     room = gathered({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
     for name in modules:
-        room[name] = {key: _with_memory(value) for key, value in room[name].items()}
+        for key, value in list(room[name].items()):
+            room[name][key] = _with_memory(value)
     for name, value in state.items():
         if isinstance(value, Optimizer):
             room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)

@@ -90,8 +90,12 @@ def _is_checkpoint(directory: Path) -> bool:
 def begin(directory: Path, step: int) -> Path:
     """A fresh folder to write a checkpoint into; what interrupted runs left behind is removed.
 
-    Raises :class:`CheckpointStepError` for a step before the last one that is there.
+    Raises :class:`CheckpointStepError` for a step before the last one that is there, and for a negative one.
     """
+    if step < 0:
+        raise CheckpointStepError(
+            asked=f"save step {step} in {directory}", found="steps count from 0", do="Give another step.", step=step
+        )
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob(".step-*"):
         if path.suffix in (_PARTIAL, _REMOVED):
@@ -128,7 +132,7 @@ def _prune(directory: Path, keep: int) -> None:
     there = found(directory)
     good = [checkpoint for checkpoint in there if not damage(checkpoint)]
     kept = {checkpoint.step: checkpoint for checkpoint in good}  # of one step the last
-    last = sorted(kept.values())[-keep:]
+    last = sorted(kept.values())[-max(keep, 1) :]
     for checkpoint in there:
         if checkpoint not in last and checkpoint < last[-1]:
             removed = checkpoint.path.with_name(f".{checkpoint.path.name}{_REMOVED}")
