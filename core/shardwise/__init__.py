@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise import leaving, stepping
+from shardwise import leaving, state_dicts, stepping
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.errors import ShardingError
 from shardwise.factories import empty, full, ones, rand, randn, zeros
@@ -44,6 +44,7 @@ __all__ = [
 
 stepping.install()
 leaving.install()
+state_dicts.install()
 
 
 def override(*rules: "AnyRule") -> "Override":

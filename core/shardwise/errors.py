@@ -164,3 +164,34 @@ class LinksVersionError(LinksError):
 
 class LinksFitError(LinksError):
     """The file of measured figures that the environment names has none for a mesh."""
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+class CheckpointError(ShardingError):
+    """A checkpoint could not be saved or loaded; every rank raises the same."""
+
+
+class CheckpointKeyError(CheckpointError):
+    """The state asks for something that the checkpoint does not have."""
+
+
+class CheckpointShapeError(CheckpointError):
+    """A tensor of the state and the one in the checkpoint have different shapes, or one of the two is no tensor."""
+
+
+class CheckpointDtypeError(CheckpointError):
+    """A tensor of the state and the one in the checkpoint have different dtypes."""
+
+
+class CheckpointValueError(CheckpointError):
+    """A value that a checkpoint cannot hold so that loading it is safe and every rank gets its own."""
+
+
+class CheckpointFileError(CheckpointError):
+    """There is no complete checkpoint where one was asked for, or its files are damaged."""
+
+
+class CheckpointStepError(CheckpointError):
+    """A checkpoint of an earlier step than the last one of its directory."""

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
@@ -75,6 +76,7 @@ __all__ = [
     "swap_parameter",
     "version_of",
     "watching",
+    "wrap_state_dict_functions",
 ]
 
 
@@ -342,6 +344,24 @@ def current_mesh() -> DeviceMesh:
             do="Pass device_mesh=, or enter one: `with mesh:`.",
         ) from error
     return found
+
+
+def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
+    """Put functions around those by which ``torch.distributed.checkpoint.state_dict`` gathers and spreads tensors.
+
+    They look for DTensor and ShardedTensor by name, and ask no other class. A function that is missing stays so.
+    """
+    ours = import_module("torch.distributed._state_dict_utils")
+    # It takes its names when it is imported, which may be before or after this.
+    taker = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    for name, wrap in wrappers.items():
+        original = getattr(ours, name, None)
+        if original is None:
+            continue
+        around = wrap(original)
+        for module in (ours, taker):
+            if getattr(module, name, None) is original:
+                setattr(module, name, around)
 
 
 def is_composite(op: Any) -> bool:

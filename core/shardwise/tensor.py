@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import gradient
+from shardwise import chunks, gradient
 from shardwise.dispatcher import dispatch, rules_version, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
@@ -292,6 +293,16 @@ class MeshTensor(torch.Tensor):
             do="Use full_tensor().numpy() or to_local().numpy().",
         )
 
+    # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  # torch's signature
+        return chunks.write_items_of(fqn, self._spec, self._local_tensor)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunks.chunks_of(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # a rank has one chunk at most
+        return self._local_tensor
+
     # -- copies --
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) in memo:
@@ -309,10 +320,12 @@ class MeshTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, proto: Any) -> Any:
+        # One rank's part, and whose part it is: a checkpoint is what puts parts together.
         kept = {k: v for k, v in self.__dict__.items() if k != gradient.PLACED}
         meta = self._spec.tensor_meta
-        parts = (self._spec.mesh, self._spec.placements, meta.shape, meta.stride, meta.dtype)
-        return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept)
+        parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
+        where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None
+        return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept, where and tuple(where))
 
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self._spec.mesh
@@ -341,15 +354,34 @@ def _rebuild(
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    shape: torch.Size,
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
+    meta: tuple[torch.Size, tuple[int, ...], torch.dtype],
     requires_grad: bool,
     kept: dict[str, Any],
+    saved_at: tuple[int, ...] | None,
 ) -> MeshTensor:
-    made = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(shape, stride, dtype)), requires_grad)
+    _check_same_place(saved_at, mesh, placements, meta[0])
+    made = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
     made.__dict__.update(kept)
     return made
+
+
+def _check_same_place(
+    saved_at: tuple[int, ...] | None, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> None:
+    """Refuse the part of one rank in another's place, where the values would be taken for another part's."""
+    if saved_at is None or not dist.is_initialized():
+        return
+    here = (mesh.mesh == dist.get_rank()).nonzero()
+    found = tuple(here[0].tolist()) if len(here) and mesh.size() <= dist.get_world_size() else None
+    if found != saved_at:
+        where = "is not on that mesh" if found is None else f"has the place {found}"
+        raise LayoutError(
+            asked=f"load a MeshTensor {tuple(shape)} {show_all(placements)} that the rank at {saved_at} of a mesh "
+            f"{tuple(mesh.shape)} has saved by itself",
+            found=f"this rank {where}, and such a file holds one rank's part",
+            do="Save with shardwise.checkpoint or torch.distributed.checkpoint, or save full_tensor().",
+            saved_at=saved_at,
+        )
 
 
 # torch.load(weights_only=True) takes only functions and classes that are named to it.

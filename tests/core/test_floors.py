@@ -12,13 +12,13 @@ CORE = Path(shardwise.__file__).parent
 ROOT = CORE.parents[1]
 
 # From the ground up. A module may import from lower floors only; a new module gets its line here.
-# `shardwise` is the package's own __init__; testing, demo and cli are packages whose modules share a floor.
+# `shardwise` is the package's own __init__; checkpoint, testing, demo and cli are packages whose modules share a floor.
 FLOORS = (
     {"errors", "events", "graph_calls", "start"},
     {"in_graph"},
     {"placements", "private_torch", "carried", "traceable", "settings"},
     {"spec", "notation"},
-    {"signature", "layout"},
+    {"signature", "layout", "chunks"},
     {"traced"},
     {"schema", "flow", "lowering"},
     {"pattern"},
@@ -53,6 +53,7 @@ FLOORS = (
     {"tensor"},
     {"api", "coverage", "explanation", "factories", "leaving", "prefetch", "stepping"},
     {"planning"},
+    {"checkpoint", "state_dicts"},
     {"shardwise"},
     {"testing"},
     {"demo"},

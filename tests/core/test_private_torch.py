@@ -357,3 +357,14 @@ def test_a_process_can_be_one_rank_of_many_alone():
         assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
     finally:
         dist.destroy_process_group()
+
+
+def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
+    from torch.distributed import _state_dict_utils as ours
+    from torch.distributed.checkpoint import state_dict as taker
+
+    for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
+        assert getattr(taker, name) is getattr(ours, name)
+        assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
+    # What is wrapped are their first two arguments and three options of the first.
+    assert ours._gather_state_dict({"a": [1]}, pg=None, cpu_offload=False, ranks_only=()) == {"a": [1]}

@@ -127,7 +127,7 @@ def test_the_json_report():
 
 @pytest.mark.parametrize(("parameter", "code", "text"), [(1.0, 0, "agree"), (1.5, 1, "DIFFER")])
 def test_the_exit_code_is_the_verdict(monkeypatch, parameter, code, text):
-    monkeypatch.setattr(command, "_run_locally", lambda _: outcome(parameter))
+    monkeypatch.setattr(command, "_run_locally", lambda *_: outcome(parameter))
     result = CliRunner().invoke(main, ["demo"])
     assert result.exit_code == code
     assert text in result.output

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from attrs import evolve
 from rich.console import Console
 
+from shardwise.demo.checkpoints import Checkpoints, after_a_failure, check_run
 from shardwise.demo.report import as_json, print_report
 from shardwise.demo.run import Outcome, run_rank
 from shardwise.demo.settings import MESH_NAMES, Settings
-from shardwise.errors import WorkerError
+from shardwise.errors import CheckpointError, WorkerError
 from shardwise.testing.local import local_backend, local_device
 from shardwise.testing.pool import WorkerPool
 
@@ -46,17 +47,26 @@ def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--context", type=click.IntRange(1), default=DEFAULT.context, show_default=True, help="Bytes a sequence.")
 @click.option("--batch", type=click.IntRange(1), default=DEFAULT.batch, show_default=True, help="Sequences a step.")
 @click.option("--learning-rate", type=float, default=DEFAULT.learning_rate, show_default=True)
-def demo(json_path: Path | None, device: str, **sizes: object) -> None:
+@click.option(
+    "--checkpoint-dir", type=click.Path(path_type=Path, file_okay=False), help="Save here, and go on from it."
+)
+@click.option("--checkpoint-every", type=click.IntRange(1), default=10, show_default=True, help="Steps.")
+def demo(
+    json_path: Path | None, device: str, checkpoint_dir: Path | None, checkpoint_every: int, **sizes: object
+) -> None:
     """Train a byte-level GPT on a mesh of local processes, then on one device, and compare the two.
 
     Runs its own processes, or under torchrun --nproc-per-node 4 -m shardwise.demo. Exits with 1 when the runs differ
-    and with 3 when a worker fails.
+    and with 3 when a worker fails. With --checkpoint-dir, the same command goes on from the last checkpoint, on any
+    --mesh.
     """
     settings = Settings(**sizes)  # type: ignore[arg-type]
     if settings.width % settings.heads:
         raise click.UsageError(f"--width {settings.width} does not divide into --heads {settings.heads}")
     settings = evolve(settings, device=_device(device, settings.world_size))
-    outcome = _run_under_torchrun(settings) if dist.is_torchelastic_launched() else _run_locally(settings)
+    checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, settings)
+    run = _run_under_torchrun if dist.is_torchelastic_launched() else _run_locally
+    outcome = run(settings, checkpoints)
     if outcome is None:
         return
     # A pipe has no width of its own, and 80 columns would cut the strategies.
@@ -75,20 +85,32 @@ def _device(wanted: str, world_size: int) -> str:
         raise click.UsageError(f"--device {wanted}: {error}") from None
 
 
-def _run_locally(settings: Settings) -> Outcome | None:
+def _checkpoints(directory: Path | None, every: int, settings: Settings) -> Checkpoints | None:
+    if directory is None:
+        return None
+    try:
+        check_run(directory, settings)
+    except CheckpointError as error:
+        raise click.UsageError(str(error)) from None
+    return Checkpoints(directory.absolute(), every)
+
+
+def _run_locally(settings: Settings, checkpoints: Checkpoints | None) -> Outcome | None:
     try:
         with WorkerPool(settings.world_size, local_backend(settings.device, settings.world_size)) as pool:
-            outcome: Outcome | None = pool.run(run_rank, settings, timeout=None)[0]
+            outcome: Outcome | None = pool.run(run_rank, settings, checkpoints, timeout=None)[0]
             return outcome
     except WorkerError as error:
         click.echo(f"\nshardwise demo: {error}", err=True)
+        if checkpoints is not None:
+            click.echo(f"\n{after_a_failure(checkpoints.directory)}", err=True)
         raise SystemExit(WORKER_FAILED) from None
     finally:
         # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
         Console().show_cursor()
 
 
-def _run_under_torchrun(settings: Settings) -> Outcome | None:
+def _run_under_torchrun(settings: Settings, checkpoints: Checkpoints | None) -> Outcome | None:
     dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
     try:
         if dist.get_world_size() != settings.world_size:
@@ -96,6 +118,6 @@ def _run_under_torchrun(settings: Settings) -> Outcome | None:
                 f"--mesh {settings.mesh_text} wants {settings.world_size} processes and torchrun started "
                 f"{dist.get_world_size()}"
             )
-        return run_rank(settings)
+        return run_rank(settings, checkpoints)
     finally:
         dist.destroy_process_group()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from shardwise.demo.settings import Settings
 
-__all__ = ["batches", "corpus"]
+__all__ = ["Batches", "batches", "corpus"]
 
 
 def corpus() -> Tensor:
@@ -20,11 +20,38 @@ def corpus() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
-def batches(settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """One pair (ids, next ids) per step, int64 of shape ``(batch, context)``, drawn by the settings' seed."""
-    text = corpus()
-    generator = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.steps):
-        starts = torch.randint(len(text) - settings.context, (settings.batch,), generator=generator)
+class Batches:
+    """One pair (ids, next ids) per step, int64 of shape ``(batch, context)``, drawn by the settings' seed.
+
+    An iterator whose position can be saved and loaded.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._text = corpus()
+        self._generator = torch.Generator().manual_seed(settings.seed)
+        self._position = 0
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        settings, text = self._settings, self._text
+        if self._position >= settings.steps:
+            raise StopIteration
+        self._position += 1
+        starts = torch.randint(len(text) - settings.context, (settings.batch,), generator=self._generator)
         windows = torch.stack([text[start : start + settings.context + 1] for start in starts.tolist()]).long()
-        yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._position = state["position"]
+        self._generator.set_state(state["generator"])
+
+
+def batches(settings: Settings) -> Batches:
+    """The batches of a run, from its first step on."""
+    return Batches(settings)

@@ -32,9 +32,12 @@ def progress(title: str, settings: Settings, *, shown: bool) -> Iterator[Callabl
 
 
 def tokens_per_second(settings: Settings, steps: list[Step]) -> float:
-    """The mean speed of a run; the first step, which plans everything, is left out where there are others."""
-    timed = steps[1:] or steps
-    return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed)
+    """The mean speed of the steps that were made here; the first, which plans everything, is left out where there are
+    others. 0 where all came from a checkpoint.
+    """
+    made = [step for step in steps if step.seconds]
+    timed = made[1:] or made
+    return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed) if timed else 0.0
 
 
 def _bar(console: Console) -> Progress:
@@ -52,12 +55,13 @@ def _bar(console: Console) -> Progress:
 
 
 def _line(console: Console, title: str, settings: Settings, step: Step) -> None:
+    speed = f"{_speed(settings, step)} tokens/s" if step.seconds else "from the checkpoint"
     console.print(
-        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {_speed(settings, step)} tokens/s",
+        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {speed}",
         highlight=False,
         soft_wrap=True,
     )
 
 
 def _speed(settings: Settings, step: Step) -> str:
-    return f"{settings.tokens_per_step / step.seconds:,.0f}"
+    return f"{settings.tokens_per_step / step.seconds:,.0f}" if step.seconds else "-"

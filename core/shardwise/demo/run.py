@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.demo.checkpoints import Checkpoints
 from shardwise.demo.comparison import Comparison, compare
 from shardwise.demo.data import batches
 from shardwise.demo.model import build
@@ -46,13 +47,13 @@ class Outcome:
     comparison: Comparison
 
 
-def run_rank(settings: Settings) -> Outcome | None:
+def run_rank(settings: Settings, checkpoints: Checkpoints | None = None) -> Outcome | None:
     """Run on this rank of the default process group; rank 0 gives the outcome, the others None."""
     rank = dist.get_rank()
     take_device(settings.device, rank)
     torch.set_num_threads(max(1, _cores() // settings.world_size))
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
-    steps, parameters, observed = _train_on_mesh(settings, mesh, shown=rank == 0)
+    steps, parameters, observed = _train_on_mesh(settings, mesh, checkpoints, shown=rank == 0)
     if rank != 0:
         return None
     single_steps, single_parameters = _train_on_one(settings)
@@ -61,7 +62,7 @@ def run_rank(settings: Settings) -> Outcome | None:
 
 
 def _train_on_mesh(
-    settings: Settings, mesh: DeviceMesh, *, shown: bool
+    settings: Settings, mesh: DeviceMesh, checkpoints: Checkpoints | None, *, shown: bool
 ) -> tuple[list[Step], dict[str, Tensor], Observed]:
     model = sw.distribute_module(build(settings).to(settings.device), mesh, TENSOR_PARALLEL, src_data_rank=None)
     # Every rank makes the same weights and batches from the seed, so nothing needs to be sent (src_data_rank=None).
@@ -72,7 +73,7 @@ def _train_on_mesh(
 
     title = f"mesh {settings.mesh_text} ({', '.join(settings.mesh_names)})"
     with observing() as observed, progress(title, settings, shown=shown) as tell:
-        steps = train(model, batches(settings), settings, place, tell)
+        steps = train(model, batches(settings), settings, place, tell, checkpoints)
     return steps, _whole_parameters(model), observed
 
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from attrs import frozen
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 
+from shardwise.demo.data import Batches
 from shardwise.demo.settings import Settings
 
-__all__ = ["Step", "train"]
+__all__ = ["Keeper", "Step", "train"]
 
 MAX_NORM = 1.0
 
 
 @frozen
 class Step:
-    """One finished step: its number from 1, its loss in nats per byte, its gradient's norm, and how long it took."""
+    """One finished step: its number from 1, its loss in nats per byte, its gradient's norm, and how long it took.
+
+    That is 0 for a step that another process has made.
+    """
 
     number: int
     loss: float
@@ -27,18 +33,31 @@ class Step:
     seconds: float
 
 
+class Keeper(Protocol):
+    """What keeps a run across interruptions."""
+
+    def resume(self, model: nn.Module, optimizer: Optimizer, data: Batches) -> list[Step]:
+        """Put a run where it was left, and give the steps that it had made."""
+
+    def after(self, steps: list[Step], last: int, model: nn.Module, optimizer: Optimizer, data: Batches) -> None:
+        """Hear of a step that was made, of ``last`` in all."""
+
+
 def train(
     model: nn.Module,
-    data: Iterator[tuple[Tensor, Tensor]],
+    data: Batches,
     settings: Settings,
     place: Callable[[Tensor], Tensor],
     tell: Callable[[Step], None],
+    keeper: Keeper | None = None,
 ) -> list[Step]:
     """Train by AdamW and give the steps; ``place`` puts a batch where the model lies, ``tell`` hears of every step."""
     # Fused: one operator for all parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
-    steps = []
-    for number, (ids, targets) in enumerate(data, start=1):
+    steps = [] if keeper is None else keeper.resume(model, optimizer, data)
+    for step in steps:
+        tell(step)
+    for number, (ids, targets) in enumerate(data, start=len(steps) + 1):
         start = time.perf_counter()
         scores = model(place(ids))
         loss = functional.cross_entropy(scores.flatten(0, 1), place(targets).flatten())
@@ -49,4 +68,6 @@ def train(
         optimizer.step()
         steps.append(Step(number, loss.item(), norm.item(), time.perf_counter() - start))
         tell(steps[-1])
+        if keeper is not None:
+            keeper.after(steps, settings.steps, model, optimizer, data)
     return steps

@@ -1,0 +1,179 @@
+"""Checkpoints of a run: saved by all ranks together, complete or not there at all, loaded into any mesh and layout.
+
+The tensors are in the format of ``torch.distributed.checkpoint``, which saves and loads MeshTensors by itself; what is
+added here is a directory in which an interrupted save never harms the last good one, loading that runs no code of the
+checkpoint's, and errors that are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim import Optimizer
+
+from shardwise.checkpoint import folder, optimizers
+from shardwise.checkpoint.agreement import Ranks
+from shardwise.checkpoint.content import State, check_alike, exact_sums, gathered, modules_of
+from shardwise.checkpoint.folder import Checkpoint
+from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
+from shardwise.errors import CheckpointFileError, RankDisagreementError
+from shardwise.tensor import MeshTensor
+
+__all__ = ["Checkpoint", "latest", "load", "save"]
+
+
+def save(state: State, directory: str | Path, *, step: int, keep: int = 2, process_group: Any = None) -> Checkpoint:
+    """Save a state as the checkpoint of ``step``; all ranks of the process group (default: all) call it alike.
+
+    ``state`` maps names to modules, optimizers (of these modules), objects with ``state_dict`` and ``load_state_dict``,
+    tensors, plain values, and nested dicts and lists of such. Of a MeshTensor each rank writes a part; of everything
+    else there is one copy, so integers, strings and the like must be the same on every rank.
+
+    The checkpoint is there when the call returns and not before; until then the last one is as it was. The last
+    ``keep`` (at least one) are kept. Saving a step again replaces it; an earlier step than the last raises
+    :class:`CheckpointStepError`. Raises a :class:`CheckpointError` (or what a tensor of the state refuses), the same
+    one on every rank.
+    """
+    ranks, where = Ranks(process_group), Path(directory).absolute()
+    asked = f"save step {step} in {where}"
+    content: dict[str, Any] = {}
+
+    def describe() -> tuple[Any, dict[str, int]]:
+        content.update(gathered(state))
+        return (str(where), step, keep), exact_sums(content)
+
+    with torch.no_grad():
+        _check_calls(asked, ranks.all(asked, describe))
+    partial = ranks.first(asked, lambda: folder.begin(where, step))
+    try:
+        ranks.all(asked, lambda: _check_shared(partial))
+        with ranks.in_torch(asked), _quietly():
+            dcp.save(content, storage_writer=dcp.FileSystemWriter(partial), process_group=process_group)
+        files = ranks.all(asked, lambda: folder.sums_of(partial, f"__{ranks.rank}_*"))
+        return ranks.first(asked, lambda: _commit(partial, files, step, keep))
+    except Exception:
+        if ranks.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def load(
+    state: MutableMapping[str, Any],
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    process_group: Any = None,
+) -> Checkpoint:
+    """Load a checkpoint into a state, in place; all ranks of the process group (default: all) call it alike.
+
+    ``state`` is as for :func:`save`, with the names that were saved, on any mesh and with any placements; an optimizer
+    need not have made a step. Values that are no tensors are put into the state's dicts and lists. What the checkpoint
+    has beyond that is not read. The checkpoint is that of ``step``, by default the last one; ``directory`` may also be
+    one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
+    compare their checksums. Nothing in a checkpoint can run code.
+
+    Raises the same error on every rank: :class:`CheckpointFileError` for what is not there, incomplete or damaged,
+    :class:`CheckpointKeyError`, :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for what does not fit.
+    A state into which loading failed may be loaded in part.
+    """
+    ranks, where = Ranks(process_group), Path(directory).absolute()
+    asked = f"load {where}"
+    chosen = ranks.first(asked, lambda: folder.find(where, step))
+    if verify:
+        ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
+    room: dict[str, Any] = {}
+    with torch.no_grad():
+        ranks.all(asked, lambda: room.update(_room_for(state, chosen.path)))
+        with ranks.in_torch(asked), _quietly():
+            reader, planner = SafeReader(chosen.path), SafePlanner()
+            dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
+        ranks.all(asked, lambda: _put_back(state, room))
+    return chosen
+
+
+def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | None:
+    """The last checkpoint of a directory whose files are all there, the same on all ranks, which call it together."""
+    where = Path(directory).absolute()
+    return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
+
+
+# -- saving ------------------------------------------------------------------------------------------------------
+
+
+def _check_calls(asked: str, described: list[tuple[Any, dict[str, int]]]) -> None:
+    calls = [call for call, _ in described]
+    if len(set(calls)) > 1:
+        raise RankDisagreementError(
+            asked=asked,
+            found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
+            do="Make the call with alike arguments on every rank.",
+        )
+    check_alike([sums for _, sums in described])
+
+
+def _check_shared(partial: Path) -> None:
+    if not partial.is_dir():
+        raise CheckpointFileError(
+            asked=f"write into {partial}",
+            found="the first rank has made that folder and this rank does not see it",
+            do="Name a directory on a file system that all ranks share.",
+            path=str(partial),
+        )
+
+
+def _commit(partial: Path, files: list[folder.Files], step: int, keep: int) -> Checkpoint:
+    listed = {name: sums for of_rank in files for name, sums in of_rank.items()}
+    return folder.commit(partial, {**listed, **folder.sums_of(partial, ".metadata")}, step, keep)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Torch warns where torch.distributed is not up; one process is as good as several."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+# -- loading -----------------------------------------------------------------------------------------------------
+
+
+def _room_for(state: State, path: Path) -> dict[str, Any]:
+    metadata, modules = read_metadata(path), modules_of(state)
+    room = gathered({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
+    for name in modules:
+        for key, value in list(room[name].items()):
+            room[name][key] = _with_memory(value)
+    for name, value in state.items():
+        if isinstance(value, Optimizer):
+            room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)
+    return room
+
+
+def _with_memory(value: Any) -> Any:
+    if isinstance(value, MeshTensor) and value.is_meta:
+        return torch.empty_like(value, device=value.device_mesh.device_type)
+    return value
+
+
+def _put_back(state: MutableMapping[str, Any], room: dict[str, Any]) -> None:
+    modules = modules_of(state)
+    for name, value in list(state.items()):
+        if isinstance(value, nn.Module):
+            # Parameters without memory (on the meta device) are replaced by what was loaded.
+            value.load_state_dict(room[name], assign=any(p.is_meta for p in value.parameters()))
+        elif isinstance(value, Optimizer):
+            optimizers.restore(name, value, optimizers.names_for(name, value, modules), room[name])
+        elif isinstance(value, Stateful):
+            value.load_state_dict(room[name])
+        else:
+            state[name] = room[name]

@@ -1,0 +1,103 @@
+"""The demo's checkpoints: what of a run is saved, and where a run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+from torch import nn
+from torch.optim import Optimizer
+
+from shardwise import checkpoint
+from shardwise.checkpoint.folder import newest
+from shardwise.demo.data import Batches
+from shardwise.demo.settings import Settings
+from shardwise.demo.training import Step
+from shardwise.errors import CheckpointError
+
+__all__ = ["Checkpoints", "after_a_failure", "check_run"]
+
+RUN = "run.json"
+"""In the directory of the checkpoints: the settings that a run must keep when it goes on."""
+
+FREE = ("mesh", "device", "steps")
+"""Settings that may be other ones when a run goes on."""
+
+
+class Random:
+    """The random state of the program, the same on every rank: everything that draws numbers belongs in here."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        torch.set_rng_state(state["torch"])
+
+
+@frozen
+class Checkpoints:
+    """Where a run is saved, and after how many steps each time."""
+
+    directory: Path
+    every: int
+
+    def resume(self, model: nn.Module, optimizer: Optimizer, data: Batches) -> list[Step]:
+        """Put a run where its last checkpoint is, and give the steps that it had made; none without a checkpoint."""
+        if checkpoint.latest(self.directory) is None:
+            return []
+        state = self._state(model, optimizer, data, [])
+        checkpoint.load(state, self.directory)
+        return [Step(int(number), *figures) for number, *figures in state["steps"]]
+
+    def after(self, steps: list[Step], last: int, model: nn.Module, optimizer: Optimizer, data: Batches) -> None:
+        """Save after a step, when it is time to or when it was the last one."""
+        number = steps[-1].number
+        if number % self.every == 0 or number == last:
+            checkpoint.save(self._state(model, optimizer, data, steps), self.directory, step=number)
+
+    def _state(self, model: nn.Module, optimizer: Optimizer, data: Batches, steps: list[Step]) -> dict[str, Any]:
+        history = [[step.number, step.loss, step.norm, 0.0] for step in steps]
+        return {"model": model, "optimizer": optimizer, "data": data, "random": Random(), "steps": history}
+
+
+def check_run(directory: Path, settings: Settings) -> None:
+    """Note the settings of a new run, or hold them against those of the run that is there.
+
+    Raises :class:`CheckpointError` for a run that cannot go on with these settings.
+    """
+    # The file's notion of plain values: a tuple comes back as a list.
+    mine = json.loads(json.dumps({name: v for name, v in asdict(settings).items() if name not in FREE}))
+    path = directory / RUN
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(json.dumps(mine, indent=1) + "\n")
+        fresh.rename(path)
+        return
+    theirs = json.loads(path.read_text())
+    unlike = [f"--{name.replace('_', '-')} {theirs.get(name)}" for name in mine if mine[name] != theirs.get(name)]
+    if unlike:
+        raise CheckpointError(
+            asked=f"go on with the run of {directory}",
+            found=f"it was started with {', '.join(unlike)}",
+            do="Give the same options (only --mesh, --device and --steps may differ), or another --checkpoint-dir.",
+        )
+    last = newest(directory)
+    if last is not None and last.step is not None and last.step > settings.steps:
+        raise CheckpointError(
+            asked=f"run to --steps {settings.steps}",
+            found=f"the checkpoint in {directory} is of step {last.step}",
+            do="Give more steps, or another --checkpoint-dir.",
+        )
+
+
+def after_a_failure(directory: Path) -> str:
+    """What to tell a person whose run has ended early."""
+    last = newest(directory)
+    if last is None:
+        return f"No checkpoint was complete in {directory}{os.sep}: the same command starts from the beginning."
+    return f"The same command goes on from step {last.step}: its checkpoint is {last.path}."

@@ -1,0 +1,94 @@
+"""The demo that is interrupted: killed for real, started again, on the same mesh and on another."""
+
+import json
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from attrs import evolve
+from click.testing import CliRunner
+
+from shardwise import checkpoint
+from shardwise.cli import main
+from shardwise.demo.checkpoints import after_a_failure, check_run
+from shardwise.demo.data import batches
+from shardwise.demo.settings import Settings
+from shardwise.errors import CheckpointError
+
+SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--device", "cpu", "--steps", "40"]
+SETTINGS = Settings(steps=6, layers=1, width=16, heads=2, context=16, batch=4)
+
+
+def test_batches_go_on_where_they_were():
+    data = batches(SETTINGS)
+    seen = [next(data) for _ in range(4)]
+    again = batches(SETTINGS)
+    for _ in range(2):
+        next(again)
+    later = batches(SETTINGS)
+    later.load_state_dict(again.state_dict())
+    rest = list(later)
+    assert len(rest) == 4
+    assert all(a.equal(b) for a, b in zip(rest[0], seen[2], strict=True))
+
+
+def test_a_run_goes_on_with_its_own_settings_only(tmp_path):
+    check_run(tmp_path, SETTINGS)
+    check_run(tmp_path, evolve(SETTINGS, mesh=(4,), steps=9))
+    with pytest.raises(CheckpointError, match="it was started with --seed 0, --width 16"):
+        check_run(tmp_path, evolve(SETTINGS, seed=1, width=32))
+    assert "starts from the beginning" in after_a_failure(tmp_path)
+    checkpoint.save({"n": 1}, tmp_path, step=8)
+    assert "goes on from step 8" in after_a_failure(tmp_path)
+    with pytest.raises(CheckpointError, match=r"--steps 6: the checkpoint in .* is of step 8"):
+        check_run(tmp_path, SETTINGS)
+
+
+def test_the_command_refuses_another_run(tmp_path):
+    check_run(tmp_path, SETTINGS)
+    result = CliRunner().invoke(main, ["demo", "--checkpoint-dir", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "it was started with" in result.output
+
+
+def command(tmp_path, *arguments):
+    return [sys.executable, "-m", "shardwise.demo", *SMALL, "--json", str(tmp_path / "report.json"), *arguments]
+
+
+def finish(tmp_path, *arguments):
+    done = subprocess.run(command(tmp_path, *arguments), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((tmp_path / "report.json").read_text())["mesh"]["losses"]
+
+
+def kill_a_worker(tmp_path, after, *arguments):
+    """Start the demo and kill a worker as soon as a step is saved; what the demo says then."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command(tmp_path, *arguments), **pipes) as demo:
+        end = time.monotonic() + 200
+        while demo.poll() is None and not list((tmp_path / "saved").glob(f"step-*{after}")) and time.monotonic() < end:
+            time.sleep(0.01)
+        workers = [w for w in psutil.Process(demo.pid).children() if "spawn_main" in " ".join(w.cmdline())]
+        workers[1].kill()
+        _, err = demo.communicate(timeout=60)
+    assert demo.returncode == 3, err
+    assert "its process was killed by SIGKILL" in err
+    return err
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_killed_run_ends_as_an_uninterrupted_one(tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    assert "goes on from step" in kill_a_worker(tmp_path, 4, "--mesh", "2", *saved)
+    assert finish(tmp_path, "--mesh", "2", *saved) == finish(tmp_path, "--mesh", "2")
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_on_other_meshes(tmp_path):
+    saved = ["--checkpoint-dir", str(tmp_path / "saved"), "--checkpoint-every", "2"]
+    kill_a_worker(tmp_path, 2, "--mesh", "2x2", *saved)
+    kill_a_worker(tmp_path, 8, "--mesh", "2", *saved)
+    assert finish(tmp_path, "--mesh", "2x1", *saved) == pytest.approx(finish(tmp_path, "--mesh", "1"), abs=1e-4)
