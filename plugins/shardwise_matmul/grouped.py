@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from shardwise.rule import Call, Flow, LocalCall, rule_from
 from shardwise.spec import TensorMeta
@@ -86,14 +85,22 @@ def _aligned(a: Tensor, b: Tensor, ends: Tensor | None, out_dtype: torch.dtype |
     unit = max(1, ALIGNMENT // a.dtype.itemsize)
     if not (_fits(a, unit) and _fits(b, unit)):
         deep, wide = -(-k // unit) * unit, -(-n // unit) * unit
-        a = pad(a, (0, deep - k)).contiguous()
-        b = pad(b, (0, wide - n, 0, deep - k)).contiguous()
+        a, b = _padded(a, m, deep), _padded(b, deep, wide)
     made: Tensor = aten._grouped_mm.default(a, b, ends, None, out_dtype)
     return made[..., :n].contiguous()
 
 
+def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
+    """With zeros behind, and strides of its own: contiguous() leaves those of a dim of size one as they are."""
+    made = x.new_zeros((*x.shape[:-2], rows, columns))
+    made[..., : x.shape[-2], : x.shape[-1]] = x
+    return made
+
+
 def _fits(x: Tensor, unit: int) -> bool:
     """Whether rows or columns lie one behind the other, each dense and a multiple of the unit."""
+    if 1 in x.shape[-2:]:
+        return False
     *batch, row, column = x.stride()
     step, size = (row, x.shape[-1]) if column == 1 else (column, x.shape[-2])
     dense = 1 in (row, column) and step >= max(1, size)

@@ -325,3 +325,31 @@ def infer():
 
 def test_inference_mode(pool):
     pool.run(infer)
+
+
+def grouped_products(where, experts, tokens):
+    """A layer of experts, forward and backward; rows beyond the last group count nothing."""
+    torch.manual_seed(0)
+    x, w = torch.randn(12, 8), torch.randn(4, 8, 16)
+    offs = torch.tensor([3, 3, 7, 12], dtype=torch.int32)
+    alone = [t.clone().requires_grad_() for t in (x, w)]
+    expected = aten._grouped_mm.default(*alone, offs)
+    weights = torch.randn_like(expected)
+    (expected * weights).sum().backward()
+    placed = [sw.distribute_tensor(t, mesh(where), p).requires_grad_() for t, p in ((x, tokens), (w, experts))]
+    whole_offs = sw.distribute_tensor(offs, mesh(where))
+    found = aten._grouped_mm.default(*placed, whole_offs)
+    torch.testing.assert_close(found.full_tensor(), expected.detach())
+    (found * sw.distribute_tensor(weights, mesh(where))).sum().backward()
+    for ours, theirs in zip(placed, alone, strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+    return [t.grad.placements for t in placed]
+
+
+@pytest.mark.parametrize(
+    ("experts", "tokens"),
+    [([Shard(0)], [Replicate()]), ([Replicate()], [Shard(0)]), ([Shard(2)], [Replicate()]), ([Shard(1)], [Shard(1)])],
+)
+def test_experts_and_tokens(pool, experts, tokens):
+    kept = pool.run(grouped_products, (4,), experts, tokens)[0]
+    assert kept == [tuple(tokens), tuple(experts)]
