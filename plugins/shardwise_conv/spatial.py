@@ -66,7 +66,7 @@ class _Settings:
     output_padding: Sequence[int]
     groups: int
 
-    def ofwindow(self, dims: Sequence[Sliding], count: int) -> _Settings:
+    def of_window(self, dims: Sequence[Sliding], count: int) -> _Settings:
         return evolve(
             self,
             padding=_unpadded(self.padding, dims, count),
@@ -95,7 +95,7 @@ def convolve(
     dims = local.once(_of_forward)
     reached = window(local, x, dims)
     shape = local.local_shape(made)
-    inner = _Settings(*settings).ofwindow(dims, x.ndim - _BATCH_AND_CHANNEL)
+    inner = _Settings(*settings).of_window(dims, x.ndim - _BATCH_AND_CHANNEL)
     if 0 in (*shape, *reached.shape[_BATCH_AND_CHANNEL:]):
         result = x.new_zeros(shape)
     else:
@@ -113,7 +113,7 @@ def differentiate(
     """``convolution_backward`` of shards of positions, batch, channels and groups."""
     *settings, (by_input, by_weight, by_bias) = rest
     dims = local.once(_of_backward)
-    inner = _Settings(*settings).ofwindow(dims, x.ndim - _BATCH_AND_CHANNEL)
+    inner = _Settings(*settings).of_window(dims, x.ndim - _BATCH_AND_CHANNEL)
     reached = window(local, x, dims) if by_weight else blank(x, dims)
     first, second = _gradients(gradient, reached, weight, inner, dims, (by_input, by_weight))
     if first is not None:
