@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "OpOverloadPacket",
     "assert_when_run",
     "binding_namespaces",
+    "composite_kernel",
     "current_mesh",
     "custom_op_of",
     "direct_call",
@@ -307,6 +309,16 @@ def current_mesh() -> DeviceMesh:
 def is_composite(op: Any) -> bool:
     """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))
+
+
+def composite_kernel(op: Any) -> Callable[..., Any] | None:
+    """What torch writes an op with in terms of others, where that is not differentiable (those that are, ``decompose``
+    gives): ``None`` for an op that has kernels of its own only. There is no public way to one kernel of an op.
+    """
+    name = "CompositeExplicitAutograd"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
+        return None
+    return partial(op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
 def in_backward() -> bool:

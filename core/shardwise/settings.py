@@ -8,6 +8,8 @@ SHARDWISE_DISABLE_PLUGINS  disable-plugins     plugins that are never imported
 SHARDWISE_AUTOLOAD         autoload            off: only what ``plugins`` names is loaded
 SHARDWISE_STRICT           strict              on: any problem with a plugin raises when plugins are loaded
 SHARDWISE_PREFER           prefer              which plugin wins, by op (``aten.mm.default``, ``aten.mm``, ``*mm*``)
+SHARDWISE_RANDOM           random              how random ops draw: ``counter``, ``torch`` or ``local`` (unset: torch
+                                               until ``shardwise.manual_seed`` is called, counter from then on)
 ========================== =================== ================================================================
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
@@ -28,10 +30,11 @@ from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
-__all__ = ["Settings", "normalised", "preferred", "read_settings"]
+__all__ = ["RANDOM_WAYS", "Settings", "normalised", "preferred", "read_settings"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+RANDOM_WAYS = ("counter", "torch", "local")
 
 
 def normalised(name: str) -> str:
@@ -48,6 +51,7 @@ class Settings:
     autoload: bool = True
     strict: bool = False
     prefer: tuple[tuple[str, str], ...] = ()
+    random: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -139,6 +143,13 @@ def _flag(where: str, value: Any) -> bool:
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
 
+def _way(where: str, value: Any) -> str:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word not in RANDOM_WAYS:
+        raise _refusal(where, f"{value!r} is no way to draw random numbers", f"Write {', '.join(RANDOM_WAYS)}.")
+    return str(word)
+
+
 def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     pairs = dict(_split(where, word) for word in value.split(",") if word.strip()) if isinstance(value, str) else value
     if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
@@ -166,4 +177,5 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "autoload": ("autoload", _flag, "SHARDWISE_AUTOLOAD"),
     "strict": ("strict", _flag, "SHARDWISE_STRICT"),
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
+    "random": ("random", _way, "SHARDWISE_RANDOM"),
 }

@@ -1,0 +1,151 @@
+"""Random ops on plain tensors, answered as a mesh answers them: what a program on one device is compared with.
+
+The rules' own lowerings draw, on a mesh without dims, whose only rank holds everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from shardwise import draws
+from shardwise.call_plans import describe_call
+from shardwise.discovery import default_registry
+from shardwise.flight import Flight
+from shardwise.lowering import LocalCall, MeshDims
+from shardwise.meta import UNKNOWN, output_metas
+from shardwise.placements import Replicate
+from shardwise.planner import make_call
+from shardwise.private_torch import composite_kernel, watching
+from shardwise.registry import Entry
+from shardwise.rule import Rule
+from shardwise.schema import RuntimeSchemaInfo
+from shardwise.signature import Call, Op, signature
+from shardwise.spec import AbstractMesh, TensorSpec
+
+__all__ = ["on_one_device"]
+
+_ALONE = AbstractMesh(())
+
+
+@contextmanager
+def on_one_device() -> Iterator[None]:
+    """Let random ops on plain tensors draw from shardwise's generator while the context lasts.
+
+    After the same :func:`shardwise.manual_seed` a program draws the same numbers here as on a mesh. A backward that
+    recomputes a forward belongs inside. Ops on MeshTensors draw from it, too; an op that is given a ``generator`` draws
+    from that one.
+    """
+
+    def run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded not in op.tags or not _is_ours(op, args, kwargs):
+            return op(*args, **kwargs)
+        local = _local_call(op, args, kwargs)
+        if local is not None:
+            return _lowered(local, args, kwargs)
+        opened = composite_kernel(op)
+        if opened is None:
+            return _seeded(op, args, kwargs)
+        with mode:
+            return opened(*args, **kwargs)
+
+    mode = watching(run, lambda _: False)
+    with draws.using("counter" if draws.way() == "torch" else draws.way()), mode:
+        yield
+
+
+def _is_ours(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call has plain tensors only, with data, and no generator of its own."""
+    for value in signature(op).bind(args, kwargs):
+        if isinstance(value, torch.Generator):
+            return False
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, torch.Tensor) and (type(part) not in _PLAIN or part.device.type == "meta"):
+                return False
+    return kwargs.get("device") != torch.device("meta")
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, LocalCall] | None:
+    """The op's rule and its call on a mesh without dims, when that runs a lowering; ``None`` otherwise."""
+    registry = default_registry()
+    if op not in registry:
+        return None
+    entry = registry.lookup(op)
+    rule = entry.rule
+    values = signature(op).bind(args, kwargs)
+    if not isinstance(rule, Rule) or rule.lowering is None or not any(isinstance(v, torch.Tensor) for v in values):
+        return None
+    info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
+    schema, described = describe_call(_NoTensor, entry, info, _ALONE, values)
+    metas = output_metas(op, described, rule.meta)
+    if metas is UNKNOWN:
+        return None
+    call = make_call(rule, schema, metas)
+    if not _draws_whole(rule, call):
+        return None
+    outputs = tuple(None if meta is None else TensorSpec(_ALONE, (), meta) for meta in call.outputs)
+    return entry, LocalCall(call, schema.specs[: len(call.operands)], outputs, (), _Alone())
+
+
+class _NoTensor:
+    """Stands for the tensor class where no tensor is of it."""
+
+
+def _draws_whole(rule: Rule, call: Call) -> bool:
+    """Whether the lowering runs where everything is whole."""
+    whole = (Replicate(), None)
+    return any(r.lowered for r in rule.rows(call) if all(p in whole for p in (*r.inputs, *r.outputs)))
+
+
+def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    entry, local = found
+    described = signature(entry.op)
+    assert entry.rule.lowering is not None
+    positional, named = described.unbind(described.bind(args, kwargs))
+    return entry.rule.lowering(local, *positional, **named)
+
+
+def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op that nobody wrote a lowering for under torch's generators, seeded for this draw."""
+    draw = draws.take(_Alone().agree_on_draw)
+    assert draw is not None
+    with torch.random.fork_rng():
+        torch.manual_seed(draw.generator(torch.device("cpu")).initial_seed())
+        return op(*args, **kwargs)
+
+
+class _Alone:
+    """The communication of one rank (:class:`shardwise.lowering.Comm`)."""
+
+    def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:  # noqa: ARG002
+        return [tensor]
+
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None  # noqa: ARG002
+    ) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None  # noqa: ARG002
+    ) -> torch.Tensor:
+        return tensor
+
+    def start_shift(
+        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None  # noqa: ARG002
+    ) -> Flight:
+        return Flight(None, tensor)
+
+    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
+        return seed, number
+
+    def compare_generators(self) -> None:
+        """Nobody to compare with."""
