@@ -26,28 +26,29 @@ def rectify(
     generator: torch.Generator | None = None,
 ) -> Any:
     """The units with this rank's part of the slopes, which go into ``noise``: 1 where a value is positive."""
-    in_place = local.call.signature.results[0].written
-    if training and not self.is_meta:
-        slopes = _slopes(local, self, noise, float(lower), float(upper), generator)
-        noise.copy_(torch.where(self > 0, 1, slopes))
-        found = self * noise
+    if self.is_meta or not training:
+        found = torch.where(self <= 0, self * ((lower + upper) / 2), self)
     else:
-        found = torch.where(self > 0, self, self * ((lower + upper) / 2))
-    return self.copy_(found) if in_place else found
+        draw = local.draw() if generator is None else None
+        if draw is None:
+            found = _as_torch_does(local, self, noise, lower, upper, generator)
+        else:
+            slopes = uniform(lower, upper).fill(torch.empty_like(self), draw, local.region(local.spec("self")))
+            noise.copy_(torch.where(self <= 0, slopes, 1))
+            found = self * noise
+    return self.copy_(found) if local.call.signature.results[0].written else found
 
 
-def _slopes(
+def _as_torch_does(
     local: LocalCall, self: Tensor, noise: Tensor, lower: float, upper: float, generator: torch.Generator | None
 ) -> Tensor:
-    spec = local.spec("self")
-    draw = local.draw() if generator is None else None
-    if draw is not None:
-        return uniform(lower, upper).fill(torch.empty_like(self), draw, local.region(spec))
-    # torch draws for negative values only, so the draws depend on all of them.
-    whole = gathered(local, "self", self)
-    slopes = like_whole(local.spec("noise").tensor_meta, noise.device)
-    aten.rrelu_with_noise.default(whole, slopes, lower, upper, True, generator)  # noqa: FBT003
-    return part(local, spec, slopes)
+    """It draws for values that are not positive only, so what is drawn depends on all of them, in memory's order."""
+    spec, noise_spec = local.spec("self"), local.spec("noise")
+    whole = like_whole(spec.tensor_meta, self.device).copy_(gathered(local, "self", self))
+    slopes = like_whole(noise_spec.tensor_meta, noise.device)
+    found = local.call.op(whole, slopes, lower, upper, True, generator)  # noqa: FBT003
+    noise.copy_(part(local, noise_spec, slopes))
+    return part(local, spec, found).clone()
 
 
 RECTIFY = rule(

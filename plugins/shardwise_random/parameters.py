@@ -73,12 +73,13 @@ NORMALS = rule(
 # -- by rejection ----------------------------------------------------------------------------------------------------
 
 
-def _draw_whole(local: LocalCall, *args: Any, generator: torch.Generator | None = None) -> Any:
+def _draw_whole(local: LocalCall, *args: Any) -> Any:
     """Draw all values, which take as many random numbers as they happen to need, by a generator of this draw's own."""
-    if not args[0].is_meta and generator is None:
+    *given, generator = args
+    if generator is None and not given[0].is_meta:
         draw = local.draw()
-        generator = None if draw is None else draw.generator(args[0].device)
-    return local.call.op(*args, generator=generator)
+        generator = None if draw is None else draw.generator(given[0].device)
+    return local.call.op(*given, generator)
 
 
 REJECTED = rule(
