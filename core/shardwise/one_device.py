@@ -43,9 +43,10 @@ def on_one_device() -> Iterator[None]:
     def run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in op.tags or not _is_ours(op, args, kwargs):
             return op(*args, **kwargs)
-        local = _local_call(op, args, kwargs)
-        if local is not None:
-            return _lowered(local, args, kwargs)
+        if _has_rule(op, args, kwargs):
+            # Where no lowering draws, a mesh leaves the op alone, too.
+            local = _local_call(op, args, kwargs)
+            return op(*args, **kwargs) if local is None else _lowered(local, args, kwargs)
         opened = composite_kernel(op)
         if opened is None:
             return _seeded(op, args, kwargs)
@@ -71,21 +72,23 @@ def _is_ours(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def _has_rule(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the op would be run by a rule on a mesh, where a tensor brings it."""
+    return op in default_registry() and any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values()))
+
+
 def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, LocalCall] | None:
     """The op's rule and its call on a mesh without dims, when that runs a lowering; ``None`` otherwise."""
-    registry = default_registry()
-    if op not in registry:
-        return None
-    entry = registry.lookup(op)
+    entry = default_registry().lookup(op)
     rule = entry.rule
-    values = signature(op).bind(args, kwargs)
-    if not isinstance(rule, Rule) or rule.lowering is None or not any(isinstance(v, torch.Tensor) for v in values):
+    if not isinstance(rule, Rule) or rule.lowering is None:
         return None
+    values = signature(op).bind(args, kwargs)
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     schema, described = describe_call(_NoTensor, entry, info, _ALONE, values)
     metas = output_metas(op, described, rule.meta)
     if metas is UNKNOWN:
-        return None
+        metas = (None,) * sum(result.is_tensor for result in schema.signature.results)
     call = make_call(rule, schema, metas)
     if not _draws_whole(rule, call):
         return None
@@ -112,11 +115,11 @@ def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[s
 
 
 def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op that nobody wrote a lowering for under torch's generators, seeded for this draw."""
+    """Run an op that nobody wrote a rule for under torch's generators, seeded for this draw."""
     draw = draws.take(_Alone().agree_on_draw)
     assert draw is not None
-    with torch.random.fork_rng():
-        torch.manual_seed(draw.generator(torch.device("cpu")).initial_seed())
+    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+    with draw.seeding(tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")):
         return op(*args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -126,6 +127,20 @@ class Draw:
         """One of torch's generators, seeded for this draw alone (and for a place, where ranks are to differ)."""
         known = repr((self.seed, self.number, tuple(place))).encode()
         return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(known, digest_size=8).digest()))
+
+    @contextmanager
+    def seeding(self, device: torch.device) -> Iterator[None]:
+        """Seed torch's default generator of a device for this draw alone: for an op that takes no other."""
+        seed = self.generator(torch.device("cpu")).initial_seed()
+        if device.type == "cpu":
+            with torch.random.fork_rng(devices=()):
+                torch.default_generator.manual_seed(seed)
+                yield
+        else:
+            module = torch.get_device_module(device)
+            with torch.random.fork_rng(devices=(device,), device_type=device.type), module.device(device):
+                module.manual_seed(seed)
+                yield
 
     # -- blocks and tiles --
     def _values(

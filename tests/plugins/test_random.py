@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -255,7 +256,7 @@ def test_other_ops_and_given_generators_are_left_alone():
         given = torch.rand(3, generator=torch.Generator().manual_seed(2))
         assert torch.equal(given, torch.rand(3, generator=torch.Generator().manual_seed(2)))
         q = torch.ones(1, 1, 4, 4)
-        torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        functional.scaled_dot_product_attention(q, q, q)
         assert torch.rand(3, device="meta").is_meta
     assert torch.equal(sw.random.get_state(), state)
 
@@ -334,4 +335,6 @@ def test_rounding_never_reaches_an_open_end():
     with sw.random.on_one_device():
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             assert torch.empty(20_000, dtype=dtype).uniform_(1.0, 1.01).max() < 1.01
-            assert torch.empty(20_000, dtype=dtype).random_(0, 300).max() < 300
+            # The largest below 300 that bfloat16 holds is 298; torch warns that it cannot hold all of them.
+            with warnings.catch_warnings(action="ignore"):
+                assert torch.empty(20_000, dtype=dtype).random_(0, 300).max() < 300
