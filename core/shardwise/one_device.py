@@ -13,9 +13,9 @@ import torch
 
 from shardwise import draws
 from shardwise.call_plans import describe_call
+from shardwise.comm import MeshComm
 from shardwise.discovery import default_registry
-from shardwise.flight import Flight
-from shardwise.lowering import LocalCall, MeshDims
+from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN, output_metas
 from shardwise.placements import Replicate
 from shardwise.planner import make_call
@@ -29,6 +29,7 @@ from shardwise.spec import AbstractMesh, TensorSpec
 __all__ = ["on_one_device"]
 
 _ALONE = AbstractMesh(())
+_COMM = MeshComm(_ALONE)
 
 
 @contextmanager
@@ -93,7 +94,7 @@ def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
     if not _draws_whole(rule, call):
         return None
     outputs = tuple(None if meta is None else TensorSpec(_ALONE, (), meta) for meta in call.outputs)
-    return entry, LocalCall(call, schema.specs[: len(call.operands)], outputs, (), _Alone())
+    return entry, LocalCall(call, schema.specs[: len(call.operands)], outputs, (), _COMM)
 
 
 class _NoTensor:
@@ -116,39 +117,8 @@ def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[s
 
 def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op that nobody wrote a rule for under torch's generators, seeded for this draw."""
-    draw = draws.take(_Alone().agree_on_draw)
+    draw = draws.take(_COMM.agree_on_draw)
     assert draw is not None
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     with draw.seeding(tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")):
         return op(*args, **kwargs)
-
-
-class _Alone:
-    """The communication of one rank (:class:`shardwise.lowering.Comm`)."""
-
-    def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:  # noqa: ARG002
-        return [tensor]
-
-    def all_to_all(
-        self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None  # noqa: ARG002
-    ) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def shift(
-        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None  # noqa: ARG002
-    ) -> torch.Tensor:
-        return tensor
-
-    def start_shift(
-        self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None  # noqa: ARG002
-    ) -> Flight:
-        return Flight(None, tensor)
-
-    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
-        return seed, number
-
-    def compare_generators(self) -> None:
-        """Nobody to compare with."""

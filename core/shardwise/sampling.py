@@ -32,13 +32,17 @@ _LARGE_TILE = 1 << 22
 Transform = Callable[[Tensor, Tensor], Tensor]
 
 
+def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
 @frozen
 class Region:
     """A box of a global tensor: the global shape, where the box starts and its size, per dim."""
 
-    shape: tuple[int, ...] = field(converter=tuple)
-    offset: tuple[int, ...] = field(converter=tuple)
-    size: tuple[int, ...] = field(converter=tuple)
+    shape: tuple[int, ...] = field(converter=_ints)
+    offset: tuple[int, ...] = field(converter=_ints)
+    size: tuple[int, ...] = field(converter=_ints)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
@@ -74,7 +78,9 @@ class Draw:
             return torch.view_as_complex(self.uniform(region.with_dim(2), dtype.to_real(), device))
         bits = _mantissa(dtype)
         if dtype is torch.float64:
-            return self._values(region, 2, lambda even, odd: _wide(even, odd, bits).double() * 2.0**-bits, dtype, device)
+            return self._values(
+                region, 2, lambda even, odd: _wide(even, odd, bits).double() * 2.0**-bits, dtype, device
+            )
         return self._values(
             region, 4, lambda even, odd: (_words(even, odd) >> (32 - bits)).float() * 2.0**-bits, torch.float32, device
         ).to(dtype)

@@ -21,11 +21,11 @@ def _sample(
     local: LocalCall,
     self: Tensor,
     num_samples: int,
-    replacement: bool = False,  # noqa: FBT001, FBT002  # the schema's
+    replacement: bool = False,
     *,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """This rank's rows of a sample."""
+    """The rows of a sample that this rank holds."""
     (result,) = local.outputs
     assert result is not None
     if self.is_meta:

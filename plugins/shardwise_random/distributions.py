@@ -16,7 +16,17 @@ from torch import Tensor
 
 from shardwise.lowering import Draw, Region
 
-__all__ = ["Distribution", "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "uniform", "whole"]
+__all__ = [
+    "Distribution",
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal",
+    "uniform",
+    "whole",
+]
 
 
 @frozen
@@ -60,7 +70,8 @@ def normal(mean: Any = 0.0, std: Any = 1.0) -> Distribution:
     """Normal values; mean and standard deviation are numbers or tensors."""
 
     def values(draw: Draw, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return draw.normal(region, dtype, device) * std + mean
+        found: Tensor = draw.normal(region, dtype, device) * std + mean
+        return found
 
     def in_place(tensor: Tensor, generator: torch.Generator | None) -> Any:
         if not isinstance(mean, Tensor) and not isinstance(std, Tensor):

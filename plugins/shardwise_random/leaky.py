@@ -22,7 +22,7 @@ def rectify(
     noise: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
-    training: bool = False,  # noqa: FBT001, FBT002  # the schema's
+    training: bool = False,
     generator: torch.Generator | None = None,
 ) -> Any:
     """The units with this rank's part of the slopes, which go into ``noise``: 1 where a value is positive."""
@@ -46,7 +46,7 @@ def _as_torch_does(
     spec, noise_spec = local.spec("self"), local.spec("noise")
     whole = like_whole(spec.tensor_meta, self.device).copy_(gathered(local, "self", self))
     slopes = like_whole(noise_spec.tensor_meta, noise.device)
-    found = local.call.op(whole, slopes, lower, upper, True, generator)  # noqa: FBT003
+    found = local.call.op(whole, slopes, lower, upper, True, generator)
     noise.copy_(part(local, noise_spec, slopes))
     return part(local, spec, found).clone()
 

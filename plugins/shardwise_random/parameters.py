@@ -42,23 +42,22 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
 def _check(local: LocalCall, given: dict[str, Any]) -> None:
     """Refuse parameters as torch does, on every rank when they are wrong on one."""
     name, least, most = ("std", 0.0, float("inf")) if "std" in given else ("p", 0.0, 1.0)
-    value = given.get(name, given.get("self"))
-    if not isinstance(value, Tensor):
-        wrong = not least <= value <= most
-    else:
+    name_of_tensor = name if name in given else "self"
+    value = given[name_of_tensor]
+    if isinstance(value, Tensor):
         wrong = not bool(((value >= least) & (value <= most)).all())
-        sharding = local.sharding(local.spec(name if name in given else "self"))
+        sharding = local.sharding(local.spec(name_of_tensor))
         if sharding:
-            flag = torch.tensor([wrong], dtype=torch.int64, device=value.device)
+            flag = torch.tensor([int(wrong)], device=value.device)
             wrong = bool(local.comm.all_reduce(flag, "max", sharding))
+    else:
+        wrong = not least <= value <= most
     if wrong:
         raise RuntimeError(f"Expected {'p_in' if name == 'p' else name} >= {least:g} && <= {most:g}")
 
 
 ONE = rule(aten.bernoulli.default, "... -> ...", lowering=_of(distributions.bernoulli, "self"), lowered="*")
-PROBABILITIES = rule(
-    aten.bernoulli.Tensor, "..., ... -> ...", lowering=_of(distributions.bernoulli, "p"), lowered="*"
-)
+PROBABILITIES = rule(aten.bernoulli.Tensor, "..., ... -> ...", lowering=_of(distributions.bernoulli, "p"), lowered="*")
 NORMAL = rule(
     [aten.normal.Tensor_float, aten.normal.float_Tensor],
     "... -> ...",

@@ -1,7 +1,7 @@
 """Where torch's generators draw: the whole tensor on every rank, of which each rank keeps its part.
 
-This makes a program on a mesh draw the numbers that torch draws on one device: its generators give values by their place
-in memory, so the draw must have the global shape and strides, and ranks whose generators are in one state stay in one
+So a program on a mesh draws the numbers that torch draws on one device: its generators give values by their place in
+memory, so the draw must have the global shape and strides, and ranks whose generators are in one state stay in one
 state. The price is time and memory of the whole tensor on every rank, for as long as the draw takes.
 """
 

@@ -131,7 +131,9 @@ def seeded_step(*operands, use=None, alone=False):
 
 def given():
     draw = torch.Generator().manual_seed(0)
-    return torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.randn(6, 6, generator=draw, dtype=torch.float64)
+    return torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.randn(
+        6, 6, generator=draw, dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("use", [False, True])
@@ -201,12 +203,15 @@ def test_the_first_draw_of_a_mesh_makes_its_ranks_alike(pool):
 
 def torchs_generators_apart():
     world = mesh((4,))
-    for _ in range(2):
-        torch.nn.init.uniform_(sw.zeros(4, device_mesh=world, placements=[Shard(0)]))
+
+    def draw(times):
+        for _ in range(times):
+            torch.nn.init.uniform_(sw.zeros(4, device_mesh=world, placements=[Shard(0)]))
+
+    draw(2)
     torch.manual_seed(torch.distributed.get_rank())
     with pytest.raises(RankDisagreementError, match="torch's generator"):
-        for _ in range(16):
-            torch.nn.init.uniform_(sw.zeros(4, device_mesh=world, placements=[Shard(0)]))
+        draw(16)
 
 
 def test_torchs_generators_that_came_apart_are_found_out(pool):

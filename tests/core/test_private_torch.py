@@ -285,3 +285,10 @@ def test_a_backward_op_knows_its_forward_call():
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert private_torch.forward_traceback() == []
+
+
+def test_an_op_made_of_others_may_be_opened():
+    opened = private_torch.composite_kernel(aten.rand.default)
+    (op, *_), *_ = private_torch.recorded_ops(lambda: opened([3]), (), {})[-1:]
+    assert op is aten.uniform_.default
+    assert private_torch.composite_kernel(aten.uniform_.default) is None

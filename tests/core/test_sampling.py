@@ -145,4 +145,17 @@ def test_generators_of_torch_are_seeded_by_draw_and_place():
         return torch.rand((), generator=draw.generator(CPU, place)).item()
 
     assert first(Draw(1, 2), (3,)) == first(Draw(1, 2), (3,))
-    assert len({first(Draw(1, 2), (3,)), first(Draw(1, 2), (4,)), first(Draw(1, 3), (3,)), first(Draw(2, 2), (3,))}) == 4
+    assert (
+        len({first(Draw(1, 2), (3,)), first(Draw(1, 2), (4,)), first(Draw(1, 3), (3,)), first(Draw(2, 2), (3,))}) == 4
+    )
+
+
+def test_torchs_default_generator_is_seeded_for_a_while():
+    before = torch.get_rng_state()
+    with Draw(1, 2).seeding(CPU):
+        first = torch.rand(3)
+    with Draw(1, 2).seeding(CPU):
+        assert torch.equal(torch.rand(3), first)
+    with Draw(1, 3).seeding(CPU):
+        assert not torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -147,7 +147,7 @@ def same_numbers(name, layouts):
         where = {"device_mesh": m, "placements": layout}
         found = factories(**where) if name == "factories" else PROGRAMS[name](sw.distribute_tensor(x, m, layout))
         for i, (one, other) in enumerate(zip(found, expected, strict=True)):
-            torch.testing.assert_close(one.full_tensor(), other, msg=lambda m, i=i: f"{name} {i} {layout}: {m}")
+            torch.testing.assert_close(one.full_tensor(), other, msg=f"{name} {i} on {mesh_shape} {layout}")
         assert torch.equal(sw.random.get_state(), state)
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 

@@ -239,8 +239,9 @@ class _Rank:
 def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedComm], Any]) -> dict[Coordinate, Any]:
     """Run ``work(coordinate, comm)`` on every rank of a mesh and return the results by coordinate.
 
-    All ranks start with the same state of torch's generator and of shardwise's. Raises :class:`RankError` for what a rank raised, and
-    :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same order.
+    All ranks start with the same state of torch's generator and of shardwise's. Raises :class:`RankError` for what a
+    rank raised, and :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same
+    order.
     """
     rng, draws = torch.get_rng_state(), get_state()
     ranks = {c: _Rank(c, _bound(work, c), rng, draws) for c in coordinates(mesh_shape)}
