@@ -55,7 +55,9 @@ def main(rounds, calls, json_file, size):
             mesh = init_device_mesh("cpu", (ranks,))
             for elements in (size, 64):
                 for name in DRAWS:
-                    for dtype in (torch.float32, torch.float64) if name in ("uniform_", "normal_") else (torch.float32,):
+                    for dtype in (
+                        (torch.float32, torch.float64) if name in ("uniform_", "normal_") else (torch.float32,)
+                    ):
                         head = {"ranks": ranks, "elements": elements, "op": name, "dtype": str(dtype)[6:]}
                         rows.append({**head, **measure(mesh, elements, name, dtype, rounds, calls)})
     console().print(table(rows))

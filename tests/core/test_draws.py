@@ -256,3 +256,28 @@ def test_a_traced_draw_is_refused():
     with torch._subclasses.FakeTensorMode(), pytest.raises(TracingError, match="a graph is being traced"):
         draws.take(lambda seed, number: (seed, number))
     assert sw.random.get_state().tolist() == [1, 1, 0, 0]
+
+
+def compiled():
+    x = sw.ones(8, 4, device_mesh=mesh((4,)), placements=[Shard(0)])
+    programs = {
+        "op": lambda x: functional.dropout(x, 0.5) * 2,
+        "factory": lambda x: x + sw.rand(8, 4, device_mesh=x.device_mesh, placements=x.placements),
+    }
+    for name, program in programs.items():
+        torch._dynamo.reset()
+        sw.manual_seed(0)
+        with pytest.raises(Exception, match="a graph is being traced") as caught:
+            torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+        assert "TracingError" in str(caught.value) or isinstance(caught.value, TracingError), name
+        with sw.random.using("torch"):
+            torch._dynamo.reset()
+            made = torch.compile(program, backend="aot_eager", fullgraph=True)
+            assert not torch.equal(made(x).full_tensor(), made(x).full_tensor())
+    sw.random.set_state(torch.tensor([1, 0, 0, 0]))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_compiled_code_refuses_to_draw_by_place(pool):
+    pool.run(compiled)
