@@ -151,6 +151,11 @@ class LocalCall:
             self.comm.compare_generators()
         return found
 
+    @property
+    def torch_draws(self) -> bool:
+        """Whether :meth:`draw` would answer ``None``; asking takes no draw."""
+        return draws.way() == "torch"
+
     def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
         """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""
         return _sharding(spec, dims)

@@ -10,7 +10,7 @@ from torch import Tensor
 from shardwise.lowering import Draw, Region
 from shardwise.rule import Flow, LocalCall, rule_from
 from shardwise.spec import TensorMeta
-from shardwise_random.whole import gathered, part
+from shardwise_random.whole import gathered, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -29,6 +29,7 @@ def _sample(
     (result,) = local.outputs
     assert result is not None
     if self.is_meta:
+        rehearse(local, self=self)
         return self.new_empty(local.local_shape(result), dtype=torch.int64)
     draw = local.draw() if generator is None else None
     if draw is None:

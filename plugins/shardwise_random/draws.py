@@ -10,7 +10,7 @@ import torch
 from shardwise.rule import LocalCall, Op, rule
 from shardwise_random import distributions
 from shardwise_random.distributions import Distribution
-from shardwise_random.whole import gathered, like_whole, part
+from shardwise_random.whole import gathered, like_whole, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -54,6 +54,7 @@ def fill_part(
 ) -> torch.Tensor:
     """Fill this rank's part of a tensor in place."""
     if self.is_meta:
+        rehearse(local, p=parameters[0] if parameters else None)
         return self
     spec = local.spec("self")
     draw = local.draw() if generator is None else None

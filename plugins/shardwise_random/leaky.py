@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.rule import LocalCall, rule
 from shardwise_random.distributions import uniform
-from shardwise_random.whole import gathered, like_whole, part
+from shardwise_random.whole import gathered, like_whole, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -27,6 +27,8 @@ def rectify(
 ) -> Any:
     """The units with this rank's part of the slopes, which go into ``noise``: 1 where a value is positive."""
     if self.is_meta or not training:
+        if training:
+            rehearse(local, self=self)
         found = torch.where(self <= 0, self * ((lower + upper) / 2), self)
     else:
         draw = local.draw() if generator is None else None

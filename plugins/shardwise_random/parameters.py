@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.rule import LocalCall, rule
 from shardwise_random import distributions
 from shardwise_random.distributions import Distribution
-from shardwise_random.whole import gathered, part
+from shardwise_random.whole import gathered, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -27,6 +27,7 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
         given = dict(zip((a.name for a in local.call.signature.positional), args, strict=True))
         first = next(value for value in given.values() if isinstance(value, Tensor))
         if first.is_meta:
+            rehearse(local, **given)
             return first.new_empty(local.local_shape(result), dtype=result.dtype)
         draw = local.draw() if generator is None else None
         if draw is None:

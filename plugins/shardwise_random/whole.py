@@ -16,7 +16,7 @@ from shardwise.placements import Shard
 from shardwise.rule import LocalCall
 from shardwise.spec import TensorMeta, TensorSpec
 
-__all__ = ["gathered", "like_whole", "part"]
+__all__ = ["gathered", "like_whole", "part", "rehearse"]
 
 
 def like_whole(meta: TensorMeta, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -39,3 +39,10 @@ def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
         if isinstance(placement, Shard):
             tensor = torch.cat(local.comm.all_gather(tensor, mesh_dim), placement.dim)
     return tensor
+
+
+def rehearse(local: LocalCall, **operands: Any) -> None:
+    """Issue what a draw of torch's would: for operands on the meta device, of which nothing is drawn."""
+    if local.torch_draws:
+        for name, tensor in operands.items():
+            gathered(local, name, tensor)

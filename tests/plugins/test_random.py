@@ -12,6 +12,12 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.discovery import default_registry
+from shardwise.meta import output_metas
+from shardwise.planner import make_call
+from shardwise.rehearsal import in_lowering
+from shardwise.schema import OpSchema
+from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
 
@@ -338,3 +344,18 @@ def test_rounding_never_reaches_an_open_end():
             # The largest below 300 that bfloat16 holds is 298; torch warns that it cannot hold all of them.
             with warnings.catch_warnings(action="ignore"):
                 assert torch.empty(20_000, dtype=dtype).random_(0, 300).max() < 300
+
+
+def test_what_torchs_way_gathers_is_told_ahead():
+    mesh_of_four = AbstractMesh((4,))
+    op = torch.ops.aten.bernoulli.default
+    spec = TensorSpec(mesh_of_four, [Shard(0)], TensorMeta.contiguous((8, 3), torch.float32))
+    for chosen, told in (("torch", ["all_gather", "all_to_all"]), ("counter", [])):
+        with sw.random.using(chosen):
+            entry = default_registry().lookup(op)
+            schema = OpSchema.of(op, spec)
+            metas = output_metas(op, schema.values)
+            call = make_call(entry.rule, schema, metas)
+            issued = in_lowering(entry, schema, schema.values, call, [spec], [spec])
+        assert issued.complete
+        assert [c.kind for c in issued.collectives] == told
