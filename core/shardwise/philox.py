@@ -28,17 +28,20 @@ def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Ten
     """
     multipliers = _multipliers(even.device)
     keys = torch.tensor(_keys(key), device=even.device).view(_ROUNDS, 2, 1).unbind()
-    product, high, spare, other = (torch.empty_like(even) for _ in range(4))
+    buffers = [torch.empty_like(even) for _ in range(4)]
+    # Each with its two rows, which a view a round would cost more than the arithmetic on a small tensor.
+    product, high, spare, other = ((buffer, *buffer.unbind()) for buffer in buffers)
+    words, (first, second) = even, odd.unbind()
     for i in range(_ROUNDS):
         # The rows change places in each round, and multipliers and keys with them: nothing is copied for it.
-        torch.mul(even, multipliers[i % 2], out=product)
-        torch.bitwise_right_shift(product, 32, out=high)
-        here, there = high.unbind(), odd.unbind()
-        here[0].bitwise_xor_(there[1])
-        here[1].bitwise_xor_(there[0])
-        high.bitwise_xor_(keys[i]).bitwise_and_(WORD)
-        even, odd, high, product, spare, other = high, product, spare, other, high, product
-    return even, odd.bitwise_and_(WORD)
+        torch.mul(words, multipliers[i % 2], out=product[0])
+        torch.bitwise_right_shift(product[0], 32, out=high[0])
+        high[1].bitwise_xor_(second)
+        high[2].bitwise_xor_(first)
+        words = high[0].bitwise_xor_(keys[i]).bitwise_and_(WORD)
+        _, first, second = odd_rows = product
+        high, product, spare, other = spare, other, high, product
+    return words, odd_rows[0].bitwise_and_(WORD)
 
 
 def _keys(key: tuple[int, int]) -> list[list[int]]:
