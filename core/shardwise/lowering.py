@@ -151,6 +151,10 @@ class LocalCall:
             self.comm.compare_generators()
         return found
 
+    def without_data(self, tensor: torch.Tensor) -> bool:
+        """Whether an operand has no values, as where a call is rehearsed: then nothing is to be drawn."""
+        return tensor.is_meta
+
     @property
     def torch_draws(self) -> bool:
         """Whether :meth:`draw` would answer ``None``; asking takes no draw."""

@@ -151,7 +151,7 @@ def _locally(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
 def _drawn(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """:func:`_locally`; with dropout the kernels draw from the default generator, which is seeded for this draw."""
     query = args[local.call.signature.index("query") or 0]
-    draw = None if query.is_meta or not local.arg("dropout_p") else local.draw()
+    draw = None if local.without_data(query) or not local.arg("dropout_p") else local.draw()
     with nullcontext() if draw is None else draw.seeding(query.device):
         return _locally(local, *args, **kwargs)
 

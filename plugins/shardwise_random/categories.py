@@ -28,7 +28,7 @@ def _sample(
     """The rows of a sample that this rank holds."""
     (result,) = local.outputs
     assert result is not None
-    if self.is_meta:
+    if local.without_data(self):
         rehearse(local, self=self)
         return self.new_empty(local.local_shape(result), dtype=torch.int64)
     draw = local.draw() if generator is None else None
@@ -94,7 +94,7 @@ def _permute(local: LocalCall, n: int, *, generator: torch.Generator | None = No
     """The whole order, of which this rank keeps its part."""
     (result,) = local.outputs
     assert result is not None
-    draw = local.draw() if generator is None and not out.is_meta else None
+    draw = local.draw() if generator is None and not local.without_data(out) else None
     if draw is not None:
         return out.copy_(part(local, result, draw.permutation(n, out.device)))
     whole = torch.randperm(n, dtype=out.dtype, device=out.device, generator=generator)

@@ -53,7 +53,7 @@ def fill_part(
     generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Fill this rank's part of a tensor in place."""
-    if self.is_meta:
+    if local.without_data(self):
         rehearse(local, p=parameters[0] if parameters else None)
         return self
     spec = local.spec("self")
@@ -78,7 +78,7 @@ def draw_part(
     assert result is not None
     if "generator" in local.call.args:
         options["generator"] = generator
-    if self.is_meta:
+    if local.without_data(self):
         made: torch.Tensor = local.call.op(self, *parameters, **options)
         return made
     draw = local.draw() if generator is None else None

@@ -24,10 +24,10 @@ def drop(
     if train is False:
         return input.clone(), mask
     spec = local.spec("input")
-    draw = None if input.is_meta else local.draw()
+    draw = None if local.without_data(input) else local.draw()
     if draw is not None:
         bernoulli(1 - p).fill(mask, draw, local.region(spec))
-    elif not input.is_meta:
+    elif not local.without_data(input):
         _, whole = local.call.op(like_whole(spec.tensor_meta, input.device).fill_(1), p, train)
         mask = part(local, spec, whole).clone()
     return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask

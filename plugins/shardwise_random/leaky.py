@@ -26,7 +26,7 @@ def rectify(
     generator: torch.Generator | None = None,
 ) -> Any:
     """The units with this rank's part of the slopes, which go into ``noise``: 1 where a value is positive."""
-    if self.is_meta or not training:
+    if local.without_data(self) or not training:
         if training:
             rehearse(local, self=self)
         found = torch.where(self <= 0, self * ((lower + upper) / 2), self)

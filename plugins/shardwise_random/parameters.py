@@ -26,7 +26,7 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
         assert result is not None
         given = dict(zip((a.name for a in local.call.signature.positional), args, strict=True))
         first = next(value for value in given.values() if isinstance(value, Tensor))
-        if first.is_meta:
+        if local.without_data(first):
             rehearse(local, **given)
             return first.new_empty(local.local_shape(result), dtype=result.dtype)
         draw = local.draw() if generator is None else None
@@ -76,7 +76,7 @@ NORMALS = rule(
 def _draw_whole(local: LocalCall, *args: Any) -> Any:
     """Draw all values, which take as many random numbers as they happen to need, by a generator of this draw's own."""
     *given, generator = args
-    if generator is None and not given[0].is_meta:
+    if generator is None and not local.without_data(given[0]):
         draw = local.draw()
         generator = None if draw is None else draw.generator(given[0].device)
     return local.call.op(*given, generator)
