@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise import leaving, state_dicts, stepping
+from shardwise import leaving, random, state_dicts, stepping
 from shardwise.api import distribute_module, distribute_tensor
+from shardwise.draws import manual_seed
 from shardwise.errors import ShardingError
-from shardwise.factories import empty, full, ones, rand, randn, zeros
+from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.placements import Partial, Placement, Replicate, Shard
 from shardwise.prefetch import prefetch
 from shardwise.replication import replicate_unknown
@@ -33,11 +34,15 @@ __all__ = [
     "empty",
     "explain",
     "full",
+    "manual_seed",
     "ones",
     "override",
     "prefetch",
     "rand",
+    "randint",
     "randn",
+    "random",
+    "randperm",
     "replicate_unknown",
     "zeros",
 ]

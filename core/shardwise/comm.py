@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
+from zlib import crc32
 
 import torch
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import collectives, groups
+from shardwise.draws import way
 from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.flight import Flight
 from shardwise.groups import broadcast_, group_of
 from shardwise.lowering import MeshDims
 from shardwise.placements import Replicate
-from shardwise.private_torch import is_rehearsing, is_traced, outside_modes
+from shardwise.private_torch import is_python_dispatched, is_rehearsing, is_traced, outside_modes
 from shardwise.spec import Mesh, TensorSpec
+from shardwise.start import generation
 
 __all__ = ["MeshComm", "agree_on_generator", "broadcast_whole", "check_agreement"]
 
@@ -78,6 +81,65 @@ class MeshComm:
         flight = group.start_shift(tensor.contiguous().view(-1), by, coming.numel())
         return flight.then(lambda flat: flat.view(coming))
 
+    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
+        """What the first rank would draw at the mesh's first draw; later ones are compared.
+
+        Draws by place are compared one by one on a CPU mesh. Elsewhere the answer would have to be waited for, and the
+        fast way is to be fast: there it is done from time to time.
+        """
+        turn = _turn(self.mesh, "draws", always=way() == "counter" and self.mesh.device_type == "cpu")
+        if not turn:
+            return seed, number
+        words = [seed & _WORD, seed >> 32, number & _WORD, number >> 32]
+        mine = torch.tensor(words, device=self.mesh.device_type)
+        with outside_modes():
+            if turn > 1:
+                _raise_if_unlike(mine, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
+                return seed, number
+            for mesh_dim in range(self.mesh.ndim):
+                broadcast_(mine, self.mesh, mesh_dim)
+        found = mine.tolist()
+        return found[0] | found[1] << 32, found[2] | found[3] << 32
+
+    def compare_generators(self) -> None:
+        """Raise where the ranks' torch generators have come apart; looked at from time to time."""
+        # What is traced draws when it runs.
+        if is_python_dispatched() or is_rehearsing() or _turn(self.mesh, "torch") <= 1:
+            return
+        with outside_modes():
+            state = _generator_of(self.mesh).get_rng_state()
+            mine = torch.tensor([crc32(state.numpy().tobytes())], device=self.mesh.device_type)
+            _raise_if_unlike(mine, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_ALIKE)
+
+
+_WORD = 0xFFFFFFFF
+_DRAW = "draw random numbers alike on every rank"
+_DRAW_AGAIN = (
+    "Draw on all ranks or on none, seed all with the same number, or call shardwise.manual_seed on all of them where "
+    "they come together again."
+)
+_SEED_ALIKE = (
+    "Seed torch alike on all ranks and give what is a rank's own a generator= of its own, or call "
+    "shardwise.manual_seed: its numbers do not depend on what torch's generators have drawn."
+)
+
+# How often a mesh has drawn, by what; counted alike on all of its ranks. By hash: the meshes themselves go away at
+# different times on different ranks.
+_turns: dict[tuple[int, int, str], int] = {}
+_EVERY = 16
+
+
+def _turn(mesh: DeviceMesh, what: str, *, always: bool = False) -> int:
+    """The number of this draw of a mesh, from 1 on, where its ranks should look at each other's state, else 0.
+
+    That is always, or at powers of two and every so often.
+    """
+    if mesh.size() == 1:
+        return 0
+    key = (generation(), hash(mesh), what)
+    turn = _turns[key] = _turns.get(key, 0) + 1
+    return turn if always or turn % _EVERY == 0 or turn & (turn - 1) == 0 else 0
+
 
 def _dims(mesh_dim: MeshDims) -> tuple[int, ...]:
     return (mesh_dim,) if isinstance(mesh_dim, int) else tuple(mesh_dim)
@@ -132,7 +194,13 @@ def _check_alike(tensor: torch.Tensor, mesh: DeviceMesh, asked: str) -> None:
     _raise_if_unlike(mine, mesh, asked, f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
 
 
-def _raise_if_unlike(mine: torch.Tensor, mesh: DeviceMesh, asked: str, here: str) -> None:
+def _raise_if_unlike(
+    mine: torch.Tensor,
+    mesh: DeviceMesh,
+    asked: str,
+    here: str,
+    do: str = "Make the call with alike arguments on every rank.",
+) -> None:
     if is_rehearsing():
         return
     comm, dims = MeshComm(mesh), range(mesh.ndim)
@@ -141,7 +209,7 @@ def _raise_if_unlike(mine: torch.Tensor, mesh: DeviceMesh, asked: str, here: str
         raise RankDisagreementError(
             asked=asked,
             found=f"the ranks of the mesh do not agree; this rank has {here}",
-            do="Make the call with alike arguments on every rank.",
+            do=do,
         )
 
 
@@ -185,9 +253,13 @@ def agree_on_generator(mesh: Mesh) -> None:
 
 
 def _agree(mesh: DeviceMesh) -> None:
-    on_cpu = mesh.device_type == "cpu"
-    module = torch if on_cpu else torch.get_device_module(mesh.device_type)
+    module = _generator_of(mesh)
     state = module.get_rng_state().to(mesh.device_type)
     for mesh_dim in range(mesh.ndim):
         broadcast_(state, mesh, mesh_dim)
     module.set_rng_state(state.cpu())
+
+
+def _generator_of(mesh: DeviceMesh) -> Any:
+    """The module with the state of the generator that a mesh's devices draw from."""
+    return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)

@@ -13,11 +13,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from attrs import field, frozen
 
+from shardwise import draws
 from shardwise.placements import Shard
+from shardwise.private_torch import is_rehearsing
+from shardwise.sampling import Draw, Region
 from shardwise.signature import Call, Kind
 from shardwise.spec import TensorSpec
 
-__all__ = ["Comm", "Coming", "LocalArgs", "LocalCall", "Lowering", "MeshDims"]
+__all__ = ["Comm", "Coming", "Draw", "LocalArgs", "LocalCall", "Lowering", "MeshDims", "Region"]
 
 Found = TypeVar("Found")
 
@@ -72,6 +75,16 @@ class Comm(Protocol):
         """
         ...
 
+    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
+        """The seed and the number of a draw that every rank takes, from those that this rank would; see
+        :meth:`LocalCall.draw`, which calls it.
+        """
+        ...
+
+    def compare_generators(self) -> None:
+        """Raise on every rank where torch's generators, from which all are about to draw alike, are not alike."""
+        ...
+
 
 @frozen(eq=False)
 class LocalCall:
@@ -122,6 +135,31 @@ class LocalCall:
     def offset(self, spec: TensorSpec) -> tuple[int, ...]:
         """Where this rank's shard starts in the global tensor, per tensor dim."""
         return _place(spec, self.coordinate)[1]
+
+    def region(self, spec: TensorSpec) -> Region:
+        """The place of this rank's shard in the global tensor, for :class:`Draw`."""
+        return Region(spec.shape, self.offset(spec), self.local_shape(spec))
+
+    def draw(self) -> Draw | None:
+        """The random numbers of this call, to be taken once, on every rank alike.
+
+        ``None`` says that torch's own generators draw: the whole tensor on every rank, as one device does, which then
+        keeps its part. A draw with ``by_place`` gives an element's values by its place in the global tensor; one
+        without seeds a generator of torch's for this rank's part.
+        """
+        found = draws.take(self.comm.agree_on_draw)
+        if found is None:
+            self.comm.compare_generators()
+        return found
+
+    def without_data(self, tensor: torch.Tensor) -> bool:
+        """Whether an operand has no values, as where a call is rehearsed: then nothing is to be drawn."""
+        return tensor.is_meta or is_rehearsing()
+
+    @property
+    def torch_draws(self) -> bool:
+        """Whether :meth:`draw` would answer ``None``; asking takes no draw."""
+        return draws.way() == "torch"
 
     def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
         """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""

@@ -12,6 +12,7 @@ import torch
 from attrs import field, frozen
 
 from shardwise.cost import KINDS
+from shardwise.draws import kept
 from shardwise.flight import Flight
 from shardwise.lowering import LocalCall, MeshDims
 from shardwise.moves import memory_order
@@ -96,7 +97,7 @@ def in_lowering(
     on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
     devices = [torch.cuda.current_device()] if on_cuda else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), kept():
             # Here too: a rule may look at what only a real mesh has.
             statics = local_statics(entry, schema, local)
             args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
@@ -185,6 +186,12 @@ class _Comm:
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> Flight:
         return Flight(None, self.shift(tensor, mesh_dim, by, shape))
+
+    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
+        return seed, number
+
+    def compare_generators(self) -> None:
+        """Nobody to compare with."""
 
     def _line(self, mesh_dim: MeshDims) -> tuple[tuple[int, ...], int]:
         """The mesh dims whose ranks count as one line, and how many ranks those are."""

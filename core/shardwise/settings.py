@@ -10,6 +10,8 @@ SHARDWISE_STRICT           strict              on: any problem with a plugin rai
 SHARDWISE_PREFER           prefer              which plugin wins, by op (``aten.mm.default``, ``aten.mm``, ``*mm*``)
 SHARDWISE_UNKNOWN_OPS      unknown-ops         ``refuse`` (unset), or ``replicate``: ops without a rule run on whole
                                                tensors on every rank
+SHARDWISE_RANDOM           random              how random ops draw: ``counter``, ``torch`` or ``local`` (unset: torch
+                                               until ``shardwise.manual_seed`` is called, counter from then on)
 ========================== =================== ================================================================
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
@@ -30,10 +32,11 @@ from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
-__all__ = ["Settings", "normalised", "preferred", "read_settings"]
+__all__ = ["RANDOM_WAYS", "Settings", "normalised", "preferred", "read_settings"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
+RANDOM_WAYS = ("counter", "torch", "local")
 
 
 def normalised(name: str) -> str:
@@ -51,6 +54,7 @@ class Settings:
     strict: bool = False
     prefer: tuple[tuple[str, str], ...] = ()
     unknown_ops: str = "refuse"
+    random: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -149,6 +153,13 @@ def _treatment(where: str, value: Any) -> str:
     raise _refusal(where, f"{value!r} is no way to treat ops without a rule", "Write refuse or replicate.")
 
 
+def _way(where: str, value: Any) -> str:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word not in RANDOM_WAYS:
+        raise _refusal(where, f"{value!r} is no way to draw random numbers", f"Write {', '.join(RANDOM_WAYS)}.")
+    return str(word)
+
+
 def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     pairs = dict(_split(where, word) for word in value.split(",") if word.strip()) if isinstance(value, str) else value
     if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
@@ -177,4 +188,5 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "strict": ("strict", _flag, "SHARDWISE_STRICT"),
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
     "unknown-ops": ("unknown_ops", _treatment, "SHARDWISE_UNKNOWN_OPS"),
+    "random": ("random", _way, "SHARDWISE_RANDOM"),
 }

@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -122,6 +123,10 @@ def _rows(flow: Flow) -> Callable[[Call], Rows]:
 
 
 def _variants(call: Call, row: Row) -> Iterator[Row]:
+    if call.args["dropout_p"]:
+        # Only the whole is drawn, and by the lowering: it says with which random numbers.
+        yield evolve(row, nonempty=(), lowered=True)
+        return
     # An op that answers with the sequence lengths must answer with those of the whole tensors.
     answers = any(not result.is_tensor for result in call.signature.results)
     if not (answers and row.name == "shard q"):
@@ -141,6 +146,14 @@ def _locally(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         found = tuple(next(blank) if result.is_tensor else None for result in results)
     lengths = iter([local.arg("query").shape[-2], local.arg("key").shape[-2]])
     return tuple(value if result.is_tensor else next(lengths) for value, result in zip(found, results, strict=True))
+
+
+def _drawn(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """:func:`_locally`; with dropout the kernels draw from the default generator, which is seeded for this draw."""
+    query = args[local.call.signature.index("query") or 0]
+    draw = None if local.without_data(query) or not local.arg("dropout_p") else local.draw()
+    with nullcontext() if draw is None else draw.seeding(query.device):
+        return _locally(local, *args, **kwargs)
 
 
 def _blank(local: LocalCall, query: torch.Tensor) -> Iterator[torch.Tensor | None]:
@@ -169,14 +182,14 @@ _LINEAR_BACKWARD = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
         aten._scaled_dot_product_cudnn_attention.default,
     ],
     static=("dropout_p",),
-    lowering=_locally,
+    lowering=_drawn,
 )
 def ATTENTION(call: Call) -> Callable[[Call], Rows]:
     """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; s is whole, q too when causal."""
     return _rows(_flow(call, _MADE, reduce="R", partial=_LINEAR))
 
 
-@rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_locally)
+@rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_drawn)
 def MATH(call: Call) -> Callable[[Call], Rows]:
     """Named dims ... h q e, ... h s e, ... h s v -> ... h q v, ... h q s; s is whole, q too when causal."""
     return _rows(_flow(call, _MADE_BY_MATH, reduce="R", partial=_LINEAR))

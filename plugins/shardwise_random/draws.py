@@ -1,31 +1,91 @@
-"""Rules for draws: tensors filled in place, random tensors like another, and samples from given probabilities."""
+"""Rules for draws with numbers for parameters: tensors filled in place, and random tensors like another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from shardwise.rule import LocalCall, rule
-from shardwise_random.whole import like_whole, part
+from shardwise.rule import LocalCall, Op, rule
+from shardwise_random import distributions
+from shardwise_random.distributions import Distribution
+from shardwise_random.whole import gathered, like_whole, part, rehearse
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
-def fill_part(local: LocalCall, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Fill a whole tensor as one device would and copy this rank's part in place."""
+def _named(distribution: Callable[..., Distribution]) -> Callable[..., Distribution]:
+    return lambda _, *parameters: distribution(*parameters)
+
+
+# The distribution of an op, by its name without the underscore: from the dtype to fill and the op's parameters.
+_DISTRIBUTIONS: Mapping[str, Callable[..., Distribution]] = {
+    "normal": _named(distributions.normal),
+    "normal_functional": _named(distributions.normal),
+    "uniform": _named(distributions.uniform),
+    "bernoulli": _named(distributions.bernoulli),
+    "exponential": _named(distributions.exponential),
+    "geometric": _named(distributions.geometric),
+    "cauchy": _named(distributions.cauchy),
+    "log_normal": _named(distributions.log_normal),
+    "random": distributions.whole,
+    "rand_like": _named(distributions.uniform),
+    "randn_like": _named(distributions.normal),
+    "randint_like": distributions.whole,
+}
+
+
+def _distribution(op: Op, dtype: torch.dtype, parameters: tuple[Any, ...]) -> Distribution:
+    name = str(op).split(".")[1].rstrip("_")
+    # The overloads with one bound have the upper one.
+    if "from" not in str(op) and name in ("random", "randint_like") and len(parameters) == 1:
+        parameters = (0, *parameters)
+    return _DISTRIBUTIONS[name](dtype, *parameters)
+
+
+def fill_part(
+    local: LocalCall,
+    self: torch.Tensor,
+    *parameters: Any,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Fill this rank's part of a tensor in place."""
+    if local.without_data(self):
+        rehearse(local, p=parameters[0] if parameters else None)
+        return self
     spec = local.spec("self")
-    whole = local.call.op(like_whole(spec.tensor_meta, self.device), *args, **kwargs)
+    draw = local.draw() if generator is None else None
+    if draw is not None:
+        return _distribution(local.call.op, self.dtype, parameters).fill(self, draw, local.region(spec))
+    # A tensor of probabilities is called p.
+    given = [gathered(local, "p", value) for value in parameters]
+    whole = local.call.op(like_whole(spec.tensor_meta, self.device), *given, generator=generator)
     return self.copy_(part(local, spec, whole))
 
 
-def draw_part(local: LocalCall, self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Draw a whole tensor like ``self`` as one device would and keep this rank's part."""
+def draw_part(
+    local: LocalCall,
+    self: torch.Tensor,
+    *parameters: Any,
+    generator: torch.Generator | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """Draw this rank's part of a tensor like ``self``."""
     (result,) = local.outputs
     assert result is not None
-    whole: torch.Tensor = local.call.op(like_whole(local.spec("self").tensor_meta, self.device), *args, **kwargs)
+    if "generator" in local.call.args:
+        options["generator"] = generator
+    if local.without_data(self):
+        made: torch.Tensor = local.call.op(self, *parameters, **options)
+        return made
+    draw = local.draw() if generator is None else None
+    if draw is not None:
+        blank = torch.empty_like(self, dtype=result.dtype)
+        return _distribution(local.call.op, result.dtype, parameters).fill(blank, draw, local.region(result))
+    whole = local.call.op(like_whole(local.spec("self").tensor_meta, self.device), *parameters, **options)
     return part(local, result, whole).clone()
 
 
@@ -47,8 +107,7 @@ FILL = rule(
     lowered="*",
 )
 
-# The probabilities are needed for every element of the draw, so they are whole; what is filled may lie anyhow.
-FILL_BY_PROBABILITY = rule(aten.bernoulli_.Tensor, "..., R -> ...", lowering=fill_part, lowered="*")
+FILL_BY_PROBABILITY = rule(aten.bernoulli_.Tensor, "..., ... -> ...", lowering=fill_part, lowered="*")
 
 LIKE = rule(
     [
@@ -67,27 +126,13 @@ LIKE = rule(
         aten.geometric.default,
         aten.cauchy.default,
         aten.log_normal.default,
+        aten.random.default,
+        aten.random.to,
+        getattr(aten.random, "from"),
     ],
     "... -> ...",
     lowering=draw_part,
     lowered="*",
 )
 
-# Each value is drawn with parameters of its own: every rank draws all of them.
-FROM_PARAMETERS = (
-    rule(
-        [
-            aten.bernoulli.default,
-            aten.poisson.default,
-            aten.multinomial.default,
-            aten.normal.Tensor_float,
-            aten.normal.float_Tensor,
-            aten._standard_gamma.default,  # an aten op's name
-            aten._sample_dirichlet.default,
-        ],
-        "R -> R",
-    ),
-    rule([aten.normal.Tensor_Tensor, aten.bernoulli.Tensor, aten.binomial.default], "R, R -> R"),
-)
-
-RULES = (FILL, FILL_BY_PROBABILITY, LIKE, *FROM_PARAMETERS)
+RULES = (FILL, FILL_BY_PROBABILITY, LIKE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.rule import LocalCall, rule
+from shardwise_random.distributions import bernoulli
 from shardwise_random.whole import like_whole, part
 
 __all__ = ["RULES"]
@@ -18,12 +19,17 @@ def drop(
     p: float,
     train: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw the whole mask as one device would and apply this rank's part of it."""
+    """Apply this rank's part of the mask, which the in-place Bernoulli draw would be too."""
+    mask = torch.ones_like(input, dtype=torch.bool)
     if train is False:
-        return input.clone(), torch.ones_like(input, dtype=torch.bool)
+        return input.clone(), mask
     spec = local.spec("input")
-    _, whole = local.call.op(like_whole(spec.tensor_meta, input.device).fill_(1), p, train)
-    mask = part(local, spec, whole).clone()
+    draw = None if local.without_data(input) else local.draw()
+    if draw is not None:
+        bernoulli(1 - p).fill(mask, draw, local.region(spec))
+    elif not local.without_data(input):
+        _, whole = local.call.op(like_whole(spec.tensor_meta, input.device).fill_(1), p, train)
+        mask = part(local, spec, whole).clone()
     return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Register dropout and the draws."""
-    from shardwise_random import draws, dropout
+    from shardwise_random import categories, draws, dropout, leaky, parameters
 
-    registry.add(*draws.RULES, *dropout.RULES)
+    for family in (draws, parameters, categories, dropout, leaky):
+        registry.add(*family.RULES)

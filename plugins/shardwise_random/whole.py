@@ -1,27 +1,48 @@
-"""Draws of the whole tensor on every rank, of which each rank keeps its part.
+"""Where torch's generators draw: the whole tensor on every rank, of which each rank keeps its part.
 
-This is what makes a program on a mesh draw one device's numbers: torch's generators give values by their place in
+So a program on a mesh draws the numbers that torch draws on one device: its generators give values by their place in
 memory, so the draw must have the global shape and strides, and ranks whose generators are in one state stay in one
 state. The price is time and memory of the whole tensor on every rank, for as long as the draw takes.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwise.placements import Shard
 from shardwise.rule import LocalCall
 from shardwise.spec import TensorMeta, TensorSpec
 
-__all__ = ["like_whole", "part"]
+__all__ = ["gathered", "like_whole", "part", "rehearse"]
 
 
-def like_whole(meta: TensorMeta, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def like_whole(meta: TensorMeta, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised tensor of the global shape and strides."""
     return torch.empty_strided(meta.shape, meta.stride, dtype=dtype or meta.dtype, device=device)
 
 
-def part(local: LocalCall, spec: TensorSpec, whole: torch.Tensor) -> torch.Tensor:
+def part(local: LocalCall, spec: TensorSpec, whole: Tensor) -> Tensor:
     """A view of the part of a whole tensor that this rank holds under a spec."""
     for dim, (start, size) in enumerate(zip(local.offset(spec), local.local_shape(spec), strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
+
+
+def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
+    """The whole of an operand, by communication; what is no tensor stays as it is."""
+    if not isinstance(tensor, Tensor):
+        return tensor
+    for mesh_dim, placement in reversed(list(enumerate(local.spec(name).placements))):
+        if isinstance(placement, Shard):
+            tensor = torch.cat(local.comm.all_gather(tensor, mesh_dim), placement.dim)
+    return tensor
+
+
+def rehearse(local: LocalCall, **operands: Any) -> None:
+    """Issue what a draw of torch's would: for operands on the meta device, of which nothing is drawn."""
+    if local.torch_draws:
+        for name, tensor in operands.items():
+            gathered(local, name, tensor)

@@ -368,3 +368,10 @@ def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
         assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
     # What is wrapped are their first two arguments and three options of the first.
     assert ours._gather_state_dict({"a": [1]}, pg=None, cpu_offload=False, ranks_only=()) == {"a": [1]}
+
+
+def test_an_op_made_of_others_may_be_opened():
+    opened = private_torch.composite_kernel(aten.rand.default)
+    (op, *_), *_ = private_torch.recorded_ops(lambda: opened([3]), (), {})[-1:]
+    assert op is aten.uniform_.default
+    assert private_torch.composite_kernel(aten.uniform_.default) is None

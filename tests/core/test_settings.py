@@ -46,6 +46,7 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
         ("[tool.shardwise]\nplugins = 'a'\nstrict = 2", "2 is neither on nor off"),
         ("[tool.shardwise]\nplugins = [1]", "is no list of names"),
         ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
+        ("[tool.shardwise]\nrandom = 'fast'", "'fast' is no way to draw random numbers"),
         ("[tool.shardwise\n", "line 1"),
         ("[tool]\nshardwise = 3", "is no table"),
     ],
@@ -66,11 +67,14 @@ def test_a_broken_pyproject_that_does_not_speak_of_shardwise_is_nobodys_error(tm
 def test_everything_in_pyproject(tmp_path):
     (tmp_path / "pyproject.toml").write_text(
         "[tool.shardwise]\nplugins = ['A_b']\ndisable_plugins = ['c']\nautoload = false\nstrict = true\n"
+        "random = 'Local'\n"
         "[tool.shardwise.prefer]\n'aten::mm' = 'A.B'\n"
     )
     read = read_settings({}, tmp_path)
     assert (read.plugins, read.disabled, read.autoload, read.strict) == ({"a-b"}, {"c"}, False, True)
     assert read.prefer == (("aten.mm", "a-b"),)
+    assert read.random == "local"
+    assert read_settings({"SHARDWISE_RANDOM": "counter"}, tmp_path).random == "counter"
 
 
 def test_the_closest_preference_holds():

@@ -26,6 +26,10 @@ def dropped(x, scale):
     return (x, torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < 0.5, scale)
 
 
+def rectified():
+    return [((x, torch.zeros_like(x), 0.1, 0.3, training), {}) for x in floats() for training in (True, False)]
+
+
 SAMPLES = {
     aten.normal_.default: each(0.5, 2.0),
     aten.uniform_.default: each(-1.0, 3.0),
@@ -56,9 +60,21 @@ SAMPLES = {
     aten.geometric.default: each(0.4),
     aten.cauchy.default: each(0.0, 1.0),
     aten.log_normal.default: each(0.0, 0.5),
+    aten.random.default: each(),
+    aten.random.to: each(9),
+    getattr(aten.random, "from"): each(-3, 9),
     aten.bernoulli.default: lambda: [((probabilities(),), {}), ((probabilities((8,)),), {})],
     aten.poisson.default: lambda: [((probabilities(),), {}), ((probabilities((8,)),), {})],
-    aten.multinomial.default: lambda: [((probabilities(), 2), {}), ((probabilities((8,)), 3), {})],
+    aten.multinomial.default: lambda: [
+        ((probabilities(), 2), {}),
+        ((probabilities((8,)), 3), {}),
+        ((probabilities((6, 3)), 9, True), {}),
+    ],
+    aten.randperm.generator_out: lambda: [
+        ((n,), {"generator": None, "out": torch.empty(n, dtype=torch.int64)}) for n in (9, 8, 1, 0)
+    ],
+    aten.rrelu_with_noise.default: rectified,
+    aten.rrelu_with_noise_.default: rectified,
     aten.normal.Tensor_float: lambda: [((probabilities(), 0.5), {}), ((probabilities((8,)), 0.5), {})],
     aten.normal.float_Tensor: lambda: [((0.5, probabilities()), {}), ((0.5, probabilities((8,))), {})],
     aten._standard_gamma.default: lambda: [((probabilities(),), {}), ((probabilities((8,)),), {})],

@@ -353,3 +353,22 @@ def grouped_products(where, experts, tokens):
 def test_experts_and_tokens(pool, experts, tokens):
     kept = pool.run(grouped_products, (4,), experts, tokens)[0]
     assert kept == [tuple(tokens), tuple(experts)]
+
+
+def dropped_attention():
+    """The math kernel, whose dropout is an op of its own, and a fused one, whose dropout draws from torch's default."""
+    m = mesh((2, 2))
+    q = torch.randn(2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    with sw.random.on_one_device():
+        sw.manual_seed(2)
+        expected = functional.scaled_dot_product_attention(q, q, q, dropout_p=0.4)
+    for layout in ([Shard(0), Shard(1)], [Shard(2), Replicate()], [Replicate(), Shard(3)]):
+        sw.manual_seed(2)
+        x = sw.distribute_tensor(q, m, layout)
+        found = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
+        torch.testing.assert_close(found.full_tensor(), expected)
+    sw.random.set_state(torch.tensor([1, 0, 0, 0]))
+
+
+def test_attention_with_dropout_draws_what_one_device_draws(pool):
+    pool.run(dropped_attention)

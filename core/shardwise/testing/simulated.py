@@ -16,6 +16,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from shardwise.draws import get_state, set_state
 from shardwise.errors import RankDisagreementError
 from shardwise.layout import reduce_pieces
 from shardwise.lowering import MeshDims
@@ -122,6 +123,13 @@ class SimulatedComm:
         self._started.append(_Coming(request, tensor, answer))
         return self._started[-1]
 
+    def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
+        """See :class:`shardwise.lowering.Comm`: simulated ranks draw alike."""
+        return seed, number
+
+    def compare_generators(self) -> None:
+        """See :class:`shardwise.lowering.Comm`: simulated ranks have one state each, set alike."""
+
     def check_waited(self) -> None:
         """Raise for a shift that was started and never waited for."""
         for coming in self._started:
@@ -172,11 +180,12 @@ class _CancelledError(BaseException):
 
 @define(eq=False)
 class _Rank:
-    """One rank: its thread, whose turn it is, and its own state of the random generator."""
+    """One rank: its thread, whose turn it is, and its own states of torch's generator and of shardwise's."""
 
     coordinate: Coordinate
     work: Callable[[SimulatedComm], Any]
     rng: Tensor
+    draws: Tensor
     turn: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
     back: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
     thread: threading.Thread = field(init=False)
@@ -215,9 +224,11 @@ class _Rank:
     def resume(self) -> None:
         """Let the rank run until it asks for a collective or ends."""
         torch.set_rng_state(self.rng)
+        set_state(self.draws)
         self.turn.release()
         self.back.acquire()
         self.rng = torch.get_rng_state()
+        self.draws = get_state()
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -228,11 +239,12 @@ class _Rank:
 def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedComm], Any]) -> dict[Coordinate, Any]:
     """Run ``work(coordinate, comm)`` on every rank of a mesh and return the results by coordinate.
 
-    All ranks start with the same state of torch's generator. Raises :class:`RankError` for what a rank raised, and
-    :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same order.
+    All ranks start with the same state of torch's generator and of shardwise's. Raises :class:`RankError` for what a
+    rank raised, and :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same
+    order.
     """
-    rng = torch.get_rng_state()
-    ranks = {c: _Rank(c, _bound(work, c), rng) for c in coordinates(mesh_shape)}
+    rng, draws = torch.get_rng_state(), get_state()
+    ranks = {c: _Rank(c, _bound(work, c), rng, draws) for c in coordinates(mesh_shape)}
     try:
         _run_to_the_end(tuple(mesh_shape), ranks)
     finally:

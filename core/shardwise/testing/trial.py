@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
+from shardwise.draws import manual_seed, way
 from shardwise.errors import RuleArgumentError
 from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN, output_metas
+from shardwise.one_device import on_one_device
 from shardwise.placements import REPLICATE
 from shardwise.planner import make_call
 from shardwise.rule import AnyRule
@@ -84,9 +87,11 @@ class Trial:
         """Run the whole op once. Raises :class:`Illegal` when the op itself refuses the call."""
         values = tuple(signature(op).bind(args, kwargs))
         operands = tuple(None if t is None else copied(t) for t in flat_operands(op, values))
-        torch.default_generator.manual_seed(_SEED)
+        _seed()
         try:
-            found = _run(run, op, with_operands(op, values, operands))
+            # In a way of shardwise's own, what one device draws is what it draws in that way.
+            with nullcontext() if way() == "torch" else on_one_device():
+                found = _run(run, op, with_operands(op, values, operands))
         except Exception as error:
             raise Illegal(str(error)) from error
         if any(a is not None and a.shape != b.shape for a, b in zip(operands, flat_operands(op, values), strict=True)):
@@ -153,7 +158,7 @@ class Trial:
         self, case: Case, call: Any, operands: Mapping[Coordinate, tuple[Tensor | None, ...]]
     ) -> dict[Coordinate, Answer]:
         """Run the local op or the lowering on every rank; ``operands`` are written where the op writes."""
-        torch.default_generator.manual_seed(_SEED)
+        _seed()
 
         def work(at: Coordinate, comm: SimulatedComm) -> Answer:
             return self._on_rank(case, call, at, operands[at], comm)
@@ -163,7 +168,7 @@ class Trial:
         found = {}
         for at in operands:
             if self.random:
-                torch.default_generator.manual_seed(_SEED)
+                _seed()
             try:
                 found[at] = work(at, SilentComm())
             except Exception as error:
@@ -198,6 +203,14 @@ class Trial:
                 argument=unknown[0],
             )
         return [replaced.get(a.name, v) for a, v in zip(self.signature.args, self.values, strict=True)]
+
+
+def _seed() -> None:
+    """Let torch's generator and, where it is in use, shardwise's begin anew."""
+    if way() == "torch":
+        torch.default_generator.manual_seed(_SEED)
+    else:
+        manual_seed(_SEED)
 
 
 # -- arguments and results, flat and back ------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""Philox4x32-10, the counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
+1, 2, 3" (SC 2011): four 32-bit words from a counter of four and a key of two, by ten rounds of multiplying and mixing.
+
+There is no state, so any part of a stream can be had by itself. Words are held in int64 tensors, whose products wrap
+and so have all 64 bits; the same code runs on every device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+__all__ = ["WORD", "philox"]
+
+WORD = 0xFFFFFFFF
+_ROUNDS = 10
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Words 0 and 2, and words 1 and 3, of each counter's output.
+
+    ``even`` holds words 0 and 2 of ``n`` counters, ``odd`` words 1 and 3: int64 of shape ``(2, n)``, each word in
+    ``[0, 2**32)``; so does what comes back. Both are left as they are.
+    """
+    multipliers = _multipliers(even.device)
+    keys = torch.tensor(_keys(key), device=even.device).view(_ROUNDS, 2, 1).unbind()
+    buffers = [torch.empty_like(even) for _ in range(4)]
+    # Each with its two rows, which a view a round would cost more than the arithmetic on a small tensor.
+    product, high, spare, other = ((buffer, *buffer.unbind()) for buffer in buffers)
+    words, (first, second) = even, odd.unbind()
+    for i in range(_ROUNDS):
+        # The rows change places in each round, and multipliers and keys with them: nothing is copied for it.
+        torch.mul(words, multipliers[i % 2], out=product[0])
+        torch.bitwise_right_shift(product[0], 32, out=high[0])
+        high[1].bitwise_xor_(second)
+        high[2].bitwise_xor_(first)
+        words = high[0].bitwise_xor_(keys[i]).bitwise_and_(WORD)
+        _, first, second = odd_rows = product
+        high, product, spare, other = spare, other, high, product
+    return words, odd_rows[0].bitwise_and_(WORD)
+
+
+def _keys(key: tuple[int, int]) -> list[list[int]]:
+    """The keys of all rounds, each in the order of the rows at that round."""
+    schedule = [[(word + i * step) & WORD for word, step in zip(key, _WEYL, strict=True)] for i in range(_ROUNDS)]
+    return [words if i % 2 else words[::-1] for i, words in enumerate(schedule)]
+
+
+@lru_cache
+def _multipliers(device: torch.device) -> tuple[Tensor, ...]:
+    first, second = _MULTIPLIERS
+    return torch.tensor([[first, second], [second, first]], device=device).view(2, 2, 1).unbind()

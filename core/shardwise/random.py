@@ -1,0 +1,28 @@
+"""Random numbers that do not depend on the mesh; see docs/random.md.
+
+The module itself is what ``torch.distributed.checkpoint`` calls stateful: it may be saved and loaded under a name, as
+in ``save({"model": ..., "random": shardwise.random})``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from shardwise.draws import get_state, manual_seed, set_state, using, way
+from shardwise.one_device import on_one_device
+
+__all__ = ["get_state", "load_state_dict", "manual_seed", "on_one_device", "set_state", "state_dict", "using", "way"]
+
+_STATE = "state"
+
+
+def state_dict() -> dict[str, Tensor]:
+    """The state of the generator in a dict, as :func:`get_state` gives it."""
+    return {_STATE: get_state()}
+
+
+def load_state_dict(state: Mapping[str, Tensor]) -> None:
+    """Take up a state of :func:`state_dict`; on every rank the same."""
+    set_state(state[_STATE])

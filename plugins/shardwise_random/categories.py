@@ -1,0 +1,110 @@
+"""The rules for samples from categories, and for random orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.lowering import Draw, Region
+from shardwise.rule import Flow, LocalCall, rule_from
+from shardwise.spec import TensorMeta
+from shardwise_random.whole import gathered, part, rehearse
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _sample(
+    local: LocalCall,
+    self: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The rows of a sample that this rank holds."""
+    (result,) = local.outputs
+    assert result is not None
+    if local.without_data(self):
+        rehearse(local, self=self)
+        return self.new_empty(local.local_shape(result), dtype=torch.int64)
+    draw = local.draw() if generator is None else None
+    if draw is None:
+        whole = gathered(local, "self", self)
+        return part(local, result, local.call.op(whole, num_samples, replacement, generator=generator)).clone()
+    _check(local, self, num_samples, replacement=replacement)
+    if not self.numel() or not num_samples:
+        return self.new_zeros(local.local_shape(result), dtype=torch.int64)
+    if not draw.by_place:
+        place = draw.generator(self.device, local.offset(result))
+        drawn: Tensor = local.call.op(self, num_samples, replacement, generator=place)
+        return drawn
+    if replacement:
+        return _by_inversion(draw, self, local.region(result))
+    return _by_race(draw, self, num_samples, local.region(local.spec("self")))
+
+
+def _by_race(draw: Draw, weights: Tensor, count: int, region: Region) -> Tensor:
+    """The categories whose exponential clocks, of these rates, are the first to ring, in that order."""
+    clocks = draw.positive(region, torch.float64, weights.device).log_().neg_().div_(weights.double())
+    return clocks.topk(count, -1, largest=False).indices
+
+
+def _by_inversion(draw: Draw, weights: Tensor, region: Region) -> Tensor:
+    """Where uniform values fall among the cumulative weights; a category without weight takes up no room."""
+    sums = weights.double().cumsum(-1)
+    total = sums[..., -1:]
+    reached = draw.uniform(region, torch.float64, weights.device) * total
+    last = (weights > 0).double().cumsum(-1).argmax(-1, keepdim=True)
+    # A product may round up to the total, behind the last category that has weight.
+    return torch.searchsorted(sums.contiguous(), reached.contiguous(), right=True).minimum(last)
+
+
+def _check(local: LocalCall, weights: Tensor, count: int, *, replacement: bool) -> None:
+    """Refuse weights as torch does, on every rank when they are wrong on one."""
+    positive = weights > 0
+    enough = positive.any(-1) if replacement else positive.sum(-1) >= count
+    fine = bool((weights >= 0).all() & weights.isfinite().all() & enough.all())
+    sharding = local.sharding(local.spec("self"))
+    if sharding:
+        flag = torch.tensor([int(not fine)], device=weights.device)
+        fine = not bool(local.comm.all_reduce(flag, "max", sharding))
+    if not fine:
+        needed = "one positive weight" if replacement else f"{count} positive weights"
+        raise RuntimeError(
+            f"invalid multinomial distribution: weights must be finite and not negative, with at least {needed} in "
+            "each row"
+        )
+
+
+@rule_from(aten.multinomial.default, lowering=_sample)
+def MULTINOMIAL(self: TensorMeta) -> Flow:
+    """Rows may be sharded; the categories are whole."""
+    labels = ("b", None) if self.ndim == 2 else (None,)  # noqa: PLR2004  # rows of categories
+    return Flow([labels], [labels], lowered="*")
+
+
+# -- random orders ---------------------------------------------------------------------------------------------------
+
+
+def _permute(local: LocalCall, n: int, *, generator: torch.Generator | None = None, out: Tensor) -> Any:
+    """The whole order, of which this rank keeps its part."""
+    (result,) = local.outputs
+    assert result is not None
+    draw = local.draw() if generator is None and not local.without_data(out) else None
+    if draw is not None:
+        return out.copy_(part(local, result, draw.permutation(n, out.device)))
+    whole = torch.randperm(n, dtype=out.dtype, device=out.device, generator=generator)
+    return out.copy_(part(local, result, whole))
+
+
+@rule_from(aten.randperm.generator_out, lowering=_permute)
+def PERMUTATION() -> Flow:
+    """The order may be cut, for every rank works all of it out."""
+    return Flow([], [("n",)], reduce={}, lowered="*")
+
+
+RULES = (MULTINOMIAL, PERMUTATION)

@@ -1,0 +1,97 @@
+"""Rules for draws in which each value has parameters of its own: they may lie as the values do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.rule import LocalCall, rule
+from shardwise_random import distributions
+from shardwise_random.distributions import Distribution
+from shardwise_random.whole import gathered, part, rehearse
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]:
+    """The lowering of ops whose parameters, in the order of ``make``'s, have these names."""
+
+    def draw_part(local: LocalCall, *args: Any, generator: torch.Generator | None = None) -> Tensor:
+        (result,) = local.outputs
+        assert result is not None
+        given = dict(zip((a.name for a in local.call.signature.positional), args, strict=True))
+        first = next(value for value in given.values() if isinstance(value, Tensor))
+        if local.without_data(first):
+            rehearse(local, **given)
+            return first.new_empty(local.local_shape(result), dtype=result.dtype)
+        draw = local.draw() if generator is None else None
+        if draw is None:
+            found = local.call.op(*(gathered(local, n, v) for n, v in given.items()), generator=generator)
+            return part(local, result, found).clone()
+        _check(local, given)
+        blank = first.new_empty(local.local_shape(result), dtype=result.dtype)
+        return make(*(given[name] for name in names)).fill(blank, draw, local.region(result))
+
+    return draw_part
+
+
+def _check(local: LocalCall, given: dict[str, Any]) -> None:
+    """Refuse parameters as torch does, on every rank when they are wrong on one."""
+    name, least, most = ("std", 0.0, float("inf")) if "std" in given else ("p", 0.0, 1.0)
+    name_of_tensor = name if name in given else "self"
+    value = given[name_of_tensor]
+    if isinstance(value, Tensor):
+        wrong = not bool(((value >= least) & (value <= most)).all())
+        sharding = local.sharding(local.spec(name_of_tensor))
+        if sharding:
+            flag = torch.tensor([int(wrong)], device=value.device)
+            wrong = bool(local.comm.all_reduce(flag, "max", sharding))
+    else:
+        wrong = not least <= value <= most
+    if wrong:
+        raise RuntimeError(f"Expected {'p_in' if name == 'p' else name} >= {least:g} && <= {most:g}")
+
+
+ONE = rule(aten.bernoulli.default, "... -> ...", lowering=_of(distributions.bernoulli, "self"), lowered="*")
+PROBABILITIES = rule(aten.bernoulli.Tensor, "..., ... -> ...", lowering=_of(distributions.bernoulli, "p"), lowered="*")
+NORMAL = rule(
+    [aten.normal.Tensor_float, aten.normal.float_Tensor],
+    "... -> ...",
+    lowering=_of(distributions.normal, "mean", "std"),
+    lowered="*",
+)
+NORMALS = rule(
+    aten.normal.Tensor_Tensor, "..., ... -> ...", lowering=_of(distributions.normal, "mean", "std"), lowered="*"
+)
+
+
+# -- by rejection ----------------------------------------------------------------------------------------------------
+
+
+def _draw_whole(local: LocalCall, *args: Any) -> Any:
+    """Draw all values, which take as many random numbers as they happen to need, by a generator of this draw's own."""
+    *given, generator = args
+    if generator is None and not local.without_data(given[0]):
+        draw = local.draw()
+        generator = None if draw is None else draw.generator(given[0].device)
+    return local.call.op(*given, generator)
+
+
+REJECTED = rule(
+    [
+        aten.poisson.default,
+        aten._standard_gamma.default,  # an aten op's name
+        aten._sample_dirichlet.default,
+    ],
+    "R -> R",
+    lowering=_draw_whole,
+    lowered="*",
+)
+BINOMIAL = rule(aten.binomial.default, "R, R -> R", lowering=_draw_whole, lowered="*")
+
+RULES = (ONE, PROBABILITIES, NORMAL, NORMALS, REJECTED, BINOMIAL)
