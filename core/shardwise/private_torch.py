@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -429,16 +428,6 @@ def is_view_in_place(op: OpOverload) -> bool:
 def draws(op: OpOverload) -> bool:
     """Whether an op draws from a generator. Its tags are documented, and their only name is this one."""
     return torch.Tag.nondeterministic_seeded in op.tags
-
-
-def composite_kernel(op: Any) -> Callable[..., Any] | None:
-    """What torch writes an op with in terms of others, where that is not differentiable (those that are, ``decompose``
-    gives): ``None`` for an op that has kernels of its own only. There is no public way to one kernel of an op.
-    """
-    name = "CompositeExplicitAutograd"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), name):
-        return None
-    return partial(op._op_dk, torch._C.DispatchKey.CompositeExplicitAutograd)
 
 
 def in_backward() -> bool:
