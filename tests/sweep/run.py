@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 from attrs import asdict, evolve, frozen
 from database import DIRECTIONS, entries, has
+from page import write
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -106,12 +107,14 @@ def work(only, family, libraries, meshes, directions, base):
 @click.option("--draws", default=3, show_default=True, help="Drawn placements per sample.")
 @click.option("--pending", is_flag=True, help="Let drawn placements hold pending sums.")
 @click.option("--seed", default="0", show_default=True)
+@click.option("--page", type=click.Path(path_type=Path, exists=True), help="Write the tables into a page of the docs.")
+@click.option("--from", "sources", multiple=True, type=click.Path(path_type=Path), help="Add the lines of such a file.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write every operator's line there.")
-def main(only, family, libraries, meshes, directions, samples, draws, pending, seed, path):
+def main(only, family, libraries, meshes, directions, samples, draws, pending, seed, path, page, sources):
     """Run the sweep, list what does not pass, and print the totals."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     base = Trial("", "", (), "", samples, draws, seed, pending)
-    lines = []
+    lines = [Line(**line) for source in sources for line in json.loads(source.read_text())]
     with WorkerPool(4) as pool:
         planned = work(only, family, libraries, meshes, directions, base)
         for entry, trial in track(planned, "operators", console=Console(stderr=True)):
@@ -123,6 +126,8 @@ def main(only, family, libraries, meshes, directions, samples, draws, pending, s
             if path:
                 path.write_text(json.dumps([asdict(x) for x in lines], indent=1))
     show(lines, console)
+    if page:
+        write(page, lines)
 
 
 if __name__ == "__main__":
