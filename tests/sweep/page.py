@@ -61,6 +61,6 @@ def _failures(lines):
     rows = ["| operator | where | outcome | its first failing case |", "|---|---|---|---|"]
     for name, outcomes in sorted(found.items()):
         for outcome, line in outcomes.items():
-            shown = line.example.split(". ")[0][:160].replace("|", "/").replace("<", "‹")
+            shown = line.example.split(". ")[0][:160].replace("|", "/").replace("<", "&lt;")
             rows.append(f"| `{name}` | {line.mesh}, {line.direction} | {outcome} | `{shown}` |")
     return "\n".join(rows)
