@@ -27,7 +27,7 @@ ASK = """
 
 @pytest.fixture(scope="module")
 def rivals(tmp_path_factory, shardwise_wheel, installed):
-    """Two plugins with a rule for an op that has no other, and one of them with a rule for mm, which first-party has."""
+    """Two plugins with a rule for an op that has no other, and one of them with a rule for mm, which has one."""
     folder = tmp_path_factory.mktemp("rivals")
     both = (
         installed.source_of()
