@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
 
-from shardwise.rule import Rule, rule
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from shardwise.rule import Op, Rule, rule
 from shardwise_optim.positions import at_each_position, overloads
 
 __all__ = ["RULES"]
@@ -42,14 +46,28 @@ def _matrices() -> tuple[Rule, ...]:
     return (rule(mm.default, "m k, k n -> m n", reduce={"k": "sum"}, partial=partial, zip_lists=True),)
 
 
+# On the meta device these refuse a tensor of scalars, which they want on the CPU.
+BY_SCALARS = (torch.ops.aten._foreach_addcmul.Tensor, torch.ops.aten._foreach_addcdiv.Tensor)
+
+
+def _like_self(tensors: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], _: Tensor) -> list[Tensor]:
+    return list(torch.ops.aten._foreach_addcmul.Scalar(tensors, first, second))
+
+
+def _but(names: str) -> list[Op]:
+    return [op for op in overloads(names) if op not in BY_SCALARS]
+
+
 RULES = (
     at_each_position(overloads(UNARY)),
-    at_each_position(overloads(BINARY)),
+    at_each_position(_but(BINARY)),
+    evolve(at_each_position(BY_SCALARS[:1], ADDCMUL), meta=_like_self),
+    evolve(at_each_position(BY_SCALARS[1:]), meta=_like_self),
     at_each_position(overloads("_foreach_neg"), LINEAR),
     at_each_position(overloads("_foreach_add _foreach_sub"), ("avg -> avg", *SUMS)),
     at_each_position(overloads("_foreach_mul"), (*LINEAR, *PRODUCTS)),
     at_each_position(overloads("_foreach_lerp"), LERP),
-    at_each_position(overloads("_foreach_addcmul"), ADDCMUL),
+    at_each_position(_but("_foreach_addcmul"), ADDCMUL),
     at_each_position(overloads("_foreach_copy"), COPIES),
     at_each_position(overloads("_foreach_zero _foreach_clone"), ("* -> *",)),
     *_matrices(),

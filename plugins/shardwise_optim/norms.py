@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, Rule, rule_from
+from shardwise.lowering import Lowering
+from shardwise.rule import Call, Flow, LocalCall, Rows, Rule, rule_from
 from shardwise.spec import TensorMeta
 
 __all__ = ["RULES"]
@@ -47,10 +48,11 @@ class _Layout:
 
 def _layout(local: LocalCall) -> _Layout:
     specs = [spec for spec in local.specs("self") if spec is not None]
-    outputs = [spec for spec in local.outputs if spec is not None]
+    # An op with out= returns nothing.
+    dtypes = [result.dtype for result in (local.outputs or local.call.args["out"]) if result is not None]
     groups: dict[tuple[Any, ...], list[int]] = {}
-    for i, (spec, output) in enumerate(zip(specs, outputs, strict=True)):
-        groups.setdefault((local.sharding(spec), output.dtype, spec.dtype), []).append(i)
+    for i, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True)):
+        groups.setdefault((local.sharding(spec), dtype, spec.dtype), []).append(i)
     return _Layout(
         there=tuple(math.prod(local.local_shape(s)) > 0 or not s.tensor_meta.numel for s in specs),
         groups=tuple(_Group(mesh_dims, tuple(at), dtype) for (mesh_dims, dtype, _), at in groups.items()),
@@ -114,6 +116,28 @@ def NORM(self: TensorMeta) -> Flow:
     return _reduced(self, "R", lowered=True)
 
 
+def _into(lowering: Lowering) -> Lowering:
+    """The same with ``out=`` tensors to take the results."""
+
+    def into(local: LocalCall, tensors: Sequence[Tensor], *args: Any, out: Sequence[Tensor]) -> None:
+        for target, found in zip(out, lowering(local, tensors, *args), strict=True):
+            target.copy_(found)
+
+    return into
+
+
+def _without_results(flow: Flow, call: Call) -> Rows:
+    """The rows of an op that returns nothing: its ``out=`` tensors lie as the results would."""
+    found = flow.bind(evolve(call, outputs=call.out_operands)).rows
+    return Rows(tuple(evolve(row, outputs=()) for row in found))
+
+
+@rule_from(aten._foreach_norm.Scalar_out, zip_lists=True, lowering=_into(norms))
+def NORM_INTO(self: TensorMeta, *, call: Call) -> Rows:
+    """[...] -> [()], whole."""
+    return _without_results(_reduced(self, "R", lowered=True), call)
+
+
 # -- maxima and sums of powers -----------------------------------------------------------------------------------
 
 
@@ -137,6 +161,12 @@ def MAX(self: TensorMeta) -> Flow:
     return _reduced(self, "max", lowered=True, partial=("max -> max",))
 
 
+@rule_from(aten._foreach_max.out, zip_lists=True, lowering=_into(maxima))
+def MAX_INTO(self: TensorMeta, *, call: Call) -> Rows:
+    """[...] -> [()], pending max; max -> max."""
+    return _without_results(_reduced(self, "max", lowered=True, partial=("max -> max",)), call)
+
+
 def _power_sums() -> tuple[Rule, ...]:
     """The rule for sums of powers, which came to torch with 2.11."""
     packet = getattr(aten, "_foreach_powsum", None)
@@ -151,4 +181,4 @@ def _power_sums() -> tuple[Rule, ...]:
     return (POWER_SUM,)
 
 
-RULES = (NORM, MAX, *_power_sums())
+RULES = (NORM, NORM_INTO, MAX, MAX_INTO, *_power_sums())

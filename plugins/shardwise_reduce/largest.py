@@ -38,11 +38,13 @@ def _best(local: LocalCall, x: torch.Tensor, k: int, largest: bool, in_order: bo
     them; every rank sees the same candidates and decides alike.
     """
     line = line_of(local)
-    # One more than is wanted, to see whether the last one has an equal.
-    rivals, places = _candidates(local, line, x, k + 1, largest)
-    ranked, order = rivals.topk(min(k + 1, rivals.shape[line.at]), line.at, largest, True)
-    if k == 0 or not _is_ambiguous(ranked, line.at):
-        return ranked.narrow(line.at, 0, k), places.gather(line.at, order).narrow(line.at, 0, k)
+    # What stands for a tensor in a graph that is being traced cannot be asked for its values.
+    if type(x) is torch.Tensor:
+        # One more than is wanted, to see whether the last one has an equal.
+        rivals, places = _candidates(local, line, x, k + 1, largest)
+        ranked, order = rivals.topk(min(k + 1, rivals.shape[line.at]), line.at, largest, True)
+        if k == 0 or not _is_ambiguous(ranked, line.at):
+            return ranked.narrow(line.at, 0, k), places.gather(line.at, order).narrow(line.at, 0, k)
     whole = torch.cat(line.gather(local, x, line.lengths), line.at)
     values, positions = whole.topk(k, line.at, largest, in_order)
     return values, positions

@@ -38,6 +38,11 @@ def three_and_scalars():
     return [((*(listed(shapes, F32, 4 * i) for i in range(3)), made((len(shapes),), F32, 9)), {}) for shapes in LISTS]
 
 
+def into(calls, op):
+    """Calls with a list of tensors that take the results."""
+    return [(args, {**named, "out": [torch.zeros_like(r) for r in op(*args, **named)]}) for args, named in calls]
+
+
 def norms():
     orders = (2, 1, 0, 3, 0.5, math.inf)
     found = [((listed(LISTS[0], dtype), order), {}) for dtype in (F32, BF16) for order in (*orders, -math.inf, -2)]
@@ -150,9 +155,11 @@ SAMPLES = {
         getattr(aten, name).Tensor: lambda: [*shared(()), *shared((), F64)]
         for name in ("_foreach_add", "_foreach_mul", "_foreach_div")
     },
-    **{getattr(aten, name).Tensor: three_and_scalars for name in ("_foreach_addcmul_", "_foreach_addcdiv_")},
+    **{getattr(aten, name).Tensor: three_and_scalars for name in ("_foreach_addcmul", "_foreach_addcdiv")},
     aten._foreach_norm.Scalar: norms,
+    aten._foreach_norm.Scalar_out: lambda: into(norms()[::3], aten._foreach_norm.Scalar),
     aten._foreach_max.default: maxima,
+    aten._foreach_max.out: lambda: into(maxima(), aten._foreach_max.default),
     **_existing("_foreach_powsum", norms, "Scalar"),
     **_existing("_foreach_mm", matrices),
     **_fused("_fused_adam", adam),
@@ -163,6 +170,3 @@ SAMPLES = {
     aten._amp_update_scale_.default: updated,
     aten._amp_update_scale.default: updated,
 }
-# The meta kernel wants the tensor of scalars on the CPU (torch 2.11 to 2.13), so these cannot be planned.
-UNSAMPLED = {aten._foreach_addcmul.Tensor: "no meta kernel", aten._foreach_addcdiv.Tensor: "no meta kernel"}
-SAMPLES |= dict.fromkeys(UNSAMPLED, list)

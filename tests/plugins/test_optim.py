@@ -57,7 +57,7 @@ def pending(op, *args, **kwargs):
 
 
 LEFT_OUT = {
-    *("aten._foreach_norm.Scalar_out", "aten._foreach_max.out", "aten._foreach_powsum.Scalar_out"),
+    "aten._foreach_powsum.Scalar_out",
     *("aten._amp_foreach_non_finite_check_and_unscale.default", "aten._amp_foreach_non_finite_check_and_unscale.out"),
     *(
         f"aten._fused_{name}.{tag}"
