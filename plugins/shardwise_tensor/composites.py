@@ -20,6 +20,7 @@ MAKING = (
     aten._scaled_dot_product_attention_math.default,
     aten.combinations.default,
     aten.linalg_matrix_power.default,
+    aten.linalg_vander.default,
     aten.matrix_power.default,
     aten.nanquantile.default,
     aten.nanquantile.scalar,
