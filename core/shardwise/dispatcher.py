@@ -31,7 +31,7 @@ from shardwise.private_torch import (
 from shardwise.registry import Entry, Registry
 from shardwise.rule_agreement import agree_on_rules, at_first_use
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
-from shardwise.signature import Op, op_name
+from shardwise.signature import Op, op_name, signature
 from shardwise.spec import TensorMeta, TensorSpec
 from shardwise.unknown import Dispatch, UnknownOp
 
@@ -232,7 +232,7 @@ def _other(op: Op, name: str, value: Any) -> tuple[Any, Any]:
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
     if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
         return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and is_zeros_or_ones(value):
+    if isinstance(value, torch.Tensor) and in_backward() and not _writes(op, name) and is_zeros_or_ones(value):
         # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
         return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
@@ -255,6 +255,11 @@ _IN_BACKWARD = (
     "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
     "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
 )
+
+
+def _writes(op: Op, name: str) -> bool:
+    """Whether an op writes an argument. What memory happens to hold would say on each rank anew if that were zeros."""
+    return any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
 
 
 def _is_plain(value: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ aten = torch.ops.aten
 MAKING = (
     aten._scaled_dot_product_attention_math.default,
     aten.combinations.default,
+    aten.ctc_loss.IntList,
     aten.linalg_matrix_power.default,
     aten.linalg_vander.default,
     aten.matrix_power.default,

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
+from shardwise.errors import PlainTensorError
 from shardwise.testing import mesh
 
 LAYOUTS = [
@@ -212,3 +213,28 @@ def product_of_zeros(layout):
 @pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)], [Replicate()]])
 def test_the_gradient_of_a_product_with_a_zero(pool, layout):
     pool.run(product_of_zeros, layout)
+
+
+class WritesPlain(torch.autograd.Function):
+    """Its backward writes into a plain tensor, as torch's chunked cross entropy does into fresh memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return torch.mm(gradient, x, out=torch.zeros(4, 4))
+
+
+def writing_a_plain_tensor():
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh((4,)), [Replicate()]).requires_grad_()
+    with pytest.raises(PlainTensorError, match="'out'"):
+        WritesPlain.apply(x).sum().backward()
+
+
+def test_a_plain_tensor_of_zeros_is_not_written_in_a_backward(pool):
+    """Fresh memory is zeros on some ranks and not on others, which would then go on alone."""
+    pool.run(writing_a_plain_tensor)
