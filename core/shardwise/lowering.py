@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from attrs import field, frozen
 
-from shardwise.placements import Shard
+from shardwise.placements import Placement, Shard
 from shardwise.signature import Call, Kind
 from shardwise.spec import TensorSpec
 
@@ -128,16 +128,27 @@ class LocalCall:
         return _sharding(spec, dims)
 
 
+def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        return _kept_place(spec, coordinate)
+    except TypeError:  # symbols have no hash
+        return spec.local_shape_and_offset(coordinate)
+
+
 # Lowerings ask at every call.
 @lru_cache(maxsize=1024)
-def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _kept_place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return spec.local_shape_and_offset(coordinate)
 
 
-@lru_cache(maxsize=1024)
 def _sharding(spec: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = [d % spec.ndim for d in dims] if dims else range(spec.ndim)
-    return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
+    return _kept_sharding(spec.placements, spec.ndim, dims)
+
+
+@lru_cache(maxsize=1024)
+def _kept_sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    wanted = [d % ndim for d in dims] if dims else range(ndim)
+    return tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in wanted)
 
 
 # (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in,

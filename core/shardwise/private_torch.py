@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._guards import TracingContext, detect_fake_mode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,11 +48,14 @@ __all__ = [
     "graph_all_reduce",
     "graph_all_to_all",
     "graph_reduce_scatter",
+    "hint_of",
     "in_backward",
+    "is_compiled_now",
     "is_composite",
     "is_python_dispatched",
     "is_traced",
     "known_custom_op",
+    "let_vary",
     "make_custom_op",
     "is_unknowable",
     "new_wrapper",
@@ -59,11 +64,15 @@ __all__ = [
     "parts_of",
     "put_before_dispatch",
     "recorded_ops",
+    "same_symbol",
     "schema_of",
+    "settled",
     "support_foreach",
     "swap_parameter",
+    "retraced",
     "version_of",
     "watching",
+    "without_data",
 ]
 
 
@@ -334,6 +343,68 @@ _TRACED = (FakeTensor, FunctionalTensor)
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a value of a graph that is being traced. Only these two private classes say so."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
+
+
+def is_compiled_now() -> bool:
+    """Whether this thread is making a graph, at whatever stage. The public question is answered yes only inside."""
+    return TracingContext.try_get() is not None
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The number that a symbolic size stood for when tracing began, without making that a guard of the graph."""
+    # torch 2.13 has the function, earlier releases the method.
+    ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
+    return int(ask(size) if ask else size.node.require_hint())
+
+
+def settled(size: torch.SymInt) -> int | torch.SymInt:
+    """The integer in place of a symbol that can be no other any more."""
+    found = size.node.maybe_as_int()
+    return size if found is None else int(found)
+
+
+def same_symbol(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same by what is known, without asking for a guard."""
+    if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
+        return type(one) is type(other) and bool(one == other)
+    return bool(one.node.expr == other.node.expr)
+
+
+def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
+
+    The function that is public for this marks the outer tensor, too, and lifts no mark that was made before.
+    """
+    part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
+    for mark in ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"):
+        part.__dict__.pop(mark, None)
+
+
+def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    """A tensor without data in the place of ``part`` in its trace, of other sizes; no use of its symbols is to come.
+    Neither the trace's mode nor its symbols are public.
+    """
+    mode = _mode_of(part)
+    for size in (*part.shape, *part.stride()):
+        if isinstance(size, torch.SymInt):
+            pending = mode.shape_env.pending_fresh_unbacked_symbols
+            pending[:] = [s for s in pending if s not in size.node.expr.free_symbols]
+    with _outside_modes(), mode:
+        return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+
+
+def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which ops run on tensors without data, whose sizes are those of the trace that ``part`` is of."""
+    stack = ExitStack()
+    stack.enter_context(_outside_modes())
+    stack.enter_context(_mode_of(part))
+    return stack
+
+
+def _mode_of(part: torch.Tensor) -> Any:
+    mode = detect_fake_mode([part])
+    assert mode is not None, "only a traced tensor has symbols for sizes"
+    return mode
 
 
 def assert_when_run(condition: torch.Tensor, message: str) -> None:

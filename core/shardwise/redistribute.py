@@ -19,7 +19,7 @@ from shardwise.movers import Mover, Run, Start, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, check_placements, shard
 from shardwise.private_torch import outside_modes
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted
 from shardwise.start import generation
 from shardwise.transition import Step, transition
 
@@ -54,7 +54,12 @@ def mover(src: TensorSpec, dst: TensorSpec) -> Run:
 
     All ranks of the mesh must ask for it alike: it may have to make a process group.
     """
-    return _mover(src, dst, generation()).run
+    return _mover_of(src, dst).run
+
+
+def _mover_of(src: TensorSpec, dst: TensorSpec) -> Mover:
+    # What holds for symbols is of no use to another graph.
+    return _made_mover(src, dst) if isinstance(src, SymbolicSpec) else _mover(src, dst, generation())
 
 
 def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
@@ -63,6 +68,8 @@ def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
     Raises what :func:`shardwise.placements.check_placements` and :func:`shardwise.transition.transition` raise.
     """
     given = tuple(placements)
+    if isinstance(src, SymbolicSpec):
+        return _made_route(src, check_placements(given, src.mesh.ndim, src.ndim))
     try:
         return _route(src, given, generation())
     except TypeError:  # perhaps not hashable, so no placement
@@ -73,20 +80,30 @@ def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
 # Bounded: what was not asked for lately is found again.
 @lru_cache(maxsize=4096)
 def _route(src: TensorSpec, placements: tuple[Placement, ...], start: int) -> Route:
-    checked = check_placements(placements, src.mesh.ndim, src.ndim)
-    target = src.with_placements(checked)
-    found = _mover(src, target, start)
-    return Route(target, checked == src.placements, found.run, found.start)
+    del start  # in the key, as below
+    return _made_route(src, check_placements(placements, src.mesh.ndim, src.ndim))
+
+
+def _made_route(src: TensorSpec, placements: tuple[Placement, ...]) -> Route:
+    target = src.with_placements(placements)
+    found = _mover_of(src, target)
+    return Route(target, placements == src.placements, found.run, found.start)
 
 
 @lru_cache(maxsize=4096)
 def _mover(src: TensorSpec, dst: TensorSpec, start: int) -> Mover:
     # In the key because movers hold process groups, which end with their start.
     del start
+    return _made_mover(src, dst)
+
+
+def _made_mover(src: TensorSpec, dst: TensorSpec) -> Mover:
     agree_on_links(src.mesh)
-    order = memory_order(src.tensor_meta)
+    # The way is chosen by numbers; only what is then done depends on symbols.
+    there, wanted = hinted(src), hinted(dst)
+    order = memory_order(there.tensor_meta)
     with outside_modes():  # making process groups communicates; so that works also while a graph is traced
-        moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
+        moved = [_made(src, steps, order) for steps in _together(transition(there, wanted).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)
     return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)
 

@@ -1,0 +1,209 @@
+"""Calls with symbols for sizes, as ``torch.compile`` traces them where a size may change.
+
+What is legal is asked of the symbols: where a rule branches on one, torch notes the answer as a guard. What is cheapest
+is asked of the numbers that the graph was made for, and needs no guard, since any legal strategy gives the same
+values. A choice that was made once stays: a rank that has to make a graph anew must come to the same collectives as the
+others, whose graphs were made for other numbers.
+
+What cannot be asked of symbols (a rule that hashes a size, an op without a symbolic kernel) is asked of numbers, and
+these become guards: the graph then holds for this size alone, and another size makes another graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from shardwise.call_plans import common_mesh, describe_call
+from shardwise.choice import Chooser
+from shardwise.flow import Row
+from shardwise.lowering import LocalCall
+from shardwise.meta import UNKNOWN, output_metas
+from shardwise.plan import Plan, make_plan
+from shardwise.planner import problems
+from shardwise.private_torch import outside_modes, without_data
+from shardwise.registry import Entry
+from shardwise.rule import AnyRule, FullMeshRule
+from shardwise.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
+from shardwise.signature import Call, op_name, signature
+from shardwise.sizes import hint, lengths, settled_sizes
+from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, hinted_meta
+from shardwise.strategy import Choice, Problem
+
+__all__ = ["forget_choices", "plan_symbolic_call"]
+
+_log = logging.getLogger(__name__)
+
+# By the call without its symbols: the rows taken, one per mesh dim.
+_chosen: dict[Any, tuple[Row, ...]] = {}
+
+
+def forget_choices() -> None:
+    """Forget what was chosen: some rule changed."""
+    _chosen.clear()
+
+
+def plan_symbolic_call(
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Plan:
+    """As :func:`shardwise.call_plans.plan_call`, of a call whose key has no hash; the plan is for this call alone."""
+    op = entry.op
+    values = signature(op).bind(args, kwargs)
+    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
+    if not any(map(_has_symbol, schema.values)):
+        hash(schema.key)  # raises, and says of what
+    try:
+        outputs = _outputs(entry, described, _a_part(cls, values))
+        plan = make_plan(entry, schema, outputs, _cheapest)
+    except Exception as error:  # noqa: BLE001  # whatever a rule or a kernel does with a symbol
+        _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
+        return _plan_of_numbers(entry, schema, described)
+    if isinstance(plan.call, partial):
+        plan.run_by(_or_by_numbers(op_name(op), plan.call))
+    return plan
+
+
+def _has_symbol(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_symbol, value))
+    return isinstance(value, (SymbolicSpec, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _a_part(cls: type, values: Sequence[Any]) -> torch.Tensor:
+    """The local tensor of some operand."""
+    flat = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
+    return next(v._local_tensor for v in flat if isinstance(v, cls))  # type: ignore[attr-defined]
+
+
+def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
+    if torch.Tag.dynamic_output_shape in entry.op.tags:
+        raise NotImplementedError("data decides the shape of its result")
+    with without_data(part):
+        found = output_metas(entry.op, described, entry.rule.meta)
+    if found is UNKNOWN:
+        raise NotImplementedError("the shape of its result is unknown")
+    return tuple(None if m is None else _settled(m) for m in found)
+
+
+def _settled(meta: TensorMeta) -> TensorMeta:
+    return TensorMeta(settled_sizes(meta.shape), settled_sizes(meta.stride), meta.dtype)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def _cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
+    """:func:`shardwise.planner.cheapest` of symbols."""
+    if isinstance(rule, FullMeshRule) or rule.zip_lists:
+        raise NotImplementedError("its rule is asked of numbers")
+    return [_choose(problem) for problem in problems(rule, schema, call)]
+
+
+def _choose(problem: Problem) -> PlacementStrategy:
+    stated = _of_numbers(problem)
+    key = _without_symbols(problem.schema)
+    choice = _chosen_before(stated, _chosen.get(key))
+    if choice is None:
+        choice = Chooser(stated).best()[0]
+        _chosen[key] = tuple(stated.rows[r] for r in choice)
+    _guard(problem, stated, choice)
+    return problem.strategy(choice, stated.strategy(choice).redistribute_cost)
+
+
+def _of_numbers(problem: Problem) -> Problem:
+    """The problem with the sizes that the graph was made for."""
+    return evolve(
+        problem,
+        rows=tuple(evolve(r, divides=tuple((i, d, hint(n)) for i, d, n in r.divides)) for r in problem.rows),
+        specs=tuple(None if s is None else hinted(s) for s in problem.specs),
+        outputs=tuple(None if m is None else hinted_meta(m) for m in problem.outputs),
+    )
+
+
+def _without_symbols(schema: OpSchema) -> Any:
+    def shown(value: Any) -> Any:
+        if isinstance(value, TensorSpec):
+            sizes = tuple(None if isinstance(n, torch.SymInt) else n for n in value.shape)
+            return value.layout, sizes, value.dtype
+        if isinstance(value, tuple):
+            return tuple(map(shown, value))
+        return type(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+    return schema.op, *((type(value), shown(value)) for value in schema.values)
+
+
+def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | None:
+    """What was chosen for the like of this call, where it is still legal."""
+    if rows is None or any(row not in stated.rows for row in rows):
+        return None
+    choice = tuple(stated.rows.index(row) for row in rows)
+    legal = all(
+        r in stated.candidates(m) and stated.allowed(choice[: m + 1]) for m, r in enumerate(choice)
+    )
+    return choice if legal else None
+
+
+def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
+    """Ask of the symbols what made a choice legal."""
+    for r in dict.fromkeys(choice):
+        for i, d, n in problem.rows[r].divides:
+            if n % math.prod(stated.splits(choice, i, d)) != 0:
+                raise AssertionError("a choice that is legal for the numbers is not for the symbols")
+        for i, d in problem.rows[r].nonempty:
+            spec = problem.specs[i]
+            sizes: list[Any] = [] if spec is None else [spec.shape[d]]
+            for parts in stated.splits(choice, i, d):
+                sizes = [n for size in sizes for n in lengths(size, parts)]
+            if not all(n > 0 for n in sizes):
+                raise AssertionError("a choice that is legal for the numbers is not for the symbols")
+
+
+# -- numbers for symbols -----------------------------------------------------------------------------------------------
+
+
+def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -> Plan:
+    """The plan with numbers in place of all symbols, which the graph is guarded by from here on."""
+    stated = OpSchema(schema.op, _numbers(schema.values), schema.info, schema.fixed)
+    given = _numbers(tuple(described))
+    with outside_modes():
+        return make_plan(entry, stated, output_metas(entry.op, given, entry.rule.meta))
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    if isinstance(value, SymbolicSpec):
+        meta = value.tensor_meta
+        return value.with_meta(TensorMeta(_numbers(tuple(meta.shape)), _numbers(meta.stride), meta.dtype))
+    if isinstance(value, TensorMeta) and value.is_symbolic:
+        return TensorMeta(_numbers(tuple(value.shape)), _numbers(value.stride), value.dtype)
+    return tuple(map(_numbers, value)) if isinstance(value, (tuple, list)) else value
+
+
+def _or_by_numbers(name: str, lowered: partial[Any]) -> Callable[..., Any]:
+    """A lowering that is run with numbers where it cannot do with symbols."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return lowered(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001  # as above
+            _log.info("%s is compiled for its sizes alone: %s: %s", name, type(error).__name__, error)
+            return lowered.func(_local_call_of_numbers(lowered.args[0]), *args, **kwargs)
+
+    return run
+
+
+def _local_call_of_numbers(local: LocalCall) -> LocalCall:
+    call = local.call
+    stated = Call(call.op, {n: _numbers(v) for n, v in call.args.items()}, _numbers(call.outputs), call.is_position)
+    return LocalCall(stated, _numbers(local.inputs), _numbers(local.outputs), local.coordinate, local.comm)

@@ -1,0 +1,55 @@
+"""Sizes that vary under ``torch.compile``: how those of a rank's part follow from those of the whole tensor.
+
+A graph is guarded by the sizes of whole tensors alone. Those of parts differ between ranks, and a rank that made a
+graph anew by itself would be alone with it. So a part's sizes are left open where torch notes what a graph depends on,
+and are written as functions of the whole's where the part comes into the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.private_torch import let_vary, same_symbol, retraced
+from shardwise.sizes import is_symbolic, settled_sizes
+from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec
+
+__all__ = ["leave_to_whole", "tied"]
+
+
+def leave_to_whole(local: torch.Tensor) -> None:
+    """Have torch note nothing of a part's sizes."""
+    if type(local) is torch.Tensor:
+        let_vary(local, range(local.ndim))
+
+
+def tied(local: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
+    """A traced part and its spec, the part's sizes written in those of the whole."""
+    if not is_symbolic(local.shape) and not isinstance(spec, SymbolicSpec):
+        return local, spec
+    spec = settled(spec)
+    shape = spec.local_shape()
+    if all(map(same_symbol, local.shape, shape)):
+        return local, spec
+    return retraced(local, shape, _strides(local, shape)), spec
+
+
+def settled(spec: TensorSpec) -> TensorSpec:
+    """The spec with integers for symbols that cannot change any more."""
+    meta = spec.tensor_meta
+    return spec.with_meta(TensorMeta(settled_sizes(meta.shape), settled_sizes(meta.stride), meta.dtype))
+
+
+def _strides(local: torch.Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The part's strides for other sizes: torch writes a stride that is not fixed as another dim's extent."""
+    old, steps = local.shape, local.stride()
+
+    def stride(dim: int) -> Any:
+        if not isinstance(steps[dim], torch.SymInt):
+            return steps[dim]
+        inner = (d for d in range(local.ndim) if d != dim and same_symbol(steps[dim], old[d] * steps[d]))
+        below = next(inner, None)
+        return steps[dim] if below is None else shape[below] * stride(below)
+
+    return tuple(map(stride, range(local.ndim)))
