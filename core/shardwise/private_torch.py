@@ -52,6 +52,7 @@ __all__ = [
     "in_backward",
     "is_compiled_now",
     "is_composite",
+    "is_open",
     "is_python_dispatched",
     "is_traced",
     "known_custom_op",
@@ -378,6 +379,11 @@ def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
     part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
     for mark in ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"):
         part.__dict__.pop(mark, None)
+
+
+def is_open(size: Any) -> bool:
+    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. The public question asks for guards."""
+    return isinstance(size, torch.SymInt) and symbolic_shapes.has_free_unbacked_symbols(size)
 
 
 def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwise.private_torch import let_vary, same_symbol, retraced
-from shardwise.sizes import is_symbolic, settled_sizes
+from shardwise.private_torch import is_open, let_vary, retraced, same_symbol
+from shardwise.sizes import settled_sizes
 from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec
 
 __all__ = ["leave_to_whole", "tied"]
@@ -26,12 +26,11 @@ def leave_to_whole(local: torch.Tensor) -> None:
 
 def tied(local: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
     """A traced part and its spec, the part's sizes written in those of the whole."""
-    if not is_symbolic(local.shape) and not isinstance(spec, SymbolicSpec):
+    if isinstance(spec, SymbolicSpec):
+        spec = settled(spec)
+    if not any(map(is_open, local.shape)):
         return local, spec
-    spec = settled(spec)
     shape = spec.local_shape()
-    if all(map(same_symbol, local.shape, shape)):
-        return local, spec
     return retraced(local, shape, _strides(local, shape)), spec
 
 
