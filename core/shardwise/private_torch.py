@@ -53,6 +53,7 @@ __all__ = [
     "is_compiled_now",
     "is_composite",
     "is_open",
+    "is_known",
     "is_python_dispatched",
     "is_traced",
     "known_custom_op",
@@ -369,6 +370,11 @@ def same_symbol(one: Any, other: Any) -> bool:
     if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
         return type(one) is type(other) and bool(one == other)
     return bool(one.node.expr == other.node.expr)
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds by what is known of them, without asking for a guard."""
+    return condition is True or bool(symbolic_shapes.statically_known_true(condition))
 
 
 def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:

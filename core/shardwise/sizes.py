@@ -8,14 +8,15 @@ torch asks that of each rank's own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.private_torch import hint_of, settled
+from shardwise.private_torch import hint_of, is_known, settled
 
-__all__ = ["hint", "is_symbolic", "lengths", "place", "settled_sizes", "symbolic_chunk"]
+__all__ = ["common_factor", "hint", "is_symbolic", "lengths", "place", "settled_sizes", "symbolic_chunk"]
 
 
 def is_symbolic(sizes: Sequence[Any]) -> bool:
@@ -31,6 +32,19 @@ def hint(value: Any) -> Any:
 def settled_sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
     """Sizes with plain integers for symbols that cannot change any more."""
     return tuple(settled(n) if isinstance(n, torch.SymInt) else n for n in sizes)
+
+
+def common_factor(one: int, other: int) -> int:
+    """The greatest common divisor of two sizes; of symbols a common one that is known, or that of their numbers."""
+    if not isinstance(one, torch.SymInt) and not isinstance(other, torch.SymInt):
+        return math.gcd(one, other)
+    if is_known(one == other) or is_known(other % one == 0):
+        return one
+    if is_known(one % other == 0):
+        return other
+    found = math.gcd(hint(one), hint(other))
+    # Asked, so that it holds wherever the graph does.
+    return found if one % found == 0 and other % found == 0 else 1
 
 
 def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
