@@ -14,6 +14,7 @@ import torch
 from attrs import field, frozen
 
 from shardwise.placements import Placement, Shard
+from shardwise.private_torch import outside_modes
 from shardwise.signature import Call, Kind
 from shardwise.spec import TensorSpec
 
@@ -132,7 +133,8 @@ def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ..
     try:
         return _kept_place(spec, coordinate)
     except TypeError:  # symbols have no hash
-        return spec.local_shape_and_offset(coordinate)
+        with outside_modes():
+            return spec.local_shape_and_offset(coordinate)
 
 
 # Lowerings ask at every call.

@@ -99,10 +99,10 @@ def _mover(src: TensorSpec, dst: TensorSpec, start: int) -> Mover:
 
 def _made_mover(src: TensorSpec, dst: TensorSpec) -> Mover:
     agree_on_links(src.mesh)
-    # The way is chosen by numbers; only what is then done depends on symbols.
-    there, wanted = hinted(src), hinted(dst)
-    order = memory_order(there.tensor_meta)
     with outside_modes():  # making process groups communicates; so that works also while a graph is traced
+        # The way is chosen by numbers; only what is then done depends on symbols.
+        there, wanted = hinted(src), hinted(dst)
+        order = memory_order(there.tensor_meta)
         moved = [_made(src, steps, order) for steps in _together(transition(there, wanted).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)
     return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)

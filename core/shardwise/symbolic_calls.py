@@ -53,6 +53,14 @@ def plan_symbolic_call(
     cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Plan:
     """As :func:`shardwise.call_plans.plan_call`, of a call whose key has no hash; the plan is for this call alone."""
+    # What is computed of sizes here is no part of the graph: where the graph needs one, torch writes its formula.
+    with outside_modes():
+        return _plan(cls, entry, info, args, kwargs)
+
+
+def _plan(
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Plan:
     op = entry.op
     values = signature(op).bind(args, kwargs)
     schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
@@ -171,8 +179,7 @@ def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -
     """The plan with numbers in place of all symbols, which the graph is guarded by from here on."""
     stated = OpSchema(schema.op, _numbers(schema.values), schema.info, schema.fixed)
     given = _numbers(tuple(described))
-    with outside_modes():
-        return make_plan(entry, stated, output_metas(entry.op, given, entry.rule.meta))
+    return make_plan(entry, stated, output_metas(entry.op, given, entry.rule.meta))
 
 
 def _numbers(value: Any) -> Any:

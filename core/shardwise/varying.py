@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.private_torch import is_open, let_vary, retraced, same_symbol
+from shardwise.private_torch import is_open, let_vary, outside_modes, retraced, same_symbol
 from shardwise.sizes import settled_sizes
 from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec
 
@@ -26,12 +26,13 @@ def leave_to_whole(local: torch.Tensor) -> None:
 
 def tied(local: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
     """A traced part and its spec, the part's sizes written in those of the whole."""
-    if isinstance(spec, SymbolicSpec):
-        spec = settled(spec)
-    if not any(map(is_open, local.shape)):
-        return local, spec
-    shape = spec.local_shape()
-    return retraced(local, shape, _strides(local, shape)), spec
+    with outside_modes():
+        if isinstance(spec, SymbolicSpec):
+            spec = settled(spec)
+        if not any(map(is_open, local.shape)):
+            return local, spec
+        shape = spec.local_shape()
+        return retraced(local, shape, _strides(local, shape)), spec
 
 
 def settled(spec: TensorSpec) -> TensorSpec:
