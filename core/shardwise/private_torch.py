@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
@@ -59,6 +60,7 @@ __all__ = [
     "known_custom_op",
     "let_vary",
     "make_custom_op",
+    "make_known",
     "is_unknowable",
     "new_wrapper",
     "outside_modes",
@@ -431,8 +433,44 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
 def _outside_modes() -> Iterator[None]:
     # The dispatcher for Python kernels, which a trace turns on, calls every kernel with the GIL held. A collective's
     # kernel then waits for a lock of gloo's whose holder, a thread of gloo that frees a tensor, waits for the GIL.
-    with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
-        yield
+    tracer, _left.tracer = _left.tracer, _tracer()
+    try:
+        with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+            yield
+    finally:
+        _left.tracer = tracer
+
+
+class _Left(threading.local):
+    """What writes the graph that this thread is making, while its modes are left."""
+
+    tracer: Any = None
+
+
+_left = _Left()
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return _left.tracer if mode is None else mode.tracer
+
+
+def make_known(sizes: Iterable[Any]) -> None:
+    """Have the graph that is being made write the formulas of sizes that were computed outside it.
+
+    Torch does so by itself for the argument of an op. A size of which it computes first, and whose formula it has not
+    written yet, it takes for its own result.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return
+    # Only here, since loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            with suppress(Exception):  # a formula that torch cannot write: it says so where the size is used
+                set_proxy_slot(size, tracer, get_proxy_slot(size, tracer))
 
 
 def outside_modes() -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.private_torch import hint_of, is_known, settled
 
-__all__ = ["common_factor", "hint", "is_symbolic", "lengths", "place", "settled_sizes", "symbolic_chunk"]
+__all__ = ["common_factor", "hint", "is_symbolic", "lengths", "numbers", "place", "settled_sizes", "symbolic_chunk"]
 
 
 def is_symbolic(sizes: Sequence[Any]) -> bool:
@@ -45,6 +45,17 @@ def common_factor(one: int, other: int) -> int:
     found = math.gcd(hint(one), hint(other))
     # Asked, so that it holds wherever the graph does.
     return found if one % found == 0 and other % found == 0 else 1
+
+
+def numbers(value: Any) -> Any:
+    """The numbers in place of symbols, in lists too. The graph is guarded by them from here on."""
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    return tuple(map(numbers, value)) if isinstance(value, (tuple, list)) else value
 
 
 def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:

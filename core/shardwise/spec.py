@@ -17,7 +17,7 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
-from shardwise.sizes import hint, is_symbolic, place
+from shardwise.sizes import hint, is_symbolic, numbers, place
 from shardwise.start import OfThisStart, generation
 
 __all__ = ["AbstractMesh", "Layout", "Mesh", "SymbolicSpec", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
@@ -383,3 +383,14 @@ def hinted(spec: TensorSpec) -> TensorSpec:
 def hinted_meta(meta: TensorMeta) -> TensorMeta:
     """A meta with the sizes and strides that the graph was made for, where they are symbols."""
     return TensorMeta([hint(n) for n in meta.shape], [hint(n) for n in meta.stride], meta.dtype)
+
+
+def in_numbers(value: Any) -> Any:
+    """Specs, metas and lists of them, and static arguments, with numbers in place of symbols; the graph is guarded by
+    them from here on.
+    """
+    if isinstance(value, SymbolicSpec):
+        return value.with_meta(in_numbers(value.tensor_meta))
+    if isinstance(value, TensorMeta):
+        return TensorMeta(numbers(tuple(value.shape)), numbers(value.stride), value.dtype)
+    return tuple(map(in_numbers, value)) if isinstance(value, (tuple, list)) else numbers(value)

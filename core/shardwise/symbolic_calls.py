@@ -27,13 +27,13 @@ from shardwise.lowering import LocalCall
 from shardwise.meta import UNKNOWN, output_metas
 from shardwise.plan import Plan, make_plan
 from shardwise.planner import problems
-from shardwise.private_torch import outside_modes, without_data
+from shardwise.private_torch import make_known, outside_modes, without_data
 from shardwise.registry import Entry
 from shardwise.rule import AnyRule, FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.signature import Call, op_name, signature
 from shardwise.sizes import hint, lengths, settled_sizes
-from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, hinted_meta
+from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, hinted_meta, in_numbers
 from shardwise.strategy import Choice, Problem
 
 __all__ = ["forget_choices", "plan_symbolic_call"]
@@ -72,8 +72,9 @@ def _plan(
     except Exception as error:  # noqa: BLE001  # whatever a rule or a kernel does with a symbol
         _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
         return _plan_of_numbers(entry, schema, described)
-    if isinstance(plan.call, partial):
-        plan.run_by(_or_by_numbers(op_name(op), plan.call))
+    for value in plan.static or ():
+        make_known(value if isinstance(value, (tuple, list)) else (value,))
+    plan.run_by(_or_by_numbers(op_name(op), plan.call))
     return plan
 
 
@@ -96,7 +97,10 @@ def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
         found = output_metas(entry.op, described, entry.rule.meta)
     if found is UNKNOWN:
         raise NotImplementedError("the shape of its result is unknown")
-    return tuple(None if m is None else _settled(m) for m in found)
+    metas = tuple(None if m is None else _settled(m) for m in found)
+    for meta in metas:
+        make_known(() if meta is None else (*meta.shape, *meta.stride))
+    return metas
 
 
 def _settled(meta: TensorMeta) -> TensorMeta:
@@ -177,40 +181,31 @@ def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
 
 def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -> Plan:
     """The plan with numbers in place of all symbols, which the graph is guarded by from here on."""
-    stated = OpSchema(schema.op, _numbers(schema.values), schema.info, schema.fixed)
-    given = _numbers(tuple(described))
+    stated = OpSchema(schema.op, in_numbers(schema.values), schema.info, schema.fixed)
+    given = in_numbers(tuple(described))
     return make_plan(entry, stated, output_metas(entry.op, given, entry.rule.meta))
 
 
-def _numbers(value: Any) -> Any:
-    if isinstance(value, torch.SymInt):
-        return int(value)
-    if isinstance(value, torch.SymFloat):
-        return float(value)
-    if isinstance(value, torch.SymBool):
-        return bool(value)
-    if isinstance(value, SymbolicSpec):
-        meta = value.tensor_meta
-        return value.with_meta(TensorMeta(_numbers(tuple(meta.shape)), _numbers(meta.stride), meta.dtype))
-    if isinstance(value, TensorMeta) and value.is_symbolic:
-        return TensorMeta(_numbers(tuple(value.shape)), _numbers(value.stride), value.dtype)
-    return tuple(map(_numbers, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _or_by_numbers(name: str, lowered: partial[Any]) -> Callable[..., Any]:
-    """A lowering that is run with numbers where it cannot do with symbols."""
+def _or_by_numbers(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """The local call, run with numbers where it cannot do with symbols."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return lowered(*args, **kwargs)
+            return call(*args, **kwargs)
         except Exception as error:  # noqa: BLE001  # as above
             _log.info("%s is compiled for its sizes alone: %s: %s", name, type(error).__name__, error)
-            return lowered.func(_local_call_of_numbers(lowered.args[0]), *args, **kwargs)
+            with outside_modes():
+                args, kwargs = tuple(map(in_numbers, args)), {n: in_numbers(v) for n, v in kwargs.items()}
+                stated = _lowering_of_numbers(call) if isinstance(call, partial) else call
+            return stated(*args, **kwargs)
 
     return run
 
 
-def _local_call_of_numbers(local: LocalCall) -> LocalCall:
+def _lowering_of_numbers(lowered: partial[Any]) -> Callable[..., Any]:
+    local: LocalCall = lowered.args[0]
     call = local.call
-    stated = Call(call.op, {n: _numbers(v) for n, v in call.args.items()}, _numbers(call.outputs), call.is_position)
-    return LocalCall(stated, _numbers(local.inputs), _numbers(local.outputs), local.coordinate, local.comm)
+    args = {name: in_numbers(value) for name, value in call.args.items()}
+    stated = Call(call.op, args, in_numbers(call.outputs), call.is_position)
+    inputs, outputs = in_numbers(local.inputs), in_numbers(local.outputs)
+    return partial(lowered.func, LocalCall(stated, inputs, outputs, local.coordinate, local.comm))
