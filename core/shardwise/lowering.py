@@ -40,8 +40,11 @@ class Comm(Protocol):
         """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is left as it is."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
-        """The tensors of all ranks along one mesh dim; shapes may differ between ranks."""
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
+        """The tensors of all ranks along one mesh dim; shapes may differ between ranks.
+
+        ``alike`` says that they do not: it saves asking for them, which compiled code cannot.
+        """
         ...
 
     def all_to_all(

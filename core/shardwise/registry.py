@@ -42,6 +42,8 @@ class Registrar:
         self.optimizers: list[type[torch.optim.Optimizer]] = []
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
+        #: By the name of an op that does not exist yet (``acme::swish``), what makes its rule.
+        self.later: dict[str, Callable[[Op], AnyRule]] = {}
 
     @property
     def entries(self) -> list[Entry]:
@@ -63,6 +65,13 @@ class Registrar:
                 )
             for op in rule.ops:
                 self._add(op, rule, rule.replaces or replaces)
+
+    def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
+        """Hand over the rule of an op that torch makes only when it is needed; ``make(op)`` is asked for it then.
+
+        ``name`` is that of the default overload: ``"prims::fma"``.
+        """
+        self.later[name] = make
 
     def add_optimizers(self, *classes: Any) -> None:
         """Name optimizers whose step treats each element alone: it may run on shards as they are.
@@ -129,6 +138,7 @@ class Registry:
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
         self._verdicts: dict[Op, Verdict] = {}
+        self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.observers: list[Observer] = []
         self.links: list[tuple[Origin, LinkSupplier]] = []
@@ -143,6 +153,7 @@ class Registry:
         self.optimizers.update(registrar.optimizers)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
+        self._later |= {name: (registrar.origin, make) for name, make in registrar.later.items()}
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()
@@ -191,9 +202,17 @@ class Registry:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
         found = self._verdicts.get(op)
         if found is None:
+            self._make_late(op)
             overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
             found = self._verdicts[op] = judge(op, overrides, entries, self.prefer)
         return found
+
+    def _make_late(self, op: Op) -> None:
+        known = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
+        if known is not None:
+            registrar = Registrar(known[0])
+            registrar.add(known[1](op))
+            self._entries.setdefault(op, []).extend(registrar.entries)
 
     def conflicts(self) -> list[Verdict]:
         """The ops with several rules of which none holds, by name."""

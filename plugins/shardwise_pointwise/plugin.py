@@ -16,3 +16,5 @@ def shardwise_register(registry: Registrar) -> None:
     from shardwise_pointwise import gated, table
 
     registry.add(*table.RULES, *gated.RULES)
+    for name in table.MADE_LATE:
+        registry.add_later(name, lambda op: table.elementwise_of([op]))

@@ -27,8 +27,8 @@ def _winners(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tupl
         positions = torch.zeros(shape, dtype=torch.int64, device=x.device)
     # The last mesh dim splits innermost. Joined from there, shards stand in their order and the first of equals wins.
     for mesh_dim in reversed(local.once(splitting)):
-        rivals = torch.cat(local.comm.all_gather(values, mesh_dim), dim)
-        places = torch.cat(local.comm.all_gather(positions, mesh_dim), dim)
+        rivals = torch.cat(local.comm.all_gather(values, mesh_dim, alike=True), dim)
+        places = torch.cat(local.comm.all_gather(positions, mesh_dim, alike=True), dim)
         values, winner = pick(rivals, dim, keepdim=True)
         positions = places.gather(dim, winner)
     return values, positions
