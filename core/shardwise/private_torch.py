@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from torch._guards import TracingContext, detect_fake_mode
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -22,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch._guards import TracingContext, detect_fake_mode
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental import symbolic_shapes
@@ -390,7 +390,7 @@ def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
 
 
 def is_open(size: Any) -> bool:
-    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. The public question asks for guards."""
+    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. No public function says so."""
     return isinstance(size, torch.SymInt) and symbolic_shapes.has_free_unbacked_symbols(size)
 
 

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
-from shardwise.sizes import hint, is_symbolic, numbers, place
+from shardwise.sizes import hint, is_symbolic, numbers, place, settled_sizes
 from shardwise.start import OfThisStart, generation
 
 __all__ = ["AbstractMesh", "Layout", "Mesh", "SymbolicSpec", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
@@ -152,6 +152,10 @@ class _Interned(type):
         except TypeError:  # symbols have no hash
             if not tensor_meta.is_symbolic:
                 raise
+            shape, stride = settled_sizes(tensor_meta.shape), settled_sizes(tensor_meta.stride)
+            tensor_meta = TensorMeta(shape, stride, tensor_meta.dtype)
+            if not tensor_meta.is_symbolic:
+                return cls(mesh, placements, tensor_meta, is_copy)
             checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
             return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
         checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
@@ -370,7 +374,6 @@ class SymbolicSpec(TensorSpec):
         """As of any spec; the same one where it places alike."""
         wanted = tuple(placements)
         return self if wanted == self.placements else TensorSpec(self.mesh, wanted, self.tensor_meta)
-
 
 
 def hinted(spec: TensorSpec) -> TensorSpec:

@@ -32,8 +32,8 @@ from shardwise.registry import Entry
 from shardwise.rule import AnyRule, FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.signature import Call, op_name, signature
-from shardwise.sizes import hint, lengths, settled_sizes
-from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, hinted_meta, in_numbers
+from shardwise.sizes import hint, lengths
+from shardwise.spec import SymbolicSpec, TensorSpec, hinted, hinted_meta, in_numbers
 from shardwise.strategy import Choice, Problem
 
 __all__ = ["forget_choices", "plan_symbolic_call"]
@@ -58,9 +58,7 @@ def plan_symbolic_call(
         return _plan(cls, entry, info, args, kwargs)
 
 
-def _plan(
-    cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Plan:
+def _plan(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
     op = entry.op
     values = signature(op).bind(args, kwargs)
     schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
@@ -97,14 +95,9 @@ def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
         found = output_metas(entry.op, described, entry.rule.meta)
     if found is UNKNOWN:
         raise NotImplementedError("the shape of its result is unknown")
-    metas = tuple(None if m is None else _settled(m) for m in found)
-    for meta in metas:
+    for meta in found:
         make_known(() if meta is None else (*meta.shape, *meta.stride))
-    return metas
-
-
-def _settled(meta: TensorMeta) -> TensorMeta:
-    return TensorMeta(settled_sizes(meta.shape), settled_sizes(meta.stride), meta.dtype)
+    return found
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -155,9 +148,7 @@ def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | No
     if rows is None or any(row not in stated.rows for row in rows):
         return None
     choice = tuple(stated.rows.index(row) for row in rows)
-    legal = all(
-        r in stated.candidates(m) and stated.allowed(choice[: m + 1]) for m, r in enumerate(choice)
-    )
+    legal = all(r in stated.candidates(m) and stated.allowed(choice[: m + 1]) for m, r in enumerate(choice))
     return choice if legal else None
 
 

@@ -73,7 +73,7 @@ class MeshTensor(torch.Tensor):
         spec = layout.spec(size, stride, local.dtype)
         traced = is_traced(local)
         if traced:
-            local, spec = varying.tied(local, spec)
+            local = varying.tied(local, spec)
         made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
         if is_placed and traced:
             gradient.place_traced(made)

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.private_torch import is_open, let_vary, outside_modes, retraced, same_symbol
-from shardwise.sizes import settled_sizes
-from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec
+from shardwise.spec import TensorSpec
 
 __all__ = ["leave_to_whole", "tied"]
 
@@ -24,21 +23,13 @@ def leave_to_whole(local: torch.Tensor) -> None:
         let_vary(local, range(local.ndim))
 
 
-def tied(local: torch.Tensor, spec: TensorSpec) -> tuple[torch.Tensor, TensorSpec]:
-    """A traced part and its spec, the part's sizes written in those of the whole."""
+def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A traced part, its sizes written in those of the whole."""
     with outside_modes():
-        if isinstance(spec, SymbolicSpec):
-            spec = settled(spec)
         if not any(map(is_open, local.shape)):
-            return local, spec
+            return local
         shape = spec.local_shape()
-        return retraced(local, shape, _strides(local, shape)), spec
-
-
-def settled(spec: TensorSpec) -> TensorSpec:
-    """The spec with integers for symbols that cannot change any more."""
-    meta = spec.tensor_meta
-    return spec.with_meta(TensorMeta(settled_sizes(meta.shape), settled_sizes(meta.stride), meta.dtype))
+        return retraced(local, shape, _strides(local, shape))
 
 
 def _strides(local: torch.Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:

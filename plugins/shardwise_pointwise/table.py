@@ -85,7 +85,7 @@ WHERE = {
     )
 }
 
-# Ops that torch makes when it compiles; addcmul with a tensor for its factor, as in an optimizer's loop, is traced as one.
+# Ops that torch makes when it compiles: an optimizer's addcmul with a tensor for its factor, say, is traced as one.
 MADE_LATE = ("prims::fma",)
 
 RULES = (

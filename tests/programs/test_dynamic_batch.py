@@ -1,4 +1,4 @@
-"""Compiled programs whose batch changes: the graphs they need, what is in them, and their numbers, on four gloo ranks."""
+"""Compiled programs whose batch changes: how many graphs they need, and their numbers, on four gloo ranks."""
 
 from __future__ import annotations
 
@@ -77,18 +77,8 @@ def data(model, batch, dtype):
     g = torch.Generator().manual_seed(batch)
     if isinstance(model, (GPT, Split)):
         return torch.randint(12, (2, batch, 6), generator=g).unbind()
-    shape = (batch, 3, 16, 16)[: 4 if isinstance(model, Pictures) else 1]
     shape = (batch, 3, 8, 8) if isinstance(model, Pictures) else (batch, 6)
     return torch.randn(shape, generator=g, dtype=dtype), torch.randint(12, (batch,), generator=g)
-
-
-def collectives_in(counter):
-    """The names of the functional collectives that the last step's graphs hold."""
-    return sorted({n.target.__name__ for g in counter.traced for n in g.graph.nodes if "c10d" in str(n.target)})
-
-
-class Counting(CompileCounterWithBackend):
-    """Counts graphs, and keeps what AOTAutograd makes of them for those backends that show it."""
 
 
 def run(make, mesh_of, partition, placements, batches, backend="aot_eager", dynamic=None, mark=False):
@@ -133,10 +123,13 @@ def test_a_second_batch_size_makes_one_graph_more_and_a_third_none(pool):
     assert pool.run(run, MLP, ONE, {}, ROWS, (8, 12, 16, 8), timeout=240) == [[1, 2, 2, 2]] * 4
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_declared_dynamic_needs_one_graph(pool):
     assert pool.run(run, MLP, TWO, WIDE, BOTH, (4, 6, 8), "aot_eager", None, True, timeout=240) == [[1, 1, 1]] * 4
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_batch_that_does_not_divide_makes_a_graph_for_its_like(pool):
     found = pool.run(run, MLP, ONE, OVER_DATA, ROWS, (8, 12, 7, 11, 5, 16), timeout=240)
     assert found == [[1, 2, 3, 3, 4, 4]] * 4
