@@ -34,7 +34,7 @@ def settled_sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(settled(n) if isinstance(n, torch.SymInt) else n for n in sizes)
 
 
-def common_factor(one: int, other: int) -> int:
+def common_factor(one: Any, other: Any) -> Any:
     """The greatest common divisor of two sizes; of symbols a common one that is known, or that of their numbers."""
     if not isinstance(one, torch.SymInt) and not isinstance(other, torch.SymInt):
         return math.gcd(one, other)
@@ -67,8 +67,9 @@ def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
     last = size - step * (parts - 1)
     if last >= 0:
         return (step if index < parts - 1 else last), step * index
-    start = torch.sym_min(size, step * index)
-    return torch.sym_min(size, step * (index + 1)) - start, start
+    least: Any = torch.sym_min  # torch leaves it unannotated
+    start = least(size, step * index)
+    return least(size, step * (index + 1)) - start, start
 
 
 def lengths(size: Any, parts: int) -> list[Any]:

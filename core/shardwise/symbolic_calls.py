@@ -32,7 +32,7 @@ from shardwise.registry import Entry
 from shardwise.rule import AnyRule, FullMeshRule
 from shardwise.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.signature import Call, op_name, signature
-from shardwise.sizes import hint, lengths
+from shardwise.sizes import hint, is_symbolic, lengths
 from shardwise.spec import SymbolicSpec, TensorSpec, hinted, hinted_meta, in_numbers
 from shardwise.strategy import Choice, Problem
 
@@ -84,8 +84,9 @@ def _has_symbol(value: Any) -> bool:
 
 def _a_part(cls: type, values: Sequence[Any]) -> torch.Tensor:
     """The local tensor of some operand."""
-    flat = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
-    return next(v._local_tensor for v in flat if isinstance(v, cls))  # type: ignore[attr-defined]
+    flat: Any = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
+    found: torch.Tensor = next(v for v in flat if isinstance(v, cls))._local_tensor
+    return found
 
 
 def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
@@ -134,7 +135,7 @@ def _of_numbers(problem: Problem) -> Problem:
 def _without_symbols(schema: OpSchema) -> Any:
     def shown(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            sizes = tuple(None if isinstance(n, torch.SymInt) else n for n in value.shape)
+            sizes = tuple(None if is_symbolic((n,)) else n for n in value.shape)
             return value.layout, sizes, value.dtype
         if isinstance(value, tuple):
             return tuple(map(shown, value))

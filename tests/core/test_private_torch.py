@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardwise import private_torch
 from shardwise.errors import MeshMismatchError
@@ -285,3 +286,49 @@ def test_a_backward_op_knows_its_forward_call():
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert private_torch.forward_traceback() == []
+
+
+def symbols(*numbers):
+    """Sizes that are symbols, of tensors without data."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    whole = mode.from_tensor(torch.empty(numbers), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(numbers)))
+    return whole, whole.shape
+
+
+def test_what_a_symbol_stands_for():
+    _, (n, m) = symbols(8, 6)
+    assert (private_torch.hint_of(n), private_torch.hint_of(2 * n + m)) == (8, 22)
+    assert private_torch.same_symbol(n, n)
+    assert not private_torch.same_symbol(n, m)
+    assert not private_torch.same_symbol(n, 8)
+    assert private_torch.is_known(2 * n % n == 0)
+    assert not private_torch.is_known(n % 4 == 0)
+    assert private_torch.settled(n) is n
+    assert n == 8
+    assert type(private_torch.settled(n)) is int
+
+
+def test_tensors_of_other_sizes_in_one_trace():
+    whole, (n, m) = symbols(8, 6)
+    assert not any(map(private_torch.is_open, (n, 8)))
+    found = private_torch.retraced(whole, (n // 2, m), (m, 1))
+    assert private_torch.same_symbol(found.shape[0], n // 2)
+    with private_torch.without_data(whole):
+        assert private_torch.is_traced(torch.empty(3))
+    private_torch.make_known(whole.shape)  # nothing writes a graph here
+
+
+def test_a_part_whose_sizes_are_left_open():
+    part = torch.empty(3, 2)
+    torch._dynamo.mark_dynamic(part, 0)
+    private_torch.let_vary(part, range(2))
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(any(private_torch.is_open(n) for n in t.shape) for t in inputs if isinstance(t, torch.Tensor))
+        assert private_torch.is_compiled_now()
+        return graph.forward
+
+    torch.compile(lambda t: t + 1, backend=backend)(part)
+    assert seen == [True]
+    assert not private_torch.is_compiled_now()
