@@ -70,6 +70,7 @@ __all__ = [
     "recorded_ops",
     "same_symbol",
     "schema_of",
+    "seeing_graphs",
     "settled",
     "support_foreach",
     "swap_parameter",
@@ -485,6 +486,22 @@ def outside_modes() -> AbstractContextManager[Any]:
 def is_python_dispatched() -> bool:
     """Whether ops go by the dispatcher for Python kernels, as they do while a graph is traced."""
     return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+
+
+def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that runs each graph, forward and backward, as it is, after showing it. The way to
+    write such a backend is documented, in modules that are not public.
+    """
+    # Only here, since loading them takes time.
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph: Any, _: Any) -> Any:
+        see(graph)
+        return make_boxed_func(graph.forward)
+
+    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return made
 
 
 # Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take

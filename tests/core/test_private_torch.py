@@ -291,7 +291,9 @@ def test_a_backward_op_knows_its_forward_call():
 def symbols(*numbers):
     """Sizes that are symbols, of tensors without data."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    whole = mode.from_tensor(torch.empty(numbers), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(numbers)))
+    whole = mode.from_tensor(
+        torch.empty(numbers), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(numbers))
+    )
     return whole, whole.shape
 
 
@@ -324,11 +326,22 @@ def test_a_part_whose_sizes_are_left_open():
     private_torch.let_vary(part, range(2))
     seen = []
 
-    def backend(graph, inputs):
-        seen.extend(any(private_torch.is_open(n) for n in t.shape) for t in inputs if isinstance(t, torch.Tensor))
+    def backend(graph, _):
+        traced = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        seen.extend(any(map(private_torch.is_open, t.shape)) for t in traced if isinstance(t, torch.Tensor))
         assert private_torch.is_compiled_now()
         return graph.forward
 
     torch.compile(lambda t: t + 1, backend=backend)(part)
     assert seen == [True]
     assert not private_torch.is_compiled_now()
+
+
+def test_graphs_are_seen_as_they_go_to_a_compiler():
+    torch._dynamo.reset()
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda t: (t * 3).sum(), backend=private_torch.seeing_graphs(seen.append))(x).backward()
+    assert x.grad.tolist() == [3, 3]
+    assert len(seen) == 2
+    assert any(node.target is aten.mul.Tensor for node in seen[0].graph.nodes)

@@ -63,6 +63,8 @@ def test_specs_of_symbols_have_no_hash_and_specs_of_numbers_are_one():
     with pytest.raises(TypeError):
         hash(spec)
     assert spec.with_placements([Shard(0)]) is spec
-    assert spec.with_placements([Replicate()]).layout is TensorSpec(mesh, [Replicate()], hinted(spec).tensor_meta).layout
+    assert (
+        spec.with_placements([Replicate()]).layout is TensorSpec(mesh, [Replicate()], hinted(spec).tensor_meta).layout
+    )
     assert n == 8  # the symbol can be no other from here on
     assert type(TensorSpec(mesh, [Shard(0)], TensorMeta((n,), (1,), torch.float32))) is TensorSpec
