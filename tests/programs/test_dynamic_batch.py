@@ -12,8 +12,10 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Replicate, Shard, collectives
+from shardwise.demo.compiled import prove
 from shardwise.demo.model import GPT
 from shardwise.demo.run import TENSOR_PARALLEL
+from shardwise.demo.settings import Settings
 from shardwise.testing import mesh
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -161,3 +163,19 @@ def test_models_of_all_kinds(pool, case, mark):
 @pytest.mark.parametrize("case", SLOW)
 def test_models_of_all_kinds_in_inductor(pool, case):
     pool.run(check_slow, case, "inductor", True, timeout=280)
+
+
+def proof():
+    settings = Settings(mesh=(2, 2), layers=1, width=8, heads=4, context=6)
+    steps = prove(settings, (4, 6, 8, 4))
+    # Forward and backward, once for a number and once for a symbol.
+    assert [step.graphs for step in steps] == [2, 2, 0, 0]
+    assert all(step.outside == 0 for step in steps)
+    assert all("all_reduce" in step.collectives for step in steps[:2])
+    assert max(step.difference for step in steps) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_the_proof_that_the_demo_gives(pool):
+    pool.run(proof, timeout=280)
