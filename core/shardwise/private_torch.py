@@ -493,7 +493,7 @@ def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
     write such a backend is documented, in modules that are not public.
     """
     # Only here, since loading them takes time.
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
 
     def keep(graph: Any, _: Any) -> Any:

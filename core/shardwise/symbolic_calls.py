@@ -84,9 +84,10 @@ def _has_symbol(value: Any) -> bool:
 
 def _a_part(cls: type, values: Sequence[Any]) -> torch.Tensor:
     """The local tensor of some operand."""
-    flat: Any = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
-    found: torch.Tensor = next(v for v in flat if isinstance(v, cls))._local_tensor
-    return found
+    flat = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
+    found: Any = next(v for v in flat if isinstance(v, cls))
+    part: torch.Tensor = found._local_tensor
+    return part
 
 
 def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:

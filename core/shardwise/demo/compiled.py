@@ -47,7 +47,7 @@ def _loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 def prove(settings: Settings, batches: Sequence[int]) -> list[Step]:
     """Run on this rank of the default process group: one step a batch, in eager mode and compiled without a break."""
-    torch.compiler.reset()  # type: ignore[no-untyped-call]
+    torch.compiler.reset()
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
     places: list[Placement] = [Shard(0) if name == "dp" else REPLICATE for name in settings.mesh_names]
     model = sw.distribute_module(build(settings).double(), mesh, TENSOR_PARALLEL, src_data_rank=None)
