@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,12 @@ from shardwise.private_torch import direct_call
 from shardwise.registry import Entry
 from shardwise.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.signature import Arg, Kind, Op, op_name, signature
+from shardwise.sizes import hint
 from shardwise.spec import Mesh, TensorMeta, TensorSpec
 
 __all__ = ["NUMBERS", "common_mesh", "describe_call", "plan_call"]
 
-NUMBERS = (bool, int, float, complex)
+NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 """What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``), and reaches the dispatcher as it is."""
 
 
@@ -32,18 +33,25 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     """
     op = entry.op
     values = signature(op).bind(args, kwargs)
-    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
+    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), map(_number, values))
     plan = make_plan(entry, schema, output_metas(op, described, entry.rule.meta))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return plan
 
 
+def _number(value: Any) -> Any:
+    """A number in place of a symbol that is keyed by its type: a plan is kept, and must not hold on to a graph."""
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    return 1.0 if isinstance(value, torch.SymFloat) else True if isinstance(value, torch.SymBool) else value
+
+
 def describe_call(
-    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, given: Iterable[Any]
 ) -> tuple[OpSchema, list[Any]]:
     """The schema of a call, and its arguments with specs for tensors only: numbers in their place stay numbers."""
-    op = entry.op
+    op, values = entry.op, list(given)
     schema = OpSchema(op, tuple(_to_specs(cls, op, mesh, values)), info, _number_operands(op, values))
     if entry.rule.zip_lists:
         check_lengths(schema)
@@ -123,9 +131,15 @@ def _to_specs(cls: type, op: Op, mesh: Mesh, values: Sequence[Any]) -> Iterator[
     whole = (REPLICATE,) * mesh.ndim
     for arg, value in zip(signature(op).args, values, strict=True):
         if _is_number_operand(arg, value):
-            yield TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(value).dtype))
+            yield TensorSpec(mesh, whole, TensorMeta((), (), _dtype_of(value)))
         else:
             yield _to_spec(cls, mesh, value)
+
+
+def _dtype_of(number: Any) -> torch.dtype:
+    """The dtype of a tensor of one number; a symbol has its type's."""
+    kinds = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+    return torch.tensor(kinds.get(type(number), number)).dtype
 
 
 def _to_spec(cls: type, mesh: Mesh, value: Any) -> Any:

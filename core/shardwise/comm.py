@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakSet
@@ -38,11 +39,15 @@ class MeshComm:
         dims = tuple(m for m in mesh_dims if self.mesh.size(m) > 1)
         return groups.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
-        """The tensors of all ranks along a mesh dim; the shapes may differ."""
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
+        """The tensors of all ranks along a mesh dim; the shapes may differ, if not said to be alike."""
         group = group_of(self.mesh, _dims(mesh_dim))
         if group.size == 1:
             return [tensor]
+        if alike:
+            # Where there is nothing on any rank, nothing is sent.
+            empty = math.prod(tensor.shape) == 0
+            return [tensor] * group.size if empty else list(group.all_gather(tensor.contiguous()).unbind())
         _refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
         rows = group.all_gather(self._row(tensor))
         shapes = [list(tensor.shape)] * group.size if is_rehearsing() else _shapes(rows)

@@ -33,6 +33,7 @@ from shardwise.rule_agreement import agree_on_rules, at_first_use
 from shardwise.schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from shardwise.signature import Op, op_name, signature
 from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.symbolic_calls import forget_choices, plan_symbolic_call
 from shardwise.unknown import Dispatch, UnknownOp
 
 __all__ = [
@@ -194,6 +195,7 @@ def _compiled(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handl
         "new": new_wrapper,
         "plans": store.hot,
         "miss": store.miss,
+        "symbolic": store.symbolic,
         "other": lambda name, value: _other(op, name, value),
         "guard": _guard,
         "inference": torch.is_inference_mode_enabled,
@@ -343,6 +345,7 @@ def clear_plans() -> None:
     for store in _plan_stores:
         store.clear()
     _plan_stores.clear()
+    forget_choices()
     _times_cleared[0] += 1
 
 
@@ -376,6 +379,14 @@ class _PlanStore:
             self.cold.clear()
             self.cold.update(self.hot)
             self.hot.clear()
+
+    def symbolic(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
+        """The plan of a call with symbols for sizes, which have no hash: made for this call alone."""
+        _meet(args, kwargs)
+        plan = plan_symbolic_call(_tensor_class[0], _registry().lookup(self.op), self.info, args, kwargs or {})
+        for callback in tuple(_observers):
+            callback(plan)
+        return plan
 
     def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
         """The plan of a call that is not in ``hot``: from ``cold``, or made now."""

@@ -6,9 +6,9 @@
 
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the tensor
 class, ``new`` its constructor, ``plans`` the op's plans by key, ``PLAIN`` the types of numbers and of None, ``other``
-what to do with an argument that is none of these, ``miss`` the slow path, ``guard`` a check of what moves, ``reseat``
-what makes a tensor another view of itself,
-``elsewhere`` the way to the handler of another call shape.
+what to do with an argument that is none of these, ``miss`` the slow path, ``symbolic`` the way of what has no hash,
+``guard`` a check of what moves, ``reseat`` what makes a tensor another view of itself, ``elsewhere`` the way to the
+handler of another call shape.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ def _find_plan(given: Sequence[_Given], info: RuntimeSchemaInfo) -> list[str]:
         "    plan = plans[key]",
         "except KeyError:",
         "    plan = miss(key, args, kwargs)",
+        "except TypeError:",
+        "    plan = symbolic(args, kwargs)",
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from attrs import field, frozen
 
 from shardwise import draws
-from shardwise.placements import Shard
+from shardwise.placements import Placement, Shard
 from shardwise.private_torch import is_rehearsing
 from shardwise.sampling import Draw, Region
 from shardwise.signature import Call, Kind
@@ -43,8 +43,11 @@ class Comm(Protocol):
         """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is left as it is."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
-        """The tensors of all ranks along one mesh dim; shapes may differ between ranks."""
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
+        """The tensors of all ranks along one mesh dim; shapes may differ between ranks.
+
+        ``alike`` says that they do not: it saves asking for them, which compiled code cannot.
+        """
         ...
 
     def all_to_all(
@@ -166,16 +169,27 @@ class LocalCall:
         return _sharding(spec, dims)
 
 
+def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    try:
+        return _kept_place(spec, coordinate)
+    except TypeError:  # symbols have no hash
+        return spec.local_shape_and_offset(coordinate)
+
+
 # Lowerings ask at every call.
 @lru_cache(maxsize=1024)
-def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _kept_place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return spec.local_shape_and_offset(coordinate)
 
 
-@lru_cache(maxsize=1024)
 def _sharding(spec: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = [d % spec.ndim for d in dims] if dims else range(spec.ndim)
-    return tuple(m for m, p in enumerate(spec.placements) if isinstance(p, Shard) and p.dim in wanted)
+    return _kept_sharding(spec.placements, spec.ndim, dims)
+
+
+@lru_cache(maxsize=1024)
+def _kept_sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    wanted = [d % ndim for d in dims] if dims else range(ndim)
+    return tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in wanted)
 
 
 # (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in,

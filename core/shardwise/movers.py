@@ -123,7 +123,7 @@ def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     dim = _shard_dim(dst, group)
     shape = dst.local_shape()
     shapes = [dst.local_shape(c) for c in _members(src, group)]
-    if len(set(shapes)) == 1:
+    if _alike(shapes):
         pieces = _even_pieces(group.size, dim, shape)
         return lambda local: group.start_reduce_scatter(pieces(local), kind)
     counts = list(map(math.prod, shapes))
@@ -155,7 +155,7 @@ def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     pieces = [Piece(s, o, i * longest) for i, (s, o) in enumerate(zip(shapes, at, strict=True)) if math.prod(s)]
     if all(p.whole_offset == p.packed_offset and _is_run(p.shape, whole) for p in pieces):
         return _gather_in_place(group, longest, whole)
-    if len(set(shapes)) == 1:
+    if _alike(shapes):
         return _gather_blocks(group, src, shapes[0], whole)
     return _gather_uneven(group, longest, pieces, whole)
 
@@ -218,7 +218,7 @@ def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     members = _members(src, group)
     before, after = [src.local_shape(c) for c in members], [dst.local_shape(c) for c in members]
     old, new = _shard_dim(src, group), _shard_dim(dst, group)
-    if len(set(before)) == 1 and len(set(after)) == 1:
+    if _alike(before) and _alike(after):
         return _even_all_to_all(group, old, new, before[0], after[0])
     here = dst.local_shape()
     mine = before[group.position]
@@ -283,8 +283,8 @@ def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
 
 
 def _evenly(pieces: Sequence[Piece]) -> bool:
-    steps = {(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)}
-    return len(steps) == 1 and min(min(steps)) > 0  # a tensor has no negative strides
+    steps = [(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)]
+    return _alike(steps) and min(steps[0]) > 0  # a tensor has no negative strides
 
 
 def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
@@ -331,6 +331,11 @@ def _unpack(packed: Tensor, out: Tensor, blocks: Sequence[Block]) -> Tensor:
 
 def _strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+def _alike(values: Sequence[Shape]) -> bool:
+    # Not by a set: sizes may be symbols.
+    return all(value == values[0] for value in values)
 
 
 def _is_run(shape: Shape, whole: Shape) -> bool:

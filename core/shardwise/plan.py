@@ -18,6 +18,7 @@ from shardwise.planner import cheapest, make_call, merged
 from shardwise.private_torch import direct_call
 from shardwise.redistribute import mover
 from shardwise.registry import Entry
+from shardwise.rule import AnyRule
 from shardwise.schema import OpSchema, PlacementStrategy
 from shardwise.signature import Call, Kind, op_name
 from shardwise.spec import TensorMeta, TensorSpec
@@ -25,6 +26,7 @@ from shardwise.spec import TensorMeta, TensorSpec
 __all__ = ["Plan", "check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
 
 Mover = Callable[[torch.Tensor], torch.Tensor]
+Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
 
 
 class Plan:
@@ -77,14 +79,14 @@ class Plan:
         return f"Plan({op_name(self.schema.op)}: {chosen}, by {self.entry.origin})"
 
 
-def make_plan(entry: Entry, schema: OpSchema, outputs: Any) -> Plan:
+def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = cheapest) -> Plan:
     """Choose the strategy of a call and freeze it; raises before anything is communicated."""
     metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is UNKNOWN else outputs
     call = make_call(entry.rule, schema, metas)
-    chosen = cheapest(entry.rule, schema, call)
+    chosen = choose(entry.rule, schema, call)
     # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
     if any(strategy.cost for strategy in chosen) and agree_on_links(schema.mesh):
-        chosen = cheapest(entry.rule, schema, call)
+        chosen = choose(entry.rule, schema, call)
     inputs, results = merged(schema, chosen)
     inputs = list(map(_as_it_lies, schema.specs, inputs))
     lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)

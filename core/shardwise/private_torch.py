@@ -6,13 +6,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from typing import Any
 
 import torch
 from attrs import frozen
+from torch._guards import TracingContext, detect_fake_mode
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -24,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,8 +54,12 @@ __all__ = [
     "graph_all_reduce",
     "graph_all_to_all",
     "graph_reduce_scatter",
+    "hint_of",
     "in_backward",
+    "is_compiled_now",
     "is_composite",
+    "is_open",
+    "is_known",
     "is_python_dispatched",
     "is_rehearsing",
     "is_traced",
@@ -60,7 +67,9 @@ __all__ = [
     "is_without_data",
     "memory_of",
     "known_custom_op",
+    "let_vary",
     "make_custom_op",
+    "make_known",
     "is_unknowable",
     "new_wrapper",
     "outside_modes",
@@ -71,12 +80,17 @@ __all__ = [
     "python_decomposition",
     "recorded_ops",
     "rehearsing",
+    "same_symbol",
     "schema_of",
+    "seeing_graphs",
+    "settled",
     "support_foreach",
     "swap_parameter",
+    "retraced",
     "version_of",
     "watching",
     "wrap_state_dict_functions",
+    "without_data",
 ]
 
 
@@ -480,6 +494,78 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return is_without_data(tensor) and not _rehearsals
 
 
+def is_compiled_now() -> bool:
+    """Whether this thread is making a graph, at whatever stage. The public question is answered yes only inside."""
+    return TracingContext.try_get() is not None
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The number that a symbolic size stood for when tracing began, without making that a guard of the graph."""
+    # torch 2.13 has the function, earlier releases the method.
+    ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
+    return int(ask(size) if ask else size.node.require_hint())
+
+
+def settled(size: torch.SymInt) -> int | torch.SymInt:
+    """The integer in place of a symbol that can be no other any more."""
+    found = size.node.maybe_as_int()
+    return size if found is None else int(found)
+
+
+def same_symbol(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same by what is known, without asking for a guard."""
+    if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
+        return type(one) is type(other) and bool(one == other)
+    return bool(one.node.expr == other.node.expr)
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds by what is known of them, without asking for a guard."""
+    return condition is True or bool(symbolic_shapes.statically_known_true(condition))
+
+
+def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
+
+    The function that is public for this marks the outer tensor, too, and lifts no mark that was made before.
+    """
+    part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
+    for mark in ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"):
+        part.__dict__.pop(mark, None)
+
+
+def is_open(size: Any) -> bool:
+    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. No public function says so."""
+    return isinstance(size, torch.SymInt) and symbolic_shapes.has_free_unbacked_symbols(size)
+
+
+def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    """A tensor without data in the place of ``part`` in its trace, of other sizes; no use of its symbols is to come.
+    Neither the trace's mode nor its symbols are public.
+    """
+    mode = _mode_of(part)
+    for size in (*part.shape, *part.stride()):
+        if isinstance(size, torch.SymInt):
+            pending = mode.shape_env.pending_fresh_unbacked_symbols
+            pending[:] = [s for s in pending if s not in size.node.expr.free_symbols]
+    with _outside_modes(), mode:
+        return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+
+
+def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which ops run on tensors without data, whose sizes are those of the trace that ``part`` is of."""
+    stack = ExitStack()
+    stack.enter_context(_outside_modes())
+    stack.enter_context(_mode_of(part))
+    return stack
+
+
+def _mode_of(part: torch.Tensor) -> Any:
+    mode = detect_fake_mode([part])
+    assert mode is not None, "only a traced tensor has symbols for sizes"
+    return mode
+
+
 def assert_when_run(condition: torch.Tensor, message: str) -> None:
     """Make a graph raise when it runs and this is false. The public assertion looks at the value at once.
 
@@ -492,8 +578,44 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
 def _outside_modes() -> Iterator[None]:
     # The dispatcher for Python kernels, which a trace turns on, calls every kernel with the GIL held. A collective's
     # kernel then waits for a lock of gloo's whose holder, a thread of gloo that frees a tensor, waits for the GIL.
-    with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
-        yield
+    tracer, _left.tracer = _left.tracer, _tracer()
+    try:
+        with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+            yield
+    finally:
+        _left.tracer = tracer
+
+
+class _Left(threading.local):
+    """What writes the graph that this thread is making, while its modes are left."""
+
+    tracer: Any = None
+
+
+_left = _Left()
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return _left.tracer if mode is None else mode.tracer
+
+
+def make_known(sizes: Iterable[Any]) -> None:
+    """Have the graph that is being made write the formulas of sizes that were computed outside it.
+
+    Torch does so by itself for the argument of an op. A size of which it computes first, and whose formula it has not
+    written yet, it takes for its own result.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return
+    # Only here, since loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            with suppress(Exception):  # a formula that torch cannot write: it says so where the size is used
+                set_proxy_slot(size, tracer, get_proxy_slot(size, tracer))
 
 
 def outside_modes() -> AbstractContextManager[Any]:
@@ -508,6 +630,22 @@ def outside_modes() -> AbstractContextManager[Any]:
 def is_python_dispatched() -> bool:
     """Whether ops go by the dispatcher for Python kernels, as they do while a graph is traced."""
     return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+
+
+def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that runs each graph, forward and backward, as it is, after showing it. The way to
+    write such a backend is documented, in modules that are not public.
+    """
+    # Only here, since loading them takes time.
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph: Any, _: Any) -> Any:
+        see(graph)
+        return make_boxed_func(graph.forward)
+
+    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return made
 
 
 # Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take

@@ -7,7 +7,9 @@ slice is a copy. They work below autograd, on plain local tensors.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 
 from attrs import frozen
@@ -19,11 +21,13 @@ from shardwise.movers import Mover, Run, Start, make_mover
 from shardwise.moves import memory_order
 from shardwise.placements import Placement, Shard, check_placements, shard
 from shardwise.private_torch import outside_modes
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, in_numbers
 from shardwise.start import generation
 from shardwise.transition import Step, transition
 
 __all__ = ["Mover", "Route", "mover", "redistribute_local", "route"]
+
+_log = logging.getLogger(__name__)
 
 
 @frozen
@@ -54,7 +58,25 @@ def mover(src: TensorSpec, dst: TensorSpec) -> Run:
 
     All ranks of the mesh must ask for it alike: it may have to make a process group.
     """
-    return _mover(src, dst, generation()).run
+    return _mover_of(src, dst).run
+
+
+def _mover_of(src: TensorSpec, dst: TensorSpec) -> Mover:
+    if not isinstance(src, SymbolicSpec):
+        return _mover(src, dst, generation())
+    # What holds for symbols is of no use to another graph. Nothing starts early in a graph, so there is no start.
+    return Mover(lambda local: _run_symbolic(local, src, dst))
+
+
+def _run_symbolic(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
+    """Move by symbols, or where torch cannot write what is to be done in symbols, by numbers."""
+    try:
+        return _made_mover(src, dst).run(local)
+    except Exception as error:  # noqa: BLE001  # whatever torch raises for a formula
+        _log.info("%s is redistributed for its sizes alone: %s: %s", src, type(error).__name__, error)
+        with outside_modes():
+            src, dst = in_numbers(src), in_numbers(dst)
+        return _mover(src, dst, generation()).run(local)
 
 
 def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
@@ -63,6 +85,8 @@ def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
     Raises what :func:`shardwise.placements.check_placements` and :func:`shardwise.transition.transition` raise.
     """
     given = tuple(placements)
+    if isinstance(src, SymbolicSpec):
+        return _made_route(src, check_placements(given, src.mesh.ndim, src.ndim))
     try:
         return _route(src, given, generation())
     except TypeError:  # perhaps not hashable, so no placement
@@ -73,20 +97,32 @@ def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
 # Bounded: what was not asked for lately is found again.
 @lru_cache(maxsize=4096)
 def _route(src: TensorSpec, placements: tuple[Placement, ...], start: int) -> Route:
-    checked = check_placements(placements, src.mesh.ndim, src.ndim)
-    target = src.with_placements(checked)
-    found = _mover(src, target, start)
-    return Route(target, checked == src.placements, found.run, found.start)
+    del start  # in the key, as below
+    return _made_route(src, check_placements(placements, src.mesh.ndim, src.ndim))
+
+
+def _made_route(src: TensorSpec, placements: tuple[Placement, ...]) -> Route:
+    target = src.with_placements(placements)
+    found = _mover_of(src, target)
+    return Route(target, placements == src.placements, found.run, found.start)
 
 
 @lru_cache(maxsize=4096)
 def _mover(src: TensorSpec, dst: TensorSpec, start: int) -> Mover:
     # In the key because movers hold process groups, which end with their start.
     del start
+    return _made_mover(src, dst)
+
+
+def _made_mover(src: TensorSpec, dst: TensorSpec) -> Mover:
     agree_on_links(src.mesh)
-    order = memory_order(src.tensor_meta)
-    with outside_modes():  # making process groups communicates; so that works also while a graph is traced
-        moved = [_made(src, steps, order) for steps in _together(transition(src, dst).steps)]
+    # The way is chosen by numbers; only what is then done depends on symbols.
+    there, wanted = hinted(src), hinted(dst)
+    order = memory_order(there.tensor_meta)
+    # Making process groups communicates, and must work also while a graph is traced; what is computed of symbols is
+    # part of the graph.
+    with nullcontext() if there is not src else outside_modes():
+        moved = [_made(src, steps, order) for steps in _together(transition(there, wanted).steps)]
     found = moved[0] if len(moved) == 1 else _chain(moved)
     return found if order == tuple(range(src.ndim)) or not moved else _permuted(found, order)
 

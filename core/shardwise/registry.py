@@ -44,6 +44,8 @@ class Registrar:
         self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
+        #: By the name of an op that does not exist yet (``acme::swish``), what makes its rule.
+        self.later: dict[str, Callable[[Op], AnyRule]] = {}
 
     @property
     def entries(self) -> list[Entry]:
@@ -65,6 +67,13 @@ class Registrar:
                 )
             for op in rule.ops:
                 self._add(op, rule, rule.replaces or replaces)
+
+    def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
+        """Hand over the rule of an op that torch makes only when it is needed; ``make(op)`` is asked for it then.
+
+        ``name`` is that of the default overload: ``"prims::fma"``.
+        """
+        self.later[name] = make
 
     def add_optimizers(self, *classes: Any) -> None:
         """Name optimizers whose step treats each element alone: it may run on shards as they are.
@@ -150,6 +159,7 @@ class Registry:
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
         self._verdicts: dict[Op, Verdict] = {}
+        self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
@@ -166,6 +176,7 @@ class Registry:
         self.composites.update(registrar.composites)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
+        self._later |= {name: (registrar.origin, make) for name, make in registrar.later.items()}
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()
@@ -214,9 +225,17 @@ class Registry:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
         found = self._verdicts.get(op)
         if found is None:
+            self._make_late(op)
             overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
             found = self._verdicts[op] = judge(op, overrides, entries, self.prefer)
         return found
+
+    def _make_late(self, op: Op) -> None:
+        known = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
+        if known is not None:
+            registrar = Registrar(known[0])
+            registrar.add(known[1](op))
+            self._entries.setdefault(op, []).extend(registrar.entries)
 
     def conflicts(self) -> list[Verdict]:
         """The ops with several rules of which none holds, by name."""

@@ -157,9 +157,11 @@ class _Comm:
             self._note("all_reduce", dims, tensor.nbytes)
         return tensor.clone() if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
         dims, n = self._line(mesh_dim)
-        if n > 1:
+        if n > 1 and alike:
+            self._note("all_gather", dims, tensor.nbytes)
+        elif n > 1:
             self._note("all_gather", dims, _SHAPE_BYTES)
             self._note("all_to_all", dims, n * tensor.nbytes)
         return [tensor.clone() for _ in range(n)]

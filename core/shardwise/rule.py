@@ -20,6 +20,7 @@ from shardwise.notation import parse
 from shardwise.pattern import Options, Pattern, labelled, listed
 from shardwise.placements import partial, shard
 from shardwise.signature import ByType, Call, Kind, Op, OpLike, as_op, op_name, signature
+from shardwise.sizes import common_factor
 from shardwise.spec import TensorMeta
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Row",
     "Rows",
     "Rule",
+    "common_factor",
     "einop",
     "full_mesh_rule",
     "like",

@@ -17,9 +17,10 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
-from shardwise.start import generation
+from shardwise.sizes import hint, is_symbolic, numbers, place, settled_sizes
+from shardwise.start import OfThisStart, generation
 
-__all__ = ["AbstractMesh", "Mesh", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
+__all__ = ["AbstractMesh", "Layout", "Mesh", "SymbolicSpec", "TensorMeta", "TensorSpec", "chunk", "dtype_name"]
 
 
 def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class TensorMeta:
     @property
     def is_symbolic(self) -> bool:
         """Whether a size or stride is a ``torch.SymInt`` (under ``torch.compile`` with dynamic shapes)."""
-        return any(isinstance(n, torch.SymInt) for n in (*self.shape, *self.stride))
+        return is_symbolic(self.shape) or is_symbolic(self.stride)
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
@@ -148,6 +149,15 @@ class _Interned(type):
             return known[tuple(placements), tensor_meta]
         except KeyError:
             pass
+        except TypeError:  # symbols have no hash
+            if not tensor_meta.is_symbolic:
+                raise
+            shape, stride = settled_sizes(tensor_meta.shape), settled_sizes(tensor_meta.stride)
+            tensor_meta = TensorMeta(shape, stride, tensor_meta.dtype)
+            if not tensor_meta.is_symbolic:
+                return cls(mesh, placements, tensor_meta, is_copy)
+            checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
+            return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
         checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
         spec = known.get((checked, tensor_meta))
         if spec is None:
@@ -274,6 +284,11 @@ class TensorSpec(metaclass=_Interned):
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
         return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """The spec without its meta."""
+        return layout_of(self.mesh, self.placements, self.is_copy)
+
     def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
         return TensorSpec(self.mesh, self.placements, tensor_meta)
 
@@ -289,3 +304,96 @@ class TensorSpec(metaclass=_Interned):
 
     def __reduce__(self) -> Any:
         return TensorSpec, (self.mesh, self.placements, self.tensor_meta, self.is_copy)
+
+
+@frozen(eq=False)
+class Layout:
+    """A spec without a tensor's meta: what a compiled graph is guarded by beside sizes. Equal ones are one object."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    is_copy: bool
+    _specs: dict[Any, TensorSpec] = field(factory=dict, init=False, repr=False)
+
+    def spec(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        """The spec of a tensor that lies so."""
+        key = (shape, stride, dtype)
+        try:
+            return self._specs[key]
+        except KeyError:
+            if len(self._specs) >= _SPECS_PER_LAYOUT:
+                self._specs.clear()
+            return self._specs.setdefault(key, self._make(shape, stride, dtype))
+        except TypeError:  # symbols have no hash
+            return self._make(shape, stride, dtype)
+
+    def _make(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(self.mesh, self.placements, TensorMeta(shape, stride, dtype), self.is_copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __reduce__(self) -> Any:
+        return layout_of, (self.mesh, self.placements, self.is_copy)
+
+
+_SPECS_PER_LAYOUT = 256
+_layouts: dict[Any, Layout] = {}
+_of_this_start = OfThisStart(_layouts, _layouts.clear)
+
+
+def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> Layout:
+    """The one layout of these parts."""
+    known, key = _of_this_start.now(), (mesh, placements, is_copy)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = Layout(mesh, placements, is_copy)
+    return found
+
+
+class SymbolicSpec(TensorSpec):
+    """A spec with a symbol among its sizes or strides, while a graph is traced. It has no hash, and is one of many
+    that are equal: nothing that is kept may depend on it.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def local_shape_and_offset(
+        self, coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and start of one rank's shard, as symbols of the global shape."""
+        where = self.coordinate() if coordinate is None else coordinate
+        placed = [
+            place(n, [self.mesh_shape[m] for m in mesh_dims], [where[m] for m in mesh_dims])
+            for n, mesh_dims in zip(self.shape, self.dim_map, strict=True)
+        ]
+        return tuple(n for n, _ in placed), tuple(start for _, start in placed)
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        """As of any spec; the same one where it places alike."""
+        wanted = tuple(placements)
+        return self if wanted == self.placements else TensorSpec(self.mesh, wanted, self.tensor_meta)
+
+
+def hinted(spec: TensorSpec) -> TensorSpec:
+    """A spec with the sizes that the graph was made for, where they are symbols."""
+    if not isinstance(spec, SymbolicSpec):
+        return spec
+    return TensorSpec(spec.mesh, spec.placements, hinted_meta(spec.tensor_meta), spec.is_copy)
+
+
+def hinted_meta(meta: TensorMeta) -> TensorMeta:
+    """A meta with the sizes and strides that the graph was made for, where they are symbols."""
+    return TensorMeta([hint(n) for n in meta.shape], [hint(n) for n in meta.stride], meta.dtype)
+
+
+def in_numbers(value: Any) -> Any:
+    """Specs, metas and lists of them, and static arguments, with numbers in place of symbols; the graph is guarded by
+    them from here on.
+    """
+    if isinstance(value, SymbolicSpec):
+        return value.with_meta(in_numbers(value.tensor_meta))
+    if isinstance(value, TensorMeta):
+        return TensorMeta(numbers(tuple(value.shape)), numbers(value.stride), value.dtype)
+    return tuple(map(in_numbers, value)) if isinstance(value, (tuple, list)) else numbers(value)

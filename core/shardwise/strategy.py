@@ -157,14 +157,14 @@ class Problem:
             for r in set(choice)
         )
 
-    def _splits(self, choice: Choice, operand: int, dim: int) -> list[int]:
+    def splits(self, choice: Choice, operand: int, dim: int) -> list[int]:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
         return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
     def divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
         """Whether the pieces into which a choice splits a dim of an operand number a divisor of ``size``."""
         shards = 1
-        for n in self._splits(choice, operand, dim):
+        for n in self.splits(choice, operand, dim):
             shards *= n
         return size % shards == 0
 
@@ -172,7 +172,7 @@ class Problem:
         """Whether every rank holds something of a dim of an operand under a choice."""
         spec = self.specs[operand]
         sizes = {1 if spec is None else spec.shape[dim]}
-        for n in self._splits(choice, operand, dim):
+        for n in self.splits(choice, operand, dim):
             sizes = {chunk(size, n, i)[0] for size in sizes for i in range(n)}
         return 0 not in sizes
 

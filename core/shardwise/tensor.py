@@ -13,13 +13,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise import chunks, gradient
+from shardwise import chunks, gradient, varying
 from shardwise.dispatcher import dispatch, rules_version, set_tensor_class, views
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.placements import Placement, Replicate, check_placements, show_all
 from shardwise.placing import placed
-from shardwise.private_torch import disabled_torch_function, is_traced, new_wrapper, support_foreach
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.private_torch import (
+    disabled_torch_function,
+    is_compiled_now,
+    is_traced,
+    new_wrapper,
+    support_foreach,
+)
+from shardwise.spec import Layout, TensorMeta, TensorSpec
 
 __all__ = ["MeshTensor"]
 
@@ -53,19 +59,25 @@ class MeshTensor(torch.Tensor):
         return dispatch(func, args, kwargs)
 
     # -- torch.compile --
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[TensorSpec, bool]]:
-        """The local tensor, and what compiled code is guarded by: the spec, and whether gradients are brought to it."""
-        return ["_local_tensor"], (self._spec, gradient.PLACED in self.__dict__)
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, bool]]:
+        """The local tensor, and what compiled code is guarded by beside sizes: how this one lies, and whether
+        gradients are brought to it.
+        """
+        if is_compiled_now():
+            varying.leave_to_whole(self._local_tensor)
+        return ["_local_tensor"], (self._spec.layout, gradient.PLACED in self.__dict__)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], known: tuple[TensorSpec, bool], size: Sequence[int], stride: Sequence[int]
+        inner: Mapping[str, torch.Tensor], known: tuple[Layout, bool], size: Sequence[int], stride: Sequence[int]
     ) -> MeshTensor:
-        local, (spec, is_placed) = inner["_local_tensor"], known
-        if spec.tensor_meta.shape != size or spec.tensor_meta.stride != stride:
-            spec = spec.with_meta(TensorMeta(torch.Size(size), tuple(stride), spec.dtype))
+        local, (layout, is_placed) = inner["_local_tensor"], known
+        spec = layout.spec(size, stride, local.dtype)
+        traced = is_traced(local)
+        if traced:
+            local = varying.tied(local, spec)
         made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
-        if is_placed and is_traced(local):
+        if is_placed and traced:
             gradient.place_traced(made)
         return made
 
@@ -85,7 +97,7 @@ class MeshTensor(torch.Tensor):
         return gradient.placed(self, gradient.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(
-        self, known: tuple[TensorSpec, bool], expected: type | None = None
+        self, known: tuple[Layout, bool], expected: type | None = None
     ) -> MeshTensor | None:
         """The gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
         return None if expected is not None else gradient.placed(self, known[0].placements)

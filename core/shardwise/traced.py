@@ -50,7 +50,7 @@ class FunctionalGroup:
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here."""
-        share = [pieces.numel() // self.size] * self.size
+        share = [pieces.reshape(self.size, -1).shape[1]] * self.size
         return self.exchange(pieces.reshape(-1), share, share).view(pieces.shape)
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -58,7 +59,8 @@ def _first(named: dict[str, Any], *names: str) -> Any:
 def _count(local: LocalCall) -> int:
     """Values per channel, over all shards."""
     shape = local.call.args["input"].shape
-    return int(shape.numel() // max(1, shape[1]))
+    count: int = math.prod(shape) // max(1, shape[1])
+    return count
 
 
 def _shape(x: Tensor, per_channel: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Register one rule per group of ops that pass the same pending tensors on."""
-    from shardwise_pointwise import gated, table
+    from shardwise_pointwise import elementwise, gated, table
 
     registry.add(*table.RULES, *gated.RULES)
+    for name in table.MADE_LATE:
+        registry.add_later(name, lambda op: elementwise.elementwise_of([op]))

@@ -13,7 +13,7 @@ from shardwise_pointwise.addition import ADDED_ONCE, add_once
 from shardwise_pointwise.division import by_one_number, divide
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
 
-__all__ = ["RULES"]
+__all__ = ["MADE_LATE", "RULES"]
 
 aten = torch.ops.aten
 
@@ -84,6 +84,9 @@ WHERE = {
         *(row for kind in ("avg", "max", "min") for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
     )
 }
+
+# Ops that torch makes when it compiles: an optimizer's addcmul with a tensor for its factor, say, is traced as one.
+MADE_LATE = ("prims::fma",)
 
 RULES = (
     elementwise(f"{POWERS} {LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),

@@ -8,9 +8,9 @@ where it is exactly when a factor leads its dim on both sides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import gcd, prod
+from math import prod
 
-from shardwise.rule import Flow
+from shardwise.rule import Flow, common_factor
 
 __all__ = ["regroup"]
 
@@ -81,7 +81,7 @@ def _common(before: Sequence[int], after: Sequence[int], name: str) -> tuple[lis
     ours: list[_Factors] = [[] for _ in left]
     theirs: list[_Factors] = [[] for _ in right]
     i = j = count = 0
-    while i < len(left) and j < len(right) and (shared := gcd(left[i], right[j])) > 1:
+    while i < len(left) and j < len(right) and (shared := common_factor(left[i], right[j])) > 1:
         factor = (f"{name}.{count}" if count else name, shared)
         ours[i].append(factor)
         theirs[j].append(factor)

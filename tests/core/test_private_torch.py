@@ -11,6 +11,7 @@ from attrs import evolve, frozen
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardwise import private_torch
 from shardwise.errors import MeshMismatchError
@@ -375,3 +376,62 @@ def test_an_op_made_of_others_may_be_opened():
     (op, *_), *_ = private_torch.recorded_ops(lambda: opened([3]), (), {})[-1:]
     assert op is aten.uniform_.default
     assert private_torch.composite_kernel(aten.uniform_.default) is None
+
+
+def symbols(*numbers):
+    """Sizes that are symbols, of tensors without data."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    whole = mode.from_tensor(
+        torch.empty(numbers), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(numbers))
+    )
+    return whole, whole.shape
+
+
+def test_what_a_symbol_stands_for():
+    _, (n, m) = symbols(8, 6)
+    assert (private_torch.hint_of(n), private_torch.hint_of(2 * n + m)) == (8, 22)
+    assert private_torch.same_symbol(n, n)
+    assert not private_torch.same_symbol(n, m)
+    assert not private_torch.same_symbol(n, 8)
+    assert private_torch.is_known(2 * n % n == 0)
+    assert not private_torch.is_known(n % 4 == 0)
+    assert private_torch.settled(n) is n
+    assert n == 8
+    assert type(private_torch.settled(n)) is int
+
+
+def test_tensors_of_other_sizes_in_one_trace():
+    whole, (n, m) = symbols(8, 6)
+    assert not any(map(private_torch.is_open, (n, 8)))
+    found = private_torch.retraced(whole, (n // 2, m), (m, 1))
+    assert private_torch.same_symbol(found.shape[0], n // 2)
+    with private_torch.without_data(whole):
+        assert private_torch.is_traced(torch.empty(3))
+    private_torch.make_known(whole.shape)  # nothing writes a graph here
+
+
+def test_a_part_whose_sizes_are_left_open():
+    part = torch.empty(3, 2)
+    torch._dynamo.mark_dynamic(part, 0)
+    private_torch.let_vary(part, range(2))
+    seen = []
+
+    def backend(graph, _):
+        traced = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        seen.extend(any(map(private_torch.is_open, t.shape)) for t in traced if isinstance(t, torch.Tensor))
+        assert private_torch.is_compiled_now()
+        return graph.forward
+
+    torch.compile(lambda t: t + 1, backend=backend)(part)
+    assert seen == [True]
+    assert not private_torch.is_compiled_now()
+
+
+def test_graphs_are_seen_as_they_go_to_a_compiler():
+    torch._dynamo.reset()
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda t: (t * 3).sum(), backend=private_torch.seeing_graphs(seen.append))(x).backward()
+    assert x.grad.tolist() == [3, 3]
+    assert len(seen) == 2
+    assert any(node.target is aten.mul.Tensor for node in seen[0].graph.nodes)

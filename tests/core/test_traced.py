@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import Partial, Replicate, Shard, collectives
+from shardwise.comm import MeshComm
 from shardwise.errors import TracingError
 from shardwise.layout import scatter_local
 from shardwise.spec import TensorMeta, TensorSpec
@@ -63,12 +65,28 @@ def test_ranks_in_an_order_of_their_own(pool):
     pool.run(check, [[3, 1], [0, 2]], TWO, (7, 6), torch.float64, timeout=120)
 
 
-def refuses_shapes():
+def winners():
     torch._dynamo.reset()
-    x = MeshTensor.from_local(torch.arange(4.0), mesh((4,)), [S0])
-    with pytest.raises(Exception, match="cannot wait") as caught:
-        torch.compile(lambda t: t.as_strided((2, 2), (1, 1)), backend="aot_eager", fullgraph=True)(x)
-    return TracingError.__name__ in str(caught.value)
+    whole = torch.tensor([3.0, 1.0, 7.0, 2.0, 7.0, 5.0, 0.0])
+    m = DeviceMesh("cpu", [0, 1, 2, 3])
+    spec = TensorSpec(m, [S0], TensorMeta.of(whole))
+    compiled = torch.compile(lambda t: t.argmax(0), backend="aot_eager", fullgraph=True)
+    return compiled(MeshTensor(scatter_local(whole, spec), spec)).full_tensor().item()
+
+
+def test_the_position_of_the_largest_over_a_sharded_dim(pool):
+    assert pool.run(winners) == [2] * 4
+
+
+def refuses_shapes():
+    comm = MeshComm(mesh((4,)))
+
+    def gathered(t):
+        return torch.cat(comm.all_gather(t, 0))
+
+    with FakeTensorMode() as mode, pytest.raises(TracingError, match="cannot wait"):
+        gathered(mode.from_tensor(torch.ones(3)))
+    return True
 
 
 def test_what_needs_other_ranks_shapes_is_refused(pool):

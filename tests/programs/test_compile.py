@@ -321,7 +321,13 @@ def test_a_graph_is_used_again_for_the_same_layout_and_no_other(pool, dynamic):
     rows, columns = ((8, 4), [Shard(0)]), ((8, 4), [Shard(1)])
     assert pool.run(graphs_for, dynamic, rows, rows, rows) == [1] * 4
     assert pool.run(graphs_for, dynamic, rows, columns, rows, columns) == [2] * 4
-    assert pool.run(graphs_for, dynamic, rows, ((12, 4), [Shard(0)]), rows) == [2] * 4
+
+
+def test_a_graph_is_used_again_for_other_sizes_where_sizes_are_dynamic(pool):
+    sizes = [((n, 4), [Shard(0)]) for n in (8, 12, 16, 8)]
+    assert pool.run(graphs_for, False, *sizes) == [3] * 4
+    assert pool.run(graphs_for, None, *sizes) == [2] * 4
+    assert pool.run(graphs_for, True, *sizes) == [1] * 4
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------

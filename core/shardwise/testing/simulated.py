@@ -94,9 +94,12 @@ class SimulatedComm:
         found: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
         return found
 
-    def all_gather(self, tensor: Tensor, mesh_dim: MeshDims) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[Tensor]:
         """See :class:`shardwise.lowering.Comm`."""
-        found: list[Tensor] = self._ask(_Request("all_gather", _dims(mesh_dim), None, (tensor.clone(),)))
+        request = _Request("all_gather", _dims(mesh_dim), alike, (tensor.clone(),))
+        found: list[Tensor] = self._ask(request)
+        if alike:
+            _check_shapes(request, [tensor.shape] * len(found), found)
         return found
 
     def all_to_all(
