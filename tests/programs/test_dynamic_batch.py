@@ -133,7 +133,7 @@ def test_a_batch_that_is_declared_dynamic_needs_one_graph(pool):
 @pytest.mark.slow
 @pytest.mark.sample
 def test_a_batch_that_does_not_divide_makes_a_graph_for_its_like(pool):
-    found = pool.run(run, MLP, ONE, OVER_DATA, ROWS, (8, 12, 7, 11, 5, 16), timeout=240)
+    found = pool.run(run, MLP, ONE, OVER_DATA, ROWS, (8, 12, 11, 15, 7, 16), timeout=240)
     assert found == [[1, 2, 3, 3, 4, 4]] * 4
 
 
