@@ -383,7 +383,7 @@ def is_known(condition: Any) -> bool:
 def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
     """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
 
-    It goes before other marks, which stay: torch guards graphs by these. The public function marks the outer tensor, too.
+    It goes before other marks, which stay: torch guards graphs by these. The public way marks the outer tensor, too.
     """
     part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
 
