@@ -527,11 +527,9 @@ def is_known(condition: Any) -> bool:
 def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
     """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
 
-    The function that is public for this marks the outer tensor, too, and lifts no mark that was made before.
+    It goes before other marks, which stay: torch guards graphs by these. The public way marks the outer tensor, too.
     """
     part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
-    for mark in ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices"):
-        part.__dict__.pop(mark, None)
 
 
 def is_open(size: Any) -> bool:
