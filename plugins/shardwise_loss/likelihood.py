@@ -61,7 +61,10 @@ def _scattered(local: LocalCall, gradient: Tensor, scores: Tensor, *args: Any, g
     target, weight, reduction, ignore_index, total_weight = args
     _, target, weight, ignored = own_classes(local, scores, target, weight, ignore_index)
     found = (
-        getattr(aten, _packet(local)).default(gradient, scores, target, weight, reduction, ignored, total_weight)
+        # The kernel for positions takes no other strides, and a part may have others than the whole.
+        getattr(aten, _packet(local)).default(
+            gradient, scores.contiguous(), target, weight, reduction, ignored, total_weight
+        )
         if scores.numel()
         else torch.zeros_like(scores)
     )

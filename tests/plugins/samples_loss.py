@@ -257,23 +257,9 @@ def masked_softmax_backwards():
     return found
 
 
-def all_pairs():
-    return [((made(s), p), {}) for s in ((5, 4), (8, 2)) for p in (1.0, 2.0)]
-
-
-def all_pairs_backwards():
-    found = []
-    for (x, p), _ in all_pairs():
-        distances = aten._pdist_forward(x, p)
-        found.append(((made(distances.shape, seed=5), x, p, distances), {}))
-    return found
-
-
 SAMPLES = {
     aten._masked_softmax.default: masked_softmaxes,
     aten._masked_softmax_backward.default: masked_softmax_backwards,
-    aten._pdist_forward.default: all_pairs,
-    aten._pdist_backward.default: all_pairs_backwards,
     aten._softmax.default: lambda: softmaxes(False),
     aten._log_softmax.default: lambda: softmaxes(False),
     aten._safe_softmax.default: softmaxes,

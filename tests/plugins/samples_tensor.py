@@ -37,6 +37,7 @@ SAMPLES = {}
 UNSAMPLED = {
     aten._pin_memory.default: "only where there is an accelerator",
     aten._pin_memory.out: "only where there is an accelerator",
+    aten.detach_.default: "it changes what autograd knows, no value",
 }
 
 # -- copying -----------------------------------------------------------------------------------------------------
