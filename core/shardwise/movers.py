@@ -20,6 +20,7 @@ from shardwise.flight import Flight
 from shardwise.groups import group_of
 from shardwise.layout import IDEMPOTENT_KINDS, neutral
 from shardwise.placements import Placement, Shard
+from shardwise.private_torch import is_traced
 from shardwise.spec import TensorSpec
 
 __all__ = ["Mover", "Run", "Start", "copied", "make_mover"]
@@ -206,6 +207,10 @@ def _padded(local: Tensor, length: int) -> Tensor:
     flat = _row_major(local).view(-1)
     if flat.numel() == length:
         return flat
+    if is_traced(local):
+        # Compilers merge calls that are alike, but never memory that is not written yet: ranks whose parts need no
+        # padding would send less often than the others.
+        return torch.cat([flat, flat.new_zeros(length - flat.numel())])
     padded = local.new_empty(length)
     padded[: flat.numel()] = flat
     return padded

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
 from shardwise.spec import TensorMeta
 from shardwise_embedding.lookup import own_rows, own_values
 
@@ -112,9 +112,11 @@ def forward(call: Call) -> Flow:
 # -- backward ----------------------------------------------------------------------------------------------------
 
 
-@rule_from([aten._embedding_bag_dense_backward.default])
-def backward(call: Call) -> Flow:
-    """Columns; linear in the gradient."""
+@rule_from([aten._embedding_bag_dense_backward.default, aten._embedding_bag_backward.default])
+def backward(call: Call) -> Flow | Rows:
+    """Columns; linear in the gradient. A sparse gradient has no row: its layout cannot lie on a mesh."""
+    if call.args.get("sparse"):
+        return Rows(())
     places = (None, "d") if call.args["mode"] == MAX else None
     dims = {"grad": (None, "d"), "maximum_indices": places}
     return Flow(

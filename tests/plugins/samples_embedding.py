@@ -65,15 +65,16 @@ def bags():
     return [*found, ((made((5, 7), BF16), *where, False, MEAN), {})]
 
 
-def bag_backwards():
+def bag_backwards(*, by_offsets=False):
     found = []
     for (weight, where, offsets, _, mode, _, scale, last, padding), _ in bags()[:-1]:
         result, _, sizes, places = aten._embedding_bag(weight, where, offsets, False, mode, False, scale, last, padding)
         bag_of = torch.bucketize(torch.arange(len(where)), offsets[: len(result)], right=True) - 1
         gradient = made(result.shape, seed=4)
         by_frequency = mode == SUM and scale is None
-        args = (gradient, where, bag_of, sizes, places, len(weight), by_frequency, mode, scale, padding)
-        found.append((args, {}))
+        starts, sparse = ((offsets,), (False,)) if by_offsets else ((), ())
+        after = (bag_of, sizes, places, len(weight), by_frequency, mode, *sparse, scale, padding)
+        found.append(((gradient, where, *starts, *after), {}))
     return found
 
 
@@ -104,6 +105,7 @@ SAMPLES = {
     aten.embedding_renorm_.default: renorms,
     aten._embedding_bag.default: bags,
     aten._embedding_bag_forward_only.default: bags,
+    aten._embedding_bag_backward.default: lambda: bag_backwards(by_offsets=True),
     aten._embedding_bag_dense_backward.default: bag_backwards,
     aten._embedding_bag_per_sample_weights_backward.default: bag_scale_backwards,
 }

@@ -167,6 +167,9 @@ def _compare(found, expected, *, loose):
     assert len(ours) == len(theirs), f"{len(ours)} results for {len(theirs)}"
     for a, b in zip(ours, theirs, strict=True):
         if not is_tensor(b):
+            assert (a is None) == (b is None), f"{a!r} for {b!r}"
+            if b is None:
+                continue
             a, b = torch.as_tensor(a), torch.as_tensor(b)  # noqa: PLW2901 - a number, compared as one
         assert is_tensor(a), f"{a!r} for a tensor"
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{a.shape} {a.dtype} for {b.shape} {b.dtype}"
