@@ -156,12 +156,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = [pytest.mark.slow, pytest.mark.sample]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c.startswith("data") else SLOW) for c in CASES])
 def test_a_compiled_transformer_trains_as_in_eager_mode(pool, case):
     mesh_of, partition, data, batch, hook = CASES[case]
     pool.run(compare, Transformer, mesh_of, partition, data, "aot_eager", batch, hook, timeout=240)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_inductor_trains_an_mlp_as_in_eager_mode(pool):
     partition = {"up.*": [Shard(0)], "down.weight": [Shard(1)]}
     pool.run(compare, MLP, ONE, partition, [Replicate()], "inductor", 4, None, torch.float32, timeout=280)

@@ -137,6 +137,8 @@ def checked(pool, data):
     pool.run(compare, data.draw(meshes), shapes, data.draw(programs), numbers)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_programs_compute_what_one_device_does(pool, data):
