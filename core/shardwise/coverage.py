@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.decomposition import Decomposition, find, stand_ins
+from shardwise.decomposition import Decomposition, find, stand_ins, tensors_in
 from shardwise.discovery import default_registry
 from shardwise.errors import CallError, RuleConflictError
 from shardwise.private_torch import (
@@ -34,6 +34,7 @@ from shardwise.private_torch import (
     outside_modes,
     watching,
 )
+from shardwise.returned import backward, step_of
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -133,58 +134,23 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
 
 
 def _run(returned: Any, watch: _Watch) -> None:
-    if isinstance(returned, nn.Module):
-        raise CallError(
-            asked="run the program",
-            found="it returned a module without inputs",
-            do="Return (model, inputs) or (model, inputs, optimizer), or run the model itself.",
-        )
-    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module)):
+    step = step_of(returned, "run the program")
+    if step is None:
         if not watch.saw_backward:
-            _backward(returned, watch)
+            backward(returned, watch.watching)
         return
     # What built the model and its inputs runs on plain tensors, before anything is placed on a mesh.
     watch.restart()
-    model, inputs, optimizer = (*returned, None, None)[:3]
-    args, kwargs = _arguments(inputs)
     with watch.watching():
-        outputs = model(*args, **kwargs)
-    _backward(outputs, watch)
-    parameters = [p for p in model.parameters() if p.requires_grad]
+        outputs = step.model(*step.args, **step.kwargs)
+    backward(outputs, watch.watching)
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    optimizer = step.optimizer
     if optimizer is None and parameters:
         optimizer = torch.optim.AdamW(parameters)
     if optimizer is not None:
         with watch.watching():
             optimizer.step()
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), inputs
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs), {}
-    return ((), {}) if inputs is None else ((inputs,), {})
-
-
-def _backward(outputs: Any, watch: _Watch) -> None:
-    """The backward pass of all floating-point tensors in an output that require grad."""
-    roots = [t for t in _tensors(outputs) if t.requires_grad]
-    if not roots:
-        return
-    ones = [torch.ones_like(t) for t in roots]
-    with watch.watching():
-        torch.autograd.backward(roots, ones)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
 
 
 # -- watching --------------------------------------------------------------------------------------------------------
@@ -244,12 +210,12 @@ class _Watch:
         self._in_step -= 1
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        operands = list(_tensors([args, kwargs]))
+        operands = list(tensors_in([args, kwargs]))
         counts = op.namespace != "prim" and bool(signature(op).tensor_args) and any(map(_on_mesh, operands))
         if counts:
             self._note(op, operands, args, kwargs)
         result = self._result(op, args, kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             if not any(tensor is operand for operand in operands):
                 # A result is on the mesh when an operand was; what is made of nothing is a plain number without dims.
                 tensor.shardwise_on_mesh = counts if operands else tensor.dim() > 0  # type: ignore[attr-defined]
@@ -283,7 +249,7 @@ class _Watch:
                 for uses in (self._uses, self._setup):
                     if op in uses:
                         uses[op].data = True
-                dtype = next(_tensors([args, kwargs])).dtype
+                dtype = next(tensors_in([args, kwargs])).dtype
                 return _one(dtype)
             raise
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import dispatcher
+from shardwise.decomposition import tensors_in
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.events import Event, observe
 from shardwise.leaving import let_go
@@ -35,6 +36,7 @@ from shardwise.private_torch import (
     rehearsing,
     watching,
 )
+from shardwise.returned import backward, step_of
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -175,7 +177,7 @@ def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watc
     model, optimizer = _run(returned, watch)
     parameters = list(model.parameters()) if model is not None else []
     buffers = list(model.buffers()) if model is not None else []
-    states = [] if optimizer is None else [t for s in optimizer.state.values() for t in _tensors(s)]
+    states = [] if optimizer is None else [t for s in optimizer.state.values() for t in tensors_in(s)]
     memory = Memory(
         parameters=_bytes(parameters),
         buffers=_bytes(buffers),
@@ -203,58 +205,31 @@ def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watc
 
 
 def _run(returned: Any, watch: _Watch) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-    if isinstance(returned, nn.Module):
-        raise CallError(
-            asked="rehearse the program",
-            found="it returned a module without inputs",
-            do="Return (model, inputs) or (model, inputs, optimizer), or run the model itself.",
-        )
-    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module)):
+    step = step_of(returned, "rehearse the program")
+    if step is None:
         if not watch.saw_backward:
             _backward(returned, watch)
         return None, None
-    model, inputs, optimizer = (*returned, None, None)[:3]
     # What has placed the model and its inputs is no part of a step.
     watch.restart()
-    args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (_as_tuple(inputs), {})
     with watch.watching():
-        outputs = model(*args, **kwargs)
+        outputs = step.model(*step.args, **step.kwargs)
     _backward(outputs, watch)
     del outputs
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
     watch.gradients = _bytes(p.grad for p in parameters if p.grad is not None)
+    optimizer = step.optimizer
     if optimizer is None and parameters:
         optimizer = torch.optim.AdamW(parameters, fused=True)
     if optimizer is not None:
         with watch.watching():
             optimizer.step()
-    return model, optimizer
-
-
-def _as_tuple(inputs: Any) -> tuple[Any, ...]:
-    if isinstance(inputs, (tuple, list)):
-        return tuple(inputs)
-    return () if inputs is None else (inputs,)
+    return step.model, optimizer
 
 
 def _backward(outputs: Any, watch: _Watch) -> None:
-    roots = [t for t in _tensors(outputs) if t.requires_grad]
     watch.forward_ended()
-    if not roots:
-        return
-    with watch.watching():
-        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from _tensors(part)
+    backward(outputs, watch.watching)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -339,11 +314,11 @@ class _Watch:
         self.nbytes[use] += event.nbytes
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if any(isinstance(t, MeshTensor) for t in _tensors([args, kwargs])):
+        if any(isinstance(t, MeshTensor) for t in tensors_in([args, kwargs])):
             # Its own dispatcher runs it, and what that runs on local tensors comes by here.
             return NotImplemented
         result = _result(op, args, kwargs)
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._holds(tensor)
         if op is self._running:
             # What comes until the next op is nobody's: a redistribution that the program asks for, or a gradient's.
@@ -372,7 +347,7 @@ def _result(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not is_unknowable(error):
             raise
         if not any(r.is_tensor for r in signature(op).results):
-            return _one(next(_tensors([args, kwargs])).dtype)
+            return _one(next(tensors_in([args, kwargs])).dtype)
         raise CallError(
             asked=f"rehearse {op_name(op)}",
             found="the shape of its result depends on data, which is not there",

@@ -36,7 +36,7 @@ FLOORS = (
     {"describe", "finding"},
     {"registry"},
     {"hookspecs", "decomposition", "replication"},
-    {"placing"},
+    {"placing", "returned"},
     {"discovery", "flight"},
     {"collectives"},
     {"groups"},

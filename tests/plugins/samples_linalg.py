@@ -2,8 +2,7 @@
 
 import torch
 
-from shardwise.signature import signature
-from shardwise.testing.samples import made
+from shardwise.testing.samples import made, out_variants
 
 aten = torch.ops.aten
 F32, F64, C128 = torch.float32, torch.float64, torch.complex128
@@ -263,27 +262,4 @@ SAMPLES = {
 }
 
 
-# -- out= --------------------------------------------------------------------------------------------------------
-
-
-def with_out(op, writing, calls):
-    """The calls of ``op`` for the overload that writes its results into tensors that are there."""
-    names = [arg.name for arg in signature(writing).args if arg.is_out]
-    for args, kwargs in calls():
-        results = op(*args, **kwargs)
-        results = results if isinstance(results, (tuple, list)) else [results]
-        yield args, {**kwargs, **{name: torch.full_like(x, 1) for name, x in zip(names, results, strict=True)}}
-
-
-def writing(op):
-    """The overload of an op that takes ``out=``, or what stands for it."""
-    packet = op.overloadpacket
-    overloads = [getattr(packet, name) for name in packet.overloads()]
-    return next((o for o in overloads if o is not op and any(arg.is_out for arg in signature(o).args)), None)
-
-
-SAMPLES |= {
-    other: lambda op=op, other=other, calls=calls: list(with_out(op, other, calls))
-    for op, calls in list(SAMPLES.items())
-    if (other := writing(op)) is not None
-}
+SAMPLES |= out_variants(SAMPLES)

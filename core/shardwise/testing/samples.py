@@ -7,6 +7,7 @@ functions that make such lists.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from shardwise.signature import Kind, Op, OpLike, op_name, signature
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
-__all__ = ["Sample", "Samples", "by_op", "generic_samples", "made", "samples_of"]
+__all__ = ["Sample", "Samples", "by_op", "generic_samples", "made", "out_variants", "samples_of"]
 
 T = TypeVar("T")
 
@@ -85,6 +86,30 @@ def _runs(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
         return False
     return True
+
+
+def out_variants(given: Mapping[Op, Callable[[], Sequence[Sample]]]) -> dict[Op, Callable[[], Sequence[Sample]]]:
+    """Samples of the overloads with ``out=`` from those of the ops that return; for ops of several or odd dtypes."""
+    pairs = ((op, _writing(op), calls) for op, calls in given.items())
+    return {other: partial(_with_results, op, other, calls) for op, other, calls in pairs if other is not None}
+
+
+def _writing(op: Op) -> Op | None:
+    """The overload of an op that takes ``out=``, or what stands for it."""
+    packet = op.overloadpacket
+    others = (getattr(packet, name) for name in packet.overloads())
+    return next((o for o in others if o is not op and any(arg.is_out for arg in signature(o).args)), None)
+
+
+def _with_results(op: Op, other: Op, calls: Callable[[], Sequence[Sample]]) -> list[Sample]:
+    names = [arg.name for arg in signature(other).args if arg.is_out]
+    found: list[Sample] = []
+    for args, kwargs in calls():
+        results: Any = op(*args, **kwargs)
+        results = results if isinstance(results, (tuple, list)) else [results]
+        outs = {name: torch.full_like(x, 1) for name, x in zip(names, results, strict=True)}
+        found.append((args, {**kwargs, **outs}))
+    return found
 
 
 # -- generic -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,55 @@
+"""What a function under study returns: a model with its inputs, and perhaps an optimizer, for one step of training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from shardwise.decomposition import tensors_in
+from shardwise.errors import CallError
+
+__all__ = ["Step", "backward", "step_of"]
+
+
+@frozen
+class Step:
+    """A step that is still to be run; ``optimizer`` is None where none was returned."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer | None
+
+
+def step_of(returned: Any, asked: str) -> Step | None:
+    """The step that ``(model, inputs)`` or ``(model, inputs, optimizer)`` asks for; None for other results, the outputs
+    of a program that ran by itself. Raises :class:`CallError` for a model without inputs.
+    """
+    if isinstance(returned, nn.Module):
+        raise CallError(
+            asked=asked,
+            found="it returned a module without inputs",
+            do="Return (model, inputs) or (model, inputs, optimizer), or run the model itself.",
+        )
+    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module)):
+        return None
+    model, inputs, optimizer = (*returned, None, None)[:3]
+    if isinstance(inputs, Mapping):
+        return Step(model, (), inputs, optimizer)
+    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else () if inputs is None else (inputs,)
+    return Step(model, args, {}, optimizer)
+
+
+def backward(outputs: Any, watching: Callable[[], AbstractContextManager[Any]]) -> None:
+    """The backward pass of all tensors in an output that require grad, of a gradient of ones, inside ``watching()``."""
+    roots = [t for t in tensors_in(outputs) if t.requires_grad]
+    if not roots:
+        return
+    ones = [torch.ones_like(t) for t in roots]
+    with watching():
+        torch.autograd.backward(roots, ones)
