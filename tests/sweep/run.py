@@ -24,7 +24,7 @@ from trial import ORDER, Trial, check
 from shardwise.errors import WorkerError
 from shardwise.testing import WorkerPool
 
-TIMEOUT = 60.0
+TIMEOUT = 30.0
 """Seconds for all cases of one operator; ranks that wait for each other never end by themselves."""
 
 
