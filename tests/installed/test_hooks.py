@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 LINKS = """
     from shardwise.cost import Link, Links
     from shardwise.hookspecs import hookimpl

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 MM = ("mm", "m k, k n -> m n", "reduce={'k': 'sum'}")
 
 ASK = """

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 FATES = """
     import json, sys
     from shardwise.discovery import statuses

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 COUNTING = """
     import os, pathlib, time
     pathlib.Path(os.environ["ACME_LOG"]).open("a").write(f"{os.getpid()}\\n")
