@@ -34,7 +34,7 @@ from shardwise.private_torch import (
     outside_modes,
     watching,
 )
-from shardwise.returned import backward, step_of
+from shardwise.returned import roots_of, step_of
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -137,13 +137,13 @@ def _run(returned: Any, watch: _Watch) -> None:
     step = step_of(returned, "run the program")
     if step is None:
         if not watch.saw_backward:
-            backward(returned, watch.watching)
+            _backward(returned, watch)
         return
     # What built the model and its inputs runs on plain tensors, before anything is placed on a mesh.
     watch.restart()
     with watch.watching():
         outputs = step.model(*step.args, **step.kwargs)
-    backward(outputs, watch.watching)
+    _backward(outputs, watch)
     parameters = [p for p in step.model.parameters() if p.requires_grad]
     optimizer = step.optimizer
     if optimizer is None and parameters:
@@ -151,6 +151,16 @@ def _run(returned: Any, watch: _Watch) -> None:
     if optimizer is not None:
         with watch.watching():
             optimizer.step()
+
+
+def _backward(outputs: Any, watch: _Watch) -> None:
+    roots = roots_of(outputs)
+    if not roots:
+        return
+    # Outside: the program has not called this op.
+    ones = [torch.ones_like(t) for t in roots]
+    with watch.watching():
+        torch.autograd.backward(roots, ones)
 
 
 # -- watching --------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from shardwise.private_torch import (
     rehearsing,
     watching,
 )
-from shardwise.returned import backward, step_of
+from shardwise.returned import roots_of, step_of
 from shardwise.signature import Op, op_name, signature
 from shardwise.tensor import MeshTensor
 
@@ -228,8 +228,11 @@ def _run(returned: Any, watch: _Watch) -> tuple[nn.Module | None, torch.optim.Op
 
 
 def _backward(outputs: Any, watch: _Watch) -> None:
+    roots = roots_of(outputs)
     watch.forward_ended()
-    backward(outputs, watch.watching)
+    if roots:
+        with watch.watching():
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from shardwise.decomposition import tensors_in
 from shardwise.errors import CallError
 
-__all__ = ["Step", "backward", "step_of"]
+__all__ = ["Step", "roots_of", "step_of"]
 
 
 @frozen
@@ -45,11 +44,6 @@ def step_of(returned: Any, asked: str) -> Step | None:
     return Step(model, args, {}, optimizer)
 
 
-def backward(outputs: Any, watching: Callable[[], AbstractContextManager[Any]]) -> None:
-    """The backward pass of all tensors in an output that require grad, of a gradient of ones, inside ``watching()``."""
-    roots = [t for t in tensors_in(outputs) if t.requires_grad]
-    if not roots:
-        return
-    ones = [torch.ones_like(t) for t in roots]
-    with watching():
-        torch.autograd.backward(roots, ones)
+def roots_of(outputs: Any) -> list[torch.Tensor]:
+    """The tensors of an output that require grad: where its backward pass starts."""
+    return [t for t in tensors_in(outputs) if t.requires_grad]

@@ -133,13 +133,14 @@ def _by_scale(
     weight: Tensor,
     indices: Tensor,
     offsets: Tensor,
-    _: Tensor,
+    bag_of: Tensor,
     mode: int,
     padding: int,
 ) -> Tensor:
     """The gradient by each index's weight, of the table's rows that this rank has."""
     assert mode == SUM  # other modes take no weights
-    bag_of = _bag_of_index(offsets, indices.shape[0], gradient.shape[0])
+    if not bag_of.numel():  # a forward that was left to itself has not told
+        bag_of = _bag_of_index(offsets, indices.shape[0], gradient.shape[0])
     own, _relative = own_rows(local, local.spec("weight"), indices)
     values = own_values(local, weight, indices)
     found = (gradient.index_select(0, bag_of) * values).sum(1)

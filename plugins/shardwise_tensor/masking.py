@@ -105,7 +105,7 @@ def WHOLE() -> Flow:
 def _as_often_as_asked(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     # torch's meta kernel refuses a call without the size; the device takes it from the data.
     if output_size is None:
-        raise NotImplementedError
+        raise NotImplementedError("without output_size only the data know the length")
     return repeats.new_empty(output_size, dtype=torch.int64)
 
 

@@ -18,7 +18,6 @@ aten = torch.ops.aten
 # What one device gets wrong, so that it is no judge.
 WRONG_ON_ONE_DEVICE = {
     aten.narrow_copy.out: "writes as if out= were contiguous",
-    aten._embedding_bag_per_sample_weights_backward.default: "reads past a gradient that has too few bags",
 }
 
 # Tensors of eight-bit floats do not travel between processes: pickle cannot load them.

@@ -62,3 +62,23 @@ def test_a_gradient_of_zeros_that_torch_adds_by_itself_is_refused(pool):
         grad=True,
     )
     assert counts(pool, program)["backward refused (DeviceMismatchError)"] == 1
+
+
+def test_the_bag_of_each_index_is_what_the_forward_told(pool):
+    # The offsets, which the kernel does not read then, were taken instead.
+    program = Program(
+        (4,),
+        (
+            drawn(0, (4, 6), torch.float32, (Replicate(),)),
+            drawn(1, (8, 6), torch.float32, (Shard(0),)),
+            Leaf(2, torch.tensor([3, 4, 1, 1, 5, 2, 0, 3, 0]), (Replicate(),)),
+            Leaf(3, torch.tensor([6, 6, 6, 6]), (Replicate(),)),
+            Leaf(4, torch.tensor([0, 0, 2, 2, 2, 2, 3, 3, 3]), (Replicate(),)),
+            Call(
+                (5,),
+                "aten._embedding_bag_per_sample_weights_backward.default",
+                (Value(0), Value(1), Value(2), Value(3), Value(4), 0, -1),
+            ),
+        ),
+    )
+    assert counts(pool, program)["call ran"] == 1
