@@ -2,22 +2,24 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise import leaving, random, state_dicts, stepping
-from shardwise.api import distribute_module, distribute_tensor
-from shardwise.draws import manual_seed
+from shardwise import random
+from shardwise.engine import shutdown
+from shardwise.engine.replication import replicate_unknown
 from shardwise.errors import ShardingError
-from shardwise.factories import empty, full, ones, rand, randint, randn, randperm, zeros
-from shardwise.placements import Partial, Placement, Replicate, Shard
-from shardwise.prefetch import prefetch
-from shardwise.replication import replicate_unknown
-from shardwise.spec import TensorMeta, TensorSpec
-from shardwise.tensor import MeshTensor
+from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.rng.generator import manual_seed
+from shardwise.tensor import dcp_state_dicts, optimizer_step
+from shardwise.tensor.distribute import distribute_module, distribute_tensor
+from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.prefetch import prefetch
 
 if TYPE_CHECKING:
-    from shardwise.calibration import calibrate
-    from shardwise.explanation import explain
-    from shardwise.registry import Override
-    from shardwise.rule import AnyRule
+    from shardwise.kernel.registry import Override
+    from shardwise.kernel.rule import AnyRule
+    from shardwise.tools.calibrate import calibrate
+    from shardwise.tools.explain import explain
 
 __all__ = [
     "MeshTensor",
@@ -47,9 +49,9 @@ __all__ = [
     "zeros",
 ]
 
-stepping.install()
-leaving.install()
-state_dicts.install()
+optimizer_step.install()
+shutdown.install()
+dcp_state_dicts.install()
 
 
 def override(*rules: "AnyRule") -> "Override":
@@ -57,7 +59,7 @@ def override(*rules: "AnyRule") -> "Override":
 
     Every rank of a program must do so alike and at the same point. Raises :class:`RuleError` for what is no rule.
     """
-    from shardwise.discovery import default_registry
+    from shardwise.discovery.process import default_registry
 
     return default_registry().override(*rules)
 
@@ -65,11 +67,11 @@ def override(*rules: "AnyRule") -> "Override":
 def __getattr__(name: str) -> Any:
     """What few programs need is imported when it is asked for."""
     if name == "calibrate":
-        from shardwise.calibration import calibrate
+        from shardwise.tools.calibrate import calibrate
 
         return calibrate
     if name == "explain":
-        from shardwise.explanation import explain
+        from shardwise.tools.explain import explain
 
         return explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-if TYPE_CHECKING:
-    from shardwise.cost import Links
-    from shardwise.plan import Plan
-    from shardwise.registry import Registrar
+from shardwise.kernel.registry import Registrar
 
-__all__ = ["PROJECT", "hookimpl", "hookspec", "shardwise_dispatched", "shardwise_links", "shardwise_register"]
+if TYPE_CHECKING:
+    from shardwise.kernel.plan import Plan
+
+__all__ = [
+    "PROJECT",
+    "Registrar",
+    "hookimpl",
+    "hookspec",
+    "shardwise_dispatched",
+    "shardwise_links",
+    "shardwise_register",
+]
 
 PROJECT = "shardwise"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -24,11 +32,12 @@ def shardwise_register(registry: Registrar) -> None:
 
 
 @hookspec
-def shardwise_links(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Links | None:
+def shardwise_links(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Any:
     """What redistributions cost on such a mesh, where nothing was measured; None leaves the defaults. Rarely needed.
 
-    ``wires`` has what connects the ranks of each mesh dim (the keys of :data:`shardwise.cost.WIRES`). Every rank asks
-    for itself, so the answer must follow from the arguments alone. The first plugin by name that answers counts.
+    ``wires`` has what connects the ranks of each mesh dim (the keys of :data:`shardwise.planning.cost.WIRES`); the
+    answer is a :class:`shardwise.planning.cost.Links`. Every rank asks for itself, so it must follow from the arguments
+    alone. The first plugin by name that answers counts.
     """
 
 

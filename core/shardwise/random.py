@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardwise.draws import get_state, manual_seed, set_state, using, way
-from shardwise.one_device import on_one_device
+from shardwise.rng.generator import get_state, manual_seed, set_state, using, way
+from shardwise.tools.one_device import on_one_device
 
 __all__ = ["get_state", "load_state_dict", "manual_seed", "on_one_device", "set_state", "state_dict", "using", "way"]
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.placements import REPLICATE
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard
 from shardwise_conv.spatial import convolve, differentiate
 
 __all__ = ["RULES"]

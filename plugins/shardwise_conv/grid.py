@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Rule, rule
-from shardwise.signature import Op
+from shardwise.rule import Op, Rule, rule
 
 __all__ = ["RULES"]
 

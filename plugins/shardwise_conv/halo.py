@@ -14,8 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorSpec
+from shardwise.rule import LocalCall, TensorSpec
 
 __all__ = ["Exchange", "Reach", "Run", "fetched", "reached", "returned", "runs"]
 

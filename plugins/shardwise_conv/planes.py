@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.lowering import Lowering
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, Rule, rule_from, shard
-from shardwise.signature import Op
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Row, Rows, Rule, rule_from, shard
 from shardwise_conv.spatial_pool import average, average_backward, largest, largest_backward
 
 __all__ = ["RULES"]

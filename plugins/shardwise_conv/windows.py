@@ -8,8 +8,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorSpec
+from shardwise.rule import LocalCall, TensorSpec
 from shardwise_conv.halo import Exchange, Reach, Run, fetched, reached, returned, runs
 
 __all__ = ["Slide", "Sliding", "amounts", "blank", "give_back", "setting", "sliding", "window"]

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, rule_from
 from shardwise_embedding.lookup import own_rows, own_values
 
 __all__ = ["RULES"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorSpec
+from shardwise.rule import LocalCall, TensorSpec
 
 __all__ = ["own_rows", "own_values"]
 

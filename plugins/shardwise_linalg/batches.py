@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Op, Rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Op, Rule, TensorMeta, rule_from
 
 __all__ = ["matrices", "on_batches", "ops", "together"]
 

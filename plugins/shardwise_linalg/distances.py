@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.rule import Flow, LocalCall, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, TensorMeta, rule, rule_from
 from shardwise_linalg.batches import ops
 
 __all__ = ["RULES"]

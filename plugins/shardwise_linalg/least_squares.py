@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule_from
 from shardwise_linalg.batches import matrices, ops, together
 
 __all__ = ["RULES"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule_from
 from shardwise_linalg.batches import matrices, on_batches, ops
 
 __all__ = ["RULES"]

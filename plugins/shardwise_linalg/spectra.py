@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from attrs import evolve
 
-from shardwise.rule import Call
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, TensorMeta
 from shardwise_linalg.batches import on_batches, together
 
 __all__ = ["RULES"]

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Row, Rows, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.rule import Flow, like, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, TensorMeta, like, rule_from
 
 __all__ = ["RULES"]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from shardwise.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from shardwise.registry import Registrar
+    from shardwise.hookspecs import Registrar
 
 
 @hookimpl

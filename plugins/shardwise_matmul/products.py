@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from shardwise.rule import Call, Flow, einop, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, einop, rule, rule_from
 
 __all__ = ["BILINEAR", "RULES"]
 

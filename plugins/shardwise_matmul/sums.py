@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.placements import REPLICATE, partial
-from shardwise.rule import Call, Flow, LocalCall, Rule, einop, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Rule, TensorMeta, einop, partial, rule, rule_from
 
 __all__ = ["RULES"]
 

@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.placements import REPLICATE
-from shardwise.rule import Call, Flow, Row, Rows, rule_from, shard
-from shardwise.spec import TensorMeta
+from shardwise.rule import REPLICATE, Call, Flow, Row, Rows, TensorMeta, rule_from, shard
 from shardwise_norm.statistics import GRADIENTS, RUNNING, gives_back, is_training, normalised, synchronised_backward
 
 __all__ = ["RULES", "backward_rows", "forward_rows"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.signature import signature
+from shardwise.rule import signature
 from shardwise_optim.positions import at_each_position, overloads
 
 __all__ = ["RULES"]

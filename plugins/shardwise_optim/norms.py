@@ -10,9 +10,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from shardwise.lowering import Lowering
-from shardwise.rule import Call, Flow, LocalCall, Rows, Rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Rows, Rule, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

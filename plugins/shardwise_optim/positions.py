@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Row, Rows, Rule, einop, rule_from
-from shardwise.signature import Kind, Op
+from shardwise.rule import Call, Kind, Op, Row, Rows, Rule, einop, rule_from
 
 __all__ = ["at_each_position", "overloads"]
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorSpec
+from shardwise.rule import LocalCall, TensorSpec
 
 __all__ = ["ADDED_ONCE", "add_once"]
 

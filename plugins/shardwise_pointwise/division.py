@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, LocalCall
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, LocalCall, TensorMeta
 
 __all__ = ["by_one_number", "divide"]
 

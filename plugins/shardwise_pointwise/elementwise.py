@@ -6,10 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from shardwise.lowering import Lowering
-from shardwise.placements import Partial
-from shardwise.rule import Call, Row, Rows, Rule, einop, rule_from
-from shardwise.signature import Kind, Op, signature
+from shardwise.rule import Call, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PendingRows", "elementwise", "elementwise_of", "overloads"]

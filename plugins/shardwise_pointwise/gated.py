@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Flow, like, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, TensorMeta, like, rule, rule_from
 
 __all__ = ["RULES"]
 

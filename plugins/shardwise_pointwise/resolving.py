@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.placements import PENDING_KINDS
-from shardwise.rule import LocalCall
+from shardwise.rule import PENDING_KINDS, LocalCall
 
 __all__ = ["RESOLVED", "resolve"]
 

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.lowering import Draw, Region
-from shardwise.rule import Flow, LocalCall, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Draw, Flow, LocalCall, Region, TensorMeta, rule_from
 from shardwise_random.whole import gathered, part, rehearse
 
 __all__ = ["RULES"]

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.lowering import Draw, Region
+from shardwise.rule import Draw, Region
 
 __all__ = [
     "Distribution",

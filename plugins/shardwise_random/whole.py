@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.placements import Shard
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.rule import LocalCall, Shard, TensorMeta, TensorSpec
 
 __all__ = ["gathered", "like_whole", "part", "rehearse"]
 

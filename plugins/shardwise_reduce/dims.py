@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall
-from shardwise.signature import Op
+from shardwise.rule import Call, Flow, LocalCall, Op
 
 __all__ = ["accumulator", "into", "ops", "reduced_dims", "reduction", "splitting"]
 

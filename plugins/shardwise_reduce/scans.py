@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.lowering import Lowering
-from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
-from shardwise.signature import Op
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, rule_from
 from shardwise_reduce.dims import into, ops
 from shardwise_reduce.line import line_of
 

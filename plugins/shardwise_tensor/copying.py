@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.placements import PENDING_KINDS
-from shardwise.rule import Call, Flow, LocalCall, like, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import PENDING_KINDS, Call, Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_tensor.devices import stays_on_mesh
 from shardwise_tensor.dims import ANY, UNMOVED, each, kept_by_cast, labels, same_dtype
 

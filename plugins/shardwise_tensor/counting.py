@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, TensorMeta, rule_from
 from shardwise_tensor.dims import labels
 
 __all__ = ["RULES"]

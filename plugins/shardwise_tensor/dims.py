@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwise.placements import PENDING_KINDS
-from shardwise.spec import TensorMeta
+from shardwise.rule import PENDING_KINDS, TensorMeta
 
 __all__ = ["ANY", "UNMOVED", "Labels", "dim_of", "each", "kept_by_cast", "labels", "replaced", "same_dtype"]
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, TensorMeta, rule, rule_from
 from shardwise_tensor.dims import dim_of, labels, replaced
 from shardwise_tensor.owning import look_up, never_empty
 

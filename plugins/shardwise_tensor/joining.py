@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.rule import Call, Flow, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule_from
 from shardwise_tensor.dims import dim_of, labels, same_dtype
 
 __all__ = ["RULES"]

@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.placements import Partial
-from shardwise.rule import Flow, LocalCall, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, Partial, TensorMeta, rule, rule_from
 from shardwise_tensor.dims import UNMOVED, Labels, each, labels, same_dtype
 
 __all__ = ["RULES"]

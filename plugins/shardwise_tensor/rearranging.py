@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, LocalCall, like, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_tensor.dims import ANY, dim_of
 
 __all__ = ["RULES"]

@@ -7,9 +7,21 @@ from typing import Any
 
 import torch
 
-from shardwise.placements import PENDING_KINDS, REPLICATE, partial, shard, show
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, like, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import (
+    PENDING_KINDS,
+    REPLICATE,
+    Call,
+    Flow,
+    LocalCall,
+    Row,
+    Rows,
+    TensorMeta,
+    like,
+    partial,
+    rule_from,
+    shard,
+    show,
+)
 from shardwise_tensor.dims import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, same_dtype
 
 __all__ = ["RULES"]

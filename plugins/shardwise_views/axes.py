@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, LocalCall, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, TensorMeta, rule_from
 
 __all__ = ["RULES"]
 

@@ -13,9 +13,7 @@ import torch
 from attrs import evolve
 
 from shardwise.errors import NoStrategyError
-from shardwise.placements import Partial
-from shardwise.rule import Flow, LocalCall, Rows, like, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Flow, LocalCall, Partial, Rows, TensorMeta, like, rule_from
 
 __all__ = ["RULES", "rows", "strided"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, TensorMeta, rule, rule_from
 
 __all__ = ["RULES"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
 from shardwise_views.regroup import regroup
 
 __all__ = ["RULES"]

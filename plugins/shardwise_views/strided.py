@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from attrs import evolve, frozen
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, rule_from
 from shardwise_views import memory
 from shardwise_views.regroup import regroup
 

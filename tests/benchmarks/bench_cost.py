@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import spearmanr
 
-from shardwise.calibration import calibrate, try_transitions
-from shardwise.placements import parse_placement
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.kernel.placements import parse_placement
+from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.testing import WorkerPool, mesh
+from shardwise.tools.calibrate import calibrate, try_transitions
 
 RHO = 0.9
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)

@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import shardwise as sw
-from shardwise import Replicate, Shard, dispatcher
+from shardwise import Replicate, Shard
+from shardwise.kernel import dispatcher
 
 FLOOR = "floor"
 MEAN_LIMIT, WORST_LIMIT = 0.45, 0.65

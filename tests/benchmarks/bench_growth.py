@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.discovery import default_registry, discover, statuses
+from shardwise.discovery.entry_points import discover
+from shardwise.discovery.process import default_registry, statuses
 
 PLUGINS, RULES = 50, 40
 HIT_LIMIT, MISS_LIMIT = 1.05, 1.10

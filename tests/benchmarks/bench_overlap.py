@@ -21,7 +21,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.collectives import observe
+from shardwise.comm.events import observe
 from shardwise.testing import WorkerPool, mesh
 
 RANKS = 4

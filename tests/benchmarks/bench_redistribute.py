@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.placements import show_all
+from shardwise.kernel.placements import show_all
 
 P, R, S0, S1 = Partial(), Replicate(), Shard(0), Shard(1)
 LIMIT = 0.25

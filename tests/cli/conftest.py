@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from shardwise import discovery
+from shardwise.discovery import process
 
 RULE = """
     import torch
@@ -31,8 +31,8 @@ def fresh(monkeypatch):
     """The next look-up finds and loads the plugins again; afterwards all is as before."""
 
     def forget():
-        monkeypatch.setattr(discovery._process, "registry", None)
-        monkeypatch.setattr(discovery._process, "statuses", [])
+        monkeypatch.setattr(process._process, "registry", None)
+        monkeypatch.setattr(process._process, "statuses", [])
 
     forget()
     return forget
@@ -59,14 +59,14 @@ def install(tmp_path, monkeypatch, fresh):
 
     yield put
     for name in set(sys.modules) - before:
-        if str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
+        if name.startswith("acme") or str(tmp_path) in (getattr(sys.modules[name], "__file__", None) or ""):
             del sys.modules[name]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _kept_overrides():
     """What modules that the tests import put above other rules ends with the tests."""
-    registry = discovery.default_registry()
+    registry = process.default_registry()
     before = {op: list(entries) for op, entries in registry._overrides.items()}
     yield
     registry._overrides = before

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from shardwise.link_file import parse
+from shardwise.planning.link_file import parse
 
 SMALL = ["calibrate", "--device", "cpu", "--largest", "4096"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -246,8 +246,8 @@ def test_findings_on_imports(checkout, monkeypatch):
 
 
 def test_inner_modules_are_a_warning(checkout, quick):
-    folder = checkout(imports="def later():\n        from shardwise import dispatcher", samples=SAMPLES)
-    assert "shardwise.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"]
+    folder = checkout(imports="def later():\n        from shardwise.kernel import dispatcher", samples=SAMPLES)
+    assert "shardwise.kernel.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"]
     assert run(folder, "--strict").exit_code == 1
 
 

@@ -11,17 +11,18 @@ from click.testing import CliRunner
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from shardwise import dispatcher
 from shardwise.cli import main
-from shardwise.coverage import cover
 from shardwise.demo.model import build
 from shardwise.demo.run import TENSOR_PARALLEL
 from shardwise.demo.settings import Settings
 from shardwise.demo.training import train
-from shardwise.discovery import use_registry
-from shardwise.placements import REPLICATE, Shard
-from shardwise.registry import Registry
-from shardwise.signature import op_name
+from shardwise.discovery.process import use_registry
+from shardwise.kernel import dispatcher
+from shardwise.kernel.placements import REPLICATE, Shard
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import AbstractMesh
+from shardwise.tools.coverage import cover
 
 SMALL = Settings(layers=1, width=16, heads=2, context=8, batch=4, steps=2)
 
@@ -210,7 +211,7 @@ def test_a_program_that_wants_a_mesh_is_told_to_leave_it_out(monkeypatch):
 
 
 def test_a_mesh_tensor_is_refused():
-    spec = sw.TensorSpec(sw.spec.AbstractMesh((2,)), [REPLICATE], sw.TensorMeta.contiguous((4,), torch.float32))
+    spec = sw.TensorSpec(AbstractMesh((2,)), [REPLICATE], sw.TensorMeta.contiguous((4,), torch.float32))
 
     def program():
         return sw.MeshTensor(torch.ones(4), spec).cos()

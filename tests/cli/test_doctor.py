@@ -165,8 +165,8 @@ def test_link_figures(tmp_path, monkeypatch, text, result, words):
 
 
 def test_link_figures_tell_their_meshes(tmp_path, monkeypatch):
-    from shardwise.cost import Connection, Link, Links
-    from shardwise.link_file import Calibration, Site, store
+    from shardwise.planning.cost import Connection, Link, Links
+    from shardwise.planning.link_file import Calibration, Site, store
 
     link = Link(1e-6, 1e-6, 1e9)
     links = Links((Connection(link, link, link, link),), 1e-6, 1e9)

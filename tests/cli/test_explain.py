@@ -8,12 +8,12 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.cli.calls import find_op, parse_operand
-from shardwise.cost import Connection, Link, Links, default_links, links_of
 from shardwise.errors import CallError, PlacementCountError, PlacementError
-from shardwise.link_file import Calibration, Site, show
-from shardwise.placements import Partial, Replicate, Shard
-from shardwise.signature import op_name
-from shardwise.spec import AbstractMesh
+from shardwise.kernel.placements import Partial, Replicate, Shard
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import AbstractMesh
+from shardwise.planning.cost import Connection, Link, Links, default_links, links_of
+from shardwise.planning.link_file import Calibration, Site, show
 
 MM = ("--mesh", "2x2", "--input", "f32[8,16] S(0),R", "--input", "f32[16,32] S(1),S(0)")
 
@@ -136,7 +136,7 @@ def test_a_lowering_tells_what_it_issues():
 
 PLUGIN = """
 import torch
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.rule import rule
 
 library = torch.library.Library("acme", "DEF")

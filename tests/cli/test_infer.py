@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from shardwise.cli import main
 from shardwise.cli.sample_text import read_sample
 from shardwise.errors import CallError
-from shardwise.rule import Rule
+from shardwise.kernel.rule import Rule
 
 BLACK_BOX = """
 import torch

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.cli.ops import find_ops, one_of, ops_named
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ COMMANDS = {
 }
 KERNELS = """
 import torch
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.rule import rule
 
 @torch.library.custom_op("kernels_by_name::scaled", mutates_args=())

@@ -8,9 +8,11 @@ import torch
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from shardwise.discovery import GROUP, use_registry
-from shardwise.registry import Origin, Registrar, Registry
-from shardwise.rule import rule
+from shardwise.discovery.entry_points import GROUP
+from shardwise.discovery.process import use_registry
+from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registry import Registrar, Registry
+from shardwise.rule.authoring import rule
 
 
 def run(*arguments):

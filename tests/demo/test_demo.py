@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 import psutil
 import pytest
 
-from shardwise.discovery import GROUP
+from shardwise.discovery.entry_points import GROUP
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--device", "cpu"]
 ENDLESS = ["--mesh", "2x1", "--steps", "1000000"]

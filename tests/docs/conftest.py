@@ -61,9 +61,10 @@ def commands(text):
 
 
 def squeezed(text):
-    """Lines without the space that the width of a terminal decides, and without the folder of a checkout."""
+    """Lines without the space that the width of a terminal decides, the folder of a checkout and the line of a rule."""
     lines = (re.sub(r"[\s─━┃│┏┓┗┛┡┩├┤└┘┬┴┼╇╈╋═]+", " ", line).strip() for line in text.splitlines())
     lines = (re.sub(r"\S*/(?=(core|plugins)/shardwise)", "", line) for line in lines)
+    lines = (re.sub(r"(\.py):\d+", r"\1", line) for line in lines)
     return [line for line in lines if line]
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from shardwise import discovery
 from shardwise.cli import main
+from shardwise.discovery import process
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 BROKEN = "raise OSError('libacme.so: cannot open shared object file: No such file or directory')"
@@ -33,8 +33,8 @@ def folders(tmp_path, monkeypatch, installed):
     ):
         zipfile.ZipFile(wheel).extractall(site)
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr(discovery._process, "registry", None)
-    monkeypatch.setattr(discovery._process, "statuses", [])
+    monkeypatch.setattr(process._process, "registry", None)
+    monkeypatch.setattr(process._process, "statuses", [])
     monkeypatch.chdir(home)
     yield {home: "/home/ada", site: "/site-packages", installed.ROOT / "plugins": "/site-packages"}
     for name in set(sys.modules) - before:

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 OWN_TEST = re.compile(r"^<!-- this page is run by (\S+) -->$", re.MULTILINE)
@@ -36,6 +36,15 @@ def test_every_block_runs_or_says_why_not(page, docs):
         assert runs or re.match(r"not run: \S+ \S+", block.how), f"{block} needs a language or a reason"
 
 
+@pytest.fixture
+def _leaves_no_plugin():
+    """What a page calls a plugin's modules is gone afterwards."""
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0].startswith("acme")]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("_leaves_no_plugin")
 def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
     """Those for one process in one namespace, those for several ranks as one program on the pool."""
     own = OWN_TEST.search(page.read_text())

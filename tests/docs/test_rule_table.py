@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.cli.rules import rule_table
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "rule-table.md"
 

@@ -9,7 +9,7 @@ FATES = """
     import json, sys, warnings
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from shardwise.discovery import statuses
+        from shardwise.discovery.process import statuses
         found = [(s.found.origin.plugin, s.status, s.reason) for s in statuses()]
     said = [str(w.message) for w in caught if "shardwise" in str(w.message)]
     imported = sorted(m for m in sys.modules if m.startswith(("acme", "bolt")))
@@ -18,7 +18,7 @@ FATES = """
 """
 LOOKUP = """
     import torch
-    from shardwise.discovery import default_registry
+    from shardwise.discovery.process import default_registry
     print(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
 """
 
@@ -70,7 +70,7 @@ def test_a_broken_plugin_leaves_no_rule_its_traceback_is_kept_and_a_miss_names_i
     code = """
         import json, torch, warnings
         warnings.simplefilter("ignore")
-        from shardwise.discovery import default_registry, statuses
+        from shardwise.discovery.process import default_registry, statuses
         from shardwise.errors import NoRuleError
         try:
             default_registry().lookup(torch.ops.aten._values_copy.default)
@@ -85,10 +85,10 @@ def test_a_broken_plugin_leaves_no_rule_its_traceback_is_kept_and_a_miss_names_i
 
 STRICT = """
     import json
-    from shardwise.discovery import load
+    from shardwise.discovery.process import load
     from shardwise.errors import PluginLoadError
-    from shardwise.finding import discover
-    from shardwise.registry import Registry
+    from shardwise.discovery.entry_points import discover
+    from shardwise.kernel.registry import Registry
 
     said = {}
     for found in discover():
@@ -127,7 +127,7 @@ BROKEN = {
     "exits": ("import sys\nsys.exit(3)", "SystemExit: 3"),
     "absent": ("import acme_nowhere", "No module named 'acme_nowhere'"),
     "asks": (
-        "from shardwise.discovery import default_registry\ndefault_registry()",
+        "from shardwise.discovery.process import default_registry\ndefault_registry()",
         "the plugins are just being loaded",
     ),
 }
@@ -170,7 +170,7 @@ def test_two_distributions_with_one_entry_name_are_both_loaded(environment, whee
     ]
     code = """
         import json, torch
-        from shardwise.discovery import default_registry
+        from shardwise.discovery.process import default_registry
         look = default_registry().lookup
         names = ("_copy_from_and_resize", "_values_copy")
         print(json.dumps([str(look(getattr(torch.ops.aten, n).default).origin) for n in names]))
@@ -198,7 +198,7 @@ def test_stale_metadata_in_front_on_the_path_does_not_hide_the_installed_plugin(
     (stale / "entry_points.txt").write_text("[shardwise.plugins.v1]\nacme-kernels = acme_nowhere\n")
     code = """
         import json
-        from shardwise.finding import discover
+        from shardwise.discovery.entry_points import discover
         print(json.dumps([[f.origin.version, f.hides] for f in discover() if f.origin.plugin == "acme-kernels"]))
     """
     ((version, hides),) = env.answer(code)

@@ -5,7 +5,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.sample]
 
 LINKS = """
-    from shardwise.cost import Link, Links
+    from shardwise.planning.cost import Link, Links
     from shardwise.hookspecs import hookimpl
 
     @hookimpl
@@ -17,9 +17,9 @@ LINKS = """
 """
 COSTS = """
     import json
-    from shardwise.cost import links_of
-    from shardwise.discovery import default_registry
-    from shardwise.spec import AbstractMesh
+    from shardwise.planning.cost import links_of
+    from shardwise.discovery.process import default_registry
+    from shardwise.rule import AbstractMesh
     default_registry()
     print(json.dumps([[c.all_gather.start for c in links_of(AbstractMesh(s, d)).mesh_dims]
                       for s, d in (((2, 4), "cpu"), ((2,), "cuda"))]))

@@ -8,7 +8,7 @@ MM = ("mm", "m k, k n -> m n", "reduce={'k': 'sum'}")
 
 ASK = """
     import json, torch
-    from shardwise.discovery import default_registry
+    from shardwise.discovery.process import default_registry
     from shardwise.errors import NoRuleError, RuleConflictError
 
     registry = default_registry()
@@ -114,7 +114,7 @@ def test_replaces_goes_before_first_party_and_prefer_and_override_before_it(envi
         import json
         import torch
         import shardwise as sw
-        from shardwise.discovery import default_registry
+        from shardwise.discovery.process import default_registry
         from shardwise.rule import rule
 
         def holds():
@@ -167,7 +167,7 @@ def test_the_order_of_installation_decides_nothing(environment, wheel, installed
         env.install(wheels[name])
     code = """
         import json, torch
-        from shardwise.discovery import default_registry, statuses
+        from shardwise.discovery.process import default_registry, statuses
         winner = str(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
         print(json.dumps([winner, [s.found.origin.plugin for s in statuses()][:2]]))
     """

@@ -9,7 +9,7 @@ COUNTING = """
     pathlib.Path(os.environ["ACME_LOG"]).open("a").write(f"{os.getpid()}\\n")
     time.sleep(0.3)
 """
-LOOK = "from shardwise.discovery import default_registry; import torch\n"
+LOOK = "from shardwise.discovery.process import default_registry; import torch\n"
 OP = "torch.ops.aten._copy_from_and_resize.default"
 
 
@@ -44,7 +44,7 @@ def test_the_first_look_up_loads_once_also_from_many_threads(env, log):
     code = """
         import json, torch
         from concurrent.futures import ThreadPoolExecutor
-        from shardwise.discovery import default_registry
+        from shardwise.discovery.process import default_registry
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: id(default_registry()), range(8)))
         origin = str(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
@@ -57,7 +57,7 @@ def test_the_first_look_up_loads_once_also_from_many_threads(env, log):
 def test_a_fork_keeps_the_registry_and_one_in_the_middle_of_loading_does_not_hang(env, log):
     code = """
         import json, multiprocessing, threading, time, torch
-        from shardwise.discovery import default_registry
+        from shardwise.discovery.process import default_registry
 
         def child(queue):
             queue.put(str(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin))
@@ -101,17 +101,17 @@ def test_reloads_make_no_second_registry_and_register_nothing_twice(env, log):
         import importlib, json, sys, torch
         import torch.distributed as dist
         import shardwise as sw
-        from shardwise import discovery
+        from shardwise.discovery import process
         from torch.distributed.device_mesh import init_device_mesh
 
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         mesh = init_device_mesh("cpu", (1,))
         x = sw.ones(3, device_mesh=mesh)
-        first, before = discovery.default_registry(), (x + x).to_local().tolist()
+        first, before = process.default_registry(), (x + x).to_local().tolist()
         ops = len(list(first.ops()))
         for name in ("shardwise", "shardwise.discovery", "acme_kernels_plugin", "shardwise_pointwise.plugin"):
             importlib.reload(sys.modules[name])
-        again = discovery.default_registry()
+        again = process.default_registry()
         after = (x + x * 1).to_local().tolist()
         print(json.dumps([again is first, len(list(again.ops())) == ops, before == after]))
         dist.destroy_process_group()

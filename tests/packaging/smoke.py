@@ -6,7 +6,8 @@ from importlib.metadata import distribution, entry_points
 from pathlib import Path
 
 import shardwise
-from shardwise.discovery import GROUP, default_registry
+from shardwise.discovery.entry_points import GROUP
+from shardwise.discovery.process import default_registry
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

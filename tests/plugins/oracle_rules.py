@@ -4,10 +4,11 @@ import importlib.util
 from functools import cache
 from pathlib import Path
 
-from shardwise.discovery import discover, load
+from shardwise.discovery.entry_points import discover
+from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
-from shardwise.registry import Registry
-from shardwise.signature import op_name
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.signature import op_name
 
 HERE = Path(__file__).parent
 

@@ -4,7 +4,7 @@ from itertools import cycle
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 BF16, U8 = torch.bfloat16, torch.uint8

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

@@ -2,7 +2,8 @@
 
 import torch
 
-from shardwise.testing.samples import made, out_variants
+from shardwise.testing.samples import out_variants
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 F32, F64, C128 = torch.float32, torch.float64, torch.complex128

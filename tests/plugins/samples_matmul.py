@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 
 def _kernels():

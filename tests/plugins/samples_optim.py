@@ -5,7 +5,8 @@ from itertools import product
 
 import torch
 
-from shardwise.testing.samples import generic_samples, made
+from shardwise.testing.samples import generic_samples
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 F32, BF16, F64, I64, C64 = torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64

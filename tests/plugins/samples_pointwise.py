@@ -4,7 +4,8 @@ from itertools import product
 
 import torch
 
-from shardwise.testing.samples import generic_samples, made
+from shardwise.testing.samples import generic_samples
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 F32, F64, BF16, I64, I32, I8, U8, BOOL, C64 = (

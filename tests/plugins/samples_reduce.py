@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 BF16, I64, I32, U8, BOOL, F64 = torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool, torch.float64

@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 

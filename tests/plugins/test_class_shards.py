@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.events import observe
+from shardwise.comm.events import observe
 from shardwise.testing import mesh
 
 SAMPLES, CLASSES = 6, 802

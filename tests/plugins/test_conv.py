@@ -6,12 +6,12 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.discovery import default_registry
-from shardwise.meta import output_metas
-from shardwise.placements import show_all
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.discovery.process import default_registry
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 
 aten = torch.ops.aten

@@ -5,15 +5,16 @@ import torch
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.discovery import default_registry
-from shardwise.meta import output_metas
-from shardwise.placements import show_all
-from shardwise.planner import make_call
-from shardwise.rule import rule
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.discovery.process import default_registry
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call, propagated
+from shardwise.rule.authoring import rule
 from shardwise.testing import mesh
-from shardwise.testing.oracle import RuleRefuted, check_rule
+from shardwise.testing.oracle import check_rule
+from shardwise.testing.report import RuleRefuted
 
 aten = torch.ops.aten
 INDICES = torch.empty(4, 5, dtype=torch.int64, device="meta")
@@ -73,7 +74,7 @@ def test_the_gradient_of_a_replicated_table_is_not_sharded_to_be_gathered_again(
     on = AbstractMesh((4,))
     whole = [TensorSpec(on, [Replicate()], TensorMeta.of(x)) for x in (empty(4, 5, 6), INDICES)]
     schema = OpSchema.of(aten.embedding_dense_backward.default, *whole, 10, -1, False)
-    found = default_registry().propagate(schema).output_spec
+    found = propagated(default_registry(), schema).output_spec
     assert found.placements == (Replicate(),)
 
 

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.events import observe
+from shardwise.comm.events import observe
 from shardwise.testing import mesh
 from shardwise_conv.halo import Run, reached
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_linalg import distances, factors, least_squares, solvers, spectra
 

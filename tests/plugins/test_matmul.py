@@ -10,10 +10,10 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
 from shardwise_matmul import attention, padding, products, sums

@@ -7,12 +7,12 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.meta import output_metas
-from shardwise.placements import show_all
-from shardwise.planner import make_call, problems
-from shardwise.rule import einop, rule_from
-from shardwise.schema import OpSchema, RuntimeSchemaInfo
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call, problems
+from shardwise.rule.authoring import einop, rule_from
 from shardwise.testing import RuleRefuted, check_rule, mesh
 from shardwise_norm import batch, cudnn, group, layer
 

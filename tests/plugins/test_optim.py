@@ -8,11 +8,11 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import InPlaceError, ListLengthError
-from shardwise.lowering import LocalCall
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
+from shardwise.rule.lowering import LocalCall
 from shardwise.testing import mesh
 from shardwise_optim import foreach, fused, norms, scaling
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F  # noqa: N812  torch's own name for it
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import InPlaceError
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_pointwise import gated, table
 

@@ -12,14 +12,14 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.discovery import default_registry
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.rehearsal import in_lowering
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.discovery.process import default_registry
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
+from shardwise.tools.traffic import in_lowering
 
 _spec = importlib.util.spec_from_file_location("oracle_rules", Path(__file__).with_name("oracle_rules.py"))
 oracle_rules = importlib.util.module_from_spec(_spec)

@@ -8,12 +8,13 @@ from attrs import evolve
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.meta import output_metas
-from shardwise.placements import show_all
-from shardwise.planner import make_call
-from shardwise.rule import LocalCall, einop, rule_from
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
+from shardwise.rule.authoring import einop, rule_from
+from shardwise.rule.lowering import LocalCall
 from shardwise.testing import RuleRefuted, check_rule, mesh
 from shardwise_reduce import along, extremes, largest, moments, norms, positions, scans, sums
 

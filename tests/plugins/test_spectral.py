@@ -5,10 +5,10 @@ import torch
 
 import shardwise as sw
 from shardwise import Shard
-from shardwise.describe import rows
-from shardwise.placements import REPLICATE
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.strategies import rows
 from shardwise.testing import mesh
 from shardwise_spectral import transforms
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import DeviceMismatchError, InPlaceError
-from shardwise.meta import UNKNOWN, output_metas
-from shardwise.planner import make_call
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_tensor import (
     copying,

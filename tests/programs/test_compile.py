@@ -10,8 +10,10 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import MeshTensor, Replicate, Shard, collectives, dispatcher
+from shardwise import MeshTensor, Replicate, Shard
+from shardwise.comm import events
 from shardwise.errors import PlainTensorError, ViewError
+from shardwise.kernel import dispatcher
 from shardwise.testing import mesh
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -100,7 +102,7 @@ def compare(make, mesh_of, partition, data, backend, batch, hook=None, dtype=tor
     seen = train(eager, *placed)
     issued = []
     compiled = torch.compile(loss_of, backend=backend, fullgraph=True, dynamic=False)
-    with collectives.observe(issued.append):
+    with events.observe(issued.append):
         found = train(spread, *placed, compiled)
     # AdamW moves nothing, so every collective of the step lies in a graph.
     assert issued == []

@@ -11,7 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import Replicate, Shard, collectives
+from shardwise import Replicate, Shard
+from shardwise.comm import events
 from shardwise.demo.compiled import prove
 from shardwise.demo.model import GPT
 from shardwise.demo.run import TENSOR_PARALLEL
@@ -104,7 +105,7 @@ def run(make, mesh_of, partition, placements, batches, backend="aot_eager", dyna
         model.zero_grad()
         expected = loss_of(reference, *whole)
         expected.backward()
-        with collectives.observe(issued.append):
+        with events.observe(issued.append):
             found = compiled(model, *placed)
             found.backward()
         torch.testing.assert_close(found.full_tensor(), expected, **tolerance)

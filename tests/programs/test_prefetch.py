@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.collectives import observe
+from shardwise.comm.events import observe
 from shardwise.errors import InPlaceError, PlacementError
 from shardwise.testing import mesh
 

@@ -3,14 +3,17 @@
 import pytest
 import torch
 
-from shardwise.describe import result_metas, strategy
 from shardwise.errors import NoStrategyError
-from shardwise.placements import REPLICATE, partial, shard
-from shardwise.rule import Flow, Row, Rows, full_mesh_rule, like, rule, rule_from
-from shardwise.schema import OpStrategy, PlacementStrategy
-from shardwise.spec import TensorMeta, TensorSpec
-from shardwise.testing.oracle import RuleRefuted, check_rule
-from shardwise.testing.samples import made
+from shardwise.kernel.placements import REPLICATE, partial, shard
+from shardwise.kernel.rule import Row, Rows
+from shardwise.kernel.schema import OpStrategy, PlacementStrategy
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.planning.strategies import result_metas, strategy
+from shardwise.rule.authoring import full_mesh_rule, like, rule, rule_from
+from shardwise.rule.flow import Flow
+from shardwise.testing.oracle import check_rule
+from shardwise.testing.report import RuleRefuted
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 

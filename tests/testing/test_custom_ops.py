@@ -11,17 +11,10 @@ from torch.library import custom_op
 
 import shardwise as sw
 from shardwise.errors import NotationError, RuleError
-from shardwise.placements import REPLICATE, partial
-from shardwise.rule import Row, Rows, like, rule, rule_from
-from shardwise.testing import (
-    GradientRefuted,
-    RuleRefuted,
-    check_gradients,
-    check_rule,
-    isolated_registry,
-    made,
-    mesh,
-)
+from shardwise.kernel.placements import REPLICATE, partial
+from shardwise.kernel.rule import Row, Rows
+from shardwise.rule.authoring import like, rule, rule_from
+from shardwise.testing import GradientRefuted, RuleRefuted, check_gradients, check_rule, isolated_registry, made, mesh
 
 # -- the ops: workers get them by value --------------------------------------------------------------------------
 

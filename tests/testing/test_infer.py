@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.discovery import default_registry
-from shardwise.placements import Partial, show_all
-from shardwise.rule import rule
-from shardwise.signature import op_name
+from shardwise.discovery.process import default_registry
+from shardwise.kernel.placements import Partial, show_all
+from shardwise.kernel.signature import op_name
+from shardwise.rule.authoring import rule
 from shardwise.testing import InferenceError, check_rule, infer
 from shardwise.testing.inference import rule_rows
 from shardwise.testing.inference.draws import draw
 from shardwise.testing.inference.verdicts import call_of
 from shardwise.testing.oracle import quietly
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from shardwise import dispatcher
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import NoRuleError, RuleConflictError, RuleError
-from shardwise.rule import rule
+from shardwise.kernel import dispatcher
+from shardwise.rule.authoring import rule
 from shardwise.testing import isolated_registry
 
 aten = torch.ops.aten

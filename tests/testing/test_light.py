@@ -12,7 +12,7 @@ def shardwise_register(registry):
     {}
 """
 TEXTS = {
-    "cheap": "import shardwise.rule, shardwise.placements, wave" + HOOK.format("import json"),
+    "cheap": "import shardwise.rule, wave" + HOOK.format("import json"),
     "costly": "import hypothesis" + HOOK.format("pass"),
     "hooked": HOOK.format("import probed_heavy, probed_stated"),
     "compiles": "import torch._dynamo" + HOOK.format("pass"),

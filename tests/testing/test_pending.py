@@ -5,11 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.layout import assemble, reduce_pieces
-from shardwise.placements import PENDING_KINDS, REPLICATE, partial, shard
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import REPLICATE, partial, shard
+from shardwise.kernel.reductions import PENDING_KINDS, reduce_pieces
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.tensor.shards import assemble
 from shardwise.testing.pending import can_be_pending, pieces, place
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 DTYPES = (
     torch.float32,

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from shardwise.errors import WorkerError
-from shardwise.rule import rule
+from shardwise.rule.authoring import rule
 from shardwise.testing.pickling import dumps_by_value, importable
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shardwise import Partial, Replicate, Shard
-from shardwise.discovery import default_registry
-from shardwise.rule import rule
+from shardwise.discovery.process import default_registry
+from shardwise.rule.authoring import rule
 from shardwise.testing.programs import Call, Catalogue, Leaf, Move, Program, Value, check_program, draw, drawn, leaf
 from shardwise.testing.programs import shrink as shrunk
 

@@ -10,8 +10,8 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
-from shardwise.placements import REPLICATE, check_placements, partial, shard
-from shardwise.spec import AbstractMesh
+from shardwise.kernel.placements import REPLICATE, check_placements, partial, shard
+from shardwise.kernel.spec import AbstractMesh
 from shardwise.testing import strategies as sst
 from shardwise.testing.schema_samples import accepts
 

@@ -7,7 +7,7 @@ import torch
 
 from shardwise.errors import PluginLoadError, RuleError
 from shardwise.hookspecs import hookimpl
-from shardwise.rule import rule
+from shardwise.rule.authoring import rule
 from shardwise.testing import RuleRefuted, check_plugin
 from shardwise.testing.subject import subject_of
 

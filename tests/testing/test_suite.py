@@ -8,7 +8,7 @@ import torch
 
 from shardwise.errors import PluginLoadError
 from shardwise.hookspecs import hookimpl
-from shardwise.rule import rule
+from shardwise.rule.authoring import rule
 from shardwise.testing import PluginTests, made
 
 aten = torch.ops.aten
@@ -168,7 +168,7 @@ THIRD_PARTY = {
         import acme_plugin
         import torch
         from hypothesis import given, settings
-        from shardwise.placements import shard
+        from shardwise.rule import shard
         from shardwise.testing import PluginTests, check_rule, isolated_registry, mesh
         from shardwise.testing.strategies import samples
         import shardwise as sw

@@ -26,7 +26,7 @@ from shardwise.checkpoint.content import State, check_alike, exact_sums, gathere
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.errors import CheckpointFileError, RankDisagreementError
-from shardwise.tensor import MeshTensor
+from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 

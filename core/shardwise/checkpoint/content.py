@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import as_dict, names_for
 from shardwise.errors import CheckpointValueError, RankDisagreementError
-from shardwise.tensor import MeshTensor
+from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["State", "check_alike", "exact_sums", "gathered"]
 

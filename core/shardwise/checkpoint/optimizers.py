@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from shardwise.api import distribute_tensor
 from shardwise.errors import CheckpointKeyError
-from shardwise.tensor import MeshTensor
+from shardwise.tensor.distribute import distribute_tensor
+from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["as_dict", "names_for", "restore", "room_for"]
 

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from shardwise.errors import CheckpointDtypeError, CheckpointFileError, CheckpointKeyError, CheckpointShapeError
-from shardwise.placements import show_all
-from shardwise.tensor import MeshTensor
+from shardwise.kernel.placements import show_all
+from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["SafePlanner", "SafeReader", "read_metadata"]
 

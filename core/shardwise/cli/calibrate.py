@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.calibration import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
-from shardwise.calibration import calibrate as calibrate_mesh
 from shardwise.cli.output import PIPE_WIDTH, json_option, progress
 from shardwise.cli.tensor_text import read_mesh_shape
-from shardwise.cost import KINDS, Link
-from shardwise.link_file import Calibration, chosen_file, default_file, parse, show
-from shardwise.placements import show_all
+from shardwise.kernel.placements import show_all
+from shardwise.planning.cost import KINDS, Link
+from shardwise.planning.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
+from shardwise.tools.calibrate import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
+from shardwise.tools.calibrate import calibrate as calibrate_mesh
 
 __all__ = ["calibrate"]
 

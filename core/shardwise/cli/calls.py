@@ -12,13 +12,13 @@ from attrs import evolve, frozen
 
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
-from shardwise.explanation import bind_call, call_error
-from shardwise.placements import Placement, parse_placement
-from shardwise.private_torch import schema_of
-from shardwise.signature import Arg, Kind, Op, signature
-from shardwise.spec import Mesh, TensorSpec
+from shardwise.kernel.placements import Placement, parse_placement
+from shardwise.kernel.signature import Arg, Kind, Op, signature
+from shardwise.kernel.spec import Mesh, TensorSpec
+from shardwise.private_torch.ops import schema_of
+from shardwise.tools.explain import bind_call, call_error
 
 __all__ = ["Operand", "arguments_of", "find_op", "parse_arguments", "parse_operand"]
 

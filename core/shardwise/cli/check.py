@@ -15,7 +15,7 @@ from shardwise.cli.output import json_option, progress
 from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
 from shardwise.cli.subject import SAMPLES, Subject, find_subject
-from shardwise.finding import GROUP
+from shardwise.discovery.entry_points import GROUP
 from shardwise.testing.light import probe
 
 __all__ = ["check"]

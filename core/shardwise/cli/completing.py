@@ -24,7 +24,7 @@ def _offering(names: Callable[[], Iterable[str]], *more: CompletionItem) -> Comp
 
 
 def _plugins() -> list[str]:
-    from shardwise.finding import discover
+    from shardwise.discovery.entry_points import discover
     from shardwise.settings import Settings
 
     return [found.origin.plugin for found in discover(Settings())]
@@ -32,7 +32,7 @@ def _plugins() -> list[str]:
 
 def _ops() -> list[str]:
     from shardwise.cli.survey import survey
-    from shardwise.signature import op_name
+    from shardwise.kernel.signature import op_name
 
     names = {op_name(entry.op) for entry in survey().registry.ops()}
     # As people type them: with and without namespace and overload.

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.cli.loading import load_function
 from shardwise.cli.output import json_option, print_rows
-from shardwise.coverage import PHASES, Coverage, Use, cover
-from shardwise.signature import op_name
+from shardwise.kernel.signature import op_name
+from shardwise.tools.coverage import PHASES, Coverage, Use, cover
 
 __all__ = ["coverage"]
 

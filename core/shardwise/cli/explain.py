@@ -17,11 +17,11 @@ from shardwise.cli.explained import plain, print_explanation
 from shardwise.cli.loading import import_option
 from shardwise.cli.output import json_option
 from shardwise.cli.tensor_text import read_mesh_shape
-from shardwise.cost import WIRES, Links, default_links, use_links
 from shardwise.errors import LinksFitError
-from shardwise.explanation import LISTED, Explanation, explain_call
-from shardwise.link_file import find, parse
-from shardwise.spec import AbstractMesh
+from shardwise.kernel.spec import AbstractMesh
+from shardwise.planning.cost import WIRES, Links, default_links, use_links
+from shardwise.planning.link_file import find, parse
+from shardwise.tools.explain import LISTED, Explanation, explain_call
 
 __all__ = ["explain"]
 

@@ -15,15 +15,15 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.output import print_parts
-from shardwise.exclusion import Exclusion
-from shardwise.explanation import Candidate, Decision, Explanation, Move
-from shardwise.placements import Placement, show
-from shardwise.registry import Entry
-from shardwise.rehearsal import Collective
-from shardwise.schema import PlacementStrategy
-from shardwise.signature import op_name
-from shardwise.spec import TensorSpec
-from shardwise.transition import Step
+from shardwise.kernel.placements import Placement, show
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.schema import PlacementStrategy
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import TensorSpec
+from shardwise.planning.exclusion import Exclusion
+from shardwise.planning.path import Step
+from shardwise.tools.explain import Candidate, Decision, Explanation, Move
+from shardwise.tools.traffic import Collective
 
 __all__ = ["plain", "print_explanation"]
 

@@ -14,12 +14,12 @@ from shardwise.cli.output import json_option, print_json, print_rows, progress
 from shardwise.cli.sample_text import read_sample
 from shardwise.cli.survey import survey
 from shardwise.errors import CallError
-from shardwise.explanation import bind_call
-from shardwise.placements import show_all
-from shardwise.signature import Kind, Op, op_name, signature
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.testing.inference import Finding, Inferred
 from shardwise.testing.inference import infer as infer_rule
-from shardwise.testing.samples import Sample
+from shardwise.testing.values import Sample
+from shardwise.tools.explain import bind_call
 
 __all__ = ["infer"]
 

@@ -13,13 +13,12 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.subject import editable_folder
 from shardwise.cli.survey import survey
-from shardwise.discovery import discover
+from shardwise.discovery.entry_points import FIRST_PARTY, Found, discover
 from shardwise.errors import LinksError, SettingsError
-from shardwise.finding import FIRST_PARTY, Found
-from shardwise.link_file import chosen_file, parse
-from shardwise.precedence import resolving
+from shardwise.kernel.precedence import resolving
+from shardwise.kernel.signature import op_name
+from shardwise.planning.link_file import chosen_file, parse
 from shardwise.settings import Settings, normalised, read_settings
-from shardwise.signature import op_name
 
 __all__ = ["CHECKS"]
 

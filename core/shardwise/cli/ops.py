@@ -9,9 +9,9 @@ import torch
 from torch._ops import OpOverloadPacket
 
 from shardwise.errors import CallError
-from shardwise.private_torch import schema_of
-from shardwise.registry import Registry
-from shardwise.signature import Op, op_name
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import schema_of
 
 __all__ = ["find_ops", "one_of", "ops_named"]
 

@@ -12,11 +12,11 @@ from shardwise.cli.check import check
 from shardwise.cli.completing import offer_plugins
 from shardwise.cli.output import json_option, print_facts, print_json, print_rows
 from shardwise.cli.survey import Survey, called, no_such_plugin, survey
-from shardwise.discovery import Status
-from shardwise.finding import Found
-from shardwise.precedence import Origin
-from shardwise.registry import Entry, Registry
-from shardwise.signature import op_name
+from shardwise.discovery.entry_points import Found
+from shardwise.discovery.loading import Status
+from shardwise.kernel.precedence import Entry, Origin
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.signature import op_name
 
 __all__ = ["plugins"]
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.cli.loading import load_function
 from shardwise.cli.output import json_option, print_parts
 from shardwise.cli.tensor_text import read_mesh_shape
-from shardwise.planning import PHASES, CollectiveUse, Rehearsal
-from shardwise.planning import rehearse as follow
+from shardwise.tools.rehearse import PHASES, CollectiveUse, Rehearsal
+from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
 

@@ -16,14 +16,14 @@ from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
 from shardwise.cli.loading import run_file
 from shardwise.cli.subject import Subject
 from shardwise.cli.survey import load_each, readable_settings
-from shardwise.discovery import discover, load
+from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, Found, discover
+from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
-from shardwise.finding import FIRST_PARTY, GROUP, Found
-from shardwise.precedence import Origin, judge
-from shardwise.registry import Registry
-from shardwise.rule import AnyRule
+from shardwise.kernel.precedence import Origin, judge
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name
 from shardwise.settings import normalised
-from shardwise.signature import Op, op_name
 from shardwise.testing.oracle import check_rule
 from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.samples import by_op

@@ -7,10 +7,11 @@ import click
 from shardwise.cli.completing import offer_ops, offer_plugins
 from shardwise.cli.output import json_option, print_json, print_rows
 from shardwise.cli.survey import called, no_such_plugin
-from shardwise.discovery import default_registry, statuses
-from shardwise.registry import Entry, Registry
-from shardwise.rule import AnyRule
-from shardwise.signature import op_name
+from shardwise.discovery.process import default_registry, statuses
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import op_name
 
 __all__ = ["form_of", "rule_table", "rules"]
 

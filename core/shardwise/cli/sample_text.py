@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
 from shardwise.errors import CallError
-from shardwise.spec import TensorMeta
-from shardwise.testing.samples import Sample
+from shardwise.kernel.spec import TensorMeta
+from shardwise.testing.values import Sample
 
 __all__ = ["read_sample"]
 

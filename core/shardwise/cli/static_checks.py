@@ -13,16 +13,18 @@ from packaging.specifiers import SpecifierSet
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.subject import Subject
-from shardwise.finding import FIRST_PARTY, GROUP
+from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
 
 __all__ = ["check_entries", "check_imports", "check_requires", "check_surface"]
 
-# What a plugin may import: what rules are made of, the public package, what the rare hooks hand over, the test kit.
+# What a plugin may import: the public package, what rules are written with, what the rare hooks hand over.
 SURFACE = frozenset(
-    {"cost", "errors", "hookspecs", "lowering", "placements", "rule", "schema", "signature", "spec", "testing"}
+    {"shardwise", "shardwise.errors", "shardwise.hookspecs", "shardwise.rule", "shardwise.planning.cost"}
 )
+# The test kit, whole.
+KIT = f"{FIRST_PARTY}.testing"
 
 
 def check_entries(subject: Subject) -> Iterator[Finding]:
@@ -127,8 +129,8 @@ def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]
         for module, line in _inner_modules(path):
             inner.setdefault(module, f"{path.name}:{line}")
     if inner:
-        found = ", ".join(f"shardwise.{module} ({where})" for module, where in sorted(inner.items()))
-        do = "Use shardwise.rule, .placements, .spec, .lowering, .hookspecs, .errors or what `import shardwise` offers."
+        found = ", ".join(f"{module} ({where})" for module, where in sorted(inner.items()))
+        do = "Use shardwise.rule, .hookspecs, .errors or what `import shardwise` offers."
         yield Finding("surface", WARNING, f"{name} imports inner modules, which may change: {found}", do)
     elif files:
         yield Finding("surface", OK, f"{len(files)} files import nothing of shardwise but its authoring surface")
@@ -147,10 +149,10 @@ def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
     except (OSError, ValueError, SyntaxError):
         return  # importing it says so
     for name, line in _imports(tree):
-        first, _, rest = name.partition(".")
-        module = rest.partition(".")[0]
-        if first == FIRST_PARTY and module and module not in SURFACE and _is_module(module):
-            yield module, line
+        if name.split(".")[0] == FIRST_PARTY:
+            module = name if _is_module(name) else name.rpartition(".")[0]
+            if module not in SURFACE and not f"{module}.".startswith(f"{KIT}."):
+                yield module, line
 
 
 def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -170,4 +172,7 @@ def _that_run(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_module(name: str) -> bool:
-    return importlib.util.find_spec(f"{FIRST_PARTY}.{name}") is not None
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # it lies in no package: the name of a class, say
+        return False

@@ -15,7 +15,7 @@ import click
 from attrs import frozen
 
 from shardwise.cli.survey import called, no_such_plugin
-from shardwise.finding import GROUP, discover
+from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.settings import Settings, normalised
 
 __all__ = ["FAMILY", "SAMPLES", "Subject", "editable_folder", "find_subject"]

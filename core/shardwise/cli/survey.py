@@ -11,10 +11,11 @@ from difflib import get_close_matches
 import click
 from attrs import evolve, frozen
 
-from shardwise.discovery import Status, default_registry, discover, load, statuses
+from shardwise.discovery.entry_points import Found, discover
+from shardwise.discovery.loading import Status, load
+from shardwise.discovery.process import default_registry, statuses
 from shardwise.errors import PluginLoadError, SettingsError, ShardingError
-from shardwise.finding import Found
-from shardwise.registry import Failure, Registry
+from shardwise.kernel.registry import Failure, Registry
 from shardwise.settings import Settings, read_settings
 
 __all__ = ["Survey", "called", "load_each", "no_such_plugin", "readable_settings", "survey"]

@@ -7,7 +7,7 @@ import re
 import torch
 
 from shardwise.errors import CallError
-from shardwise.spec import TensorMeta, dtype_name
+from shardwise.kernel.spec import TensorMeta, dtype_name
 
 __all__ = ["DTYPES", "TENSOR", "read_mesh_shape", "read_tensor"]
 

@@ -11,11 +11,11 @@ from shardwise.cli.loading import import_option
 from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.survey import Survey, readable_settings, survey
-from shardwise.decomposition import ways as decomposition_ways
-from shardwise.precedence import Entry, Verdict, resolving
-from shardwise.private_torch import is_composite
+from shardwise.engine.decomposition import ways as decomposition_ways
+from shardwise.kernel.precedence import Entry, Verdict, resolving
+from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import is_composite
 from shardwise.settings import Settings, preferred
-from shardwise.signature import Op, op_name
 
 __all__ = ["why"]
 

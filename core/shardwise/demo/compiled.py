@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.collectives import observe
+from shardwise.comm.events import observe
 from shardwise.demo.model import BYTES, build
 from shardwise.demo.run import TENSOR_PARALLEL
 from shardwise.demo.settings import MESH_NAMES, Settings
-from shardwise.placements import REPLICATE, Placement, Shard
-from shardwise.private_torch import seeing_graphs
+from shardwise.kernel.placements import REPLICATE, Placement, Shard
+from shardwise.private_torch.tracing import seeing_graphs
 from shardwise.testing.pool import WorkerPool
 
 __all__ = ["Step", "prove"]

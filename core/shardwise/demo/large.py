@@ -12,7 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.demo.model import GPT, Attention, FeedForward
 from shardwise.demo.run import TENSOR_PARALLEL
-from shardwise.placements import REPLICATE, Placement, Shard
+from shardwise.kernel.placements import REPLICATE, Placement, Shard
 
 __all__ = ["placed_step", "seven_billion"]
 

@@ -9,13 +9,14 @@ from itertools import groupby
 
 from attrs import field, frozen
 
-from shardwise import collectives, dispatcher
-from shardwise.collectives import Event
-from shardwise.placements import show_all
-from shardwise.plan import Plan
-from shardwise.schema import PlacementStrategy
-from shardwise.signature import op_name
-from shardwise.spec import TensorSpec
+from shardwise.comm import events
+from shardwise.comm.events import Event
+from shardwise.kernel import dispatcher
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.schema import PlacementStrategy
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import TensorSpec
 
 __all__ = ["CollectiveUse", "Observed", "OperatorUse", "observing"]
 
@@ -76,5 +77,5 @@ def _operands(specs: Sequence[TensorSpec | None]) -> str:
 def observing() -> Iterator[Observed]:
     """Watch every dispatch and every collective of this process."""
     seen = Observed()
-    with dispatcher.observe(seen.saw_plan), collectives.observe(seen.saw_collective):
+    with dispatcher.observe(seen.saw_plan), events.observe(seen.saw_collective):
         yield seen

@@ -19,7 +19,7 @@ from shardwise.demo.observation import Observed, observing
 from shardwise.demo.progress import progress
 from shardwise.demo.settings import Settings
 from shardwise.demo.training import Step, train
-from shardwise.placements import REPLICATE, Placement, Shard
+from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.testing.local import take_device
 
 __all__ = ["TENSOR_PARALLEL", "Outcome", "run_rank"]

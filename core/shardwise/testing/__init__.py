@@ -11,11 +11,13 @@ from shardwise.testing.gradients import GradientRefuted, RanksReport, check_grad
 from shardwise.testing.inference import InferenceError, Inferred, infer
 from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
 from shardwise.testing.meshes import mesh
-from shardwise.testing.oracle import Report, RuleRefuted, check_plugin, check_rule
-from shardwise.testing.pool import RankFailure, WorkerPool
+from shardwise.testing.oracle import check_plugin, check_rule
+from shardwise.testing.pool import WorkerPool
+from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.suite import PluginTests
 from shardwise.testing.values import made
+from shardwise.testing.worker import RankFailure
 
 __all__ = [
     "GradientRefuted",

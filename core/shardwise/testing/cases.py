@@ -11,15 +11,15 @@ from math import prod
 from attrs import evolve, frozen
 
 from shardwise.errors import NoStrategyError
-from shardwise.flow import Row
-from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, shard
-from shardwise.placements import partial as pending_of
-from shardwise.planner import merged, problems
-from shardwise.rule import AnyRule, FullMeshRule
-from shardwise.schema import OpSchema, PlacementStrategy
-from shardwise.signature import Call
-from shardwise.spec import AbstractMesh, TensorSpec
-from shardwise.strategy import Choice, Problem
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, shard
+from shardwise.kernel.placements import partial as pending_of
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Row
+from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.signature import Call
+from shardwise.kernel.spec import AbstractMesh, TensorSpec
+from shardwise.planning.problem import Choice, Problem
+from shardwise.planning.strategies import merged, problems
 from shardwise.testing.pending import can_be_pending
 from shardwise.testing.trial import Case
 

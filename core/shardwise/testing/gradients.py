@@ -13,7 +13,8 @@ from typing import Any
 
 from attrs import asdict, frozen
 
-from shardwise.signature import Op, OpLike, op_name, signature
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.private_torch.ops import OpLike
 from shardwise.testing.on_ranks import Outcome, RealCase, run_cases
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.report import RuleRefuted

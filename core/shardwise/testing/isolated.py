@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.discovery import discover, load, use_registry
-from shardwise.dispatcher import clear_plans
-from shardwise.registry import Origin, Registrar, Registry
-from shardwise.rule import AnyRule
+from shardwise.discovery.entry_points import discover
+from shardwise.discovery.loading import load
+from shardwise.discovery.process import use_registry
+from shardwise.kernel.dispatcher import clear_plans
+from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registry import Registrar, Registry
+from shardwise.kernel.rule import AnyRule
 
 __all__ = ["IsolatedRegistry", "isolated_registry"]
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.engine.make_plan import is_joined
 from shardwise.errors import ShardingError
-from shardwise.layout import reduce_pieces
-from shardwise.plan import is_joined
-from shardwise.signature import Kind
-from shardwise.spec import TensorSpec
+from shardwise.kernel.reductions import reduce_pieces
+from shardwise.kernel.signature import Kind
+from shardwise.kernel.spec import TensorSpec
 from shardwise.testing.simulated import Coordinate
 from shardwise.testing.trial import Answer, Case, Trial
 

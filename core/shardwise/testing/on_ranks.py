@@ -15,16 +15,16 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.discovery import default_registry
-from shardwise.dispatcher import observe
+from shardwise.discovery.process import default_registry
 from shardwise.errors import NoStrategyError, RuleError
-from shardwise.layout import scatter_local
-from shardwise.placements import REPLICATE, Placement, partial, shard, show_all
-from shardwise.plan import Plan
-from shardwise.rule import AnyRule
-from shardwise.signature import Op, op_name, signature
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
-from shardwise.tensor import MeshTensor
+from shardwise.kernel.dispatcher import observe
+from shardwise.kernel.placements import REPLICATE, Placement, partial, shard, show_all
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.shards import scatter_local
 from shardwise.testing.judge import difference
 from shardwise.testing.meshes import mesh
 from shardwise.testing.pending import can_be_pending, place

@@ -17,17 +17,18 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from shardwise.errors import RuleError
-from shardwise.placements import show_all
-from shardwise.planner import make_call, problems
-from shardwise.rule import AnyRule, FullMeshRule
-from shardwise.signature import Call, Op, op_name
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.rule import AnyRule, FullMeshRule
+from shardwise.kernel.signature import Call, Op, op_name
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.strategies import make_call, problems
 from shardwise.testing.cases import Option, list_cases
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
-from shardwise.testing.samples import Sample, Samples, by_op, samples_of
+from shardwise.testing.samples import Samples, by_op, samples_of
 from shardwise.testing.subject import Plugin, subject_of
 from shardwise.testing.trial import Case, Illegal, Trial
+from shardwise.testing.values import Sample
 
 __all__ = ["MESHES", "Report", "RuleRefuted", "check_plugin", "check_rule", "quietly"]
 

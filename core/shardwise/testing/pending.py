@@ -1,7 +1,7 @@
 """Random decompositions: a whole tensor as the local tensors of simulated ranks, pending values in random pieces.
 
-Where :func:`shardwise.layout.scatter_local` makes the tamest pieces (the value and zeros), these are as wild as a
-pending tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
+Where :func:`shardwise.tensor.shards.scatter_local` makes the tamest pieces (the value and zeros), these are as wild
+as a pending tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.placements import Partial, Shard
-from shardwise.spec import TensorSpec, chunk
+from shardwise.kernel.placements import Partial, Shard
+from shardwise.kernel.spec import TensorSpec, chunk
 from shardwise.testing.simulated import Coordinate
 
 __all__ = ["can_be_pending", "pieces", "place"]

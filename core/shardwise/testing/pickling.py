@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import WorkerError
-from shardwise.private_torch import (
+from shardwise.private_torch.ops import (
     CustomOpDef,
     CustomOpParts,
     OpOverload,

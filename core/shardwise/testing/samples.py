@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardwise.private_torch import schema_of
-from shardwise.signature import Kind, Op, OpLike, op_name, signature
+from shardwise.kernel.signature import Kind, Op, op_name, signature
+from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.schema_samples import samples_from_schema
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 

@@ -14,10 +14,10 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from shardwise.meta import UNKNOWN, flat_metas, output_metas
-from shardwise.private_torch import schema_of
-from shardwise.signature import Arg, Kind, Op, OpLike, signature
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.signature import Arg, Kind, Op, signature
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import UNKNOWN, flat_metas, output_metas
+from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
 __all__ = [

@@ -16,10 +16,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.draws import get_state, set_state
 from shardwise.errors import RankDisagreementError
-from shardwise.layout import reduce_pieces
-from shardwise.lowering import MeshDims
+from shardwise.kernel.reductions import reduce_pieces
+from shardwise.rng.generator import get_state, set_state
+from shardwise.rule.lowering import MeshDims
 
 __all__ = ["Coordinate", "RankError", "SilentComm", "SimulatedComm", "coordinates", "run_ranks"]
 
@@ -74,7 +74,7 @@ class _Coming:
     waited: bool = field(default=False, init=False)
 
     def wait(self) -> Tensor:
-        """See :class:`shardwise.lowering.Coming`."""
+        """See :class:`shardwise.rule.lowering.Coming`."""
         before = self.request.tensors[0]
         if not self.waited and not torch.allclose(self.sent, before, rtol=0, atol=0, equal_nan=True):
             raise _misuse(self.request, "the tensor that it sends was changed before it was waited for")
@@ -90,12 +90,12 @@ class SimulatedComm:
         self._started: list[_Coming] = []
 
     def all_reduce(self, tensor: Tensor, kind: str, mesh_dims: Sequence[int]) -> Tensor:
-        """See :class:`shardwise.lowering.Comm`."""
+        """See :class:`shardwise.rule.lowering.Comm`."""
         found: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
         return found
 
     def all_gather(self, tensor: Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[Tensor]:
-        """See :class:`shardwise.lowering.Comm`."""
+        """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("all_gather", _dims(mesh_dim), alike, (tensor.clone(),))
         found: list[Tensor] = self._ask(request)
         if alike:
@@ -105,7 +105,7 @@ class SimulatedComm:
     def all_to_all(
         self, tensors: Sequence[Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
     ) -> list[Tensor]:
-        """See :class:`shardwise.lowering.Comm`."""
+        """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("all_to_all", _dims(mesh_dim), shapes is None, tuple(t.clone() for t in tensors))
         found: list[Tensor] = self._ask(request)
         if shapes is not None:
@@ -113,13 +113,13 @@ class SimulatedComm:
         return found
 
     def shift(self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
-        """See :class:`shardwise.lowering.Comm`."""
+        """See :class:`shardwise.rule.lowering.Comm`."""
         return self.start_shift(tensor, mesh_dim, by, shape).wait()
 
     def start_shift(
         self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> _Coming:
-        """See :class:`shardwise.lowering.Comm`."""
+        """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("shift", _dims(mesh_dim), by, (tensor.clone(),))
         answer: Tensor = self._ask(request)
         _check_shapes(request, [tensor.shape if shape is None else shape], [answer])
@@ -127,11 +127,11 @@ class SimulatedComm:
         return self._started[-1]
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
-        """See :class:`shardwise.lowering.Comm`: simulated ranks draw alike."""
+        """See :class:`shardwise.rule.lowering.Comm`: simulated ranks draw alike."""
         return seed, number
 
     def compare_generators(self) -> None:
-        """See :class:`shardwise.lowering.Comm`: simulated ranks have one state each, set alike."""
+        """See :class:`shardwise.rule.lowering.Comm`: simulated ranks have one state each, set alike."""
 
     def check_waited(self) -> None:
         """Raise for a shift that was started and never waited for."""

@@ -13,9 +13,11 @@ from math import prod
 import torch
 
 from shardwise.errors import ShardingError
-from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, partial, shard
-from shardwise.signature import Op, OpLike, op_name
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.private_torch.ops import OpLike
 from shardwise.testing.pending import can_be_pending
 from shardwise.testing.schema_samples import SIZE_NAMES, Pattern, calls_of, patterns_of, redrawn
 from shardwise.testing.values import Sample, one_op

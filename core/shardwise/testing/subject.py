@@ -11,10 +11,12 @@ import pluggy
 from attrs import frozen
 
 from shardwise import hookspecs
-from shardwise.discovery import Found, discover, load
+from shardwise.discovery.entry_points import Found, discover
+from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
-from shardwise.registry import Origin, Registrar, Registry
-from shardwise.rule import AnyRule, FullMeshRule, Rule
+from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registry import Registrar, Registry
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 
 __all__ = ["Plugin", "Subject", "subject_of"]
 

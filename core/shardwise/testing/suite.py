@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.errors import PluginLoadError
-from shardwise.rule import AnyRule
-from shardwise.signature import Op, OpLike, op_name
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import OpLike
 from shardwise.testing.gradients import check_gradients
 from shardwise.testing.light import heavy_imports
 from shardwise.testing.oracle import check_rule

@@ -11,19 +11,19 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from shardwise.draws import manual_seed, way
 from shardwise.errors import RuleArgumentError
-from shardwise.lowering import LocalCall
-from shardwise.meta import UNKNOWN, output_metas
-from shardwise.one_device import on_one_device
-from shardwise.placements import REPLICATE
-from shardwise.planner import make_call
-from shardwise.rule import AnyRule
-from shardwise.schema import OpSchema, RuntimeSchemaInfo
-from shardwise.signature import Kind, Op, Signature, signature
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
+from shardwise.kernel.signature import Kind, Op, Signature, signature
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.strategies import make_call
+from shardwise.rng.generator import manual_seed, way
+from shardwise.rule.lowering import LocalCall
 from shardwise.testing.pending import place
 from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, coordinates, run_ranks
+from shardwise.tools.one_device import on_one_device
 
 __all__ = ["TOLERANCE", "Answer", "Case", "Illegal", "Trial"]
 

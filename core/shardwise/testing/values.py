@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import RuleError
-from shardwise.signature import Op, as_op
+from shardwise.kernel.signature import Op, as_op
 
 __all__ = ["DTYPES", "SHAPES", "Sample", "made", "one_op"]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import NoStrategyError, RuleError
-from shardwise.placements import show_all
-from shardwise.registry import Origin, Registrar
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.hookspecs import Registrar
+from shardwise.kernel.precedence import Origin
+from shardwise.planning.strategies import propagated, strategies_of
+from shardwise.rule import AbstractMesh, OpSchema, TensorMeta, TensorSpec, show_all
 from shardwise.testing import RuleRefuted, check_rule, mesh
 from shardwise_dtensor import OutputSharding, register_op_strategy, register_prop_rule, rules_of, torch_private
 
@@ -129,12 +129,12 @@ def test_their_strategies_are_listed_with_costs(classic):
     try:
         x, w = spec(made(8, 6), sw.Shard(0), sw.Replicate()), spec(made(6, 10), sw.Replicate(), sw.Shard(1))
         schema = OpSchema.of(classic.project, x, w)
-        listed = default_registry().strategies(schema).strategies
+        listed = strategies_of(default_registry(), schema).strategies
         assert len(listed) == 16
         assert [s.cost for s in listed] == sorted(s.cost for s in listed)
         assert listed[0].cost == 0.0
         assert show_all(listed[0].output_specs[0].placements) == "[S(0), S(1)]"
-        answer = default_registry().propagate(schema)
+        answer = propagated(default_registry(), schema)
         assert not answer.needs_redistribute
         assert answer.output_spec.shape == (8, 10)
     finally:

@@ -9,10 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import shardwise_dtensor
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import NoRuleError, NoStrategyError, RuleError
-from shardwise.rule import full_mesh_rule, rule, rule_from
-from shardwise.spec import AbstractMesh
+from shardwise.rule import AbstractMesh, full_mesh_rule, rule, rule_from
 from shardwise.testing import check_rule, mesh
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.shardings import Shardings

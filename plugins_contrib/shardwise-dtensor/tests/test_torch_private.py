@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from shardwise.spec import AbstractMesh
+from shardwise.rule import AbstractMesh
 from shardwise_dtensor import torch_private
 
 aten = torch.ops.aten

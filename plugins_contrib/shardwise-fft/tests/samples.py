@@ -4,7 +4,7 @@ from itertools import cycle
 
 import torch
 
-from shardwise.testing.samples import made
+from shardwise.testing.values import made
 
 aten = torch.ops.aten
 C64, C128 = torch.complex64, torch.complex128

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise import Replicate, Shard, dispatcher
-from shardwise.collectives import observe
-from shardwise.discovery import default_registry
+from shardwise import Replicate, Shard
+from shardwise.comm.events import observe
+from shardwise.discovery.process import default_registry
+from shardwise.kernel import dispatcher
 from shardwise.testing import mesh
 
 README = Path(__file__).parents[1] / "README.md"

@@ -10,11 +10,9 @@ import samples
 import torch
 
 from shardwise import Replicate
-from shardwise.meta import output_metas
-from shardwise.planner import make_call
-from shardwise.rule import rule
-from shardwise.schema import OpSchema
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.results import output_metas
+from shardwise.planning.strategies import make_call
+from shardwise.rule import AbstractMesh, OpSchema, TensorMeta, TensorSpec, rule
 from shardwise.testing import RuleRefuted, check_rule
 from shardwise_quant import blocked, dynamic, integers, packed, scaled
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.testing import WorkerPool, mesh
 from shardwise_ring_attention import rules
 from shardwise_ring_attention.geometry import area, pieces

@@ -6,7 +6,9 @@ from measure import contiguous_work, observed_work, peak_of_attention
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import Replicate, Shard, collectives, dispatcher
+from shardwise import Replicate, Shard
+from shardwise.comm import events
+from shardwise.kernel import dispatcher
 from shardwise.testing import mesh
 from shardwise_ring_attention import rules
 
@@ -44,7 +46,7 @@ def attention(layout, causal, dtype, tolerance):
     ]
     whole = [x.requires_grad_() for x in whole]
     moved, plans = [], []
-    with collectives.observe(moved.append), dispatcher.observe(plans.append):
+    with events.observe(moved.append), dispatcher.observe(plans.append):
         out = functional.scaled_dot_product_attention(*ours, is_causal=causal, enable_gqa=heads != few)
     expected = functional.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=heads != few)
     assert {event.kind for event in moved} <= {"shift", "all_to_all", "all_reduce"}
@@ -109,7 +111,7 @@ def under_way_at_each_kernel(name, causal):
     setattr(rules, name, watched)
     try:
         told = lambda event: done.append(event.phase) if event.kind == "shift" else None
-        with collectives.observe(told, phases=("issued", "waited")):
+        with events.observe(told, phases=("issued", "waited")):
             if name == "ring_backward":
                 out.sum().backward()
             else:

@@ -6,7 +6,9 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import Replicate, Shard, collectives, dispatcher
+from shardwise import Replicate, Shard
+from shardwise.comm import events
+from shardwise.kernel import dispatcher
 from shardwise.testing import mesh
 
 VOCABULARY, WIDTH, HEADS, STEPS = 17, 16, 4, 4
@@ -77,7 +79,7 @@ def learns_as_one_device(form, mesh_shape, layout, weights, rows):
     ours = sw.distribute_module(ours, m, weights)
     parts = [sw.distribute_tensor(x, m, layout) for x in data]
     plans, moved = [], []
-    with dispatcher.observe(plans.append), collectives.observe(moved.append):
+    with dispatcher.observe(plans.append), events.observe(moved.append):
         found = losses(ours, parts)
     assert attention_rows(plans) == {rows}
     assert "shift" in {event.kind for event in moved}

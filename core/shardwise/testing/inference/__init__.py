@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from attrs import field, frozen
 
-from shardwise.rule import Row, Rule
-from shardwise.signature import Op, op_name
+from shardwise.kernel.rule import Row, Rule
+from shardwise.kernel.signature import Op, op_name
 from shardwise.testing.inference.draws import (
     Draws,
     InferenceError,
@@ -27,8 +27,9 @@ from shardwise.testing.inference.search import Found, Tell, search
 from shardwise.testing.inference.verdicts import Finding, findings, grouped, rule_rows, static_args
 from shardwise.testing.oracle import check_rule, quietly
 from shardwise.testing.report import Report
-from shardwise.testing.samples import Sample, samples_of
+from shardwise.testing.samples import samples_of
 from shardwise.testing.trial import Illegal, Trial
+from shardwise.testing.values import Sample
 
 __all__ = ["Finding", "InferenceError", "Inferred", "infer", "rule_rows"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.placements import PENDING_KINDS
-from shardwise.signature import Arg, Kind, Op, signature
-from shardwise.spec import TensorMeta
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.signature import Arg, Kind, Op, signature
+from shardwise.kernel.spec import TensorMeta
 
 __all__ = ["Body", "by_dims", "dims_expression"]
 

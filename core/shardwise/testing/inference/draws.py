@@ -10,12 +10,13 @@ from attrs import frozen
 from torch import Tensor
 
 from shardwise.errors import ShardingError
-from shardwise.rule import Rows, Rule, rule_from
-from shardwise.signature import Arg, Kind, Op, op_name, signature
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.rule import Rows, Rule
+from shardwise.kernel.signature import Arg, Kind, Op, op_name, signature
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.rule.authoring import rule_from
 from shardwise.testing.judge import difference
-from shardwise.testing.samples import Sample
 from shardwise.testing.trial import Answer, Illegal, Trial, copied, split_results, with_operands
+from shardwise.testing.values import Sample
 
 __all__ = [
     "Draws",

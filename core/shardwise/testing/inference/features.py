@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
-from shardwise.signature import Kind, Op, signature
+from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.testing.inference.draws import probing_rule
 from shardwise.testing.inference.verdicts import Group, call_of, static_args
 

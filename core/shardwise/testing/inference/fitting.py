@@ -8,8 +8,8 @@ from itertools import chain
 from attrs import evolve, field, frozen
 
 from shardwise.errors import ShardingError
-from shardwise.rule import Row
-from shardwise.signature import Arg, Kind, Op, signature
+from shardwise.kernel.rule import Row
+from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.testing.inference.dim_arguments import by_dims, dims_expression
 from shardwise.testing.inference.draws import list_spans, out_count
 from shardwise.testing.inference.features import features, joined, telling

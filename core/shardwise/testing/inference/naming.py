@@ -7,9 +7,10 @@ from itertools import count
 
 from attrs import define, evolve, field, frozen
 
-from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, Shard
-from shardwise.rule import Row
-from shardwise.spec import TensorMeta
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.rule import Row
+from shardwise.kernel.spec import TensorMeta
 
 __all__ = ["Metas", "Named", "collapsed", "name_dims", "only_pending", "with_ellipsis"]
 

@@ -10,11 +10,12 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
-from shardwise.placements import PENDING_KINDS, REPLICATE, Partial, Placement, partial, shard
-from shardwise.planner import make_call
-from shardwise.rule import Row
-from shardwise.signature import Call
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, partial, shard
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.rule import Row
+from shardwise.kernel.signature import Call
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import out_count
 from shardwise.testing.judge import difference, judge
 from shardwise.testing.pending import can_be_pending, place

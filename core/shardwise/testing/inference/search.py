@@ -9,9 +9,10 @@ from math import prod
 import torch
 from attrs import define, field, frozen
 
-from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, Shard, partial
-from shardwise.rule import Row
-from shardwise.spec import TensorMeta, chunk
+from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.rule import Row
+from shardwise.kernel.spec import TensorMeta, chunk
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import PARTS, Probe, tried
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.placements import Partial, Placement, Shard
-from shardwise.rule import Row, Rule
-from shardwise.signature import Kind, Op, op_name, signature
+from shardwise.kernel.placements import Partial, Placement, Shard
+from shardwise.kernel.rule import Row, Rule
+from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.testing.inference.naming import Named
 
 __all__ = ["Source", "Case", "by_case", "einop_call", "from_function", "plain", "rows_call"]

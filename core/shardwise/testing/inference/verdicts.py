@@ -8,11 +8,11 @@ from typing import Any, Literal
 from attrs import evolve, frozen
 
 from shardwise.errors import ShardingError
-from shardwise.placements import Shard, show_all
-from shardwise.planner import make_call
-from shardwise.rule import Row, Rule
-from shardwise.signature import Call, Kind
-from shardwise.spec import AbstractMesh, TensorMeta
+from shardwise.kernel.placements import Shard, show_all
+from shardwise.kernel.rule import Row, Rule
+from shardwise.kernel.signature import Call, Kind
+from shardwise.kernel.spec import AbstractMesh, TensorMeta
+from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import written_results
 from shardwise.testing.inference.search import Found, even_meshes, may_lie

@@ -11,9 +11,10 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from shardwise.placements import PENDING_KINDS, REPLICATE, Placement, partial, shard
-from shardwise.rule import AnyRule
-from shardwise.signature import Op, op_name, signature
+from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
+from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.testing.judge import comparable
 from shardwise.testing.pending import can_be_pending
 from shardwise.testing.programs.machine import Machine, call_on, quietly, written_names

@@ -11,8 +11,8 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.private_torch import memory_of
-from shardwise.signature import Op, signature
+from shardwise.kernel.signature import Op, signature
+from shardwise.private_torch.dispatch import memory_of
 from shardwise.testing.judge import comparable
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, Value, op_called
 from shardwise.testing.trial import TOLERANCE, copied, split_results

@@ -12,8 +12,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from shardwise.placements import Partial, Placement, Shard
-from shardwise.signature import Op
+from shardwise.kernel.placements import Partial, Placement, Shard
+from shardwise.kernel.signature import Op
 from shardwise.testing.judge import comparable
 from shardwise.testing.values import made
 

@@ -12,11 +12,11 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError
-from shardwise.layout import scatter_local
-from shardwise.placements import Placement
-from shardwise.private_torch import memory_of
-from shardwise.spec import TensorMeta, TensorSpec
-from shardwise.tensor import MeshTensor
+from shardwise.kernel.placements import Placement
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.private_torch.dispatch import memory_of
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.shards import scatter_local
 from shardwise.testing.meshes import mesh
 from shardwise.testing.pending import place
 from shardwise.testing.programs.machine import call_on, cotangents, flows, follow_back, written_names

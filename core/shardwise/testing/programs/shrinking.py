@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.placements import REPLICATE
+from shardwise.kernel.placements import REPLICATE
 from shardwise.testing.programs.machine import reference
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, is_drawn
 from shardwise.testing.values import made

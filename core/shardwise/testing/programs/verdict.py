@@ -10,9 +10,8 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from shardwise.errors import WorkerError
-from shardwise.layout import assemble
-from shardwise.moves import memory_order
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, memory_order
+from shardwise.tensor.shards import assemble
 from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone

@@ -11,11 +11,18 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.describe import result_metas, strategy
 from shardwise.errors import PlacementError, RuleError
-from shardwise.placements import Partial, Placement, check_placements
-from shardwise.schema import OpSchema, OpStrategy, PlacementStrategy
-from shardwise.spec import TensorMeta, TensorSpec
+from shardwise.planning.strategies import result_metas, strategy
+from shardwise.rule import (
+    OpSchema,
+    OpStrategy,
+    Partial,
+    Placement,
+    PlacementStrategy,
+    TensorMeta,
+    TensorSpec,
+    check_placements,
+)
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.running import refuse
 from shardwise_dtensor.torch_private import DTensorSpec, OpSpec, TupleStrategy

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from shardwise.errors import RuleError
-from shardwise.rule import FullMeshRule, Op, full_mesh_rule
-from shardwise.schema import OpSchema, OpStrategy
-from shardwise.spec import Mesh
+from shardwise.rule import FullMeshRule, Mesh, Op, OpSchema, OpStrategy, full_mesh_rule
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.answers import from_op_strategy, from_output_sharding
 from shardwise_dtensor.questions import classic_schema

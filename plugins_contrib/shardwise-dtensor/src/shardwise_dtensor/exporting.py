@@ -10,11 +10,9 @@ from typing import Any, Self
 import torch
 from attrs import field, frozen
 
-from shardwise.discovery import default_registry
+from shardwise.discovery.process import default_registry
 from shardwise.errors import RuleError
-from shardwise.placements import REPLICATE, show_all
-from shardwise.rule import FullMeshRule, Op, Rule
-from shardwise.spec import AbstractMesh
+from shardwise.rule import REPLICATE, AbstractMesh, FullMeshRule, Op, Rule, show_all
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.refusals import refusals
 from shardwise_dtensor.shardings import Shardings

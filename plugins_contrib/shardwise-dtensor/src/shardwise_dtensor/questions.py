@@ -6,9 +6,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.rule import ByType
-from shardwise.schema import OpSchema
-from shardwise.spec import TensorSpec
+from shardwise.rule import ByType, OpSchema, TensorSpec
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.torch_private import (
     DTensorSpec,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import FullMeshRule, Op, Rule
-from shardwise.schema import OpSchema
+from shardwise.rule import FullMeshRule, Op, OpSchema, Rule
 from shardwise_dtensor import torch_private
 
 __all__ = ["refusals"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.errors import NoStrategyError, ShardingError
-from shardwise.schema import OpSchema
+from shardwise.rule import OpSchema
 
 __all__ = ["refuse", "run_classic"]
 

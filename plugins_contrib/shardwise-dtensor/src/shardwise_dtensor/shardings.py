@@ -15,12 +15,23 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from shardwise.describe import rows
 from shardwise.errors import NoStrategyError
-from shardwise.placements import REPLICATE, Partial, Placement, Shard
-from shardwise.rule import Op, Row, Rule
-from shardwise.schema import OpSchema, RuntimeSchemaInfo
-from shardwise.spec import AbstractMesh, TensorMeta, TensorSpec, chunk
+from shardwise.planning.strategies import rows
+from shardwise.rule import (
+    REPLICATE,
+    AbstractMesh,
+    Op,
+    OpSchema,
+    Partial,
+    Placement,
+    Row,
+    Rule,
+    RuntimeSchemaInfo,
+    Shard,
+    TensorMeta,
+    TensorSpec,
+    chunk,
+)
 from shardwise_dtensor.torch_private import DTensorSpec, OpStrategy
 
 __all__ = ["Shardings"]

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import register_sharding
 
-from shardwise.rule import Op
-from shardwise.spec import AbstractMesh, Mesh
+from shardwise.rule import AbstractMesh, Mesh, Op
 
 try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

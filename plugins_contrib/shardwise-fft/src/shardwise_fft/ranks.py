@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from attrs import field, frozen
 
-from shardwise.rule import LocalCall
-from shardwise.spec import chunk
+from shardwise.rule import LocalCall, chunk
 
 __all__ = ["Ranks", "ranks_over"]
 

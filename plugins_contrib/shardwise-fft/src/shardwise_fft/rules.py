@@ -8,9 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.placements import REPLICATE, Placement, shard
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, Rule, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Placement, Row, Rows, Rule, TensorMeta, rule_from, shard
 from shardwise_fft.schedule import schedule
 from shardwise_fft.steps import run_all
 

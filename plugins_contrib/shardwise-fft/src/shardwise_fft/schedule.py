@@ -12,9 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from attrs import define, field, frozen
 
-from shardwise.placements import Placement, Shard
-from shardwise.rule import LocalCall
-from shardwise.spec import chunk
+from shardwise.rule import LocalCall, Placement, Shard, chunk
 from shardwise_fft.four_step import FourStep, factors
 from shardwise_fft.kernels import Kernel, Stage, stages
 from shardwise_fft.ranks import Ranks, ranks_over

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardwise.placements import Placement, shard
+from shardwise.rule import Placement, shard
 from shardwise_quant.blocked import block_rows, pack
 
 __all__ = ["DynamicInt8Linear", "Int4Linear", "Int8Linear", "QuantisationError", "quantise", "tensor_parallel"]

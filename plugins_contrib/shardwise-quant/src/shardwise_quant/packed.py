@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, rule_from
 from shardwise_quant import blocked
 
 __all__ = ["RULES"]

@@ -13,9 +13,7 @@ import torch
 from attrs import frozen
 
 from shardwise.errors import ShardingError
-from shardwise.placements import REPLICATE, partial
-from shardwise.rule import Call, Flow, LocalCall, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, TensorMeta, partial, rule_from
 from shardwise_quant.padding import padded, up
 
 __all__ = ["RULES"]

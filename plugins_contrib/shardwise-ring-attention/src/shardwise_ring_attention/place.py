@@ -6,8 +6,7 @@ from itertools import product
 
 from attrs import frozen
 
-from shardwise.rule import LocalCall
-from shardwise.spec import TensorSpec
+from shardwise.rule import LocalCall, TensorSpec
 from shardwise_ring_attention.geometry import Piece, Range, Ranges, balanced, pieces
 
 __all__ = ["SEQUENCE", "Layout", "Place", "place"]

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shardwise.lowering import Coming
-from shardwise.rule import LocalCall
+from shardwise.rule import Coming, LocalCall
 from shardwise_ring_attention.exchange import cut, exchange
 from shardwise_ring_attention.geometry import Piece, Range, length
 from shardwise_ring_attention.place import SEQUENCE, Place, place

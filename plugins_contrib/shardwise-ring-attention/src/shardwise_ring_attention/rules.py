@@ -14,9 +14,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.placements import REPLICATE, Placement, partial, shard
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, rule_from
-from shardwise.spec import TensorMeta
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Placement, Row, Rows, TensorMeta, partial, rule_from, shard
 from shardwise_ring_attention.place import SEQUENCE
 from shardwise_ring_attention.ring import ring_backward, ring_forward
 

@@ -1,0 +1,1 @@
+"""Communication: process groups and collectives, redistribution, and what ranks must agree on."""

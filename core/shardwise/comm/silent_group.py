@@ -1,0 +1,46 @@
+"""The group of a rehearsal: it reports collectives and sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.futures import Future
+
+from shardwise.comm.async_result import Works
+from shardwise.comm.group import _REDUCE_OPS, Group
+
+__all__ = ["SilentGroup"]
+
+
+class _Done:
+    """The work of a collective that is not carried out."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def get_future(self) -> Future[None]:
+        found: Future[None] = Future()
+        found.set_result(None)
+        return found
+
+
+class _NoProcessGroup:
+    """What a process group is asked for, not carried out: results keep whatever their memory holds."""
+
+    def __getattr__(self, name: str) -> Callable[..., _Done]:
+        return lambda *_, **__: _Done()
+
+
+class SilentGroup(Group):
+    """A group of a rehearsal: it tells of collectives and issues none."""
+
+    def __init__(self, size: int, position: int, mesh_dims: tuple[int, ...]) -> None:
+        super().__init__(None, size, position, mesh_dims, "", None)
+        self.process_group = _NoProcessGroup()
+        self._gather = self.process_group.all_gather
+        self._sum_options = dict.fromkeys(_REDUCE_OPS)
+        self._scatter_options = dict.fromkeys(_REDUCE_OPS)
+
+    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> Works:  # noqa: ARG002  # nobody
+        return Works([])

@@ -1,0 +1,100 @@
+"""The one registry of this process, filled with the installed plugins when it is first asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.discovery.entry_points import discover
+from shardwise.discovery.loading import Status, load
+from shardwise.errors import PluginLoadError
+from shardwise.kernel.registry import Registry
+from shardwise.settings import Settings, read_settings
+
+__all__ = ["default_registry", "statuses", "use_registry"]
+
+
+class _Process:
+    """The one registry of this process, filled at the first look-up."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.loading = False
+        self.registry: Registry | None = None
+        self.statuses: list[Status] = []
+
+
+_process = _Process()
+
+
+def _hold() -> None:
+    _process.lock.acquire()
+
+
+def _release() -> None:
+    _process.lock.release()
+
+
+# No thread is in the middle of loading while the process is copied: the copy has a whole registry, or none.
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
+
+
+def default_registry() -> Registry:
+    """The registry of this process; the first call finds and loads the plugins.
+
+    Raises :class:`SettingsError` for bad settings, and :class:`PluginLoadError` for a broken first-party plugin, for
+    any problem in strict mode, and when a plugin asks for the registry while it is being loaded.
+    """
+    ready = _process.registry
+    if ready is not None:
+        return ready
+    with _process.lock:
+        if _process.registry is None:
+            _fill(read_settings())
+        assert _process.registry is not None
+        return _process.registry
+
+
+def _fill(settings: Settings) -> None:
+    if _process.loading:
+        raise PluginLoadError(
+            asked="look up a rule",
+            found="the plugins are just being loaded, and one of them asks",
+            do="Let a plugin's module define rules and do nothing else; run ops on MeshTensors later.",
+        )
+    _process.loading = True
+    try:
+        registry = Registry(settings.prefer, settings.unknown_ops)
+        found = load(discover(settings), registry, strict=settings.strict)
+        if settings.strict:
+            for verdict in registry.conflicts():
+                registry.lookup(verdict.op)
+        _process.statuses, _process.registry = found, registry
+    finally:
+        _process.loading = False
+
+
+def statuses() -> list[Status]:
+    """What became of each installed plugin."""
+    default_registry()
+    return list(_process.statuses)
+
+
+@contextmanager
+def use_registry(registry: Registry) -> Iterator[Registry]:
+    """Make another registry this process's one for a while, as tests do."""
+    with _process.lock:
+        before, _process.registry = _process.registry, registry
+    for one in (before, registry):
+        if one is not None:
+            one.changed()
+    try:
+        yield registry
+    finally:
+        with _process.lock:
+            _process.registry = before
+        for one in (registry, before):
+            if one is not None:
+                one.changed()

@@ -1,0 +1,100 @@
+"""The C function behind an op: what ``torch.add`` calls, without the Python of ``OpOverload.__call__``.
+
+A function of torch's public namespaces picks its overload by the types of its arguments, so one that has an op's name
+is not yet the op. :func:`binding` tries the candidates once per combination of argument types, on meta tensors, and
+takes one only if exactly this op reaches the dispatcher, once, with exactly these arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from types import BuiltinFunctionType, MethodDescriptorType
+from typing import Any
+
+import torch
+
+from shardwise.kernel.signature import Op
+from shardwise.private_torch.dispatch import recorded_ops
+from shardwise.private_torch.ops import binding_namespaces, direct_call
+
+__all__ = ["binding"]
+
+# By op and the types of its arguments: a handful per op, as long as the process.
+_known: dict[Any, Callable[..., Any]] = {}
+
+
+def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The fastest callable that runs ``op`` on arguments of these types; tensors must be plain local ones."""
+    key = (id(op), *map(_type_of, args), *((name, _type_of(value)) for name, value in kwargs.items()))
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _find(op, args, kwargs)
+    return found
+
+
+def _type_of(value: Any) -> Any:
+    """What torch's argument parser can tell apart: 0-dim tensors pass for numbers of their dtype, lists of one for what
+    is in them.
+    """
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor, value.dtype if value.dim() == 0 else None
+    if isinstance(value, (list, tuple)):
+        return list, min(len(value), 2), frozenset(map(_type_of, value))
+    return type(value)
+
+
+def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    plain = direct_call(op)
+    wanted = _seen(plain, args, kwargs)
+    if wanted is None or [name for name, _ in wanted] != [op]:
+        return plain
+    return next((call for call in _candidates(op) if _alike(wanted, _seen(call, args, kwargs))), plain)
+
+
+@cache
+def _candidates(op: Op) -> tuple[Callable[..., Any], ...]:
+    name = op.overloadpacket.__name__
+    found = (getattr(space, name, None) for space in binding_namespaces())
+    return tuple(f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType)))
+
+
+def _seen(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]] | None:
+    """The ops that a call makes, with a description of their arguments; ``None`` when it refuses the call."""
+    tensors: dict[int, Any] = {}
+
+    def stand_in(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            tensors[id(made)] = (len(tensors), made)
+            return made
+        return [stand_in(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    given = [stand_in(v) for v in args], {name: stand_in(v) for name, v in kwargs.items()}
+    try:
+        ops = recorded_ops(call, *given)
+    except Exception:  # noqa: BLE001  # whatever a candidate raises, it is not the op
+        return None
+    return [(op, tuple(_described((a, k), tensors))) for op, a, k in ops]
+
+
+def _described(value: Any, tensors: Mapping[int, Any]) -> Iterator[Any]:
+    """Leaves of the arguments: tensors by which one of the given it is, everything else by type and value."""
+    if isinstance(value, torch.Tensor):
+        number = tensors.get(id(value), (None,))[0]
+        yield number if number is not None else (value.dtype, tuple(value.shape))
+    elif isinstance(value, (list, tuple)):
+        yield "("
+        for part in value:
+            yield from _described(part, tensors)
+        yield ")"
+    elif isinstance(value, dict):
+        for name in sorted(value):
+            yield name
+            yield from _described(value[name], tensors)
+    else:
+        yield type(value), value
+
+
+def _alike(wanted: list[tuple[Any, Any]], found: list[tuple[Any, Any]] | None) -> bool:
+    return found is not None and wanted == found

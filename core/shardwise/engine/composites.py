@@ -1,0 +1,86 @@
+"""Tensors that torch's own code makes on the way: replicated MeshTensors.
+
+A decomposition or a composite op may need a range of indices, a mask, an identity matrix. It makes them of sizes and
+numbers alone, so they are the same on every rank, and lie on the mesh as replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import NoRuleError
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.private_torch.dispatch import new_wrapper, put_above_autograd, watching
+from shardwise.private_torch.ops import draws, is_composite
+
+__all__ = ["intercept", "placed", "placing"]
+
+
+def placing(tensor_class: type, mesh: Mesh) -> Any:
+    """A context in which tensors that are made of no operand lie on the mesh, replicated.
+
+    What torch's own code makes so follows from shapes and numbers, and is the same on every rank. Tensors without dims
+    may stay plain. Raises :class:`NoRuleError` for random numbers, which would differ.
+    """
+
+    def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        result = op(*args, **kwargs)
+        if any(isinstance(t, tensor_class) for t in tensors_in([args, kwargs])):
+            return result
+        if draws(op) and next(tensors_in(result), None) is not None:
+            raise NoRuleError(
+                asked=f"run {op_name(op)} as part of an op on MeshTensors",
+                found="it draws random numbers for a plain tensor, and each rank would draw its own",
+                do="Draw them with an op on MeshTensors (rand_like, bernoulli).",
+                op=op_name(op),
+            )
+        return _wrapped(result, tensor_class, mesh, list(tensors_in([args, kwargs])))
+
+    return watching(run, is_composite)
+
+
+def _wrapped(result: Any, tensor_class: type, mesh: Mesh, operands: Sequence[torch.Tensor]) -> Any:
+    if isinstance(result, (tuple, list)):
+        return type(result)(_wrapped(part, tensor_class, mesh, operands) for part in result)
+    if not isinstance(result, torch.Tensor) or not result.dim() or any(result is t for t in operands):
+        return result
+    return placed(tensor_class, mesh, result)
+
+
+def placed(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
+    """A replicated MeshTensor of a tensor that every rank has alike."""
+    spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(whole))
+    return new_wrapper(tensor_class, whole, spec, False)
+
+
+# -- composite ops ---------------------------------------------------------------------------------------------------
+
+
+def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
+    """Have a composite op run under :func:`placing` where all its tensors lie on a mesh, while what comes back lives.
+
+    Torch runs a composite op above autograd, out of the dispatcher's sight, so what it makes there would be plain.
+    ``wanted()`` maps the ops in force to what runs in their place: a function, or None for torch's own kernel.
+    """
+
+    def run(below: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        tensors = list(tensors_in([args, kwargs]))
+        first: Any = next((t for t in tensors if isinstance(t, tensor_class)), None)
+        in_force = wanted()
+        # A plain operand may be this rank's own; what is made of it is not the same everywhere.
+        plain = any(t.dim() and not isinstance(t, tensor_class) for t in tensors)
+        if first is None or plain or op not in in_force:
+            return below(*args, **kwargs)
+        instead = in_force[op]
+        if instead is not None:
+            return instead(*args, **kwargs)
+        with placing(tensor_class, first._spec.mesh):
+            return below(*args, **kwargs)
+
+    return put_above_autograd(op, run)

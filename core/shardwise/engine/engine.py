@@ -1,0 +1,73 @@
+"""The engine: what the dispatcher asks for where it has no plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from attrs import define, field
+
+from shardwise.comm.rule_agreement import agree_on_rules, at_first_use
+from shardwise.discovery.process import default_registry
+from shardwise.engine.composites import intercept
+from shardwise.engine.no_rule import UnknownOp
+from shardwise.engine.plan_call import plan_call
+from shardwise.engine.plan_symbolic import forget_choices, plan_symbolic_call
+from shardwise.kernel.dispatcher import Handler, clear_plans, listen
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.schema import RuntimeSchemaInfo
+from shardwise.kernel.signature import Op
+from shardwise.kernel.spec import Mesh
+
+__all__ = ["PlanningEngine"]
+
+
+@define(eq=False)
+class PlanningEngine:
+    """Plans by the rules of this process's plugins (see :class:`shardwise.kernel.dispatcher.Engine`)."""
+
+    tensor_class: type
+    # By the registries themselves: the id of one that is gone is given to the next.
+    _known: WeakSet[Registry] = field(factory=WeakSet, init=False)
+    _intercepted: dict[Op, object] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        at_first_use.append(self.registry)
+
+    def registry(self) -> Registry:
+        """The registry of this process; the first look at it hangs caches and observers on it."""
+        found = default_registry()
+        if found not in self._known:
+            self._known.add(found)
+            for op in found.composites:
+                if op not in self._intercepted:
+                    self._intercepted[op] = intercept(op, self.tensor_class, lambda: self.registry().composites)
+            found.on_change(clear_plans)
+            for observer in found.observers:
+                listen(observer)
+        return found
+
+    def meet(self, mesh: Mesh) -> None:
+        """Have the ranks of a mesh agree on their rules, once."""
+        agree_on_rules(mesh)
+
+    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """The plan of one call."""
+        return plan_call(self.tensor_class, entry, info, args, kwargs)
+
+    def plan_symbolic(
+        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Plan:
+        """The plan of one call with symbols for sizes."""
+        return plan_symbolic_call(self.tensor_class, entry, info, args, kwargs)
+
+    def without_rule(self, op: Op) -> Handler:
+        """What runs an op for which no plugin has a rule."""
+        return UnknownOp(op, self.registry(), self.tensor_class)
+
+    def forget(self) -> None:
+        """Some rule changed."""
+        forget_choices()

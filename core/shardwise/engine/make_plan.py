@@ -1,0 +1,210 @@
+"""A plan: the chosen strategy of one call signature, compiled for this rank and ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.comm.agreement import agree_on_generator
+from shardwise.comm.link_agreement import agree_on_links
+from shardwise.comm.mesh_comm import MeshComm
+from shardwise.comm.redistribute import mover
+from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.signature import Call, Kind, op_name
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.planning.results import UNKNOWN
+from shardwise.planning.strategies import cheapest, make_call, merged
+from shardwise.private_torch.ops import direct_call
+from shardwise.rule.lowering import LocalCall
+
+__all__ = ["check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
+
+Mover = Callable[[torch.Tensor], torch.Tensor]
+Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
+
+
+def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = cheapest) -> Plan:
+    """Choose the strategy of a call and freeze it; raises before anything is communicated."""
+    metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is UNKNOWN else outputs
+    call = make_call(entry.rule, schema, metas)
+    chosen = choose(entry.rule, schema, call)
+    # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
+    if any(strategy.cost for strategy in chosen) and agree_on_links(schema.mesh):
+        chosen = choose(entry.rule, schema, call)
+    inputs, results = merged(schema, chosen)
+    inputs = list(map(_as_it_lies, schema.specs, inputs))
+    lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
+    results = _marked_copies(schema, inputs, results, lowered)
+    if outputs is UNKNOWN:
+        check_unknown(schema, inputs)
+    check_written(schema, metas)
+    if torch.Tag.nondeterministic_seeded in schema.op.tags:
+        agree_on_generator(schema.mesh)
+    local = _local_call(entry, schema, call, inputs, results)
+    static = local_statics(entry, schema, local)
+    run: Callable[..., Any] = direct_call(schema.op)
+    if lowered:
+        assert entry.rule.lowering is not None
+        run = partial(entry.rule.lowering, local)
+    if any(r.reseats for r in schema.signature.results):
+        run = partial(_on_alias, run)
+    full = lowered or static is not None
+    return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+
+
+def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run an op that makes a tensor a view of itself on an alias: whoever holds the local tensor keeps it as it is."""
+    return run(local.view_as(local), *args, **kwargs)
+
+
+def _as_it_lies(before: TensorSpec | None, wanted: TensorSpec | None) -> TensorSpec | None:
+    """The spec of an operand that stays where it is, with its mark when it is a copy: nothing moves."""
+    stays = before is not None and wanted is not None and before.placements == wanted.placements
+    return before if stays else wanted
+
+
+def _tensor_results(schema: OpSchema) -> int:
+    return sum(r.is_tensor for r in schema.signature.results)
+
+
+def _moves(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
+    """Movers in the arrangement of the tensor arguments, or ``None`` when every operand stays."""
+    if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
+        return None
+    flat = iter(
+        None if src is None or dst is None or src is dst else mover(src, dst)
+        for src, dst in zip(schema.specs, inputs, strict=True)
+    )
+    moves: list[Any] = []
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            moves.append(next(flat))
+        elif arg.kind is Kind.TENSORS:
+            pairs = [(i, move) for i in range(len(value or ())) if (move := next(flat)) is not None]
+            moves.append(pairs or None)
+    return tuple(moves)
+
+
+def _local_call(
+    entry: Entry,
+    schema: OpSchema,
+    call: Call,
+    inputs: Sequence[TensorSpec | None],
+    results: Sequence[TensorSpec | None],
+) -> LocalCall | None:
+    if entry.rule.lowering is None and entry.rule.local_args is None:
+        return None
+    first = next(s for s in schema.specs if s is not None)
+    operands = tuple(inputs[: len(call.operands)])
+    return LocalCall(call, operands, tuple(results), first.coordinate(), MeshComm(first.mesh))
+
+
+def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
+    """By-value arguments of the local op in schema order when the rule replaces any, else ``None``."""
+    if entry.rule.local_args is None or local is None:
+        return None
+    replaced: Mapping[str, Any] = entry.rule.local_args(local)
+    keyed = [
+        (a.name, v) for a, v in zip(schema.signature.args, schema.values, strict=True) if a.name in schema.info.by_value
+    ]
+    unknown = set(replaced) - {name for name, _ in keyed}
+    if unknown:
+        raise RuleArgumentError(
+            asked=f"localise the arguments of {op_name(schema.op)}",
+            found=f"the rule at {entry.rule.source} replaces {sorted(unknown)}, which are not keyed by value",
+            do="Name them in static=, or correct the names.",
+            op=op_name(schema.op),
+            argument=min(unknown),
+        )
+    local_values = tuple(replaced.get(name, value) for name, value in keyed)
+    return None if local_values == tuple(v for _, v in keyed) else local_values
+
+
+def _marked_copies(
+    schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None], lowered: bool
+) -> Sequence[TensorSpec | None]:
+    """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost.
+
+    An operand moves in a lowering, too, when it lies in parts and the result is whole.
+    """
+    views = [r for r in schema.signature.results if r.is_tensor]
+    if all(r.alias is None or r.written for r in views):
+        return results
+    found = list(results)
+    at = 0
+    for result in views:
+        count = len(results) - len(views) + 1 if result.is_list else 1
+        if result.alias is not None and not result.written:
+            source = _flat_index(schema, result.alias)
+            before = schema.specs[source]
+            moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
+            if moved or (before is not None and before.is_copy):
+                found[at : at + count] = [_as_copy(spec) for spec in found[at : at + count]]
+        at += count
+    return found
+
+
+def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -> bool:
+    """Whether a mesh dim over which an operand lies in parts has a whole result: no view of what a rank holds."""
+    return before is not None and any(
+        p != REPLICATE and q == REPLICATE
+        for spec in results
+        if spec is not None
+        for p, q in zip(before.placements, spec.placements, strict=True)
+    )
+
+
+def _as_copy(spec: TensorSpec | None) -> TensorSpec | None:
+    return None if spec is None else TensorSpec(spec.mesh, spec.placements, spec.tensor_meta, True)
+
+
+def _flat_index(schema: OpSchema, arg_index: int) -> int:
+    at = 0
+    for arg, value in zip(schema.signature.args[:arg_index], schema.values[:arg_index], strict=True):
+        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
+    return at
+
+
+def check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
+    """An op whose result's shape depends on data must have whole operands."""
+    if all(s is None or s.is_replicated for s in inputs):
+        return
+    raise NoStrategyError(
+        asked=f"run {schema}",
+        found="the shape of its result depends on data, and its rule shards an operand",
+        do="Give such an op only the row in which every operand is whole. Where the shape does follow from the "
+        "arguments, the op lacks a fake that says so: torch.library.register_fake.",
+        op=op_name(schema.op),
+    )
+
+
+def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
+    """A written operand must be writable and keep its global shape."""
+    for i in schema.written:
+        spec = schema.specs[i]
+        if spec is not None and spec.is_copy:
+            raise InPlaceError(
+                asked=f"run {op_name(schema.op)} in place on {schema.operand_names[i]} = {spec}",
+                found="it is a view whose base was redistributed for it, so it no longer shares the memory of its base",
+                do="Write to the base itself, or clone() the view first.",
+                op=op_name(schema.op),
+            )
+    tensor_results = [r for r in schema.signature.results if r.is_tensor]
+    for result, meta in zip(tensor_results, metas, strict=False):
+        if result.written and result.alias is not None and not result.is_list:
+            before = schema.specs[_flat_index(schema, result.alias)]
+            if before is not None and meta is not None and before.shape != meta.shape:
+                raise InPlaceError(
+                    asked=f"run {op_name(schema.op)} on {before}",
+                    found=f"it would change the shape of the tensor in place, to {tuple(meta.shape)}",
+                    do="Use the out-of-place form; a MeshTensor keeps its shape.",
+                    op=op_name(schema.op),
+                )

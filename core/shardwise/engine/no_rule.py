@@ -1,0 +1,234 @@
+"""Ops without a rule: decomposed where every part has one, on whole tensors where a program asks for it, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from shardwise.comm.redistribute import mover
+from shardwise.comm.rule_agreement import agree_on_asking
+from shardwise.engine.composites import placed, placing
+from shardwise.engine.decomposition import Decomposition, Failed, answered, find, stand_ins
+from shardwise.engine.make_plan import check_written
+from shardwise.engine.plan_call import common_mesh, describe_call
+from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
+from shardwise.errors import InPlaceError, NoRuleError
+from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, observers, operand_of
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry, Origin
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.rule import FullMeshRule
+from shardwise.kernel.schema import OpSchema, OpStrategy, RuntimeSchemaInfo
+from shardwise.kernel.signature import Kind, Op, op_name, signature
+from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec, memory_order
+from shardwise.private_torch.dispatch import new_wrapper
+from shardwise.private_torch.ops import draws
+from shardwise.private_torch.tracing import outside_modes
+
+__all__ = ["DecomposedPlan", "UnknownOp", "decomposed_entry"]
+
+Handler = Callable[..., Any]
+
+
+class DecomposedPlan(Plan):
+    """The plan of a call that runs as other calls, which have their own plans."""
+
+    __slots__ = ("decomposition",)
+
+    def __init__(self, schema: OpSchema, decomposition: Decomposition) -> None:
+        super().__init__(schema, decomposed_entry(decomposition), (), None, None, decomposition.way.run, True, ())
+        self.decomposition = decomposition
+
+    @property
+    def parts(self) -> tuple[Op, ...]:
+        """The ops that run instead, each of which has a rule."""
+        return self.decomposition.parts
+
+    def __repr__(self) -> str:
+        return f"Plan({op_name(self.schema.op)}: {self.decomposition.text})"
+
+
+def decomposed_entry(decomposition: Decomposition) -> Entry:
+    """What stands where tools look for an op's rule."""
+    op, origin = decomposition.op, Origin("torch", "torch", torch.__version__)
+    return Entry(op, FullMeshRule((op,), _no_strategies, "torch", text=decomposition.text), origin)
+
+
+def _no_strategies(_mesh: Mesh, _schema: OpSchema) -> OpStrategy:
+    return OpStrategy(())
+
+
+@define(eq=False)
+class UnknownOp:
+    """The handler of an op without a rule; takes what torch gives to a ``__torch_dispatch__`` rule."""
+
+    op: Op
+    registry: Registry
+    tensor_class: type
+    found: dict[Any, DecomposedPlan | Failed] = field(factory=dict, init=False)
+    replicated: dict[Any, Handler] = field(factory=dict, init=False)
+
+    def __call__(
+        self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        known = self._known(args, kwargs)
+        if isinstance(known, Failed):
+            return self._replicate(known, args, kwargs)
+        for callback in tuple(observers):
+            callback(known)
+        return self._run(known, args, kwargs)
+
+    # -- decomposed --
+
+    def _known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
+        key = tuple(self._key(args, kwargs))
+        try:
+            known = self.found.get(key)
+        except TypeError:  # a size that is a symbol of a traced graph
+            return self._find(args, kwargs)
+        if known is None:
+            known = self._find(args, kwargs)
+            if len(self.found) >= PLANS_PER_OP:
+                self.found.clear()
+            self.found[key] = known
+        return known
+
+    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+        """By value, numbers included: a decomposition may go another way for another one."""
+        for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
+            if arg.kind is Kind.TENSOR:
+                yield self._part(arg.name, value)
+            elif arg.kind is Kind.TENSORS:
+                yield None if value is None else tuple(self._part(arg.name, v) for v in value)
+            else:
+                yield _frozen(value)
+
+    def _part(self, name: str, value: Any) -> Any:
+        if type(value) is self.tensor_class:
+            return value._spec  # type: ignore[attr-defined]
+        found, _ = operand_of(self.op, name, value)
+        return found if isinstance(value, torch.Tensor) else (found, value)
+
+    def _find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
+        schema = self._schema(args, kwargs)
+        known: dict[int, Any] = {}
+        with outside_modes():
+            found = find(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
+        if isinstance(found, Failed):
+            return found
+        _check_shapes(schema, found)
+        return DecomposedPlan(schema, found)
+
+    def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
+        values = signature(self.op).bind(args, kwargs)
+        mesh = common_mesh(self.tensor_class, self.op, values)
+        entry = replicated_entry(self.op)
+        return describe_call(self.tensor_class, entry, RuntimeSchemaInfo.of(self.op), mesh, values)[0]
+
+    def _run(self, plan: DecomposedPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        decomposition, mesh = plan.decomposition, plan.schema.mesh
+        if decomposition.makes:
+            with placing(self.tensor_class, mesh):
+                result = decomposition.way.run(*args, **kwargs)
+        else:
+            result = decomposition.way.run(*args, **kwargs)
+        result = answered(self.op, args, kwargs, result)
+        return self._finished(result, plan, iter(decomposition.metas or ()))
+
+    def _finished(self, result: Any, plan: DecomposedPlan, metas: Iterator[TensorMeta | None]) -> Any:
+        """The results with the op's own strides, and all of them on the mesh."""
+        if isinstance(result, (tuple, list)):
+            return type(result)(self._finished(part, plan, metas) for part in result)
+        meta = next(metas, None)
+        if not isinstance(result, torch.Tensor):
+            return result
+        if not isinstance(result, self.tensor_class):
+            return placed(self.tensor_class, plan.schema.mesh, result)
+        spec: TensorSpec = result._spec  # type: ignore[attr-defined]
+        if meta is None or spec.tensor_meta.stride == meta.stride or spec.tensor_meta.is_symbolic:
+            return result
+        local: torch.Tensor = result._local_tensor  # type: ignore[attr-defined]
+        order = memory_order(meta)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return new_wrapper(type(result), local.permute(order).contiguous().permute(back), spec.with_meta(meta), False)
+
+    # -- on whole tensors, or refused --
+
+    def _replicate(self, failed: Failed, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        schema = self._schema(args, kwargs)
+        asked = is_asked_for(self.registry)
+        agree_on_asking(schema.mesh, op_name(self.op), asked)
+        if not asked or draws(self.op):
+            raise self._refusal(failed, asked=asked)
+        warn_once(schema)
+        shape = (len(args), *kwargs)
+        handle = self.replicated.get(shape)
+        if handle is None:
+            handle = handler_of(replicated_entry(self.op), len(args), tuple(kwargs))
+            self.replicated[shape] = handle
+        return self._write_back(handle, args, kwargs)
+
+    def _write_back(self, handle: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run on gathered copies of what the op writes, and write those back to where the tensors lie."""
+        values = signature(self.op).bind(args, kwargs)
+        gathered: dict[int, tuple[Any, Any]] = {}
+        for arg, value in zip(signature(self.op).args, values, strict=True):
+            for tensor in tensors_in(value) if arg.written else ():
+                if isinstance(tensor, self.tensor_class) and not tensor._spec.is_replicated:  # type: ignore[attr-defined]
+                    gathered[id(tensor)] = tensor, _gathered(tensor)
+        if not gathered:
+            return handle(None, self.op, (), args, kwargs)
+        self._refuse_views(values, gathered)
+        taken = {key: copy for key, (_, copy) in gathered.items()}
+        result = handle(None, self.op, (), _swapped(args, taken), {n: _swapped(v, taken) for n, v in kwargs.items()})
+        for original, copy in gathered.values():
+            original.copy_(copy)
+        return _swapped(result, {id(copy): original for original, copy in gathered.values()})
+
+    def _refuse_views(self, values: Sequence[Any], gathered: Mapping[int, Any]) -> None:
+        for result in signature(self.op).results:
+            if result.alias is None or result.written:
+                continue
+            if any(id(t) in gathered for t in tensors_in(values[result.alias])):
+                raise InPlaceError(
+                    asked=f"run {op_name(self.op)} replicated",
+                    found="it writes an operand that is not replicated and returns a view of it",
+                    do="Redistribute the operand to Replicate() first.",
+                    op=op_name(self.op),
+                )
+
+    def _refusal(self, failed: Failed, *, asked: bool) -> NoRuleError:
+        if draws(self.op) and asked:
+            return self.registry.missing(self.op, "it draws random numbers, and each rank would draw its own")
+        tried = failed.text
+        return self.registry.missing(self.op, tried, parts=failed.parts, missing=failed.missing)
+
+
+def _check_shapes(schema: OpSchema, found: Decomposition) -> None:
+    """An ``out=`` tensor that the op would resize stays what it is: its placements are made for its shape."""
+    if found.metas is not None:
+        check_written(schema, found.metas)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_frozen, value))
+    return type(value), value
+
+
+def _gathered(tensor: Any) -> Any:
+    spec: TensorSpec = tensor._spec
+    whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
+    return new_wrapper(type(tensor), mover(spec, whole)(tensor._local_tensor), whole, False)
+
+
+def _swapped(value: Any, taken: Mapping[int, Any]) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)(_swapped(part, taken) for part in value)
+    return taken.get(id(value), value)

@@ -1,0 +1,105 @@
+"""Ops without a rule on whole tensors, where the program asks for it: ``with replicate_unknown():``, or a setting.
+
+Each rank gathers the operands, runs the op on the whole tensors and holds the whole results. That is right for every op
+that computes the same from the same operands, and it costs what sharding was to save; so nobody gets it unasked.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from shardwise.errors import UnknownOpWarning
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.precedence import Entry, Origin
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.rule import FullMeshRule
+from shardwise.kernel.schema import OpSchema, OpStrategy
+from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.spec import Mesh
+from shardwise.planning.results import UNKNOWN, schema_metas
+from shardwise.planning.strategies import strategy
+
+__all__ = ["is_asked_for", "replicate_unknown", "replicated_entry", "warn_once"]
+
+# What the innermost context says. One for the process: a backward pass may run in other threads than its forward.
+_said: list[bool] = []
+_warned: set[tuple[str, str, int]] = set()
+
+
+@contextmanager
+def replicate_unknown(enabled: bool = True) -> Iterator[None]:
+    """Run ops without a rule, and without a decomposition, on whole tensors on every rank while the context lasts.
+
+    Operands are gathered, the op runs on whole tensors, its results are replicated, and what it writes goes back to
+    where it lay. The first such op at each line of the program gives an :class:`UnknownOpWarning`. With ``enabled``
+    false such ops are refused, whatever the setting says. It holds for all threads of the process, and every rank must
+    do so alike. Ops that draw random numbers are refused all the same, since each rank would draw its own.
+    """
+    _said.append(enabled)
+    try:
+        yield
+    finally:
+        _said.pop()
+
+
+def is_asked_for(registry: Registry) -> bool:
+    """Whether ops without a rule run replicated now: as the innermost context says, else as the settings do."""
+    return _said[-1] if _said else registry.unknown_ops == "replicate"
+
+
+def replicated_entry(op: Op) -> Entry:
+    """The rule by which an op without one runs: every operand whole, every result whole."""
+    rule = FullMeshRule(
+        (op,), _whole, "shardwise.replicate_unknown", text="no rule: everything replicated, as asked for"
+    )
+    return Entry(op, rule, Origin("replicate_unknown"))
+
+
+def _whole(mesh: Mesh, schema: OpSchema) -> OpStrategy:
+    whole = (REPLICATE,) * mesh.ndim
+    metas = schema_metas(schema)
+    if metas is UNKNOWN:
+        metas = (None,) * sum(r.is_tensor for r in schema.signature.results)
+    inputs = [None if spec is None else whole for spec in schema.specs]
+    return OpStrategy((strategy(schema, inputs, [None if meta is None else whole for meta in metas], metas),))
+
+
+# -- telling ---------------------------------------------------------------------------------------------------------
+
+
+def warn_once(schema: OpSchema) -> None:
+    """Warn of an op that runs replicated, once for each line of the program that calls it."""
+    frame = _users_frame()
+    file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+    site = op_name(schema.op), file, line
+    if site in _warned:
+        return
+    _warned.add(site)
+    nbytes = sum(s.tensor_meta.nbytes for s in schema.specs if s is not None and not s.is_replicated)
+    warnings.warn_explicit(
+        f"{op_name(schema.op)} has no rule, so it runs on whole tensors on every rank, as asked for by "
+        f"replicate_unknown: {nbytes:,} bytes are gathered on each rank, here at each call like this one",
+        UnknownOpWarning,
+        file,
+        line,
+    )
+
+
+_CORE = Path(__file__).parents[1]
+_INNER = ("kernel", "rng", "rule", "discovery", "planning", "comm", "engine", "tensor", "private_torch", "random.py")
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), *(str(_CORE / part) for part in _INNER), "<shardwise")
+
+
+def _users_frame() -> FrameType | None:
+    """The frame of the program's own code that the running op comes from."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+    return frame

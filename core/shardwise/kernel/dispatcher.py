@@ -1,0 +1,404 @@
+"""The dispatcher: from an op on MeshTensors to its plan, and the hot path between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.errors import PlainTensorError, ViewError
+from shardwise.kernel.handlers import defaults, handler_source
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.schema import RuntimeSchemaInfo
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.private_torch.dispatch import in_backward, new_wrapper, put_before_dispatch
+from shardwise.private_torch.ops import is_composite
+from shardwise.private_torch.tracing import assert_when_run, is_traced, is_without_data, outside_modes
+
+__all__ = [
+    "PLANS_PER_OP",
+    "at_next_dispatch",
+    "clear_plans",
+    "dispatch",
+    "is_zeros_or_ones",
+    "observe",
+    "observed",
+    "rules_version",
+    "start",
+    "views",
+]
+
+Handler = Callable[..., Any]
+
+NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``), and reaches the dispatcher as it is."""
+
+# Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
+PLANS_PER_OP = 4096
+
+# By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs Python
+# code, and overloads live as long as the process.
+_handlers: dict[Any, Handler] = {}
+# The libraries that hold the first handler of each op; to drop one is to take its handler back from torch.
+_entries: dict[int, torch.library.Library] = {}
+_plan_stores: list[_PlanStore] = []
+observers: list[Callable[[Plan], None]] = []
+_tensor_class: list[type] = []
+_times_cleared = [0]
+
+
+class Engine(Protocol):
+    """What the dispatcher asks for where it has no plan. There is one: :mod:`shardwise.engine`."""
+
+    def registry(self) -> Registry:
+        """The registry in force."""
+
+    def meet(self, mesh: Mesh) -> None:
+        """Have the ranks of a mesh agree on their rules, once."""
+
+    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """The plan of one call."""
+
+    def plan_symbolic(
+        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Plan:
+        """The plan of one call with symbols for sizes."""
+
+    def without_rule(self, op: Op) -> Handler:
+        """What runs an op for which no plugin has a rule."""
+
+    def forget(self) -> None:
+        """Some rule changed."""
+
+
+_engine: list[Engine] = []
+
+
+def start(tensor_class: type, engine: Engine) -> None:
+    """Dispatch ops on a tensor class by the plans of an engine; ``shardwise.tensor`` calls this once."""
+    _tensor_class[:] = [tensor_class]
+    _engine[:] = [engine]
+
+
+def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run one op on local tensors by its plan and wrap what it returns.
+
+    The first call shape that an op is seen with has its handler put where torch looks before ``__torch_dispatch__``,
+    so most calls never come here.
+    """
+    key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
+    handle = _handlers.get(key)
+    if handle is None:
+        _meet(args, kwargs)
+        handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
+        if id(op) not in _entries:
+            # From now on torch calls it for exactly a MeshTensor; subclasses come by __torch_dispatch__.
+            _entries[id(op)] = put_before_dispatch(op, _tensor_class[0], handle)
+    return handle(None, op, (), args, kwargs)
+
+
+# -- observing ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
+    """Call ``callback(plan)`` at each dispatch while the context lasts."""
+    listen(callback)
+    try:
+        yield
+    finally:
+        observers.remove(callback)
+
+
+def observed() -> bool:
+    """Whether anybody listens."""
+    return bool(observers)
+
+
+def listen(callback: Callable[[Plan], None]) -> None:
+    # Nobody is told on a hit: while anybody listens, there are no hits.
+    for store in _plan_stores:
+        store.retire()
+    observers.append(callback)
+
+
+def at_next_dispatch(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` once, at the next dispatch."""
+
+    def call(_: Plan) -> None:
+        observers.remove(call)
+        callback()
+
+    listen(call)
+
+
+# -- views -------------------------------------------------------------------------------------------------------
+
+
+class _Views(threading.local):
+    """Whether a view must share memory with its base here, as the ``view`` method promises."""
+
+    must_share = False
+
+
+views = _Views()
+
+
+def _guard(plan: Plan) -> None:
+    """Refuse to gather for a view that was asked for as one; ``reshape`` and what calls it may copy."""
+    if not (plan.copies and views.must_share):
+        return
+    schema = plan.schema
+    shown = ", ".join(f"{a.name}={v}" for a, v in zip(schema.signature.args, schema.values, strict=True))
+    raise ViewError(
+        asked=f"run {op_name(schema.op)} with {shown}",
+        found=f"the view would need data from another rank: the tensor would have to lie as {plan.strategies[0]}",
+        do="Call reshape, which may copy, or redistribute the tensor first.",
+        op=op_name(schema.op),
+    )
+
+
+def _new_view_of(base: torch.Tensor) -> Callable[..., Any]:
+    """The constructor for a view under inference mode: a view of a normal tensor is a normal tensor there too."""
+    return new_wrapper if base.is_inference() else _new_normal
+
+
+def _new_normal(*parts: Any) -> Any:
+    with torch.inference_mode(False):
+        return new_wrapper(*parts)
+
+
+def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
+    """Make a tensor the view of itself that an op in place makes: ``x.t_()``."""
+    # Setting `data` takes over sizes and strides, which are torch's own, and leaves autograd's notes alone.
+    tensor.data = new_wrapper(_tensor_class[0], local, spec, False)
+    tensor._local_tensor, tensor._spec = local, spec
+    return tensor
+
+
+# -- handlers ----------------------------------------------------------------------------------------------------
+
+
+def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler:
+    registry = _engine[0].registry()
+    if op not in registry and is_composite(op):
+        # Under inference mode torch hands composite ops over whole; their parts have the rules.
+        return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
+    if op not in registry:
+        return _engine[0].without_rule(op)
+    return handler_of(registry.lookup(op), positional, keywords)
+
+
+def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handler:
+    """The handler of calls of one shape that go by a rule."""
+    op, rule = entry.op, entry.rule
+    info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
+    store = _PlanStore(entry, info)
+    scope: dict[str, Any] = {
+        "MT": _tensor_class[0],
+        "new": new_wrapper,
+        "plans": store.hot,
+        "miss": store.miss,
+        "symbolic": store.symbolic,
+        "other": lambda name, value: operand_of(op, name, value),
+        "guard": _guard,
+        "inference": torch.is_inference_mode_enabled,
+        "new_view_of": _new_view_of,
+        "freeze": _freeze,
+        "PLAIN": _PLAIN,
+        "spec_of": attrgetter("_spec"),
+        "local_of": attrgetter("_local_tensor"),
+        "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
+        "reseat": _reseat,
+        "wrap_results": _wrap_results,
+        "wrap_unknown": _wrap_unknown,
+        **defaults(op),
+    }
+    source = handler_source(op, positional, keywords, info)
+    exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
+    made: Handler = scope["handle"]
+    _plan_stores.append(store)
+    return made
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+_PLAIN = frozenset({*NUMBERS, type(None)})
+
+
+def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
+    """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
+    dims.
+    """
+    if value is None or isinstance(value, NUMBERS):
+        return type(value), value
+    if isinstance(value, _tensor_class[0]):
+        return value._spec, value._local_tensor  # type: ignore[attr-defined]
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
+        return value.dtype, value
+    if isinstance(value, torch.Tensor) and in_backward() and not _writes(op, name) and is_zeros_or_ones(value):
+        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
+        return TensorMeta.of(value), value
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    raise PlainTensorError(
+        asked=f"run {op_name(op)} on MeshTensors",
+        found=f"its argument {name!r} is a {type(value).__name__}"
+        + (f" of shape {shape}" if shape is not None else ""),
+        do=(_IN_BACKWARD if in_backward() else _MAKE_ONE),
+        op=op_name(op),
+        argument=name,
+        shape=shape,
+    )
+
+
+_MAKE_ONE = (
+    "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
+    "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
+)
+_IN_BACKWARD = (
+    "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
+    "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
+)
+
+
+def _writes(op: Op, name: str) -> bool:
+    """Whether an op writes an argument. What memory happens to hold would say on each rank anew if that were zeros."""
+    return any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_without_data(value)
+
+
+def is_zeros_or_ones(value: torch.Tensor) -> bool:
+    """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
+    if is_traced(value):
+        is_either = (value == 0).all() | (value == 1).all()
+        assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
+        return True
+    if is_without_data(value):
+        return True
+    return not value.any() or bool((value == 1).all())
+
+
+def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
+    """Wrap the results of an op that returns several, lists among them."""
+    specs = iter(plan.outs)
+
+    def wrap(local: torch.Tensor | None) -> Any:
+        spec = next(specs)
+        return None if local is None else new_wrapper(_tensor_class[0], local, spec, False)
+
+    answered: list[Any] = []
+    for result, value in zip(plan.schema.signature.results, out, strict=True):
+        if result.is_list:
+            answered.append([wrap(part) for part in value])
+        else:
+            answered.append(wrap(value) if result.is_tensor else value)
+    return tuple(answered)
+
+
+def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
+    """Wrap a result without a spec: undefined, or of a shape that data decided (then every operand was whole)."""
+    if local is None:
+        return None
+    mesh = plan.schema.mesh
+    spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(local))
+    return new_wrapper(_tensor_class[0], local, spec, False)
+
+
+# -- the slow path -----------------------------------------------------------------------------------------------
+
+
+def _meet(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Have the ranks of a call's mesh agree on their rules, before any of them looks one up and may find none.
+
+    Most meshes were met where a tensor was put on them; one that came with a tensor from a file, say, was not.
+    """
+    for value in (*args, *(kwargs or {}).values()):
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, _tensor_class[0]):
+                _engine[0].meet(part._spec.mesh)  # type: ignore[attr-defined]
+                return
+
+
+def clear_plans() -> None:
+    """Forget all plans and handlers: some rule changed."""
+    _handlers.clear()
+    _entries.clear()
+    for store in _plan_stores:
+        store.clear()
+    _plan_stores.clear()
+    if _engine:
+        _engine[0].forget()
+    _times_cleared[0] += 1
+
+
+def rules_version() -> int:
+    """A number that changes when some rule does; what was made with other rules must not be used again."""
+    return _times_cleared[0]
+
+
+class _PlanStore:
+    """The plans of one handler by key, bounded: what was not asked for during a whole generation is dropped.
+
+    The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
+    """
+
+    __slots__ = ("cold", "entry", "hot", "info", "op")
+
+    def __init__(self, entry: Entry, info: RuntimeSchemaInfo) -> None:
+        self.op = entry.op
+        self.entry = entry
+        self.info = info
+        self.hot: dict[Any, Plan] = {}
+        self.cold: dict[Any, Plan] = {}
+
+    def clear(self) -> None:
+        self.hot.clear()
+        self.cold.clear()
+
+    def retire(self) -> None:
+        """Make the hot plans cold. The handler holds ``hot`` itself, so the generations change by content."""
+        if self.hot:
+            self.cold.clear()
+            self.cold.update(self.hot)
+            self.hot.clear()
+
+    def symbolic(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
+        """The plan of a call with symbols for sizes, which have no hash: made for this call alone."""
+        _meet(args, kwargs)
+        plan = _engine[0].plan_symbolic(_engine[0].registry().lookup(self.op), self.info, args, kwargs or {})
+        for callback in tuple(observers):
+            callback(plan)
+        return plan
+
+    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
+        """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
+        plan = self.cold.get(key)
+        if plan is None:
+            _meet(args, kwargs)
+            with outside_modes():
+                plan = _engine[0].plan(self.entry, self.info, args, kwargs or {})
+        if observers:
+            if len(self.cold) >= PLANS_PER_OP:
+                self.cold.clear()
+            self.cold[key] = plan
+            for callback in tuple(observers):
+                callback(plan)
+            return plan
+        if len(self.hot) >= PLANS_PER_OP // 2:
+            self.retire()
+        self.cold.pop(key, None)
+        self.hot[key] = plan
+        return plan

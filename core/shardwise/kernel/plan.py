@@ -1,0 +1,63 @@
+"""A plan: the chosen strategy of one call signature, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import TensorSpec
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """Everything about one call signature that can be known ahead.
+
+    ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is
+    ``None`` when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not
+    ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
+    ``call`` where nothing moves and it takes the arguments as they were passed, else ``None``. ``outs`` holds the specs
+    of the tensor results, flat; ``out`` the single one.
+    """
+
+    __slots__ = ("call", "copies", "direct", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
+
+    def __init__(
+        self,
+        schema: OpSchema,
+        entry: Entry,
+        strategies: Sequence[PlacementStrategy],
+        moves: tuple[Any, ...] | None,
+        static: tuple[Any, ...] | None,
+        call: Callable[..., Any],
+        full: bool,
+        outs: tuple[TensorSpec | None, ...],
+    ) -> None:
+        self.schema = schema
+        self.entry = entry
+        self.strategies = tuple(strategies)
+        self.moves = moves
+        self.static = static
+        self.call = call
+        self.full = full
+        self.direct = call if moves is None and not full else None
+        self.outs = outs
+        self.out = outs[0] if len(outs) == 1 else None
+        self.copies = moves is not None and any(spec is not None and spec.is_copy for spec in outs)
+
+    def run_by(self, call: Callable[..., Any]) -> None:
+        """Run the local op by another callable that takes the same arguments."""
+        self.call = call
+        self.direct = None if self.direct is None else call
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The row taken on each mesh dim (of the first list position)."""
+        return self.strategies[0].names if self.strategies else ()
+
+    def __repr__(self) -> str:
+        chosen = "; ".join(sorted({str(s) for s in self.strategies}))
+        return f"Plan({op_name(self.schema.op)}: {chosen}, by {self.entry.origin})"

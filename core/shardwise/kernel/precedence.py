@@ -1,0 +1,128 @@
+"""Which of several rules for one op holds, and why the others do not.
+
+In this order: an ``override()`` of this process, the ``prefer`` setting, a rule that declares that it replaces the
+others' distributions, the only rule. Nothing depends on the order in which plugins were installed or loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import frozen
+
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name
+from shardwise.settings import normalised, preferred
+
+__all__ = ["Entry", "Origin", "Verdict", "judge"]
+
+
+@frozen
+class Origin:
+    """A plugin and the distribution that brought it."""
+
+    plugin: str
+    distribution: str = "this process"
+    version: str = "-"
+
+    def __str__(self) -> str:
+        same = self.plugin == self.distribution
+        return f"{self.plugin} {self.version}" if same else f"{self.plugin} ({self.distribution} {self.version})"
+
+    def is_called(self, name: str) -> bool:
+        """Whether a person may mean this plugin by ``name``: the plugin's own or the distribution's."""
+        return normalised(name) in (normalised(self.plugin), normalised(self.distribution))
+
+
+@frozen(eq=False)
+class Entry:
+    """One rule for one op, with its origin; ``replaces`` is the distribution whose rule for the op gives way to it."""
+
+    op: Op
+    rule: AnyRule
+    origin: Origin
+    replaces: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.origin} at {self.rule.source}"
+
+    def gives_way_to(self, other: Entry) -> bool:
+        """Whether the other rule declares that it replaces this one."""
+        return other is not self and other.replaces == normalised(self.origin.distribution)
+
+
+@frozen(eq=False)
+class Verdict:
+    """The rule that holds for an op (None: conflict, or none at all), why, and why each of the others does not."""
+
+    op: Op
+    winner: Entry | None
+    reason: str
+    losers: tuple[tuple[Entry, str], ...] = ()
+
+    @property
+    def rivals(self) -> tuple[Entry, ...]:
+        """All entries, the winner first."""
+        first = () if self.winner is None else (self.winner,)
+        return (*first, *(entry for entry, _ in self.losers))
+
+
+def judge(
+    op: Op, overrides: Sequence[Entry], entries: Sequence[Entry], prefer: Sequence[tuple[str, str]] = ()
+) -> Verdict:
+    """Settle which entry holds for an op; ``overrides`` in the order in which they were made."""
+    known = sorted(entries, key=lambda e: (e.origin.plugin, e.origin.distribution))
+    if overrides:
+        *earlier, last = overrides
+        losers = [(e, "a later override of this process") for e in reversed(earlier)]
+        losers += [(e, "an override of this process goes before every plugin") for e in known]
+        return Verdict(op, last, "override of this process", tuple(losers))
+    if not known:
+        return Verdict(op, None, "no plugin has a rule for it")
+    return _by_setting(op, known, prefer) or _by_declaration(op, known)
+
+
+def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]]) -> Verdict | None:
+    pair = preferred(prefer, op_name(op))
+    if pair is None:
+        return None
+    setting = f"the setting prefer {pair[0]}={pair[1]}"
+    named = [e for e in known if e.origin.is_called(pair[1])]
+    if len(named) == 1:
+        losers = tuple((e, setting) for e in known if e is not named[0])
+        return Verdict(op, named[0], setting, losers)
+    if named:
+        return _conflict(op, known, f"{setting} names several plugins; name one by its entry point")
+    # A pattern is about the ops that the plugin has; an op named outright must be there.
+    if pair[0] in (op_name(op), op_name(op).rpartition(".")[0]):
+        return _conflict(op, known, f"{setting} names a plugin that has no rule for it")
+    return None
+
+
+def _by_declaration(op: Op, known: Sequence[Entry]) -> Verdict:
+    if len(known) == 1:
+        return Verdict(op, known[0], "the only rule")
+    left = [e for e in known if not any(e.gives_way_to(other) for other in known)]
+    if len(left) != 1:
+        return _conflict(op, known, "nothing says which one holds")
+    winner = left[0]
+    losers = tuple((e, f"replaced by {_replacers(e, known)}") for e in known if e is not winner)
+    return Verdict(op, winner, f"it declares replaces={winner.replaces!r}", losers)
+
+
+def _replacers(entry: Entry, known: Sequence[Entry]) -> str:
+    return ", ".join(str(other.origin) for other in known if entry.gives_way_to(other))
+
+
+def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Verdict:
+    return Verdict(op, None, reason, tuple((e, "conflict") for e in known))
+
+
+def resolving(op: Op, entry: Entry) -> dict[str, Any]:
+    """The settings that would make an entry's plugin win, as a person types them."""
+    name = entry.origin.plugin
+    return {
+        "environment": f'SHARDWISE_PREFER="{op_name(op)}={name}"',
+        "pyproject": f'[tool.shardwise.prefer]\n"{op_name(op)}" = "{name}"',
+    }

@@ -1,0 +1,300 @@
+"""The registry: op -> rule, who supplied it, and which one holds where several do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Self
+
+import torch
+from attrs import field, frozen
+
+from shardwise.errors import NoRuleError, RuleConflictError, RuleError
+from shardwise.kernel.precedence import Entry, Origin, Verdict, judge, resolving
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
+from shardwise.kernel.signature import Op, as_op, op_name
+from shardwise.private_torch.ops import OpLike
+from shardwise.settings import normalised
+
+__all__ = ["Failure", "Override", "Registrar", "Registry"]
+
+Observer = Callable[[Any], None]
+Instead = Callable[..., Any] | None
+LinkSupplier = Callable[[tuple[int, ...], str, tuple[str, ...]], Any]
+
+
+@frozen
+class Failure:
+    """A plugin that could not be loaded, and why."""
+
+    origin: Origin
+    cause: str
+    traceback: str = field(default="", repr=False)
+
+
+class Registrar:
+    """What a plugin's hook receives: the door through which its rules come in."""
+
+    def __init__(self, origin: Origin) -> None:
+        self.origin = origin
+        self._by_op: dict[Op, Entry] = {}
+        self.optimizers: list[type[torch.optim.Optimizer]] = []
+        self.composites: dict[Op, Instead] = {}
+        self.observers: list[Observer] = []
+        self.links: list[LinkSupplier] = []
+        #: By the name of an op that does not exist yet (``acme::swish``), what makes its rule.
+        self.later: dict[str, Callable[[Op], AnyRule]] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that was handed over, in that order."""
+        return list(self._by_op.values())
+
+    def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
+        """Hand over rules.
+
+        ``replaces`` names the distribution whose rules for these ops give way, for rules that do not say so themselves.
+        Raises :class:`RuleError` for what is no rule, an op that comes twice, or a plugin that replaces itself.
+        """
+        for rule in rules:
+            if not isinstance(rule, (Rule, FullMeshRule)):
+                raise RuleError(
+                    asked=f"register a rule of {self.origin}",
+                    found=f"{rule!r} is a {type(rule).__name__}",
+                    do="Hand over what rule(), rule_from() or full_mesh_rule() returned.",
+                )
+            for op in rule.ops:
+                self._add(op, rule, rule.replaces or replaces)
+
+    def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
+        """Hand over the rule of an op that torch makes only when it is needed; ``make(op)`` is asked for it then.
+
+        ``name`` is that of the default overload: ``"prims::fma"``.
+        """
+        self.later[name] = make
+
+    def add_optimizers(self, *classes: Any) -> None:
+        """Name optimizers whose step treats each element alone: it may run on shards as they are.
+
+        Subclasses are not meant. Raises :class:`RuleError` for something that is no optimizer class.
+        """
+        for cls in classes:
+            if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+                raise RuleError(
+                    asked=f"register an optimizer of {self.origin}",
+                    found=f"{cls!r} is not a class of torch.optim.Optimizer",
+                    do="Hand over classes, as in add_optimizers(torch.optim.AdamW).",
+                )
+        self.optimizers += classes
+
+    def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
+        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, say.
+
+        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place
+        of the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be
+        done on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
+        """
+        for one in ops:
+            op = as_op(one)
+            if op is None:
+                raise RuleError(
+                    asked=f"register a composite op of {self.origin}",
+                    found=f"{one!r} is not one op overload",
+                    do="Name overloads, as in torch.ops.acme.mix.default.",
+                )
+            self.composites[op] = instead
+
+    def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
+        twice = self._by_op.get(op)
+        if twice is not None:
+            raise RuleError(
+                asked=f"register {op_name(op)} of {self.origin}",
+                found=f"the plugin has two rules for it: {twice.rule.source} and {rule.source}",
+                do="Keep one.",
+                op=op_name(op),
+            )
+        replaced = None if replaces is None else normalised(replaces)
+        if replaced == normalised(self.origin.distribution):
+            raise RuleError(
+                asked=f"register {op_name(op)} of {self.origin}",
+                found=f"its rule at {rule.source} replaces {replaces!r}, its own distribution",
+                do="Name the other distribution in replaces=.",
+                op=op_name(op),
+            )
+        self._by_op[op] = Entry(op, rule, self.origin, replaced)
+
+
+class Override:
+    """Rules that stand above all others in this process until taken back: by a call, or at the end of a ``with``."""
+
+    def __init__(self, registry: Registry, entries: list[Entry]) -> None:
+        self._registry = registry
+        self._entries = entries
+
+    def __call__(self) -> None:
+        """Take the rules back; a second time does nothing."""
+        entries, self._entries = self._entries, []
+        if entries:
+            self._registry.take_back(entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self()
+
+
+class Registry:
+    """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
+
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold; ``unknown_ops`` says
+    what becomes of ops without a rule: ``refuse`` or ``replicate``.
+    """
+
+    def __init__(self, prefer: Sequence[tuple[str, str]] = (), unknown_ops: str = "refuse") -> None:
+        self.prefer = tuple(prefer)
+        self.unknown_ops = unknown_ops
+        self._entries: dict[Op, list[Entry]] = {}
+        self._overrides: dict[Op, list[Entry]] = {}
+        self._verdicts: dict[Op, Verdict] = {}
+        self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
+        self.optimizers: set[type[torch.optim.Optimizer]] = set()
+        self.composites: dict[Op, Instead] = {}
+        self.observers: list[Observer] = []
+        self.links: list[tuple[Origin, LinkSupplier]] = []
+        self.origins: list[Origin] = []
+        self.failures: list[Failure] = []
+        self._listeners: list[Callable[[], None]] = []
+
+    # -- filling --
+    def accept(self, registrar: Registrar) -> None:
+        """Take over all that one plugin registered."""
+        self.origins.append(registrar.origin)
+        self.optimizers.update(registrar.optimizers)
+        self.composites.update(registrar.composites)
+        self.observers += registrar.observers
+        self.links += [(registrar.origin, supplier) for supplier in registrar.links]
+        self._later |= {name: (registrar.origin, make) for name, make in registrar.later.items()}
+        for entry in registrar.entries:
+            self._entries.setdefault(entry.op, []).append(entry)
+        self.changed()
+
+    def reject(self, failure: Failure) -> None:
+        """Record a plugin that failed; none of its rules is taken."""
+        self.failures.append(failure)
+
+    def override(self, *rules: AnyRule) -> Override:
+        """Put rules above all others in this process. Call what comes back, or use it in a ``with``, to undo it.
+
+        Every rank of a program must do so alike and at the same point.
+        """
+        registrar = Registrar(Origin("override"))
+        registrar.add(*rules)
+        for entry in registrar.entries:
+            self._overrides.setdefault(entry.op, []).append(entry)
+        self.changed()
+        return Override(self, registrar.entries)
+
+    def take_back(self, entries: Sequence[Entry]) -> None:
+        """Undo what :meth:`override` did with these entries."""
+        for entry in entries:
+            self._overrides[entry.op].remove(entry)
+        self.changed()
+
+    def on_change(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` whenever a look-up may answer differently than before (caches of plans hang on it)."""
+        self._listeners.append(listener)
+
+    def changed(self) -> None:
+        """Tell the listeners that a look-up may answer differently now."""
+        self._verdicts.clear()
+        for listener in self._listeners:
+            listener()
+
+    # -- asking --
+    def lookup(self, op: Op) -> Entry:
+        """The rule that holds for an op; raises :class:`NoRuleError` or :class:`RuleConflictError`."""
+        verdict = self.judge(op)
+        if verdict.winner is not None:
+            return verdict.winner
+        raise self._conflict(verdict) if verdict.losers else self.missing(op)
+
+    def judge(self, op: Op) -> Verdict:
+        """Which rule holds for an op and why, and why its rivals do not; never raises."""
+        found = self._verdicts.get(op)
+        if found is None:
+            self._make_late(op)
+            overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
+            found = self._verdicts[op] = judge(op, overrides, entries, self.prefer)
+        return found
+
+    def _make_late(self, op: Op) -> None:
+        known = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
+        if known is not None:
+            registrar = Registrar(known[0])
+            registrar.add(known[1](op))
+            self._entries.setdefault(op, []).extend(registrar.entries)
+
+    def conflicts(self) -> list[Verdict]:
+        """The ops with several rules of which none holds, by name."""
+        found = (self.judge(op) for op in self._entries)
+        return sorted((v for v in found if v.winner is None), key=lambda v: op_name(v.op))
+
+    def find(self, op: Op) -> list[Entry]:
+        """All rules for an op, overrides first."""
+        return self._overrides.get(op, [])[::-1] + self._entries.get(op, [])
+
+    def __contains__(self, op: Op) -> bool:
+        return bool(self.find(op))
+
+    def ops(self, pattern: str = "*", plugin: str | None = None) -> Iterator[Entry]:
+        """All entries by op name, filtered by a shell pattern on the name (with or without ``aten.``) and by plugin."""
+        entries = [e for op in {*self._entries, *self._overrides} for e in self.find(op)]
+        for entry in sorted(entries, key=lambda e: (op_name(e.op), e.origin.plugin)):
+            name = op_name(entry.op)
+            named = fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}*")
+            if named and plugin in (None, entry.origin.plugin):
+                yield entry
+
+    def rules(self, plugin: str | None = None) -> list[AnyRule]:
+        """The different rules, by the name of their first op."""
+        unique = {id(e.rule): e.rule for e in self.ops(plugin=plugin)}
+        return sorted(unique.values(), key=lambda r: op_name(r.ops[0]))
+
+    # -- refusing --
+    def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
+        """The error for an op without a rule. ``tried`` says what else was tried; ``parts`` are the ops that torch
+        decomposes it into, and those in ``missing`` have no rule either.
+        """
+        looked = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
+        failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
+        return NoRuleError(
+            asked=f"run {op_name(op)} on a MeshTensor",
+            found=f"no rule for it in the plugins {looked}"
+            + (f", and {tried}" if tried else "")
+            + (f". Possible cause: {failed}" if failed else ""),
+            do="Install or enable a plugin that has it (shardwise plugins), write a rule, run it on local tensors "
+            "(to_local, from_local), or on whole ones: with shardwise.replicate_unknown(), or "
+            "SHARDWISE_UNKNOWN_OPS=replicate.",
+            op=op_name(op),
+            plugins=tuple(sorted(o.plugin for o in self.origins)),
+            failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
+            parts=tuple(map(op_name, parts)),
+            missing=tuple(map(op_name, missing)),
+        )
+
+    def _conflict(self, verdict: Verdict) -> RuleConflictError:
+        name, rivals = op_name(verdict.op), verdict.rivals
+        settings = resolving(verdict.op, rivals[0])
+        others = "".join(f" or ={e.origin.plugin}" for e in rivals[1:])
+        return RuleConflictError(
+            asked=f"find the rule for {name}",
+            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, and {verdict.reason}",
+            do=f"Set {settings['environment']}{others} (or the same under [tool.shardwise.prefer] in pyproject.toml), "
+            f"or leave a plugin out with SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}",
+            op=name,
+            plugins=tuple(e.origin.plugin for e in rivals),
+            distributions=tuple(f"{e.origin.distribution} {e.origin.version}" for e in rivals),
+            sources=tuple(e.rule.source for e in rivals),
+            settings=settings,
+        )

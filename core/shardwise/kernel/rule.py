@@ -1,0 +1,121 @@
+"""What a rule is: ops, and the rows that are legal for a call of them. How one is written is :mod:`shardwise.rule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from shardwise.kernel.placements import Placement, show_all
+from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
+from shardwise.kernel.spec import TensorMeta
+
+__all__ = ["FullMeshRule", "Row", "Rows", "Rule"]
+
+
+@frozen(cache_hash=True)
+class Row:
+    """One legal choice on one mesh dim.
+
+    ``inputs`` and ``outputs`` hold a placement per tensor operand and result (lists flattened, ``None`` where absent).
+    ``lowered`` rows run the rule's lowering. ``divides`` lists ``(operand, dim, size)``: the pieces of that operand's
+    dim must number a divisor of ``size``. ``nonempty`` lists ``(operand, dim)``: no rank's shard may be empty there.
+    """
+
+    inputs: tuple[Placement | None, ...]
+    outputs: tuple[Placement | None, ...]
+    name: str = ""
+    lowered: bool = False
+    divides: tuple[tuple[int, int, int], ...] = ()
+    nonempty: tuple[tuple[int, int], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name or 'row'}: {show_all(self.inputs)} -> {show_all(self.outputs)}"
+
+
+@frozen
+class Rows:
+    """What a rule says about one call: its rows in order of preference."""
+
+    rows: tuple[Row, ...]
+
+    def bind(self, _call: Call) -> Rows:
+        """These rows, for any call."""
+        return self
+
+
+# (call, device type) -> metas of the results as that device's kernels return them, if the meta device says otherwise.
+Results = Callable[[Call, str], Sequence[TensorMeta | None]]
+
+
+@frozen(eq=False)
+class Rule:
+    """What is legal for some ops that behave alike. Made by :func:`rule` or :func:`rule_from`, never by hand.
+
+    ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
+    schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
+    the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
+    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op gives way to this one,
+    ``form`` the function that made it.
+    """
+
+    ops: tuple[Op, ...]
+    describe: Callable[[Call], Any]
+    text: str
+    static: frozenset[str]
+    zip_lists: bool
+    lowering: Callable[..., Any] | None
+    local_args: Callable[..., Any] | None
+    source: str
+    partial: tuple[str, ...] = ()
+    writes: frozenset[str] = frozenset()
+    results: Results | None = None
+    replaces: str | None = None
+    meta: Callable[..., Any] | None = None
+    form: str = "rule"
+
+    def rows(self, call: Call) -> tuple[Row, ...]:
+        """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""
+        described = self.describe(call)
+        if callable(described):
+            described = described(call)
+        found: Rows = described.bind(call)
+        return found.rows
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(op_name, self.ops))}: {self.text}"
+
+
+@frozen(eq=False)
+class FullMeshRule:
+    """A function ``(mesh, op_schema) -> OpStrategy`` that enumerates full strategies itself."""
+
+    ops: tuple[Op, ...]
+    strategies: Callable[[Any, Any], Any]
+    source: str
+    static: frozenset[str] = frozenset()
+    lowering: Callable[..., Any] | None = None
+    local_args: Callable[..., Any] | None = None
+    text: str = "function of the full mesh"
+    replaces: str | None = None
+    zip_lists: bool = field(default=False, init=False)
+    writes: frozenset[str] = field(default=frozenset(), init=False)
+    results: Results | None = field(default=None, init=False)
+    meta: Callable[..., Any] | None = field(default=None, init=False)
+    form: str = field(default="full mesh", init=False)
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(op_name, self.ops))}: {self.text}"
+
+
+AnyRule = Rule | FullMeshRule
+
+
+def by_type(rule_: AnyRule, call_values: Sequence[Any], op: Op) -> dict[str, Any]:
+    """A call's arguments with those that the rule keys by type replaced by :class:`ByType`."""
+    shown: dict[str, Any] = {}
+    for arg, value in zip(signature(op).args, call_values, strict=True):
+        hidden = arg.kind is Kind.BY_TYPE and arg.name not in rule_.static and value is not None
+        shown[arg.name] = ByType(arg.name, type(value)) if hidden else value
+    return shown

@@ -1,0 +1,225 @@
+"""Schemas: one call described without data, and the strategies that answer it. The classic names, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from attrs import field, frozen
+
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.signature import Kind, Op, Signature, op_name, scalar_type, signature
+from shardwise.kernel.spec import Mesh, TensorSpec
+
+__all__ = ["OpSchema", "OpStrategy", "OutputSharding", "PlacementStrategy", "RuntimeSchemaInfo", "TupleStrategy"]
+
+
+@frozen(cache_hash=True)
+class RuntimeSchemaInfo:
+    """Which non-tensor arguments are part of the cache key, and how: by value or by type only."""
+
+    by_value: frozenset[str]
+    by_type: frozenset[str]
+    writes: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls, op: Op, static: frozenset[str] = frozenset(), writes: frozenset[str] = frozenset()
+    ) -> RuntimeSchemaInfo:
+        """Derived from the ATen schema; ``static`` moves arguments from by-type to by-value, ``writes`` adds written
+        ones.
+        """
+        args = signature(op).args
+        return cls(
+            by_value=frozenset(
+                a.name for a in args if a.kind is Kind.BY_VALUE or (a.kind is Kind.BY_TYPE and a.name in static)
+            ),
+            by_type=frozenset(a.name for a in args if a.kind is Kind.BY_TYPE and a.name not in static),
+            writes=writes,
+        )
+
+
+def _freeze(value: Any) -> Any:
+    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+@frozen(eq=False)
+class OpSchema:
+    """One call: the op and, per schema argument, a :class:`TensorSpec`, a tuple of them, ``None`` or a static value.
+
+    ``fixed`` lists operands (flat indices) that cannot be redistributed: Python numbers where the op takes a tensor.
+
+    Two schemas are equal when their specs and exactly their static arguments (see :class:`RuntimeSchemaInfo`) are.
+    """
+
+    op: Op
+    values: tuple[Any, ...] = field(converter=_freeze)
+    info: RuntimeSchemaInfo
+    fixed: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, op: Op, *args: Any, static: frozenset[str] = frozenset(), **kwargs: Any) -> OpSchema:
+        """From arguments as in a call of the op, with specs in place of tensors."""
+        return cls(op, tuple(signature(op).bind(args, kwargs)), RuntimeSchemaInfo.of(op, static))
+
+    @property
+    def signature(self) -> Signature:
+        return signature(self.op)
+
+    @property
+    def args(self) -> Mapping[str, Any]:
+        """Argument name -> value."""
+        return {a.name: v for a, v in zip(self.signature.args, self.values, strict=True)}
+
+    def _tensors(self) -> Iterator[tuple[str, TensorSpec | None, bool, bool]]:
+        """Name, spec, is-out, is-written of each tensor operand, lists flattened; ``out=`` last, as schemas have it."""
+        for arg, value in zip(self.signature.args, self.values, strict=True):
+            if arg.kind is Kind.TENSOR:
+                yield arg.name, value, arg.is_out, arg.written or arg.name in self.info.writes
+            elif arg.kind is Kind.TENSORS:
+                for i, spec in enumerate(value or ()):
+                    yield f"{arg.name}[{i}]", spec, arg.is_out, arg.written
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec | None, ...]:
+        """Specs of all tensor operands in schema order, lists flattened, ``out=`` included and last."""
+        found = tuple(spec for _, spec, _, _ in self._tensors())
+        # Schemas stay in memory with their plans, and many an op takes tensors only.
+        return self.values if len(found) == len(self.values) and found == self.values else found
+
+    @cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        return tuple(name for name, _, _, _ in self._tensors())
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Indices in :attr:`specs` of the operands that the op writes."""
+        return tuple(i for i, (_, spec, _, written) in enumerate(self._tensors()) if written and spec is not None)
+
+    @property
+    def mesh(self) -> Mesh:
+        spec = next((s for s in self.specs if s is not None), None)
+        if spec is None:
+            raise ValueError(f"{op_name(self.op)} was called without a tensor")
+        return spec.mesh
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size of an operand is symbolic."""
+        return any(s is not None and s.tensor_meta.is_symbolic for s in self.specs)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Specs and static arguments: what a plan may depend on."""
+        parts: list[Any] = [self.op]
+        for arg, value in zip(self.signature.args, self.values, strict=True):
+            if arg.kind is Kind.BY_TYPE:
+                kind = scalar_type(value)
+                parts.append((kind, value) if arg.name in self.info.by_value else kind)
+            else:
+                parts.append(value)
+        return tuple(parts)
+
+    def with_specs(self, specs: Sequence[TensorSpec | None]) -> OpSchema:
+        """The same call with other specs for its tensor operands (flat, as in :attr:`specs`)."""
+        left = iter(specs)
+        values: list[Any] = []
+        for arg, value in zip(self.signature.args, self.values, strict=True):
+            if arg.kind is Kind.TENSOR:
+                values.append(next(left))
+            elif arg.kind is Kind.TENSORS:
+                values.append(None if value is None else tuple(next(left) for _ in value))
+            else:
+                values.append(value)
+        return OpSchema(self.op, tuple(values), self.info, self.fixed)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OpSchema) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{n}: {'-' if s is None else s}" for n, s, _, _ in self._tensors())
+        return f"{op_name(self.op)}({shown})"
+
+
+@frozen
+class PlacementStrategy:
+    """One legal choice for a whole mesh: where inputs and outputs lie, and what moving the inputs there costs.
+
+    Specs are flat (lists flattened, ``None`` where absent); ``redistribute_cost`` has one figure in seconds per
+    input. ``names`` says which row was taken on each mesh dim.
+    """
+
+    input_specs: tuple[TensorSpec | None, ...]
+    output_specs: tuple[TensorSpec | None, ...]
+    redistribute_cost: tuple[float, ...]
+    names: tuple[str, ...] = ()
+    lowered: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Seconds, all inputs together."""
+        return sum(self.redistribute_cost)
+
+    def __str__(self) -> str:
+        shown = [show_all(s.placements) if s else "-" for s in (*self.input_specs, *self.output_specs)]
+        n = len(self.input_specs)
+        return f"{', '.join(shown[:n])} -> {', '.join(shown[n:])}"
+
+
+@frozen
+class OpStrategy:
+    """Every legal choice for one call (or one list position), cheapest first."""
+
+    strategies: tuple[PlacementStrategy, ...]
+
+    def _spec(self) -> TensorSpec:
+        first = self.strategies[0]
+        spec = next((s for s in (*first.output_specs, *first.input_specs) if s is not None), None)
+        if spec is None:
+            raise ValueError("a strategy without any tensor has no shape")
+        return spec
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the first output (of the first input, for an op without tensor results)."""
+        return tuple(self._spec().shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return self._spec().mesh_shape
+
+    @property
+    def max_num_shards(self) -> int:
+        """The most shards that any of the choices gives that tensor."""
+        return max(
+            next(s for s in (*p.output_specs, *p.input_specs) if s is not None).num_shards for p in self.strategies
+        )
+
+
+@frozen
+class TupleStrategy:
+    """One strategy per position of the op's tensor lists."""
+
+    children: tuple[OpStrategy, ...]
+
+
+@frozen
+class OutputSharding:
+    """What propagation answers: output specs, and the schema to which the inputs must be redistributed first, if
+    any.
+    """
+
+    output_spec: TensorSpec | tuple[TensorSpec | None, ...] | None
+    redistribute_schema: OpSchema | None = None
+
+    @property
+    def needs_redistribute(self) -> bool:
+        return self.redistribute_schema is not None

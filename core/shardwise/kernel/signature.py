@@ -1,0 +1,263 @@
+"""What an op's schema says about its arguments and results, read once per op."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch._ops import OpOverload
+
+from shardwise.errors import RuleError
+from shardwise.kernel.spec import TensorMeta
+from shardwise.private_torch.ops import overload_of, schema_of
+
+__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
+
+Op = OpOverload
+
+
+def as_op(op: Any) -> Op | None:
+    """The overload that is meant: itself, a custom op's only one, or the only one of a packet; else ``None``."""
+    return op if isinstance(op, Op) else overload_of(op)
+
+
+class Kind(Enum):
+    """What an argument is to the planner."""
+
+    TENSOR = "tensor"
+    TENSORS = "list of tensors"
+    BY_VALUE = "static, by value"
+    BY_TYPE = "static, by type"
+
+
+@frozen
+class Arg:
+    """One argument of an op schema."""
+
+    name: str
+    kind: Kind
+    kwarg_only: bool
+    is_out: bool
+    written: bool
+    is_list: bool
+    has_default: bool
+    default: Any
+
+
+@frozen
+class Result:
+    """One return of an op schema; ``alias`` is the index of the argument that it is, when it is one.
+
+    ``reseats`` says that the argument itself becomes this view of it, as in ``x.t_()``: no element is written.
+    """
+
+    is_tensor: bool
+    is_list: bool
+    alias: int | None
+    written: bool
+    reseats: bool = False
+
+
+@frozen(eq=False)
+class Signature:
+    """The arguments and results of one op, in schema order."""
+
+    name: str
+    args: tuple[Arg, ...]
+    results: tuple[Result, ...]
+    #: Arguments that hold tensors, ``out=`` ones included.
+    tensor_args: tuple[Arg, ...] = field(init=False)
+
+    @tensor_args.default
+    def _tensor_args(self) -> tuple[Arg, ...]:
+        return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
+
+    @property
+    def positional(self) -> tuple[Arg, ...]:
+        return tuple(a for a in self.args if not a.kwarg_only)
+
+    def index(self, name: str) -> int | None:
+        return next((i for i, a in enumerate(self.args) if a.name == name), None)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """One value per schema argument, defaults filled in."""
+        return [*args, *(kwargs.get(arg.name, arg.default) for arg in self.args[len(args) :])]
+
+    def unbind(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inverse of :meth:`bind`: positional arguments and keyword-only ones."""
+        positional = tuple(v for v, a in zip(values, self.args, strict=True) if not a.kwarg_only)
+        return positional, {a.name: v for v, a in zip(values, self.args, strict=True) if a.kwarg_only}
+
+
+# Types whose value seldom changes how an op may be sharded; all other non-tensor arguments are keyed by value.
+_BY_TYPE = ("number", "Scalar", "float", "List[number]", "List[float]", "Generator")
+
+
+def _kind(type_text: str) -> Kind:
+    core = type_text.removeprefix("Optional[").removesuffix("]") if type_text.startswith("Optional[") else type_text
+    if core == "Tensor":
+        return Kind.TENSOR
+    if core in ("List[Tensor]", "List[Optional[Tensor]]"):
+        return Kind.TENSORS
+    return Kind.BY_TYPE if core in _BY_TYPE else Kind.BY_VALUE
+
+
+@cache
+def signature(op: Op) -> Signature:
+    """The signature of an op, cached for the life of the process."""
+    schema = schema_of(op)
+    reseats = torch.Tag.inplace_view in op.tags
+    returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
+    args = tuple(
+        Arg(
+            name=a.name,
+            kind=_kind(str(a.type)),
+            kwarg_only=a.kwarg_only,
+            is_out=a.is_out and _is_given_back(a, returned),
+            written=bool(a.alias_info and a.alias_info.is_write) and not reseats,
+            is_list="List[" in str(a.type),
+            has_default=a.has_default_value(),
+            default=a.default_value if a.has_default_value() else None,
+        )
+        for a in schema.arguments
+    )
+    aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
+    in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
+    results = tuple(_result(r, aliases, in_lists, reseats) for r in schema.returns)
+    return Signature(op_name(op), args, results)
+
+
+def _is_given_back(arg: Any, returned: set[str]) -> bool:
+    """Whether a written keyword-only argument is one of the results, as ``out=`` is. A state that an op keeps up to
+    date is not; ATen's lists of ``out=`` tensors are, though their ops return nothing.
+    """
+    return _kind(str(arg.type)) is Kind.TENSORS or not returned.isdisjoint(arg.alias_info.before_set)
+
+
+# `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.
+_LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
+
+
+def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str], reseats: bool) -> Result:
+    kind = _kind(str(returned.type))
+    info = returned.alias_info
+    labels = list(in_lists) if kind is Kind.TENSORS else sorted(info.before_set) if info else []
+    return Result(
+        is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
+        is_list=kind is Kind.TENSORS,
+        alias=aliases.get(labels[0]) if labels else None,
+        written=bool(info and info.is_write) and not reseats,
+        reseats=reseats,
+    )
+
+
+def op_name(op: Op) -> str:
+    """``aten.mm.default`` for ``torch.ops.aten.mm.default``."""
+    return str(op)
+
+
+class ByType:
+    """Stands for a static argument that is keyed by its type, so that a rule cannot read its value."""
+
+    __slots__ = ("name", "type")
+
+    def __init__(self, name: str, of: type) -> None:
+        self.name = name
+        self.type = of
+
+    def _refuse(self, *_: Any) -> Any:
+        raise RuleError(
+            asked=f"read the value of argument {self.name!r} in a rule",
+            found=f"it is keyed by its type ({self.type.__name__}), so a plan is shared by all its values",
+            do=f"Declare it: static=({self.name!r},).",
+            argument=self.name,
+        )
+
+    __bool__ = __int__ = __float__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse
+
+    def __eq__(self, other: object) -> bool:
+        # `is None` and comparison with another stand-in are decided by type; anything else needs the value.
+        if isinstance(other, ByType):
+            return self.name == other.name and self.type is other.type
+        return bool(self._refuse())
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.type))
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {self.type.__name__}>"
+
+
+@frozen(eq=False)
+class Call:
+    """One call as a rule sees it: metas in place of tensors, no mesh, no placements.
+
+    ``args`` maps every schema argument to a :class:`TensorMeta`, a tuple of them, ``None``, a static value, or a
+    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened. In the call of
+    one position of zipped lists (``is_position``), lists are replaced by their element there.
+    """
+
+    op: Op
+    args: Mapping[str, Any]
+    outputs: tuple[TensorMeta | None, ...]
+    is_position: bool = False
+
+    @cached_property
+    def signature(self) -> Signature:
+        return signature(self.op)
+
+    def _tensors(self) -> Iterator[tuple[str, TensorMeta | None, bool]]:
+        for arg in self.signature.tensor_args:
+            value = self.args[arg.name]
+            if arg.kind is Kind.TENSORS and not self.is_position:
+                yield from ((f"{arg.name}[{i}]", meta, arg.is_out) for i, meta in enumerate(value or ()))
+            else:
+                yield arg.name, value, arg.is_out
+
+    @cached_property
+    def length(self) -> int:
+        """Positions of the tensor lists of a zipped call: the length of the longest list."""
+        lists = (self.args[a.name] for a in self.signature.tensor_args if a.kind is Kind.TENSORS)
+        return max((len(value) for value in lists if value), default=0)
+
+    def position(self, i: int) -> Call:
+        """The call of one position of the zipped lists: element ``i`` in place of each list, ``None`` for an empty
+        one.
+        """
+        args = dict(self.args)
+        for arg in self.signature.tensor_args:
+            if arg.kind is Kind.TENSORS:
+                args[arg.name] = args[arg.name][i] if args[arg.name] else None
+        lists = len(self.outputs) // self.length  # an empty list has no results either
+        outputs = tuple(self.outputs[k * self.length + i] for k in range(lists))
+        return Call(self.op, args, outputs, is_position=True)
+
+    @cached_property
+    def operands(self) -> tuple[TensorMeta | None, ...]:
+        """Metas of all tensor arguments in schema order, lists flattened, ``out=`` excluded."""
+        return tuple(meta for _, meta, is_out in self._tensors() if not is_out)
+
+    @cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names that go with :attr:`operands`: ``self``, ``tensors[0]``."""
+        return tuple(name for name, _, is_out in self._tensors() if not is_out)
+
+    @cached_property
+    def out_operands(self) -> tuple[TensorMeta | None, ...]:
+        """Metas of the ``out=`` tensors."""
+        return tuple(meta for _, meta, is_out in self._tensors() if is_out)
+
+    def __str__(self) -> str:
+        shown = ", ".join("-" if m is None else str(m) for m in self.operands)
+        return f"{op_name(self.op)}({shown})"
+
+
+def scalar_type(value: Any) -> type:
+    """What a by-type argument contributes to the key."""
+    return torch.SymInt if isinstance(value, torch.SymInt) else type(value)

@@ -1,0 +1,420 @@
+"""Specs: how one tensor lies on a mesh, and the arithmetic of its shards.
+
+The layout is DTensor's, bit for bit: mesh dims split a tensor dim from left to right, each split is
+``torch.chunk``'s (ceil-sized pieces, the last ones smaller or empty).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from attrs import field, frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.kernel.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
+from shardwise.kernel.symbols import hint, is_symbolic, numbers, place, settled_sizes
+from shardwise.kernel.world import OfThisStart, generation
+
+__all__ = [
+    "AbstractMesh",
+    "Layout",
+    "Mesh",
+    "SymbolicSpec",
+    "TensorMeta",
+    "TensorSpec",
+    "chunk",
+    "dtype_name",
+    "memory_order",
+]
+
+
+def memory_order(meta: TensorMeta) -> tuple[int, ...]:
+    """The tensor dims from the outermost in memory to the innermost; as they are for an expanded tensor."""
+    dims = range(meta.ndim)
+    real = [d for d in dims if meta.shape[d] > 1]
+    ascending = all(meta.stride[a] >= meta.stride[b] for a, b in pairwise(real))
+    if ascending or any(meta.stride[d] == 0 for d in real):
+        return tuple(dims)
+    return tuple(sorted(dims, key=lambda d: (-meta.stride[d], d)))
+
+
+def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+def _size(sizes: Sequence[int]) -> torch.Size:
+    return torch.Size(sizes)
+
+
+@frozen(cache_hash=True)
+class AbstractMesh:
+    """The shape of a mesh without devices: for planning, explaining and the oracle. No process group."""
+
+    shape: tuple[int, ...] = field(converter=_ints)
+    device_type: str = "cpu"
+    mesh_dim_names: tuple[str, ...] | None = None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """Number of ranks, of the whole mesh or along one mesh dim."""
+        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
+
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """Coordinates of all ranks, in row-major order."""
+        grid: list[tuple[int, ...]] = [()]
+        for n in self.shape:
+            grid = [(*head, i) for head in grid for i in range(n)]
+        return grid
+
+
+Mesh = DeviceMesh | AbstractMesh
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` does."""
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return min(size, start + step) - start, start
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name used in tables: ``f32``, ``bf16``, ``i64``, ``bool``."""
+    name = str(dtype).removeprefix("torch.")
+    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
+        if name.startswith(long):
+            return short + name.removeprefix(long)
+    return name
+
+
+@frozen(cache_hash=True)
+class TensorMeta:
+    """Global shape, stride (in elements) and dtype of a tensor."""
+
+    shape: torch.Size = field(converter=_size)
+    stride: tuple[int, ...] = field(converter=_ints)
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size or stride is a ``torch.SymInt`` (under ``torch.compile`` with dynamic shapes)."""
+        return is_symbolic(self.shape) or is_symbolic(self.stride)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
+        """The meta of a freshly made row-major tensor."""
+        stride: list[int] = []
+        step = 1
+        for n in reversed(shape):
+            stride.append(step)
+            step *= max(n, 1)
+        return cls(shape, stride[::-1], dtype)
+
+    def to_meta_tensor(self) -> torch.Tensor:
+        """A tensor on the meta device with this shape, stride and dtype."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@lru_cache(maxsize=64)
+def _shape_of(mesh: Mesh) -> tuple[int, ...]:
+    return tuple(mesh.shape)
+
+
+class _Interned(type):
+    """One object per value, so that specs hash and compare by identity on the hot path."""
+
+    # Two levels, so that the keys that stay in memory are short.
+    _known: ClassVar[dict[Any, WeakValueDictionary[Any, Any]]] = {}
+
+    def __call__(
+        cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+    ) -> Any:
+        # The class is in the key because attrs builds a slotted class from a first, slotless one.
+        # The start is, because a mesh that is made after a new start equals the one before, whose
+        # groups are gone.
+        start = generation() if isinstance(mesh, DeviceMesh) else None
+        place = (cls, mesh, is_copy, start)
+        known = _Interned._known.get(place)
+        if known is None:
+            for empty in [old for old, specs in _Interned._known.items() if not specs]:
+                del _Interned._known[empty]
+            known = _Interned._known[place] = WeakValueDictionary()
+        try:
+            return known[tuple(placements), tensor_meta]
+        except KeyError:
+            pass
+        except TypeError:  # symbols have no hash
+            if not tensor_meta.is_symbolic:
+                raise
+            shape, stride = settled_sizes(tensor_meta.shape), settled_sizes(tensor_meta.stride)
+            tensor_meta = TensorMeta(shape, stride, tensor_meta.dtype)
+            if not tensor_meta.is_symbolic:
+                return cls(mesh, placements, tensor_meta, is_copy)
+            checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
+            return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
+        checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
+        spec = known.get((checked, tensor_meta))
+        if spec is None:
+            spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy)
+        return spec
+
+
+@lru_cache(maxsize=4096)
+def _shared(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The first tuple that was equal: many specs place alike."""
+    return placements
+
+
+@frozen(eq=False, repr=False)
+class TensorSpec(metaclass=_Interned):
+    """Mesh, one placement per mesh dim, and the global tensor meta. Equal specs are one object.
+
+    ``is_copy`` marks the result of a view op whose operand had to be redistributed: it does not share memory with its
+    base, so writing to it is refused.
+    """
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    tensor_meta: TensorMeta
+    is_copy: bool = False
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+        ) -> None: ...
+
+    # -- the tensor --
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor_meta.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.tensor_meta.stride
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor_meta.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor_meta.ndim
+
+    # -- the mesh --
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        return _shape_of(self.mesh)
+
+    @cached_property
+    def dim_map(self) -> tuple[tuple[int, ...], ...]:
+        """Per tensor dim, the mesh dims that split it, in the order in which they do."""
+        found: list[list[int]] = [[] for _ in range(self.ndim)]
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                found[placement.dim].append(mesh_dim)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def shards_per_dim(self) -> tuple[int, ...]:
+        """Per tensor dim, into how many pieces it is split."""
+        return tuple(math.prod(self.mesh_shape[m] for m in mesh_dims) for mesh_dims in self.dim_map)
+
+    @property
+    def num_shards(self) -> int:
+        """How many different shards the tensor has over the whole mesh."""
+        return math.prod(self.shards_per_dim)
+
+    @cached_property
+    def pending(self) -> dict[int, str]:
+        """Mesh dim -> pending kind, for each mesh dim with a ``Partial``."""
+        return {m: p.reduce_op for m, p in enumerate(self.placements) if isinstance(p, Partial)}
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        return all(isinstance(p, Replicate) for p in self.placements)
+
+    # -- one rank's part --
+    def coordinate(self) -> tuple[int, ...]:
+        """The coordinate of this process on the mesh; raises when the mesh is abstract or the rank is not on it."""
+        if not isinstance(self.mesh, DeviceMesh):
+            raise TypeError("an AbstractMesh has no own coordinate; pass one")
+        found = self.mesh.get_coordinate()
+        if found is None:
+            raise ValueError("this rank is not part of the mesh")
+        return tuple(found)
+
+    def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Shape of the local tensor of the rank at ``coordinate`` (default: this process)."""
+        return self.local_shape_and_offset(coordinate)[0]
+
+    def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Where that rank's shard starts in the global tensor, per tensor dim."""
+        return self.local_shape_and_offset(coordinate)[1]
+
+    def local_shape_and_offset(
+        self, coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and start of one rank's shard, per tensor dim, in elements."""
+        where = self.coordinate() if coordinate is None else coordinate
+        sizes, starts = list(self.shape), [0] * self.ndim
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                d = placement.dim
+                sizes[d], start = chunk(sizes[d], self.mesh_shape[mesh_dim], where[mesh_dim])
+                starts[d] += start
+        return tuple(sizes), tuple(starts)
+
+    @cached_property
+    def max_local_numel(self) -> int:
+        """Elements of the largest shard."""
+        sizes = list(self.shape)
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = -(-sizes[placement.dim] // self.mesh_shape[mesh_dim])
+        return math.prod(sizes)
+
+    # -- derived --
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The spec without its meta."""
+        return layout_of(self.mesh, self.placements, self.is_copy)
+
+    def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
+        return TensorSpec(self.mesh, self.placements, tensor_meta)
+
+    def __str__(self) -> str:
+        return f"{self.tensor_meta} {show_all(self.placements)}"
+
+    def __repr__(self) -> str:
+        mesh = "x".join(map(str, self.mesh_shape))
+        return f"TensorSpec({self.tensor_meta}, {show_all(self.placements)}, mesh={mesh})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorSpec:
+        return self  # frozen, and one object per value
+
+    def __reduce__(self) -> Any:
+        return TensorSpec, (self.mesh, self.placements, self.tensor_meta, self.is_copy)
+
+
+@frozen(eq=False)
+class Layout:
+    """A spec without a tensor's meta: what a compiled graph is guarded by beside sizes. Equal ones are one object."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    is_copy: bool
+    _specs: dict[Any, TensorSpec] = field(factory=dict, init=False, repr=False)
+
+    def spec(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        """The spec of a tensor that lies so."""
+        key = (shape, stride, dtype)
+        try:
+            return self._specs[key]
+        except KeyError:
+            if len(self._specs) >= _SPECS_PER_LAYOUT:
+                self._specs.clear()
+            return self._specs.setdefault(key, self._make(shape, stride, dtype))
+        except TypeError:  # symbols have no hash
+            return self._make(shape, stride, dtype)
+
+    def _make(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec(self.mesh, self.placements, TensorMeta(shape, stride, dtype), self.is_copy)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+        return self
+
+    def __reduce__(self) -> Any:
+        return layout_of, (self.mesh, self.placements, self.is_copy)
+
+
+_SPECS_PER_LAYOUT = 256
+_layouts: dict[Any, Layout] = {}
+_of_this_start = OfThisStart(_layouts, _layouts.clear)
+
+
+def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> Layout:
+    """The one layout of these parts."""
+    known, key = _of_this_start.now(), (mesh, placements, is_copy)
+    found = known.get(key)
+    if found is None:
+        found = known[key] = Layout(mesh, placements, is_copy)
+    return found
+
+
+class SymbolicSpec(TensorSpec):
+    """A spec with a symbol among its sizes or strides, while a graph is traced. It has no hash, and is one of many
+    that are equal: nothing that is kept may depend on it.
+    """
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    def local_shape_and_offset(
+        self, coordinate: Sequence[int] | None = None
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shape and start of one rank's shard, as symbols of the global shape."""
+        where = self.coordinate() if coordinate is None else coordinate
+        placed = [
+            place(n, [self.mesh_shape[m] for m in mesh_dims], [where[m] for m in mesh_dims])
+            for n, mesh_dims in zip(self.shape, self.dim_map, strict=True)
+        ]
+        return tuple(n for n, _ in placed), tuple(start for _, start in placed)
+
+    def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        """As of any spec; the same one where it places alike."""
+        wanted = tuple(placements)
+        return self if wanted == self.placements else TensorSpec(self.mesh, wanted, self.tensor_meta)
+
+
+def hinted(spec: TensorSpec) -> TensorSpec:
+    """A spec with the sizes that the graph was made for, where they are symbols."""
+    if not isinstance(spec, SymbolicSpec):
+        return spec
+    return TensorSpec(spec.mesh, spec.placements, hinted_meta(spec.tensor_meta), spec.is_copy)
+
+
+def hinted_meta(meta: TensorMeta) -> TensorMeta:
+    """A meta with the sizes and strides that the graph was made for, where they are symbols."""
+    return TensorMeta([hint(n) for n in meta.shape], [hint(n) for n in meta.stride], meta.dtype)
+
+
+def in_numbers(value: Any) -> Any:
+    """Specs, metas and lists of them, and static arguments, with numbers in place of symbols; the graph is guarded by
+    them from here on.
+    """
+    if isinstance(value, SymbolicSpec):
+        return value.with_meta(in_numbers(value.tensor_meta))
+    if isinstance(value, TensorMeta):
+        return TensorMeta(numbers(tuple(value.shape)), numbers(value.stride), value.dtype)
+    return tuple(map(in_numbers, value)) if isinstance(value, (tuple, list)) else numbers(value)

@@ -1,0 +1,106 @@
+"""Sizes that are symbols: what ``torch.compile`` puts in the place of integers where a size may change.
+
+A symbol is an ordinary number here. Where a program branches on it, torch notes the answer as a guard of the graph,
+and a size for which the answer differs makes another graph. All ranks must do so together, so what is asked here is
+asked of global sizes, alike on every rank: also which of all ranks' shards are empty or hold one element, because
+torch asks that of each rank's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.private_torch.tracing import hint_of, is_known, settled
+
+__all__ = ["common_factor", "hint", "is_symbolic", "lengths", "numbers", "place", "settled_sizes", "symbolic_chunk"]
+
+
+def is_symbolic(sizes: Sequence[Any]) -> bool:
+    """Whether any of these numbers is a symbol."""
+    return any(isinstance(n, torch.SymInt) for n in sizes)
+
+
+def hint(value: Any) -> Any:
+    """The number that a symbol stood for when the graph was made; anything else as it is."""
+    return hint_of(value) if isinstance(value, torch.SymInt) else value
+
+
+def settled_sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
+    """Sizes with plain integers for symbols that cannot change any more."""
+    return tuple(settled(n) if isinstance(n, torch.SymInt) else n for n in sizes)
+
+
+def common_factor(one: Any, other: Any) -> Any:
+    """The greatest common divisor of two sizes; of symbols a common one that is known, or that of their numbers."""
+    if not isinstance(one, torch.SymInt) and not isinstance(other, torch.SymInt):
+        return math.gcd(one, other)
+    if is_known(one == other) or is_known(other % one == 0):
+        return one
+    if is_known(one % other == 0):
+        return other
+    found = math.gcd(hint(one), hint(other))
+    # Asked, so that it holds wherever the graph does.
+    return found if one % found == 0 and other % found == 0 else 1
+
+
+def numbers(value: Any) -> Any:
+    """The numbers in place of symbols, in lists too. The graph is guarded by them from here on."""
+    if isinstance(value, torch.SymInt):
+        return int(value)
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    if isinstance(value, torch.SymBool):
+        return bool(value)
+    return tuple(map(numbers, value)) if isinstance(value, (tuple, list)) else value
+
+
+def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
+    """:func:`shardwise.kernel.spec.chunk` of a symbol: size and offset of one piece."""
+    if size % parts == 0:
+        piece = size // parts
+        return piece, piece * index
+    step = (size + (parts - 1)) // parts
+    last = size - step * (parts - 1)
+    if last >= 0:
+        return (step if index < parts - 1 else last), step * index
+    least: Any = torch.sym_min  # torch leaves it unannotated
+    start = least(size, step * index)
+    return least(size, step * (index + 1)) - start, start
+
+
+def lengths(size: Any, parts: int) -> list[Any]:
+    """The different sizes of the pieces. Asks of each whether it is empty or holds one element: see the module."""
+    first = symbolic_chunk(size, parts, 0)[0]
+    if size % parts == 0:
+        found = [first]
+    elif size - first * (parts - 1) >= 0:
+        found = [first, symbolic_chunk(size, parts, parts - 1)[0]]
+    else:
+        found = [symbolic_chunk(size, parts, i)[0] for i in range(parts)]
+    for n in found:
+        if not n > 1:
+            bool(n == 0)
+    return found
+
+
+def place(size: Any, parts: Sequence[int], where: Sequence[int]) -> tuple[Any, Any]:
+    """Size and offset of one rank's piece of a dim that several mesh dims split, and what others hold asked for."""
+    start: Any = 0
+    sizes = [size]
+    for n, index in zip(parts, where, strict=True):
+        sizes = [length for one in sizes for length in (lengths(one, n) if isinstance(one, torch.SymInt) else ())]
+        size, offset = _chunk(size, n, index)
+        start = start + offset
+    return size, start
+
+
+def _chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
+    if isinstance(size, torch.SymInt):
+        return symbolic_chunk(size, parts, index)
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return min(size, start + step) - start, start

@@ -1,0 +1,313 @@
+"""What moving data costs: the alpha-beta model, in seconds, of every kind of step that changes a layout.
+
+A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives
+over the bandwidth of the slowest mesh dim in the group; each kind of collective has figures of its own per mesh dim.
+Local work costs a start and its bytes over the memory's bandwidth. Every step costs more than nothing, so leaving a
+tensor alone always wins. All ranks of a mesh compute by the same figures: written defaults, figures that
+:mod:`shardwise.comm.link_agreement` brought to every rank, or those of :func:`use_links`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from attrs import Attribute, field, frozen
+
+from shardwise.discovery.process import default_registry
+from shardwise.errors import PluginLoadError
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.spec import Mesh
+
+__all__ = [
+    "Connection",
+    "KINDS",
+    "Link",
+    "Links",
+    "StepCosts",
+    "Wire",
+    "default_links",
+    "links_of",
+    "step_costs",
+    "use_agreed_links",
+    "use_links",
+]
+
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""The kinds of collective; :class:`Connection` has a field for each."""
+
+Wire = str
+"""What connects the ranks along a mesh dim: a key of ``WIRES``."""
+
+
+def _positive(_: object, attribute: Attribute[float], value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{attribute.name} must be positive and finite, not {value}")
+
+
+@frozen
+class Link:
+    """One kind of collective over one mesh dim: ``start`` and ``latency`` in seconds, ``bandwidth`` in bytes per second
+    and rank.
+    """
+
+    start: float = field(validator=_positive)
+    latency: float = field(validator=_positive)
+    bandwidth: float = field(validator=_positive)
+
+
+@frozen
+class Connection:
+    """One mesh dim's figures for each kind of collective, as it is executed: local copies and sums are in them."""
+
+    all_gather: Link
+    reduce_scatter: Link
+    all_reduce: Link
+    all_to_all: Link
+
+    @classmethod
+    def alike(cls, link: Link) -> Connection:
+        """The same figures for every kind."""
+        return cls(link, link, link, link)
+
+    def of(self, kind: str) -> Link:
+        """The figures of one of ``KINDS``."""
+        found: Link = getattr(self, kind)
+        return found
+
+
+def _connections(mesh_dims: Iterable[Connection | Link]) -> tuple[Connection, ...]:
+    return tuple(Connection.alike(c) if isinstance(c, Link) else c for c in mesh_dims)
+
+
+@frozen(cache_hash=True)
+class Links:
+    """A mesh's connections, one per mesh dim, and its local memory: start in seconds, bytes per second.
+
+    A :class:`Link` in place of a :class:`Connection` stands for every kind. ``whole`` has what was measured of the
+    group of all ranks, which may be slower than its mesh dims let expect, where ranks share cores or network adapters.
+    """
+
+    mesh_dims: tuple[Connection, ...] = field(converter=_connections)
+    local_start: float = field(validator=_positive)
+    memory_bandwidth: float = field(validator=_positive)
+    whole: Connection | None = None
+
+
+# -- defaults --------------------------------------------------------------------------------------------------------
+
+# Orders of magnitude for a mesh that was never calibrated. Where each comes from:
+# - loopback: gloo between processes of one host, which copies through the host's memory. Measured with float32 on two
+#   cores: 60-100 us for the smallest collective of two ranks, 1-2 GB/s. A reduce-scatter is an all-to-all and a local
+#   sum there, which reads every byte again.
+# - ethernet: 10 Gb/s, nine tenths of it for payload; a TCP round trip between hosts takes some 50 us.
+# - nvlink: NCCL's own tuning table (src/graph/tuning.cc) has 6.6-8.4 us for any collective and 0.6-4.0 us per hop, the
+#   launch of a kernel comes on top; nccl-tests gives 2.3e11 B/s on eight A100 and 4.6e11 on eight H100.
+# - infiniband: the same table has 2.7-14 us per hop over the network; HDR carries 200 Gb/s, one adapter per device.
+_LOOPBACK = Link(start=3e-5, latency=3e-5, bandwidth=1.5e9)
+_NVLINK = Link(start=1.2e-5, latency=4e-6, bandwidth=2e11)
+_INFINIBAND = Link(start=1.2e-5, latency=1e-5, bandwidth=2e10)
+_ETHERNET = Link(start=5e-5, latency=5e-5, bandwidth=1.1e9)
+
+WIRES: dict[Wire, Connection] = {
+    "loopback": Connection(
+        all_gather=_LOOPBACK,
+        reduce_scatter=Link(_LOOPBACK.start, _LOOPBACK.latency, 1.3e9),
+        all_reduce=_LOOPBACK,
+        all_to_all=_LOOPBACK,
+    ),
+    "nvlink": Connection.alike(_NVLINK),
+    "infiniband": Connection.alike(_INFINIBAND),
+    "ethernet": Connection.alike(_ETHERNET),
+}
+"""The default figures by what connects the ranks of a mesh dim."""
+
+# Start and bandwidth of a local kernel: a row-major copy of some MiB on a server core; a kernel launch and the HBM2e of
+# an A100, read and written.
+_CPU_LOCAL = (2e-6, 8e9)
+_ACCELERATOR_LOCAL = (4e-6, 7e11)
+
+
+@lru_cache
+def _defaults(device_type: str, wires: tuple[Wire, ...]) -> Links:
+    local = _CPU_LOCAL if device_type == "cpu" else _ACCELERATOR_LOCAL
+    return Links(tuple(WIRES[wire] for wire in wires), *local)
+
+
+_supplied: WeakKeyDictionary[Registry, dict[Any, Links | None]] = WeakKeyDictionary()
+
+
+def _by_plugins(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire, ...]) -> Links | None:
+    """What the first plugin by name says that says anything; asked once per registry."""
+    registry = default_registry()
+    if not registry.links:
+        return None
+    known, key = _supplied.setdefault(registry, {}), (mesh_shape, device_type, wires)
+    if key not in known:
+        answers = ((origin, supplier(*key)) for origin, supplier in registry.links)
+        origin, found = next(((o, f) for o, f in answers if f is not None), (None, None))
+        known[key] = None if found is None else _checked(found, mesh_shape, str(origin))
+    return known[key]
+
+
+def _checked(links: Any, mesh_shape: tuple[int, ...], origin: str) -> Links:
+    if isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape):
+        return links
+    raise PluginLoadError(
+        asked=f"cost moves on a mesh of shape {mesh_shape} by the plugin {origin}",
+        found=f"its hook shardwise_links answers {links!r}",
+        do=f"Return None, or Links with {len(mesh_shape)} mesh dims.",
+        plugin=origin,
+    )
+
+
+def default_links(mesh: Mesh, wires: Sequence[Wire] | None = None) -> Links:
+    """What holds where nothing was measured: what a plugin says, or the written defaults by what connects the ranks of
+    each mesh dim (default: as if all were inside one host).
+    """
+    inside = "loopback" if mesh.device_type == "cpu" else "nvlink"
+    given = (inside,) * mesh.ndim if wires is None else tuple(wires)
+    return _by_plugins(tuple(mesh.shape), mesh.device_type, given) or _defaults(mesh.device_type, given)
+
+
+# -- the figures in use ----------------------------------------------------------------------------------------------
+
+_chosen: dict[Mesh, Links] = {}
+_agreed: dict[Mesh, Links] = {}
+
+
+def links_of(mesh: Mesh) -> Links:
+    """The figures in use for a mesh: what :func:`use_links` set, else what its ranks agreed on, else the defaults."""
+    return (_chosen and _chosen.get(mesh)) or (_agreed and _agreed.get(mesh)) or default_links(mesh)
+
+
+def use_links(mesh: Mesh, links: Links | None) -> None:
+    """Cost moves on ``mesh`` by ``links`` (``None``: by what the ranks agreed on, or the defaults, again).
+
+    Every rank must set the same figures at the same point of the program. Plans that were made before stay as they are:
+    set links before the first op on the mesh.
+    """
+    _set(_chosen, mesh, links)
+
+
+def use_agreed_links(mesh: Mesh, links: Links | None) -> None:
+    """As :func:`use_links`, for what all ranks of the mesh agreed on; what a program chose itself goes before it."""
+    _set(_agreed, mesh, links)
+
+
+def _set(figures: dict[Mesh, Links], mesh: Mesh, links: Links | None) -> None:
+    if links is None:
+        figures.pop(mesh, None)
+    else:
+        figures[mesh] = links
+
+
+def are_chosen(mesh: Mesh) -> bool:
+    """Whether :func:`use_links` has set the mesh's figures."""
+    return mesh in _chosen
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+_JUST_UNDER = 1 - 1e-9  # one step wins over two that do the same
+
+# Of one kind over one group: ranks, start, latency of the whole group, seconds per byte.
+_Figures = tuple[int, float, float, float]
+
+
+@frozen(eq=False)
+class StepCosts:
+    """The cost of each kind of step on one mesh, in seconds; ``dims`` are the mesh dims of the group."""
+
+    sizes: tuple[int, ...]
+    links: Links
+    # Per group: seconds before the first byte, and seconds per byte of what the method takes.
+    _all_gather: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
+    _reduce_scatter: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
+    _all_reduce: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
+    _all_to_all: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
+
+    def all_gather(self, dims: tuple[int, ...], shard_bytes: int) -> float:
+        """Each rank gives ``shard_bytes`` and receives those of all others."""
+        found = self._all_gather.get(dims) or self._learn(self._all_gather, "all_gather", dims)
+        return found[0] + shard_bytes * found[1]
+
+    def reduce_scatter(self, dims: tuple[int, ...], shard_bytes: int) -> float:
+        """Each rank receives the others' pieces of its own shard, ``shard_bytes`` long."""
+        found = self._reduce_scatter.get(dims) or self._learn(self._reduce_scatter, "reduce_scatter", dims)
+        return found[0] + shard_bytes * found[1]
+
+    def all_reduce(self, dims: tuple[int, ...], nbytes: int) -> float:
+        """A reduce-scatter and an all-gather of ``nbytes``, started once."""
+        found = self._all_reduce.get(dims)
+        if found is None:
+            n, start, latency, seconds_per_byte = self._figures("all_reduce", dims)
+            found = self._all_reduce[dims] = (start + 2 * latency, 2 * (n - 1) / n * seconds_per_byte)
+        return found[0] + nbytes * found[1]
+
+    def all_reduce_by_moving(self, dims: tuple[int, ...], nbytes: int) -> float:
+        """An all-reduce that no backend does: a reduce-scatter and an all-gather, or one all-gather of a small tensor.
+
+        Never less than the all-reduce that the figures of an all-gather would give, which keeps the law of
+        :meth:`alone`, and never less over more mesh dims.
+        """
+        n, start, latency, seconds_per_byte = self._figures("all_gather", dims)
+        least = start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte
+        whole = self.all_gather(dims, nbytes) + self.copy(nbytes)
+        piece = -(-nbytes // n)
+        parts = self.reduce_scatter(dims, piece) + self.all_gather(dims, piece)
+        return min(max(whole, least), parts * _JUST_UNDER)
+
+    def all_to_all(self, dims: tuple[int, ...], piece_bytes: int) -> float:
+        """Each rank sends a piece of ``piece_bytes`` to every other."""
+        found = self._all_to_all.get(dims) or self._learn(self._all_to_all, "all_to_all", dims)
+        return found[0] + piece_bytes * found[1]
+
+    def copy(self, nbytes: float) -> float:
+        """A local kernel that writes ``nbytes``: a slice, a fill, a rearrangement."""
+        return self.links.local_start + nbytes / self.links.memory_bandwidth
+
+    def alone(self, mesh_dim: int) -> _Figures:
+        """Group size, start, latency and seconds per byte of a collective over one mesh dim alone; of each, the least
+        of all kinds.
+
+        A collective over several mesh dims starts no faster than over any one of them, is no faster per byte, and has
+        at least the sum of their latencies.
+        """
+        each = [self._figures(kind, (mesh_dim,)) for kind in KINDS]
+        n, start, latency, seconds_per_byte = (min(column) for column in zip(*each, strict=True))
+        return int(n), start, latency, seconds_per_byte
+
+    def _learn(
+        self, known: dict[tuple[int, ...], tuple[float, float]], kind: str, dims: tuple[int, ...]
+    ) -> tuple[float, float]:
+        n, start, latency, seconds_per_byte = self._figures(kind, dims)
+        known[dims] = (start + latency, (n - 1) * seconds_per_byte)
+        return known[dims]
+
+    def _figures(self, kind: str, dims: tuple[int, ...]) -> _Figures:
+        """Group size, start, latency, and seconds per byte that a rank receives."""
+        n = 1
+        doublings = 0
+        for m in dims:
+            n *= self.sizes[m]
+            doublings += (self.sizes[m] - 1).bit_length()
+        used = [self.links.mesh_dims[m].of(kind) for m in dims]
+        start = max(link.start for link in used)
+        latency = max(link.latency for link in used)
+        bandwidth = min(link.bandwidth for link in used)
+        if self.links.whole is not None and n == math.prod(self.sizes):
+            # Never less than its mesh dims: see alone().
+            whole = self.links.whole.of(kind)
+            start, latency = max(start, whole.start), max(latency, whole.latency)
+            bandwidth = min(bandwidth, whole.bandwidth)
+        return n, start, doublings * latency, 1 / bandwidth
+
+
+@lru_cache(maxsize=256)
+def step_costs(mesh_shape: tuple[int, ...], links: Links) -> StepCosts:
+    """The costs of steps on meshes of a shape, by these links."""
+    return StepCosts(mesh_shape, links)

@@ -1,0 +1,156 @@
+"""Transitions: the cheapest sequence of steps from one layout of a tensor to another, step by step.
+
+Pure planning: no process group, and the same answer on every rank. ``path_search`` finds the way.
+"""
+
+from __future__ import annotations
+
+import math
+
+from attrs import frozen
+
+from shardwise.errors import LayoutError, MeshMismatchError
+from shardwise.kernel.placements import Partial, Placement, Shard, show_all
+from shardwise.kernel.spec import TensorSpec
+from shardwise.planning.bounds import Bounds
+from shardwise.planning.cost import links_of
+from shardwise.planning.layout_graph import Moves, decode, encode, moves_of
+from shardwise.planning.path_search import Search
+
+__all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
+
+
+@frozen
+class Step:
+    """One change of layout, on one or several mesh dims at once.
+
+    ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice``, ``fill`` or ``relabel``
+    (other placements on mesh dims of one rank). ``source`` and ``target`` are the placements before and after it.
+    ``nbytes`` is what the cost counts: a rank's shard for a gather, its part of the result for a reduce-scatter, its
+    tensor for an all-reduce, one of its pieces for an all-to-all, the result for local steps. ``cost`` is in seconds.
+    """
+
+    kind: str
+    mesh_dims: tuple[int, ...]
+    source: tuple[Placement, ...]
+    target: tuple[Placement, ...]
+    nbytes: int
+    cost: float
+
+    @property
+    def tensor_dims(self) -> tuple[int, ...]:
+        """The tensor dims that the step gathers, scatters or exchanges, ascending."""
+        placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
+        return tuple(sorted({p.dim for p in placements if isinstance(p, Shard)}))
+
+    @property
+    def pending(self) -> str | None:
+        """The pending kind that the step reduces or makes."""
+        placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
+        return next((p.reduce_op for p in placements if isinstance(p, Partial)), None)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{list(self.mesh_dims)} {show_all(self.source)} -> {show_all(self.target)}"
+
+
+@frozen
+class Transition:
+    """The steps from one layout to another, and their cost in seconds."""
+
+    steps: tuple[Step, ...]
+    cost: float
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.steps)) or "nothing to do"
+
+
+def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
+    """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
+
+    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a pending
+    kind would have to be reduced that the dtype lacks (avg of bools, max and min of complex numbers).
+    """
+    found = _transition(src, dst)
+    if found is None:
+        kinds = sorted({*src.pending.values(), *dst.pending.values()})
+        raise LayoutError(
+            asked=f"redistribute {src} to {show_all(dst.placements)}",
+            found=f"{src.dtype} cannot be reduced by {', '.join(kinds)}",
+            do="Cast the tensor first, or keep its pending placements.",
+            src=src,
+            dst=dst,
+        )
+    return found
+
+
+def transition_cost(src: TensorSpec, dst: TensorSpec) -> float:
+    """The cost of :func:`transition` in seconds, 0 when the specs place alike, infinite when there is no way."""
+    if src is dst:
+        return 0.0
+    _check_pair(src, dst)
+    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
+    moves = moves_of(src, links_of(src.mesh))
+    found = Search(moves, start, goal)
+    found.advance(math.inf)
+    moves.forget()
+    return found.lower
+
+
+def _transition(src: TensorSpec, dst: TensorSpec) -> Transition | None:
+    _check_pair(src, dst)
+    moves = moves_of(src, links_of(src.mesh))
+    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
+    found = Search(moves, start, goal)
+    found.advance(math.inf)
+    moves.forget()
+    if found.steps is None:
+        return None
+    renamed = [m for m, n in enumerate(src.mesh_shape) if n == 1 and start[m] != goal[m]]
+    steps = _relabel(src, dst, tuple(renamed), moves)
+    at = steps[-1].target if steps else src.placements
+    for cost, after, kind, dims, nbytes in found.steps:
+        changed = list(at)
+        for m in dims:
+            changed[m] = decode(after[m])
+        target = tuple(changed)
+        steps.append(Step(kind, dims, at, target, nbytes, cost))
+        at = target
+    return Transition(tuple(steps), found.lower)
+
+
+def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], moves: Moves) -> list[Step]:
+    """The step for mesh dims of one rank: their placements change freely, the data stays."""
+    if not mesh_dims:
+        return []
+    target = tuple(dst.placements[m] if m in mesh_dims else p for m, p in enumerate(src.placements))
+    return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * moves.costs.copy(0))]
+
+
+def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
+    if src.mesh != dst.mesh:
+        raise MeshMismatchError(
+            asked=f"redistribute {src}",
+            found=f"the target {dst} lies on another mesh",
+            do="Redistribute within one mesh; to change meshes, take the full tensor and distribute it anew.",
+            meshes=(repr(src.mesh), repr(dst.mesh)),
+        )
+    if src.shape != dst.shape or src.dtype != dst.dtype:
+        raise LayoutError(
+            asked=f"redistribute {src}",
+            found=f"the target is {dst}, of another shape or dtype",
+            do="Redistribution changes placements only; reshape or cast before it or after it.",
+            src=src,
+            dst=dst,
+        )
+
+
+# -- a bound without a search ----------------------------------------------------------------------------------------
+
+
+def bound(src: TensorSpec, mesh_dim: int, target: Placement) -> float:
+    """The least that a transition costs which gives one mesh dim the placement ``target``; 0 when it has it already.
+
+    Summed over the mesh dims, bounds never exceed the transition's cost.
+    """
+    source = tuple(map(encode, src.placements))
+    return sum(Bounds(moves_of(src, links_of(src.mesh)), source).step(mesh_dim, encode(target)))

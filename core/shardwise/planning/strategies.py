@@ -1,0 +1,270 @@
+"""The planner: states the problem of one call, has it solved, and answers what tools ask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shardwise.errors import ListLengthError, NoStrategyError
+from shardwise.kernel.placements import Placement
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule, by_type
+from shardwise.kernel.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
+from shardwise.kernel.signature import Call, Kind, op_name
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.planning.chooser import Chooser
+from shardwise.planning.path import transition_cost
+from shardwise.planning.problem import Choice, Problem, exhaustive
+from shardwise.planning.results import UNKNOWN, schema_metas
+
+__all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "result_metas", "rows", "strategies", "strategy"]
+
+# -- stating the problem -----------------------------------------------------------------------------------------
+
+
+def make_call(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> Call:
+    """The call as its rule sees it: metas for specs, stand-ins for arguments that are keyed by type."""
+    shown = by_type(rule, schema.values, schema.op)
+    call = Call(schema.op, {name: _metas(value) for name, value in shown.items()}, tuple(outputs))
+    if rule.results is None:
+        return call
+    return Call(call.op, call.args, tuple(rule.results(call, schema.mesh.device_type)))
+
+
+def _metas(value: object) -> object:
+    if isinstance(value, TensorSpec):
+        return value.tensor_meta
+    if isinstance(value, tuple) and any(isinstance(v, TensorSpec) for v in value):
+        return tuple(_metas(v) for v in value)
+    return value
+
+
+def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
+    """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule."""
+    if not rule.zip_lists:
+        return [_problem(schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
+    check_lengths(schema)
+    known: dict[object, Problem] = {}
+    found = []
+    for i in range(call.length):
+        at = _flat_position(schema, i)
+        specs = tuple(None if j is None else schema.specs[j] for j in at)
+        part = call.position(i)
+        key = (specs, part.outputs)
+        if key not in known:
+            written, fixed = (
+                tuple(k for k, j in enumerate(at) if j in flat) for flat in (schema.written, schema.fixed)
+            )
+            known[key] = _problem(schema, rule.rows(part), specs, part.outputs, written, fixed)
+        found.append(known[key])
+    return found
+
+
+def _problem(
+    schema: OpSchema,
+    rows: tuple[Row, ...],
+    specs: Sequence[TensorSpec | None],
+    outputs: Sequence[TensorMeta | None],
+    written: Sequence[int],
+    fixed: Sequence[int],
+) -> Problem:
+    flat = _result_arguments(schema)
+    same = tuple((i, o) for o, i in enumerate(flat) if i is not None and i in written)
+    mesh_shape = tuple(schema.mesh.shape)
+    return Problem(schema, rows, tuple(specs), tuple(outputs), tuple(written), same, mesh_shape, tuple(fixed))
+
+
+def _result_arguments(schema: OpSchema) -> list[int | None]:
+    """Per tensor result, the flat operand that it is (for written results), as in-place and ``out=`` ops return."""
+    starts: list[int] = []
+    at = 0
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        starts.append(at)
+        if arg.kind is Kind.TENSOR:
+            at += 1
+        elif arg.kind is Kind.TENSORS:
+            at += len(value or ())
+    return [
+        starts[r.alias] if r.alias is not None and r.written and not r.is_list else None
+        for r in schema.signature.results
+        if r.is_tensor
+    ]
+
+
+def check_lengths(schema: OpSchema) -> None:
+    """Lists that are zipped must be of one length, or empty."""
+    lengths = {
+        a.name: len(v)
+        for a, v in zip(schema.signature.args, schema.values, strict=True)
+        if a.kind is Kind.TENSORS and v
+    }
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        raise ListLengthError(
+            asked=f"run {op_name(schema.op)}",
+            found=f"its tensor lists have unequal lengths ({shown})",
+            do="Pass lists of one length; an optional list may be empty.",
+            op=op_name(schema.op),
+            lengths=lengths,
+        )
+
+
+def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
+    """Flat operand indices of one list position; an operand that is no list is shared by all positions."""
+    found: list[int | None] = []
+    at = 0
+    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+        if arg.kind is Kind.TENSOR:
+            found.append(at)
+            at += 1
+        elif arg.kind is Kind.TENSORS:
+            found.append(at + i if value else None)
+            at += len(value or ())
+    return found
+
+
+# -- solving it --------------------------------------------------------------------------------------------------
+
+
+def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
+    """The cheapest legal choice; see the module for ties. Raises :class:`NoStrategyError` or a kind of it."""
+    choice, costs = Chooser(problem).best()
+    return choice, problem.strategy(choice, costs)
+
+
+def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
+    """The strategy taken for a call; one per list position for a ``zip_lists`` rule."""
+    if isinstance(rule, FullMeshRule):
+        return [_cheapest_full(rule, schema)]
+    solved: dict[int, PlacementStrategy] = {}
+    found = []
+    for problem in problems(rule, schema, call):
+        if id(problem) not in solved:
+            solved[id(problem)] = choose(problem)[1]
+        found.append(solved[id(problem)])
+    return found
+
+
+def _cheapest_full(rule: FullMeshRule, schema: OpSchema) -> PlacementStrategy:
+    found: OpStrategy = rule.strategies(schema.mesh, schema)
+    legal = [s for s in found.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    if not legal:
+        raise NoStrategyError(
+            asked=f"run {schema}",
+            found=f"its rule gives {len(found.strategies)} strategies and none is legal here",
+            do="Redistribute the operands, or extend the rule.",
+            op=op_name(schema.op),
+        )
+    return min(legal, key=lambda s: s.cost)
+
+
+# -- what tools ask ----------------------------------------------------------------------------------------------
+
+
+def strategies(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OpStrategy | TupleStrategy:
+    """Every legal strategy of a call with its cost, cheapest first (a :class:`TupleStrategy` for zipped lists)."""
+    if isinstance(rule, FullMeshRule):
+        listed: OpStrategy = rule.strategies(schema.mesh, schema)
+        return OpStrategy(tuple(sorted(listed.strategies, key=lambda s: s.cost)))
+    call = make_call(rule, schema, outputs)
+    found = []
+    for problem in problems(rule, schema, call):
+        ranked = sorted(exhaustive(problem), key=lambda pair: (pair[1].cost, pair[0]))
+        found.append(OpStrategy(tuple(strategy for _, strategy in ranked)))
+    return TupleStrategy(tuple(found)) if rule.zip_lists else found[0]
+
+
+def propagate(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OutputSharding:
+    """Where the outputs of a call lie, and the schema that its inputs must be redistributed to first, if any."""
+    inputs, results = merged(schema, cheapest(rule, schema, make_call(rule, schema, outputs)))
+    answer = results[0] if len(results) == 1 else tuple(results) or None
+    moved = tuple(inputs) != schema.specs
+    return OutputSharding(answer, schema.with_specs(inputs) if moved else None)
+
+
+def merged(
+    schema: OpSchema, chosen: Sequence[PlacementStrategy]
+) -> tuple[Sequence[TensorSpec | None], Sequence[TensorSpec | None]]:
+    """Flat input and output specs of a call from the strategies of its list positions (or its only one)."""
+    if not chosen:
+        return schema.specs, ()
+    zipped = len(chosen) != 1 or len(chosen[0].input_specs) != len(schema.specs)
+    if not zipped:
+        return chosen[0].input_specs, chosen[0].output_specs
+    inputs = list(schema.specs)
+    for i, strategy in enumerate(chosen):
+        for j, spec in zip(_flat_position(schema, i), strategy.input_specs, strict=True):
+            if j is not None and spec is not None:
+                inputs[j] = spec
+    lists = len(chosen[0].output_specs) if chosen else 0
+    return inputs, [s.output_specs[k] for k in range(lists) for s in chosen]
+
+
+Places = Sequence[Placement] | None
+
+
+def result_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...]:
+    """Metas of the tensor results of a call, lists flattened, ``None`` for one that is undefined.
+
+    ``instead`` runs on the meta device in place of the op, as a rule's ``meta=`` does.
+
+    Raises :class:`NoStrategyError` when the shapes depend on data, and what the op itself raises for a wrong call.
+    """
+    found = schema_metas(schema, instead)
+    if found is UNKNOWN:
+        raise NoStrategyError(
+            asked=f"enumerate the strategies of {schema}",
+            found="the shape of its result depends on data",
+            do="Run the op on data.",
+            op=op_name(schema.op),
+        )
+    metas: tuple[TensorMeta | None, ...] = found
+    return metas
+
+
+def rows(rule: Rule, schema: OpSchema) -> tuple[Row, ...]:
+    """The legal rows of one call on one mesh dim, in order of preference; where its operands lie plays no part."""
+    return rule.rows(make_call(rule, schema, result_metas(schema, rule.meta)))
+
+
+def strategy(
+    schema: OpSchema,
+    inputs: Sequence[Places],
+    outputs: Sequence[Places],
+    metas: Sequence[TensorMeta | None],
+    *,
+    lowered: bool = False,
+) -> PlacementStrategy:
+    """A strategy from one placement per mesh dim for each operand and result (flat, ``None`` where absent).
+
+    ``metas`` are those of :func:`result_metas`. The cost is that of moving each operand there from where it lies.
+    Raises :class:`PlacementError` for a placement that a tensor cannot have.
+    """
+    placed = tuple(
+        None if spec is None or places is None else spec.with_placements(places)
+        for spec, places in zip(schema.specs, inputs, strict=True)
+    )
+    results = tuple(
+        None if meta is None or places is None else TensorSpec(schema.mesh, tuple(places), meta)
+        for meta, places in zip(metas, outputs, strict=True)
+    )
+    costs = tuple(
+        0.0 if src is None or dst is None else transition_cost(src, dst)
+        for src, dst in zip(schema.specs, placed, strict=True)
+    )
+    return PlacementStrategy(placed, results, costs, (), lowered)
+
+
+# -- by the rule that is in force ------------------------------------------------------------------------------------
+
+
+def strategies_of(registry: Registry, schema: OpSchema) -> OpStrategy | TupleStrategy:
+    """Every legal strategy of a call with its cost, cheapest first; one list per position for zipped lists."""
+    rule = registry.lookup(schema.op).rule
+    return strategies(rule, schema, result_metas(schema, rule.meta))
+
+
+def propagated(registry: Registry, schema: OpSchema) -> OutputSharding:
+    """Where the results of a call lie, and what its operands must be redistributed to first."""
+    rule = registry.lookup(schema.op).rule
+    return propagate(rule, schema, result_metas(schema, rule.meta))

@@ -1,0 +1,178 @@
+"""Getting in the way of an op: handlers, modes and wrapper tensors; and what autograd notes of a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.private_torch.ops import _qualified, custom_op_of
+
+__all__ = [
+    "disabled_torch_function",
+    "forward_traceback",
+    "in_backward",
+    "memory_of",
+    "new_wrapper",
+    "put_above_autograd",
+    "put_before_dispatch",
+    "recorded_ops",
+    "support_foreach",
+    "swap_parameter",
+    "version_of",
+    "watching",
+]
+
+
+def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) -> torch.library.Library:
+    """Have torch call a handler for an op on a tensor class, for as long as the library lives that is returned.
+
+    The public function hands a custom op's handler to the op's definition, which keeps it for ever. Where the way
+    around is missing, such an op comes by ``__torch_dispatch__``.
+    """
+    library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    if custom_op_of(op) is None:
+        torch.library.register_torch_dispatch(op, cls, handler, lib=library)
+    elif hasattr(library, "_register_torch_dispatch_rule"):
+        register: Any = library._register_torch_dispatch_rule
+        register(_qualified(op).partition("::")[2], cls, handler)
+    return library
+
+
+def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library.Library:
+    """Have ``run(below, args, kwargs)`` take the place of an op on tensor subclasses and under modes, above autograd,
+    for as long as the library lives that is returned; ``below`` is the op as torch runs it. Plain tensors pass by.
+
+    A composite op runs above autograd as other ops, and what it makes there of no operand is out of sight of
+    ``__torch_dispatch__``. The key is the one that torch takes its snapshot for such tensors at.
+    """
+    key = torch._C.DispatchKey.PythonTLSSnapshot
+    after = torch._C._dispatch_keyset_full_after(key)
+    library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
+
+    library.impl(op, kernel, key.name, with_keyset=True)  # type: ignore[no-untyped-call]
+    return library
+
+
+# Turns __torch_function__ off for a tensor subclass. The documented spelling is this private name.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def _portable_wrapper(cls: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
+    meta = spec.tensor_meta
+    made: Any = torch.Tensor._make_wrapper_subclass(
+        cls,
+        meta.shape,
+        strides=meta.stride,
+        dtype=meta.dtype,
+        device=local.device,
+        layout=local.layout,
+        requires_grad=requires_grad,
+    )
+    made._local_tensor = local
+    made._spec = spec
+    return made
+
+
+# The C++ constructor that torch made for its own distributed tensor: it reads spec.tensor_meta, sets _spec and
+# _local_tensor, and costs less than half of _make_wrapper_subclass (1.0 against 2.4 microseconds), which stays as
+# the fallback where it is missing.
+new_wrapper: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _portable_wrapper)
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
+    """Notes each op that reaches the dispatcher, with its arguments. Documented, but in a module named private."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
+    """The ops that a call makes on plain tensors, each with its arguments."""
+    recorder = _Recorder()
+    with torch.no_grad(), recorder:
+        call(*args, **kwargs)
+    return recorder.ops
+
+
+class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Hands each op that reaches the dispatcher to a function, which runs it and gives its result."""
+
+    def __init__(self, run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self._decomposes = decomposes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._decomposes(func):
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
+
+
+def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> AbstractContextManager[Any]:
+    """A context in which ``run(op, args, kwargs)`` takes the place of every op, and of the parts of those that
+    ``decomposes`` names.
+    """
+    return _Watcher(run, decomposes)
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells the memory of a tensor from that of others; an address would not, where there is no data."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def forward_traceback() -> list[str]:
+    """In a backward pass under anomaly detection: the stack of the forward call that the running node belongs to.
+
+    Anomaly detection prints it when it finds something; the node that has it is not public.
+    """
+    # Its stub says that the dict is a method.
+    node: Any = torch._C._current_autograd_node()
+    return [] if node is None else list(node.metadata.get("traceback_", ()))
+
+
+# torch.optim takes the names of its modules away again.
+_FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
+
+
+def support_foreach(cls: type) -> None:
+    """Let optimizers and gradient clipping hand lists of ``cls`` to foreach ops by default, as for torch's own DTensor.
+
+    There is no public way to say so. Where the lists are missing, users must ask with ``foreach=True``.
+    """
+    for name in _FOREACH_MODULES:
+        types = getattr(import_module(name), "_foreach_supported_types", None)
+        if types is not None and cls not in types:
+            types.append(cls)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place. Autograd's notes name the counter, its attribute is not public."""
+    return tensor._version
+
+
+def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put a tensor in a parameter's place. Assigning it is refused, and taking a parameter out and back in reorders
+    ``parameters()``.
+    """
+    module._parameters[name] = tensor  # type: ignore[assignment]

@@ -1,0 +1,82 @@
+"""Meshes, state dicts, and collectives as ops of a graph."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import MeshMismatchError
+
+__all__ = [
+    "current_mesh",
+    "graph_all_gather",
+    "graph_all_reduce",
+    "graph_all_to_all",
+    "graph_reduce_scatter",
+    "wrap_state_dict_functions",
+]
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the innermost ``with mesh:``. DeviceMesh is a context manager in public, its stack is not."""
+    try:
+        found: DeviceMesh = device_mesh._mesh_resources.get_current_mesh()
+    except (AttributeError, RuntimeError) as error:
+        raise MeshMismatchError(
+            asked="make a MeshTensor without naming a mesh",
+            found="no mesh is in force here",
+            do="Pass device_mesh=, or enter one: `with mesh:`.",
+        ) from error
+    return found
+
+
+def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
+    """Put functions around those by which ``torch.distributed.checkpoint.state_dict`` gathers and spreads tensors.
+
+    They look for DTensor and ShardedTensor by name, and ask no other class. A function that is missing stays so.
+    """
+    ours = import_module("torch.distributed._state_dict_utils")
+    # It takes its names when it is imported, which may be before or after this.
+    taker = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    for name, wrap in wrappers.items():
+        original = getattr(ours, name, None)
+        if original is None:
+            continue
+        around = wrap(original)
+        for module in (ours, taker):
+            if getattr(module, name, None) is original:
+                setattr(module, name, around)
+
+
+# Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take
+# a group in forms that a backend does not. Each result is waited for where it is used.
+_functional = torch.ops._c10d_functional
+
+
+def graph_all_gather(piece: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """The flat pieces of a process group's ranks, one behind the other."""
+    gathered = _functional.all_gather_into_tensor(piece.contiguous(), size, group.group_name)
+    return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
+
+
+def graph_all_reduce(tensor: torch.Tensor, kind: str, group: Any) -> torch.Tensor:
+    """The reduction of a tensor over a process group, in new memory."""
+    return _functional.wait_tensor(_functional.all_reduce(tensor.contiguous(), kind, group.group_name))  # type: ignore[no-any-return]
+
+
+def graph_reduce_scatter(pieces: torch.Tensor, kind: str, size: int, group: Any) -> torch.Tensor:
+    """The reduction of this rank's share of dim 0, which is the group's size times as long."""
+    found = _functional.reduce_scatter_tensor(pieces.contiguous(), kind, size, group.group_name)
+    return _functional.wait_tensor(found)  # type: ignore[no-any-return]
+
+
+def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
+    """Send runs of these lengths of a flat tensor to the ranks of a process group, and receive such."""
+    moved = _functional.all_to_all_single(flat.contiguous(), list(received), list(sent), group.group_name)
+    return _functional.wait_tensor(moved)  # type: ignore[no-any-return]

@@ -1,0 +1,193 @@
+"""What torch knows of an op: its schema, its overloads, its decompositions and functional forms, and custom ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch._library.custom_ops import OPDEFS, CustomOpDef
+from torch._ops import OpOverload, OpOverloadPacket
+
+__all__ = [
+    "CustomOpDef",
+    "CustomOpParts",
+    "OpLike",
+    "OpOverload",
+    "OpOverloadPacket",
+    "binding_namespaces",
+    "composite_kernel",
+    "custom_op_of",
+    "direct_call",
+    "draws",
+    "functional_of",
+    "is_composite",
+    "is_view_in_place",
+    "known_custom_op",
+    "make_custom_op",
+    "overload_of",
+    "parts_of",
+    "python_decomposition",
+    "schema_of",
+]
+
+
+def schema_of(op: Any) -> Any:
+    """The ``FunctionSchema`` of an op overload. There is no public accessor; every out-of-tree backend uses this."""
+    return op._schema
+
+
+# Everything that people write for one op. The class behind torch.library.custom_op has no public name.
+OpLike = OpOverload | CustomOpDef | OpOverloadPacket
+
+
+def overload_of(op: Any) -> Any | None:
+    """The op overload behind what ``torch.library.custom_op`` returns; ``None`` for anything else.
+
+    An overload packet with one overload (``torch.ops.acme.swish``) stands for that one. Nothing public leads from the
+    decorated function to its overload.
+    """
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, OpOverloadPacket):
+        names = op.overloads()  # type: ignore[no-untyped-call]
+        return getattr(op, names[0]) if len(names) == 1 else None
+    return None
+
+
+def known_custom_op(name: str) -> Any | None:
+    """What ``torch.library.custom_op`` returned for ``acme::swish`` in this process, if it made an op of that name."""
+    return OPDEFS.get(name)
+
+
+def custom_op_of(op: OpOverload) -> Any | None:
+    """What ``torch.library.custom_op`` returned for an op overload; ``None`` for an op that was made otherwise."""
+    return known_custom_op(_qualified(op).partition(".")[0])
+
+
+def _qualified(op: OpOverload) -> str:
+    """``aten::add.Tensor``."""
+    name: str = op.name()  # type: ignore[no-untyped-call]
+    return name
+
+
+@frozen
+class CustomOpParts:
+    """What a custom op was made of: enough to make it again in another process.
+
+    ``kernel`` is ``None`` where the op has kernels for several device types.
+    """
+
+    name: str
+    schema: str
+    written: tuple[str, ...]
+    module: str
+    kernel: Callable[..., Any] | None
+    fake: Callable[..., Any] | None
+    backward: Callable[..., Any] | None
+    setup_context: Callable[..., Any] | None
+
+
+def parts_of(definition: Any) -> CustomOpParts:
+    """The functions that were registered for a custom op. ``torch.library`` takes them and gives none back."""
+    kernel = definition._init_fn
+    return CustomOpParts(
+        definition._qualname,
+        definition._schema,
+        tuple(a.name for a in definition._opoverload._schema.arguments if a.alias_info and a.alias_info.is_write),
+        kernel.__module__,
+        kernel if set(definition._backend_fns) == {None} else None,
+        definition._abstract_fn,
+        definition._backward_fn,
+        definition._setup_context_fn,
+    )
+
+
+def make_custom_op(parts: CustomOpParts) -> Any:
+    """The inverse of :func:`parts_of`."""
+    assert parts.kernel is not None
+    made = torch.library.custom_op(parts.name, parts.kernel, mutates_args=parts.written, schema=parts.schema)
+    if parts.fake is not None:
+        made.register_fake(parts.fake)
+    if parts.backward is not None:
+        made.register_autograd(parts.backward, setup_context=parts.setup_context)
+    return made
+
+
+def direct_call(op: Any) -> Callable[..., Any]:
+    """The C++ callable behind an op overload: what ``OpOverload.__call__`` calls, without its Python frame."""
+    return getattr(op, "_op", op)  # type: ignore[no-any-return]
+
+
+def binding_namespaces() -> tuple[Any, ...]:
+    """Where the C functions behind ops are found: the public namespaces, and what Python code in them covers up."""
+    hidden = (getattr(torch._C, name, None) for name in ("_VariableFunctions", "TensorBase", "_nn"))
+    return torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft, *hidden
+
+
+def is_composite(op: Any) -> bool:
+    """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
+    # Fake tensors ask for their device by an op of a namespace that the tables do not have.
+    return op.namespace != "prim" and bool(
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+    )
+
+
+# -- decompositions --------------------------------------------------------------------------------------------------
+
+
+def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
+    """Torch's own Python function that computes an op by others, if it has one.
+
+    The table is the one that compilers decompose by. The primitive ops that its functions end in name the public
+    function that they stand for themselves. Neither is public.
+    """
+    table: Any = import_module("torch._decomp").decomposition_table
+    return table.get(op) or (getattr(op, "impl_aten", None) if op.namespace == "prims" else None)
+
+
+def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
+    """The C++ kernel that runs an op by others on every backend, with its own autograd formula, if it has one."""
+    key = torch._C.DispatchKey.CompositeExplicitAutograd
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(op), key.name):
+        return None
+    return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+
+def functional_of(op: OpOverload) -> OpOverload | None:
+    """The op that returns what this one writes into its ``out=`` arguments or its operands: ``add`` for ``add_``.
+
+    Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
+    """
+    packet, _, overload = _qualified(op).partition("::")[2].partition(".")
+    overloads = [overload or "default"]
+    if any(a.is_out for a in op._schema.arguments):
+        # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.
+        overloads = [overload.removesuffix("out").rstrip("_") or "default"]
+    elif packet.endswith("_") and not packet.endswith("__"):
+        packet = packet[:-1]
+    else:
+        return None
+    functional = getattr(getattr(torch.ops, op.namespace), packet, None)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for name in (*overloads, *(functional.overloads() if functional is not None else ())):
+        found = getattr(functional, name, None)
+        if found is None or found is op or found._schema.is_mutable:
+            continue
+        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found  # type: ignore[no-any-return]
+    return None
+
+
+def is_view_in_place(op: OpOverload) -> bool:
+    """Whether an op changes a tensor's shape or strides and leaves its memory alone, as ``squeeze_`` does. The tags are
+    documented, and their only name is this one.
+    """
+    return torch.Tag.inplace_view in op.tags
+
+
+def draws(op: OpOverload) -> bool:
+    """Whether an op draws from a generator. Its tags are documented, and their only name is this one."""
+    return torch.Tag.nondeterministic_seeded in op.tags

@@ -1,0 +1,225 @@
+"""Graphs being made: traced tensors, symbolic sizes, modes, and functions that a graph takes as one call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental import symbolic_shapes
+from torch.utils import _python_dispatch
+
+__all__ = [
+    "assert_when_run",
+    "graph_calls",
+    "hint_of",
+    "is_compiled_now",
+    "is_known",
+    "is_open",
+    "is_python_dispatched",
+    "is_rehearsing",
+    "is_traced",
+    "is_without_data",
+    "let_vary",
+    "make_known",
+    "outside_modes",
+    "rehearsing",
+    "retraced",
+    "same_symbol",
+    "seeing_graphs",
+    "settled",
+    "without_data",
+]
+
+# -- torch.compile ---------------------------------------------------------------------------------------------------
+
+_TRACED = (FakeTensor, FunctionalTensor)
+
+
+_rehearsals: list[None] = []
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """A context in which fake tensors are what a program runs on, and not the values of a graph: see ``is_traced``."""
+    _rehearsals.append(None)
+    try:
+        yield
+    finally:
+        _rehearsals.pop()
+
+
+def is_rehearsing() -> bool:
+    """Whether the program runs without data, on a mesh without other ranks."""
+    return bool(_rehearsals)
+
+
+def is_without_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value that is not there. Only these two private classes say so."""
+    return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value of a graph that is being traced."""
+    return is_without_data(tensor) and not _rehearsals
+
+
+def is_compiled_now() -> bool:
+    """Whether this thread is making a graph, at whatever stage. The public question is answered yes only inside."""
+    return TracingContext.try_get() is not None
+
+
+def hint_of(size: torch.SymInt) -> int:
+    """The number that a symbolic size stood for when tracing began, without making that a guard of the graph."""
+    # torch 2.13 has the function, earlier releases the method.
+    ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
+    return int(ask(size) if ask else size.node.require_hint())
+
+
+def settled(size: torch.SymInt) -> int | torch.SymInt:
+    """The integer in place of a symbol that can be no other any more."""
+    found = size.node.maybe_as_int()
+    return size if found is None else int(found)
+
+
+def same_symbol(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same by what is known, without asking for a guard."""
+    if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
+        return type(one) is type(other) and bool(one == other)
+    return bool(one.node.expr == other.node.expr)
+
+
+def is_known(condition: Any) -> bool:
+    """Whether a condition on sizes holds by what is known of them, without asking for a guard."""
+    return condition is True or bool(symbolic_shapes.statically_known_true(condition))
+
+
+def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
+    """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
+
+    It goes before other marks, which stay: torch guards graphs by these. The public way marks the outer tensor, too.
+    """
+    part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
+
+
+def is_open(size: Any) -> bool:
+    """Whether a size is a symbol that stands for no number; see :func:`let_vary`. No public function says so."""
+    return isinstance(size, torch.SymInt) and symbolic_shapes.has_free_unbacked_symbols(size)
+
+
+def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    """A tensor without data in the place of ``part`` in its trace, of other sizes; no use of its symbols is to come.
+    Neither the trace's mode nor its symbols are public.
+    """
+    mode = _mode_of(part)
+    for size in (*part.shape, *part.stride()):
+        if isinstance(size, torch.SymInt):
+            pending = mode.shape_env.pending_fresh_unbacked_symbols
+            pending[:] = [s for s in pending if s not in size.node.expr.free_symbols]
+    with _outside_modes(), mode:
+        return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+
+
+def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
+    """A context in which ops run on tensors without data, whose sizes are those of the trace that ``part`` is of."""
+    stack = ExitStack()
+    stack.enter_context(_outside_modes())
+    stack.enter_context(_mode_of(part))
+    return stack
+
+
+def _mode_of(part: torch.Tensor) -> Any:
+    mode = detect_fake_mode([part])
+    assert mode is not None, "only a traced tensor has symbols for sizes"
+    return mode
+
+
+def assert_when_run(condition: torch.Tensor, message: str) -> None:
+    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once.
+
+    Only the form with a message survives in a graph; the other is dropped as dead code.
+    """
+    torch._assert_async(condition, message)
+
+
+@contextmanager
+def _outside_modes() -> Iterator[None]:
+    # The dispatcher for Python kernels, which a trace turns on, calls every kernel with the GIL held. A collective's
+    # kernel then waits for a lock of gloo's whose holder, a thread of gloo that frees a tensor, waits for the GIL.
+    tracer, _left.tracer = _left.tracer, _tracer()
+    try:
+        with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
+            yield
+    finally:
+        _left.tracer = tracer
+
+
+class _Left(threading.local):
+    """What writes the graph that this thread is making, while its modes are left."""
+
+    tracer: Any = None
+
+
+_left = _Left()
+
+
+def _tracer() -> Any:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    return _left.tracer if mode is None else mode.tracer
+
+
+def make_known(sizes: Iterable[Any]) -> None:
+    """Have the graph that is being made write the formulas of sizes that were computed outside it.
+
+    Torch does so by itself for the argument of an op. A size of which it computes first, and whose formula it has not
+    written yet, it takes for its own result.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return
+    # Only here, since loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    for size in sizes:
+        if isinstance(size, torch.SymInt):
+            with suppress(Exception):  # a formula that torch cannot write: it says so where the size is used
+                set_proxy_slot(size, tracer, get_proxy_slot(size, tracer))
+
+
+def outside_modes() -> AbstractContextManager[Any]:
+    """A context in which tensors are real ones and kernels run without the GIL also while a graph is traced. There is
+    no public way out of a mode.
+    """
+    if torch._C._len_torch_dispatch_stack() == 0 and not is_python_dispatched():
+        return nullcontext()
+    return _outside_modes()
+
+
+def is_python_dispatched() -> bool:
+    """Whether ops go by the dispatcher for Python kernels, as they do while a graph is traced."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+
+
+def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
+    """A backend of ``torch.compile`` that runs each graph, forward and backward, as it is, after showing it. The way to
+    write such a backend is documented, in modules that are not public.
+    """
+    # Only here, since loading them takes time.
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+
+    def keep(graph: Any, _: Any) -> Any:
+        see(graph)
+        return make_boxed_func(graph.forward)
+
+    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return made
+
+
+graph_calls: list[Callable[..., Any]] = []
+"""Dynamo knows them by identity, and these references keep them as they are."""

@@ -1,0 +1,268 @@
+"""Random values by place: what element ``i`` of a draw is depends on the seed, the draw's number and ``i`` alone.
+
+``i`` is the element's index in the global tensor, row-major whatever its strides. So a rank computes the values of the
+elements that it holds, and they are the same under any placement on any mesh.
+
+The counter of Philox is the number of a block of elements (64 bits, low word first) and the number of the draw; the key
+is the seed. A block is as many elements as four words make: four of 32 bits, two of 64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from shardwise.rng.philox import WORD, philox
+
+__all__ = ["Draw", "Region"]
+
+# Counters that are worked on at once. On a CPU the tensors of a tile should stay in its caches: measured with
+# tests/benchmarks/bench_random.py, 2**13 to 2**15 are alike there and larger ones slower.
+_TILE = {"cpu": 1 << 14}
+_LARGE_TILE = 1 << 22
+
+# Words 0 and 2, and words 1 and 3, of n blocks, each (2, n), to the values of the blocks, (n, values per block).
+Transform = Callable[[Tensor, Tensor], Tensor]
+
+
+def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+@frozen
+class Region:
+    """A box of a global tensor: the global shape, where the box starts and its size, per dim."""
+
+    shape: tuple[int, ...] = field(converter=_ints)
+    offset: tuple[int, ...] = field(converter=_ints)
+    size: tuple[int, ...] = field(converter=_ints)
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """All of a tensor."""
+        return cls(shape, (0,) * len(shape), shape)
+
+    def with_dim(self, size: int) -> Region:
+        """The same box of a tensor with one more dim, whole and last: for elements that take several values each."""
+        return Region((*self.shape, size), (*self.offset, 0), (*self.size, size))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the box."""
+        return math.prod(self.size)
+
+
+@frozen
+class Draw:
+    """The values of one draw. ``by_place`` is false for the fast way, whose values depend on how a tensor is cut.
+
+    Every method that takes a :class:`Region` returns a contiguous tensor of the region's size.
+    """
+
+    seed: int
+    number: int
+    by_place: bool = True
+
+    def uniform(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On ``[0, 1)``, in steps that ``dtype`` holds exactly (2**-8 for bfloat16, 2**-53 for float64); so the parts
+        of complex values.
+        """
+        if dtype.is_complex:
+            return torch.view_as_complex(self.uniform(region.with_dim(2), dtype.to_real(), device))
+        bits = _mantissa(dtype)
+        if dtype is torch.float64:
+            return self._values(
+                region, 2, lambda even, odd: _wide(even, odd, bits).double() * 2.0**-bits, dtype, device
+            )
+        return self._values(
+            region, 4, lambda even, odd: (_words(even, odd) >> (32 - bits)).float() * 2.0**-bits, torch.float32, device
+        ).to(dtype)
+
+    def positive(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """On ``(0, 1)``: for logarithms. Computed in float32, or float64 where ``dtype`` is that."""
+        if dtype is torch.float64:
+            return self._values(region, 2, _open_wide, dtype, device)
+        return self._values(region, 4, lambda even, odd: _open(_words(even, odd)), torch.float32, device)
+
+    def normal(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Standard normal values, by pairs (Box and Muller 1958). Computed in float32, or float64. The parts of complex
+        ones have half the variance.
+        """
+        if dtype.is_complex:
+            return torch.view_as_complex(self.normal(region.with_dim(2), dtype.to_real(), device)).mul_(0.5**0.5)
+        if dtype is torch.float64:
+            return self._values(region, 2, _normal_wide, dtype, device)
+        return self._values(region, 4, _normal, torch.float32, device)
+
+    def below(self, region: Region, probability: float | Tensor, device: torch.device) -> Tensor:
+        """True with a probability (a number, or a tensor of the region's size): bool."""
+        words = self._values(region, 4, _words, torch.int64, device)
+        if isinstance(probability, Tensor):
+            return words < probability.double() * 2.0**32
+        return words < math.ceil(probability * 2.0**32)
+
+    def bits(self, region: Region, device: torch.device) -> Tensor:
+        """64 random bits each, as int64 of either sign."""
+        return self._values(region, 2, lambda even, odd: _pairs(even << 32 | odd), torch.int64, device)
+
+    def integers(self, region: Region, low: int, high: int, device: torch.device) -> Tensor:
+        """On ``low`` to ``high - 1``, as int64: 63 or 64 bits modulo the width, biased by less than width / 2**63."""
+        width = high - low
+        bits = self.bits(region, device)
+        if width <= 1 << 63:
+            bits.bitwise_right_shift_(1).bitwise_and_(_HIGHEST)
+            return (bits if width == 1 << 63 else bits.remainder_(width)).add_(low)
+        if width < 1 << 64:
+            # As unsigned numbers 64 bits hold less than two widths; a sign bit turned over compares them so.
+            width -= 1 << 64
+            bits = torch.where((bits ^ _LOWEST) >= (width ^ _LOWEST), bits - width, bits)
+        return bits.add_(low)
+
+    def permutation(self, count: int, device: torch.device) -> Tensor:
+        """A random order of ``range(count)``, as int64: the order of as many 64-bit keys, ties as they stand."""
+        return self.bits(Region.whole((count,)), device).argsort(stable=True)
+
+    def generator(self, device: torch.device, place: Sequence[int] = ()) -> torch.Generator:
+        """One of torch's generators, seeded for this draw alone (and for a place, where ranks are to differ)."""
+        known = repr((self.seed, self.number, tuple(place))).encode()
+        return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(known, digest_size=8).digest()))
+
+    @contextmanager
+    def seeding(self, device: torch.device) -> Iterator[None]:
+        """Seed torch's default generator of a device for this draw alone: for an op that takes no other."""
+        seed = self.generator(torch.device("cpu")).initial_seed()
+        if device.type == "cpu":
+            with torch.random.fork_rng(devices=()):
+                torch.default_generator.manual_seed(seed)
+                yield
+        else:
+            module = torch.get_device_module(device)
+            with torch.random.fork_rng(devices=(device,), device_type=device.type), module.device(device):
+                module.manual_seed(seed)
+                yield
+
+    # -- blocks and tiles --
+    def _values(
+        self, region: Region, per_block: int, transform: Transform, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        out = torch.empty(region.size, dtype=dtype, device=device)
+        if not region.numel:
+            return out
+        starts, run, shift = _runs(region, per_block, device)
+        flat = out.view(len(starts), run)
+        for rows, begin, end in _tiles(len(starts), run, per_block, device):
+            flat[rows, begin:end] = self._tile(starts[rows] + begin, end - begin, per_block, shift, transform)
+        return out
+
+    def _tile(self, starts: Tensor, run: int, per_block: int, shift: int | None, transform: Transform) -> Tensor:
+        """The values of one run of elements from each start; ``shift`` is their place in a block where it is one."""
+        blocks = (run + (per_block - 1 if shift is None else shift) - 1) // per_block + 1
+        counters = (starts // per_block).unsqueeze(1) + torch.arange(blocks, device=starts.device)
+        values = transform(*self._output(counters.view(-1))).view(len(starts), blocks * per_block)
+        if shift is not None:
+            return values[:, shift : shift + run]
+        places = (starts % per_block).unsqueeze(1) + torch.arange(run, device=starts.device)
+        return values.gather(1, places)
+
+    def _output(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        even, odd = blocks.new_empty((2, len(blocks))), blocks.new_empty((2, len(blocks)))
+        even[0], odd[0] = blocks & WORD, blocks >> 32
+        even[1], odd[1] = self.number & WORD, self.number >> 32 & WORD
+        return philox(even, odd, (self.seed & WORD, self.seed >> 32 & WORD))
+
+
+_LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+
+
+def _runs(region: Region, per_block: int, device: torch.device) -> tuple[Tensor, int, int | None]:
+    """Where the runs of neighbours in a region start (global, flat), how long each is, and their common place in a
+    block of elements: ``None`` when it differs.
+    """
+    run = step = 1
+    starts = torch.zeros((), dtype=torch.int64, device=device)
+    steps = []
+    together = True
+    for n, offset, size in zip(reversed(region.shape), reversed(region.offset), reversed(region.size), strict=True):
+        if together:
+            run *= size
+            starts = starts + offset * step
+            together = size == n
+        else:
+            starts = (torch.arange(offset, offset + size, device=device) * step).unsqueeze(-1) + starts.reshape(1, -1)
+            starts = starts.reshape(-1)
+            steps.append(step)
+        step *= n
+    starts = starts.reshape(-1)
+    same = all(step % per_block == 0 for step in steps)
+    return starts, run, _first(region) % per_block if same else None
+
+
+def _first(region: Region) -> int:
+    """The flat index of a region's first element."""
+    found = 0
+    for n, offset in zip(region.shape, region.offset, strict=True):
+        found = found * n + offset
+    return found
+
+
+def _tiles(rows: int, run: int, per_block: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
+    """Rows and a part of each run, so that few counters are worked on at once; parts begin a whole block apart."""
+    tile = _TILE.get(device.type, _LARGE_TILE)
+    part = tile * per_block
+    together = max(1, tile // (run // per_block + 1))
+    for row in range(0, rows, together):
+        for begin in range(0, run, part):
+            yield slice(row, row + together), begin, min(run, begin + part)
+
+
+@lru_cache
+def _mantissa(dtype: torch.dtype) -> int:
+    """Bits of a value on [0, 1) that a dtype holds: what is below its last digit would round, maybe up to 1."""
+    return 1 - int(math.log2(torch.finfo(dtype).eps))
+
+
+# -- from words to values --------------------------------------------------------------------------------------------
+
+
+def _words(even: Tensor, odd: Tensor) -> Tensor:
+    """The four words of each block in order."""
+    return torch.stack((even[0], odd[0], even[1], odd[1]), -1)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """The two values of each block in order, of a tensor (2, n)."""
+    return values.t().contiguous()
+
+
+def _wide(even: Tensor, odd: Tensor, bits: int) -> Tensor:
+    """The leading bits of 64."""
+    return _pairs((even << (bits - 32)) | (odd >> (64 - bits)))
+
+
+def _open(words: Tensor) -> Tensor:
+    # All 32 bits, for the sake of the tails; the words next to 2**32 would round to 1.
+    return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
+
+
+def _open_wide(even: Tensor, odd: Tensor) -> Tensor:
+    return _wide(even, odd, 52).double().mul_(2).add_(1).mul_(2.0**-53)
+
+
+def _normal(even: Tensor, odd: Tensor) -> Tensor:
+    radius = _open(even).log_().mul_(-2).sqrt_()
+    angle = odd.float().mul_(2 * math.pi * 2.0**-32)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).transpose(0, 1).reshape(-1, 4)
+
+
+def _normal_wide(even: Tensor, odd: Tensor) -> Tensor:
+    first, second = _open_wide(even, odd).unbind(-1)
+    radius = first.log().mul_(-2).sqrt_()
+    angle = second * (2 * math.pi)
+    return torch.stack((radius * angle.cos(), radius * angle.sin()), -1)

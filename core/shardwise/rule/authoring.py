@@ -1,0 +1,286 @@
+"""Rules: what is legal for one op. The authoring surface that plugins import.
+
+A rule is a value. Making one checks it against the op's schema; nothing is registered until a plugin's hook hands it
+over. There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a function of the full mesh
+(:func:`full_mesh_rule`) for an op that no per-mesh-dim row can describe.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from shardwise.errors import RuleArgumentError, RuleError
+from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule
+from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
+from shardwise.kernel.spec import TensorMeta
+from shardwise.private_torch.ops import OpLike
+from shardwise.rule.flow import Flow, Label, flag_or_names
+from shardwise.rule.lowering import LocalArgs, Lowering
+from shardwise.rule.notation import parse
+from shardwise.rule.pattern import Options, Pattern, labelled, listed
+
+__all__ = ["einop", "full_mesh_rule", "like", "rule", "rule_from"]
+
+Described = Flow | Rows
+Description = Described | Callable[[Call], Described]
+Describe = Callable[[Call], Description]
+
+
+# -- making rules ------------------------------------------------------------------------------------------------
+
+
+def rule(  # noqa: PLR0913  # keyword-only options of one value
+    ops: OpLike | Iterable[OpLike],
+    notation: str | Mapping[str, str],
+    *,
+    reduce: Mapping[str, str] | None = None,
+    replicate: Iterable[str] = (),
+    partial: Iterable[str] = (),
+    static: Iterable[str] = (),
+    zip_lists: bool = False,
+    lowering: Lowering | None = None,
+    local_args: LocalArgs | None = None,
+    lowered: bool | Iterable[str] | None = None,
+    nonempty: Iterable[str] = (),
+    replaces: str | None = None,
+) -> Rule:
+    """A rule in einop notation.
+
+    ``notation`` is ``"m k, k n -> m n"`` (one operand per tensor argument in schema order, one per tensor result) or
+    a mapping ``{"self other": "...", "lr": "R", "->": "..."}`` from argument names to operands (without ``"->"``,
+    every result is like the first argument named). An operand with fewer dims than named is right-aligned; a size-1
+    dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
+    whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
+    a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
+    ``lowering``; all but ``R`` when it is not given. ``replaces`` names the distribution whose rules for these ops give
+    way to this one (``"shardwise"`` for those that ship with it); without it, two rules for one op are a conflict.
+
+    Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
+    """
+    ops = _as_ops(ops)
+    shape = Pattern.of(ops, notation)
+    options = Options(
+        reduce=dict(reduce or {}),
+        replicate=frozenset(replicate),
+        partial=tuple(partial),
+        lowered=lowering is not None if lowered is None else flag_or_names(lowered),
+        nonempty=frozenset(nonempty),
+    )
+    shape.check(options)
+    return Rule(
+        ops=ops,
+        describe=lambda call: shape.flow(call, options),
+        text=str(shape),
+        static=_checked_static(ops, static),
+        zip_lists=zip_lists,
+        lowering=lowering,
+        local_args=local_args,
+        source=_caller(),
+        partial=options.partial,
+        replaces=replaces,
+    )
+
+
+def rule_from(  # noqa: PLR0913  # keyword-only options of one value
+    ops: OpLike | Iterable[OpLike],
+    *,
+    static: Iterable[str] = (),
+    zip_lists: bool = False,
+    lowering: Lowering | None = None,
+    local_args: LocalArgs | None = None,
+    writes: Iterable[str] = (),
+    results: Results | None = None,
+    replaces: str | None = None,
+    meta: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Description]], Rule]:
+    """Decorator: a rule from a function of one call's arguments.
+
+    The function takes the op's arguments in schema order (as many as it declares; keyword-only ones by name; ``out=``
+    never), with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or
+    :class:`Rows`. A parameter named ``call`` gets the whole :class:`Call`, output metas included. Arguments that are
+    keyed by type only (floats, scalars) must be named in ``static`` before the function may read their value.
+
+    ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
+    written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
+    device's kernel differs from the meta device. ``meta`` takes the op's arguments, tensors on the meta device, and
+    returns its results there: for an op that has no meta kernel, or one that refuses what a device takes. It should
+    refuse what all devices do. ``replaces`` is as in :func:`rule`.
+    """
+    ops = _as_ops(ops)
+    keyed = _checked_static(ops, static)
+
+    def make(function: Callable[..., Description]) -> Rule:
+        code = function.__code__
+        arguments = _arguments(function)
+        return Rule(
+            ops=ops,
+            describe=lambda call: function(**arguments(call)),
+            text=(inspect.getdoc(function) or f"{function.__name__}(...)").splitlines()[0],
+            static=keyed,
+            zip_lists=zip_lists,
+            lowering=lowering,
+            local_args=local_args,
+            source=f"{code.co_filename}:{code.co_firstlineno}",
+            writes=_checked_writes(ops, writes),
+            results=results,
+            replaces=replaces,
+            meta=meta,
+            form="rule_from",
+        )
+
+    return make
+
+
+def full_mesh_rule(
+    ops: OpLike | Iterable[OpLike],
+    *,
+    static: Iterable[str] = (),
+    lowering: Lowering | None = None,
+    local_args: LocalArgs | None = None,
+    replaces: str | None = None,
+) -> Callable[[Callable[[Any, Any], Any]], FullMeshRule]:
+    """Decorator: a rule from a function ``(mesh, op_schema) -> OpStrategy`` over the full mesh.
+
+    ``replaces`` is as in :func:`rule`.
+    """
+    ops = _as_ops(ops)
+    keyed = _checked_static(ops, static)
+
+    def make(function: Callable[[Any, Any], Any]) -> FullMeshRule:
+        code = function.__code__
+        source = f"{code.co_filename}:{code.co_firstlineno}"
+        return FullMeshRule(ops, function, source, keyed, lowering, local_args, replaces=replaces)
+
+    return make
+
+
+# -- what a rule_from function returns ---------------------------------------------------------------------------
+
+
+def like(
+    x: TensorMeta,
+    *,
+    whole: Iterable[int] = (),
+    partial: Iterable[str] = (),
+    lowered: bool | Iterable[str] = False,
+) -> Flow:
+    """Every operand and result has the dims of ``x``; each dim may be sharded but those in ``whole``."""
+    kept = {d % x.ndim for d in whole} if x.ndim else set()
+    labels: tuple[Label, ...] = tuple(None if d in kept else f"d{d}" for d in range(x.ndim))
+    return Flow([labels], [labels], partial=partial, lowered=lowered)
+
+
+def einop(
+    notation: str,
+    *,
+    reduce: Mapping[str, str] | None = None,
+    replicate: Iterable[str] = (),
+    partial: Iterable[str] = (),
+    lowered: bool | Iterable[str] = False,
+    nonempty: Iterable[str] = (),
+) -> Callable[[Call], Flow]:
+    """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return."""
+    parsed = parse(notation)
+    options = Options(
+        dict(reduce or {}),
+        frozenset(replicate),
+        tuple(partial),
+        flag_or_names(lowered),
+        frozenset(nonempty),
+    )
+    return lambda call: labelled(call, parsed.inputs, parsed.outputs, options)
+
+
+# -- small parts -------------------------------------------------------------------------------------------------
+
+
+def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
+    given: tuple[Any, ...] = (ops,) if isinstance(ops, OpLike) or not isinstance(ops, Iterable) else tuple(ops)
+    found = tuple(op for one in given if (op := as_op(one)) is not None)
+    if not given or len(found) != len(given):
+        wrong = next((op for op in given if as_op(op) is None), None)
+        raise RuleError(
+            asked="make a rule",
+            found=f"{wrong!r} is not one op overload" if given else "no op is named",
+            do="Name overloads, as in torch.ops.aten.mm.default, or what torch.library.custom_op returned.",
+        )
+    return found
+
+
+def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
+    names = frozenset(static)
+    for op in ops:
+        known = {a.name: a.kind for a in signature(op).args}
+        for name in sorted(names):
+            if known.get(name) in (Kind.TENSOR, Kind.TENSORS):
+                raise RuleArgumentError(
+                    asked=f"key {op_name(op)} by its argument {name!r}",
+                    found="it is a tensor",
+                    do="Name non-tensor arguments in static=.",
+                    op=op_name(op),
+                    argument=name,
+                )
+    unknown = [n for n in sorted(names) if all(signature(op).index(n) is None for op in ops)]
+    if unknown:
+        raise RuleArgumentError(
+            asked=f"key {op_name(ops[0])} by its argument {unknown[0]!r}",
+            found=f"none of the rule's ops has it; they have {listed([a.name for a in signature(ops[0]).args])}",
+            do="Correct the name in static=.",
+            op=op_name(ops[0]),
+            argument=unknown[0],
+        )
+    return names
+
+
+def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
+    names = frozenset(writes)
+    known = {a.name for op in ops for a in signature(op).tensor_args}
+    for name in sorted(names - known):
+        raise RuleArgumentError(
+            asked=f"make a rule for {op_name(ops[0])}",
+            found=f"it writes {name!r}, which is no tensor argument of its ops: {listed(known)}",
+            do="Correct the name in writes=.",
+            op=op_name(ops[0]),
+            argument=name,
+        )
+    return names
+
+
+def _arguments(function: Callable[..., Any]) -> Callable[[Call], dict[str, Any]]:
+    """What gives a call's arguments under the function's parameter names: by position, keyword-only ones by name."""
+    parameters = inspect.signature(function).parameters
+    declared = [p for p in parameters if p != "call"]
+    wants_call = "call" in parameters
+    names: dict[Op, list[tuple[str, str]]] = {}
+
+    def named(call: Call) -> list[tuple[str, str]]:
+        """Per parameter that the op fills, the argument that does."""
+        by_position = [a.name for a in call.signature.args if not a.kwarg_only]
+        found = []
+        for i, parameter in enumerate(declared):
+            if parameter in call.args:
+                found.append((parameter, parameter))
+            elif i < len(by_position):
+                found.append((parameter, by_position[i]))
+        return found
+
+    def give(call: Call) -> dict[str, Any]:
+        known = names.get(call.op)
+        if known is None:
+            known = names[call.op] = named(call)
+        given = {parameter: call.args[name] for parameter, name in known}
+        if wants_call:
+            given["call"] = call
+        return given
+
+    return give
+
+
+def _caller() -> str:
+    """File and line of the call of the public function that called this."""
+    frame = inspect.currentframe()
+    for _ in range(2):
+        frame = frame.f_back if frame else None
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "unknown"

@@ -1,0 +1,303 @@
+"""Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
+
+A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The
+default is the layout of the forward tensor, with pending read as replicated: each pending part has the whole
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.agreement import check_agreement
+from shardwise.comm.async_result import Flight, Window
+from shardwise.comm.redistribute import Route, redistribute_local, route
+from shardwise.comm.rule_agreement import agree_on_rules
+from shardwise.errors import DeviceMismatchError, LayoutError
+from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.private_torch.dispatch import new_wrapper
+from shardwise.private_torch.distributed import current_mesh
+from shardwise.private_torch.tracing import is_traced
+from shardwise.tensor.traceable import traceable
+from shardwise.tensor.waiting import set_tensor_class as set_waiting_class
+from shardwise.tensor.waiting import source_of, waiting
+
+__all__ = ["PLACED", "from_local", "place_grad", "redistribute", "set_tensor_class", "to_local"]
+
+# Marks a leaf whose gradients are already brought to its own layout.
+PLACED = "_shardwise_grad_placed"
+
+_tensor_class: list[type] = []
+
+
+def set_tensor_class(cls: type) -> None:
+    """Tell these functions what to wrap in; ``shardwise.tensor`` calls this once."""
+    _tensor_class[:] = [cls]
+    set_waiting_class(cls)
+
+
+def _wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
+    return new_wrapper(_tensor_class[0], local, spec, False)
+
+
+def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Where the gradient of a tensor with these placements lies by default."""
+    return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
+
+
+def _given(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
+    if grad_placements is None:
+        return grad_layout(spec.placements)
+    return check_placements(grad_placements, spec.mesh.ndim, spec.ndim)
+
+
+# -- one layout to another ---------------------------------------------------------------------------------------
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, way: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
+        ctx.spec, ctx.grad, ctx.async_op = way.target, grad, async_op
+        return _moved(tensor, way, async_op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        found = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
+        return (reduce_later if ctx.async_op else redistribute)(found, ctx.grad), None, None, None
+
+
+def redistribute(
+    tensor: Any,
+    placements: Sequence[Placement],
+    grad_placements: Sequence[Placement] | None = None,
+    async_op: bool = False,
+) -> Any:
+    """``tensor`` under other placements; differentiable. The tensor itself when nothing changes and nothing is asked of
+    the gradient. See :meth:`MeshTensor.redistribute`.
+    """
+    way = route(tensor._spec, placements)
+    if way.stays and grad_placements is None:
+        return tensor
+    if torch.is_grad_enabled() and _requires_grad(tensor):
+        given = _given(grad_placements, tensor._spec)
+        return _Redistribute.apply(tensor, way, given, async_op)  # type: ignore[no-untyped-call]
+    if grad_placements is not None:
+        _given(grad_placements, tensor._spec)  # what is wrong is wrong without a gradient, too
+    return _moved(tensor, way, async_op)
+
+
+def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
+    """:func:`redistribute` for a gradient: its collective goes on while backward does, until its first use."""
+    moved = redistribute(grad, placements, async_op=True)
+    source = source_of(moved)
+    if isinstance(source, Flight):
+        _backward.add(source)
+    return moved
+
+
+# Beyond this many bytes that are only kept for collectives of gradients, the oldest is waited for: enough for a layer
+# of small parameters, and large ones are reduced one at a time.
+_backward = Window(1 << 26)
+
+# The class's own property is written in Python.
+_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
+    local = tensor._local_tensor
+    if way.stays:
+        # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
+        return _wrap(local.view_as(local), way.target)
+    if async_op and way.start is not None and not is_traced(local):
+        return waiting(way.start(local).keep(tensor, local), way.target, local.device)
+    return _wrap(way.run(local), way.target)
+
+
+# -- out and in --------------------------------------------------------------------------------------------------
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
+        ctx.spec, ctx.grad = tensor._spec, grad
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)  # a fresh object: autograd writes its data into it
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        spec: TensorSpec = ctx.spec
+        meta = TensorMeta.contiguous(spec.shape, grad.dtype)
+        return from_local(grad, spec.mesh, ctx.grad, False, meta.shape, meta.stride, None), None
+
+
+def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
+    """The part of this rank; see :meth:`MeshTensor.to_local`."""
+    if not torch.is_grad_enabled() and grad_placements is None:
+        local: torch.Tensor = tensor._local_tensor
+        return local.view_as(local)
+    found: torch.Tensor = _ToLocal.apply(tensor, _given(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
+    return found
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
+        ctx.spec, ctx.grad = spec, grad
+        return _wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        found = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
+        return to_local(redistribute(found, ctx.grad), None), None, None
+
+
+@traceable
+def from_local(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> Any:
+    """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
+    mesh = current_mesh() if mesh is None else mesh
+    check_device(local, mesh)
+    wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
+    given = check_placements(wanted, mesh.ndim, local.ndim)
+    spec = _spec_of_local(local, mesh, given, shape, stride)
+    agree_on_rules(mesh)
+    if run_check:
+        check_agreement(local, spec)
+    return _FromLocal.apply(local, spec, _given(grad_placements, spec))  # type: ignore[no-untyped-call]
+
+
+def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    """A tensor must lie on the device type of its mesh (the meta device is free), in dense memory."""
+    if tensor.layout is not torch.strided:
+        raise LayoutError(
+            asked=f"put a tensor of shape {tuple(tensor.shape)} on a mesh",
+            found=f"its layout is {tensor.layout}, and placements say how dense memory is divided",
+            do="Distribute tensor.to_dense(), or keep the sparse tensor on each rank and multiply by to_local().",
+            layout=str(tensor.layout),
+        )
+    if tensor.device.type in (mesh.device_type, "meta"):
+        return
+    raise DeviceMismatchError(
+        asked=f"put a tensor of shape {tuple(tensor.shape)} on a {mesh.device_type} mesh",
+        found=f"it lies on {tensor.device}",
+        do=f"Move it first: tensor.to({mesh.device_type!r}).",
+        device=str(tensor.device),
+        mesh_device=mesh.device_type,
+    )
+
+
+def _spec_of_local(
+    local: torch.Tensor,
+    mesh: Any,
+    placements: tuple[Placement, ...],
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> TensorSpec:
+    if shape is None:
+        sizes, steps = _implied(local, mesh, placements)
+    else:
+        sizes, steps = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
+    meta = TensorMeta(torch.Size(sizes), tuple(steps if stride is None else stride), local.dtype)
+    spec = TensorSpec(mesh, placements, meta)
+    if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
+        raise LayoutError(
+            asked=f"take a local tensor of shape {tuple(local.shape)} as this rank's part of {spec}",
+            found=f"this rank's part has shape {spec.local_shape()}",
+            do="Pass the global shape= (uneven shards need it), or placements that fit.",
+            local_shape=tuple(local.shape),
+            expected=spec.local_shape(),
+        )
+    return spec
+
+
+def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
+    """Global sizes and strides when every rank's part has this local tensor's shape."""
+    sizes, steps = list(local.shape), list(local.stride())
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            n, d = mesh.size(mesh_dim), placement.dim
+            steps = [s * n if i != d and s >= steps[d] else s for i, s in enumerate(steps)]
+            sizes[d] *= n
+    return sizes, steps
+
+
+# -- at the border of a compiled graph ---------------------------------------------------------------------------
+
+
+def place_traced(stand_in: Any) -> None:
+    """Bring the gradient of what stands for a leaf in a traced program to the leaf's layout, inside the graph.
+
+    torch runs a leaf's own hooks outside the graph. The stand-in gets its place in autograd's graph after it has been
+    made; by the first op it is there, and can take a hook that becomes part of the graph.
+    """
+    stand_in.__dict__[PLACED] = True
+    at_next_dispatch(partial(_register_if_there, ref(stand_in)))
+
+
+def _register_if_there(stand_in: Callable[[], Any]) -> None:
+    tensor = stand_in()
+    if tensor is not None and tensor.requires_grad:
+        _register_placing(tensor)
+
+
+def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+    """A gradient under other placements, below autograd."""
+    spec = grad._spec
+    wanted = spec.with_placements(target)
+    return grad if wanted is spec else _wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
+
+
+# -- into .grad --------------------------------------------------------------------------------------------------
+
+
+def place_grad(leaf: Any) -> None:
+    """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
+    if not leaf.is_leaf or PLACED in leaf.__dict__:
+        return
+    _register_placing(leaf)
+    leaf.__dict__[PLACED] = True
+
+
+def _register_placing(tensor: Any) -> None:
+    spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
+
+    def place(grad: Any) -> Any:
+        # The usual case, and all but free: it runs for every leaf at every step.
+        # A backward that has no gradient for the leaf hands over None.
+        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec)
+
+    tensor.register_hook(place)
+
+
+def _placed(grad: Any, spec: TensorSpec) -> Any:
+    return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
+
+
+def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
+    """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where nothing flows back (through a
+    comparison in place, say), alike everywhere.
+    """
+    if isinstance(grad, _tensor_class[0]):
+        return grad
+    if grad.shape == spec.shape and is_zeros_or_ones(grad):
+        return _wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
+    raise LayoutError(
+        asked=asked,
+        found=f"a hook returned a plain {type(grad).__name__}",
+        do=f"Return a MeshTensor (placements {show_all(spec.placements)}).",
+    )

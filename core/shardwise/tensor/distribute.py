@@ -1,0 +1,144 @@
+"""Functions that make MeshTensors from what is there: whole tensors and whole modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.agreement import broadcast_whole
+from shardwise.comm.rule_agreement import agree_on_rules
+from shardwise.errors import PlacementCountError, PlacementError
+from shardwise.kernel.placements import REPLICATE, Placement, check_placements
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.private_torch.distributed import current_mesh
+from shardwise.tensor.autograd import check_device
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.shards import scatter_local
+from shardwise.tensor.traceable import traceable
+
+__all__ = ["distribute_module", "distribute_tensor"]
+
+Places = Sequence[Placement] | Mapping[str, Placement]
+PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------
+
+
+@traceable
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> MeshTensor:
+    """A leaf MeshTensor from a whole tensor that every rank passes (same shape, dtype and order of calls).
+
+    The values are those of the mesh's first rank, sent to the others; ``src_data_rank=None`` takes each rank's own
+    without communication (they must be alike). Keeps ``requires_grad``; a ``Parameter`` stays one. Placements default
+    to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or :class:`DeviceMismatchError` before
+    it communicates.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    if isinstance(tensor, MeshTensor):
+        return tensor if placements is None else tensor.redistribute(mesh, placements)
+    check_device(tensor, mesh)
+    wanted = [REPLICATE] * mesh.ndim if placements is None else placements
+    spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
+    agree_on_rules(mesh)
+    whole = tensor.detach()
+    if src_data_rank is not None and mesh.size() > 1 and whole.device.type != "meta":
+        whole = broadcast_whole(whole, mesh, src_data_rank)
+    made = MeshTensor(scatter_local(whole, spec), spec)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return made.requires_grad_(tensor.requires_grad)
+
+
+# -- modules -----------------------------------------------------------------------------------------------------
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition: Mapping[str, Places] | PartitionFn | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Turn a module's parameters and buffers into MeshTensors, in place; returns the module.
+
+    ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
+    mesh dim, or a mapping from mesh dim names, the rest replicated. The first pattern that fits wins; what none fits
+    is replicated. It may also be torch's ``partition_fn(name, submodule, mesh)``. ``input_fn(module, inputs, mesh)``
+    and ``output_fn(module, outputs, mesh)`` are run before and after ``forward``. Tied parameters stay tied. Raises
+    :class:`PlacementError` for a pattern that fits nothing.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    if callable(partition):
+        for name, submodule in module.named_modules():
+            partition(name, submodule, mesh)
+    patterns = dict(partition) if isinstance(partition, Mapping) else {}
+    _check_patterns(module, patterns)
+    _replace_tensors(module, mesh, patterns, src_data_rank)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, _, outputs: output_fn(m, outputs, mesh))
+    return module
+
+
+def _check_patterns(module: nn.Module, patterns: Mapping[str, Places]) -> None:
+    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise PlacementError(
+                asked=f"place the tensors {pattern!r} of a {type(module).__name__}",
+                found=f"no parameter or buffer has such a name; there are {', '.join(names)}",
+                do="Correct the pattern (shell style, on qualified names).",
+                pattern=pattern,
+            )
+
+
+def _replace_tensors(
+    module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
+) -> None:
+    made: dict[int, torch.Tensor] = {}
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
+        for key, tensor in own:
+            if isinstance(tensor, MeshTensor):
+                continue
+            if id(tensor) not in made:
+                name = f"{prefix}.{key}" if prefix else key
+                places = _placements_for(name, tensor, mesh, patterns)
+                made[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+            setattr(submodule, key, made[id(tensor)])  # replaces the entry and keeps a buffer's persistence
+
+
+def _placements_for(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
+) -> tuple[Placement, ...]:
+    places = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), ())
+    if not places:
+        return (REPLICATE,) * mesh.ndim
+    if not isinstance(places, Mapping):
+        return check_placements(places, mesh.ndim, tensor.ndim)
+    names = mesh.mesh_dim_names or ()
+    unknown = [n for n in places if n not in names]
+    if unknown:
+        raise PlacementCountError(
+            asked=f"place {name!r} by mesh dim {unknown[0]!r}",
+            found=f"the mesh has the dims {', '.join(names) or 'without names'}",
+            do="Use the mesh's dim names, or a list with one placement per mesh dim.",
+            mesh_dim=unknown[0],
+        )
+    return check_placements([places.get(n, REPLICATE) for n in names], mesh.ndim, tensor.ndim)

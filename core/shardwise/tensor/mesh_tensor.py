@@ -1,0 +1,399 @@
+"""``MeshTensor``: a ``torch.Tensor`` that lies on a mesh."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardwise.engine.composites import placed
+from shardwise.engine.engine import PlanningEngine
+from shardwise.errors import ItemError, LayoutError, MeshMismatchError
+from shardwise.kernel.dispatcher import dispatch, rules_version, start, views
+from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
+from shardwise.kernel.spec import Layout, TensorMeta, TensorSpec
+from shardwise.private_torch.dispatch import disabled_torch_function, new_wrapper, support_foreach
+from shardwise.private_torch.tracing import is_compiled_now, is_traced
+from shardwise.tensor import autograd, dcp_chunks, open_sizes
+
+__all__ = ["MeshTensor"]
+
+_PROCESS = secrets.token_hex(16)
+
+
+class MeshTensor(torch.Tensor):
+    """A global tensor of which each rank of a mesh holds a part, as its placements say.
+
+    Make one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's
+    part) or a factory (:func:`shardwise.zeros` and its like). Every torch op on it runs by a plan; see the docs.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: TensorSpec
+    __slots__ = ("_local_tensor", "_spec")
+
+    __torch_function__ = disabled_torch_function
+
+    def __new__(cls, local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
+        made: Self = new_wrapper(cls, local, spec, False)
+        return made.requires_grad_() if requires_grad else made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Not for users: takes a local tensor and its spec as they are."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs)
+
+    # -- torch.compile --
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, bool]]:
+        """The local tensor, and what compiled code is guarded by beside sizes: how this one lies, and whether
+        gradients are brought to it.
+        """
+        if is_compiled_now():
+            open_sizes.leave_to_whole(self._local_tensor)
+        return ["_local_tensor"], (self._spec.layout, autograd.PLACED in self.__dict__)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], known: tuple[Layout, bool], size: Sequence[int], stride: Sequence[int]
+    ) -> MeshTensor:
+        local, (layout, is_placed) = inner["_local_tensor"], known
+        spec = layout.spec(size, stride, local.dtype)
+        traced = is_traced(local)
+        if traced:
+            local = open_sizes.tied(local, spec)
+        made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
+        if is_placed and traced:
+            autograd.place_traced(made)
+        return made
+
+    def _stable_hash_for_caching(self) -> str:
+        """The part of the key under which torch caches compiled graphs on disk.
+
+        A graph is made for one rank's place, by the rules of this process; it is of use to no other.
+        """
+        spec, local = self._spec, self._local_tensor
+        layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
+        part = (local.shape, local.stride(), local.dtype, local.device)
+        known = (_PROCESS, rules_version(), layout, part, autograd.PLACED in self.__dict__, self.requires_grad)
+        return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+
+    def __coerce_tangent_metadata__(self) -> MeshTensor:
+        """What compiled code takes for the layout of an output's gradient: that of the output, pending replicated."""
+        return autograd.placed(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
+
+    def __coerce_same_metadata_as_tangent__(
+        self, known: tuple[Layout, bool], expected: type | None = None
+    ) -> MeshTensor | None:
+        """The gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
+        return None if expected is not None else autograd.placed(self, known[0].placements)
+
+    # -- layout --
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        mesh: Any = self._spec.mesh
+        return mesh  # type: ignore[no-any-return]
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh dim."""
+        return self._spec.placements
+
+    @property
+    def spec(self) -> TensorSpec:
+        """Mesh, placements and global meta."""
+        return self._spec
+
+    # -- in and out --
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """A MeshTensor from this rank's part; shares its memory and is differentiable.
+
+        Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs
+        ``shape``; ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and replicated
+        copies over the ranks, with communication. The gradient comes back as ``grad_placements`` (default:
+        ``placements`` with pending read as replicated). Raises :class:`LayoutError` when the local shape does not
+        fit.
+        """
+        made: MeshTensor = autograd.from_local(
+            local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
+        )
+        return made
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The part of this rank; shares memory and is differentiable.
+
+        ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and
+        replicated where it is pending.
+        """
+        return autograd.to_local(self, grad_placements)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor on every rank, by communication."""
+        whole = self.redistribute(placements=[Replicate()] * self._spec.mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> MeshTensor:
+        """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
+
+        ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as
+        ``grad_placements`` (default: as this tensor lies, and replicated where it is pending). With ``async_op`` the
+        call returns while the last collective is under way and the first use of the result waits for it; so it is for
+        the autograd. The local tensor of a tensor that is redistributed so must not be written before that.
+        """
+        if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
+            raise MeshMismatchError(
+                asked=f"redistribute {self._spec} to {device_mesh}",
+                found=f"it lies on {self._spec.mesh}",
+                do="Take full_tensor() and distribute_tensor it on the other mesh.",
+            )
+        if placements is None:
+            return self
+        moved: MeshTensor = autograd.redistribute(self, placements, grad_placements, async_op)
+        return moved
+
+    @classmethod
+    def from_dtensor(cls, tensor: DTensor) -> MeshTensor:
+        """The same layout and the same memory as a torch ``DTensor``; differentiable.
+
+        Raises :class:`LayoutError` for a layout that splits a dim in another order than from left to right.
+        """
+        placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
+        # Said outright: what torch takes by default for a pending tensor differs between its releases.
+        local = tensor.to_local(grad_placements=autograd.grad_layout(placements))
+        return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
+
+    def to_dtensor(self) -> DTensor:
+        """The same layout and the same memory as a torch ``DTensor``; differentiable."""
+        return DTensor.from_local(
+            self.to_local(),
+            self.device_mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride(),
+        )
+
+    # -- gradients: a leaf's .grad lies as the leaf does --
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        torch.Tensor.requires_grad_(self, requires_grad)
+        if requires_grad:
+            autograd.place_grad(self)
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    # -- views --
+    def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
+        """A view of another shape or dtype, sharing memory with this tensor on every rank.
+
+        Raises :class:`ViewError` where that would need data from another rank; ``reshape`` redistributes there.
+        """
+        before, views.must_share = views.must_share, True
+        try:
+            seen: Any = torch.Tensor.view(self, *size, **kwargs)
+            return seen  # type: ignore[no-any-return]
+        finally:
+            views.must_share = before
+
+    def view_as(self, other: torch.Tensor) -> MeshTensor:
+        """:meth:`view` with the shape of ``other``."""
+        return self.view(other.shape)
+
+    # -- indexing --
+    def __getitem__(self, index: Any) -> Any:
+        return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
+
+    def _index(self, index: Any) -> Any:
+        """An index with its lists of numbers on the mesh: torch would make plain tensors of them.
+
+        As other numbers that a program passes, they are the same on every rank.
+        """
+        if type(index) is tuple or any(isinstance(part, _NO_NUMBERS) for part in index):
+            # Torch takes a list that holds more than numbers for a tuple.
+            return tuple(self._numbers(part) if type(part) in _LISTS else part for part in index)
+        return self._numbers(index)
+
+    def _numbers(self, index: Any) -> Any:
+        numbers = torch.tensor(index, device=self.device, dtype=None if len(index) else torch.int64)
+        return placed(type(self), self._spec.mesh, numbers)
+
+    # -- one element --
+    def item(self) -> Any:
+        """The element of a one-element tensor, the same on every rank; raises :class:`ItemError` for another size."""
+        return self._only("item()").item()
+
+    def _only(self, what: str) -> torch.Tensor:
+        if self.numel() != 1:
+            raise ItemError(
+                asked=f"take {what} of {self._spec}",
+                found=f"it has {self.numel()} elements",
+                do="Reduce it to one element first, or read full_tensor().",
+                shape=tuple(self.shape),
+            )
+        with torch.no_grad():
+            return self.full_tensor()
+
+    def __bool__(self) -> bool:
+        return bool(self._only("bool()"))
+
+    def __float__(self) -> float:
+        return float(self._only("float()"))
+
+    def __int__(self) -> int:
+        return int(self._only("int()"))
+
+    def __index__(self) -> int:
+        return self._only("index").__index__()
+
+    def __complex__(self) -> complex:
+        return complex(self._only("complex()"))
+
+    def __format__(self, format_spec: str) -> str:
+        # Without a format nothing is communicated: printing on one rank alone must not hang.
+        return format(self.item() if self.dim() == 0 else self, format_spec) if format_spec else repr(self)
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, by communication."""
+        with torch.no_grad():
+            return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:  # noqa: ARG002  # torch's signature
+        """Refused: a part is not the tensor."""
+        raise LayoutError(
+            asked=f"turn {self._spec} into a NumPy array",
+            found="each rank holds only its part",
+            do="Use full_tensor().numpy() or to_local().numpy().",
+        )
+
+    # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  # torch's signature
+        return dcp_chunks.write_items_of(fqn, self._spec, self._local_tensor)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return dcp_chunks.chunks_of(self._spec)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # a rank has one chunk at most
+        return self._local_tensor
+
+    # -- copies --
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        if not self.is_leaf:
+            raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
+        local = self._local_tensor.clone()  # before the type is read: a waiting tensor changes it at its first use
+        made: Self = new_wrapper(type(self), local, self._spec, False)
+        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.PLACED}, memo))
+        memo[id(self)] = made
+        if self.requires_grad:
+            made.requires_grad_()
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        # One rank's part, and whose part it is: a checkpoint is what puts parts together.
+        kept = {k: v for k, v in self.__dict__.items() if k != autograd.PLACED}
+        meta = self._spec.tensor_meta
+        parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
+        where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None
+        return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept, where and tuple(where))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        mesh = self._spec.mesh
+        names = getattr(mesh, "mesh_dim_names", None)
+        sizes = "x".join(map(str, self._spec.mesh_shape)) + (f" ({', '.join(names)})" if names else "")
+        extra = ", requires_grad=True" if self.requires_grad and self.is_leaf else ""
+        if self.grad_fn is not None:
+            extra = f", grad_fn=<{self.grad_fn.name()}>"
+        return (
+            f"MeshTensor({self._spec.tensor_meta}, {show_all(self.placements)}, mesh={sizes}, "
+            f"local={tuple(self._local_tensor.shape)} on {self._local_tensor.device}{extra})"
+        )
+
+
+_LISTS = (list, range)
+_NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
+
+
+def _is_listless(index: Any) -> bool:
+    if type(index) is tuple:
+        return not any(type(part) in _LISTS for part in index)
+    return type(index) not in _LISTS
+
+
+def _rebuild(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    meta: tuple[torch.Size, tuple[int, ...], torch.dtype],
+    requires_grad: bool,
+    kept: dict[str, Any],
+    saved_at: tuple[int, ...] | None,
+) -> MeshTensor:
+    _check_same_place(saved_at, mesh, placements, meta[0])
+    made = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
+    made.__dict__.update(kept)
+    return made
+
+
+def _check_same_place(
+    saved_at: tuple[int, ...] | None, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
+) -> None:
+    """Refuse the part of one rank in another's place, where the values would be taken for another part's."""
+    if saved_at is None or not dist.is_initialized():
+        return
+    here = (mesh.mesh == dist.get_rank()).nonzero()
+    found = tuple(here[0].tolist()) if len(here) and mesh.size() <= dist.get_world_size() else None
+    if found != saved_at:
+        where = "is not on that mesh" if found is None else f"has the place {found}"
+        raise LayoutError(
+            asked=f"load a MeshTensor {tuple(shape)} {show_all(placements)} that the rank at {saved_at} of a mesh "
+            f"{tuple(mesh.shape)} has saved by itself",
+            found=f"this rank {where}, and such a file holds one rank's part",
+            do="Save with shardwise.checkpoint or torch.distributed.checkpoint, or save full_tensor().",
+            saved_at=saved_at,
+        )
+
+
+# torch.load(weights_only=True) takes only functions and classes that are named to it.
+torch.serialization.add_safe_globals([_rebuild, MeshTensor])
+support_foreach(MeshTensor)
+start(MeshTensor, PlanningEngine(MeshTensor))
+autograd.set_tensor_class(MeshTensor)

@@ -1,0 +1,198 @@
+"""Optimizer steps on local tensors, where nothing could come of dispatching each op of theirs.
+
+A step that treats each element alone does the same to every shard, so it may run on this rank's shards as they are. A
+plugin says which optimizer classes are such (``registry.add_optimizers``). Before a step of exactly such a class, a
+twin of the optimizer takes its place: its parameters, gradients and states are the local tensors of the original's, in
+the same memory. Whatever does not fit (layouts that differ, a closure, someone who observes plans) takes the ordinary
+way, op by op, with the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.discovery.process import default_registry
+from shardwise.kernel.dispatcher import observed
+from shardwise.kernel.spec import TensorSpec
+from shardwise.tensor.mesh_tensor import MeshTensor
+
+__all__ = ["install"]
+
+# Where an optimizer keeps its twin; torch leaves the name out of pickles and copies.
+_TWIN = "_shardwise_twin"
+
+
+def install() -> None:
+    """Let every optimizer of this process take the short way where it may."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """A hook of torch's: the arguments of the step, with the twin in place of the optimizer where that may be."""
+    if not _may_step_locally(optimizer, args, kwargs):
+        return None
+    twin = optimizer.__dict__.get(_TWIN)
+    if twin is None or not twin.still_fits(optimizer):
+        twin = optimizer.__dict__[_TWIN] = _Twin(optimizer)
+    return ((twin.prepared(optimizer),), kwargs) if twin.take_gradients() else None
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
+    """A hook of torch's: hand back what the twin's step left."""
+    if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
+        optimizer.__dict__[_TWIN].hand_back(optimizer)
+
+
+def _may_step_locally(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
+    return (
+        isinstance(next(_parameters(optimizer), None), MeshTensor)
+        and len(args) == 1
+        and all(value is None for value in kwargs.values())
+        and type(optimizer) in default_registry().optimizers
+        and not observed()
+        and not torch.compiler.is_compiling()
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and not _has_mesh_tensor(chain(optimizer.__dict__.values(), *(g.values() for g in optimizer.param_groups)))
+    )
+
+
+def _has_mesh_tensor(values: Iterable[Any]) -> bool:
+    """Whether a setting is or holds a MeshTensor, as a learning rate or a pair of betas may."""
+    return any(isinstance(v, MeshTensor) or (isinstance(v, tuple) and _has_mesh_tensor(v)) for v in values)
+
+
+class _Twin:
+    """The local side of one optimizer. ``parameters`` and ``locals`` are alike in order, over all groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.parameters = list(_parameters(optimizer))
+        self.seen = list(map(_local, self.parameters))
+        # Objects of their own: a gradient put on them shows nowhere else.
+        self.locals = [t.detach() for t in self.seen]
+        rest = iter(self.locals)
+        self.groups = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
+        self.versioned = [p for p in self.parameters if not p.is_inference()]
+        self._look_at_states(optimizer)
+        self.fits = all(_fits(p, optimizer.state.get(p, {})) for p in self.parameters)
+        self.optimizer: Any = object.__new__(type(optimizer))
+
+    def _look_at_states(self, optimizer: Optimizer) -> None:
+        self.states = list(optimizer.state.values())
+        self.tensors = list(_values(self.states))
+        local_of = dict(zip(self.parameters, self.locals, strict=True))
+        # A loaded state may hold entries of parameters that are not there; no step looks at those.
+        known = ((local_of.get(p), s) for p, s in optimizer.state.items())
+        found = {p: {k: _local(v) for k, v in s.items()} for p, s in known if p is not None}
+        self.local_states = defaultdict(dict, found)
+        self.local_tensors = list(_values(found.values()))
+
+    def still_fits(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer still holds exactly the parameters and states that the twin was made of."""
+        return (
+            _same(list(_parameters(optimizer)), self.parameters)
+            and _same([p._local_tensor if type(p) is MeshTensor else _local(p) for p in self.parameters], self.seen)
+            and _same(list(optimizer.state.values()), self.states)
+            and _same(list(_values(self.states)), self.tensors)
+        )
+
+    def take_gradients(self) -> bool:
+        """Give the local parameters the local gradients; says whether all lie as their parameters do."""
+        if not self.fits:
+            return False
+        for parameter, local in zip(self.parameters, self.locals, strict=True):
+            grad = parameter.grad
+            if grad is None:
+                local.grad = None
+            elif isinstance(grad, MeshTensor) and isinstance(parameter, MeshTensor):
+                if grad._spec is not parameter._spec and not _alike(parameter._spec, grad._spec):
+                    return False
+                local.grad = grad._local_tensor
+            elif not _has_mesh_tensor((parameter, grad)):
+                local.grad = grad
+            else:
+                return False
+        return True
+
+    def prepared(self, optimizer: Optimizer) -> Optimizer:
+        """The twin optimizer with the settings of now."""
+        both = zip(optimizer.param_groups, self.groups, strict=True)
+        groups = [{**group, "params": params} for group, params in both]
+        own = {k: v for k, v in optimizer.__dict__.items() if k != _TWIN}
+        self.optimizer.__dict__ = {**own, "param_groups": groups, "state": self.local_states}
+        twin: Optimizer = self.optimizer
+        return twin
+
+    def hand_back(self, optimizer: Optimizer) -> None:
+        """After a step: let go of the gradients, and give new states back as MeshTensors."""
+        for local in self.locals:
+            local.grad = None
+        increment_version(self.versioned)  # as writing to them would have done
+        if _same(list(_values(self.local_states.values())), self.local_tensors):
+            return
+        for parameter, local in zip(self.parameters, self.locals, strict=True):
+            if local in self.local_states:
+                for name, value in self.local_states[local].items():
+                    _store(optimizer.state[parameter], name, value, parameter)
+        self._look_at_states(optimizer)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Any]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, MeshTensor) else value
+
+
+def _values(states: Iterable[Any]) -> Iterator[Any]:
+    return chain.from_iterable(s.values() for s in states if isinstance(s, dict))
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    """Whether the very same objects come in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _alike(one: TensorSpec, other: TensorSpec) -> bool:
+    return one is other or (one.mesh == other.mesh and one.placements == other.placements and one.shape == other.shape)
+
+
+def _fits(parameter: Any, state: dict[str, Any]) -> bool:
+    """Whether a parameter and its states lie alike, with nothing pending; numbers and 0-dim tensors lie anywhere."""
+    if not isinstance(parameter, MeshTensor):
+        return not _has_mesh_tensor(state.values())
+    spec = parameter._spec
+    lying = [v._spec for v in state.values() if isinstance(v, MeshTensor)]
+    # A state of a 0-dim parameter could not be told from a counter.
+    return (
+        not spec.pending and spec.ndim > 0 and all(s.is_replicated if s.ndim == 0 else _alike(spec, s) for s in lying)
+    )
+
+
+def _store(state: dict[str, Any], name: str, value: Any, parameter: Any) -> None:
+    """Put what a step left into the original's state, as it lies there; what was changed in place is there already."""
+    before = state.get(name)
+    if value is _local(before):
+        return
+    of_parameter = (
+        isinstance(parameter, MeshTensor)
+        and isinstance(value, torch.Tensor)
+        and value.shape == parameter._local_tensor.shape
+    )
+    if not of_parameter:
+        state[name] = value
+        return
+    spec = parameter._spec
+    meta = spec.tensor_meta
+    if value.dtype != meta.dtype:
+        spec = spec.with_meta(type(meta)(meta.shape, meta.stride, value.dtype))
+    state[name] = MeshTensor(value, spec)

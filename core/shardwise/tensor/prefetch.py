@@ -1,0 +1,284 @@
+"""Prefetch: gather parameters that are sharded over a data dim ahead of their use, a unit of a module at a time.
+
+While one unit computes, the parameters of the next are gathered; the copies are freed after use and gathered again for
+backward, there in reverse order; gradients are reduce-scattered while backward goes on. Only parameters in a unit's
+``forward`` are replaced, by waiting tensors (see ``waiting``) that ask for the copy whenever they are read. So autograd
+saves no copy, and whoever reads one that was freed gathers it again.
+
+What starts a gather is always the program's own order (a unit's forward, the first read of a unit in backward), never
+time or memory, so all ranks issue the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.async_result import Flight
+from shardwise.comm.coalescing import together
+from shardwise.comm.redistribute import Route, route
+from shardwise.errors import PlacementError
+from shardwise.kernel.placements import REPLICATE, Placement, Shard
+from shardwise.kernel.spec import TensorSpec
+from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
+from shardwise.tensor.autograd import grad_layout, reduce_later
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.waiting import waiting
+
+__all__ = ["prefetch"]
+
+Versions = tuple[int, int]
+
+
+def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Module] | None = None) -> nn.Module:
+    """Gather a module's parameters over ``mesh_dim`` ahead of their use, as fully sharded data parallelism does.
+
+    ``module`` has parameters that are sharded over ``mesh_dim`` (a name of the mesh's, or a number), as
+    :func:`shardwise.distribute_module` makes them. ``units`` are its parts in the order of its forward: the parameters
+    of one are gathered together while the one before it computes. By default they are the modules in its outermost
+    ``ModuleList`` and ``Sequential`` containers. What lies in no unit is gathered for the whole of forward.
+
+    Parameters, optimizer and ``state_dict`` stay as they are; in a unit's ``forward`` its parameters read as whole
+    over ``mesh_dim`` and cannot be written. Numbers are those of the run without it. The module comes back. Raises
+    :class:`PlacementError` when no parameter is sharded over ``mesh_dim``.
+    """
+    chosen = list(_listed(module)) if units is None else list(units)
+    schedule = _Schedule(module, chosen, mesh_dim)
+    if not any(unit.copies for unit in (schedule.root, *schedule.units)):
+        raise PlacementError(
+            asked=f"prefetch the parameters of a {type(module).__name__} over mesh dim {mesh_dim!r}",
+            found="none of them is a MeshTensor that is sharded over it",
+            do="Shard them first: distribute_module(module, mesh, {'*': {'dp': Shard(0)}}).",
+            mesh_dim=mesh_dim,
+        )
+    schedule.root.attach()
+    for unit in schedule.units:
+        unit.attach()
+    return module
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Module]:
+    """What the outermost containers hold."""
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        yield from module
+    else:
+        for child in module.children():
+            yield from _listed(child)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+class _Copy:
+    """One parameter as it is when gathered: under way, there, or freed."""
+
+    def __init__(self, leaf: Any, way: Route) -> None:
+        self.leaf = leaf
+        self.way = way
+        # Written to, it would not be the parameter: the spec says that it is a copy, and writing is refused.
+        self.spec = TensorSpec(way.target.mesh, way.target.placements, way.target.tensor_meta, True)
+        self._flight: Flight | None = None
+        self._gathered: Versions | None = None
+
+    def versions(self) -> Versions:
+        """Change when the parameter is written, as a whole or this rank's part alone."""
+        return version_of(self.leaf), version_of(self.leaf._local_tensor)
+
+    def start(self) -> None:
+        """Gather, unless it is done or under way."""
+        now = self.versions()
+        if self._flight is None or self._gathered != now:
+            assert self.way.start is not None
+            self._flight, self._gathered = self.way.start(self.leaf._local_tensor), now
+
+    def wait(self) -> torch.Tensor:
+        self.start()
+        assert self._flight is not None
+        return self._flight.wait()
+
+    def free(self) -> None:
+        self._flight = None
+
+    def tensor(self, unit: _Unit) -> Any:
+        """What stands for the parameter in its unit's forward."""
+        if torch.is_grad_enabled() and self.leaf.requires_grad:
+            return _Gather.apply(self.leaf, self, unit)  # type: ignore[no-untyped-call]
+        return waiting(_Use(self, unit), self.spec, self.leaf.device)
+
+
+class _Use:
+    """The copy in one forward and the backward that belongs to it; the source of a waiting tensor."""
+
+    final = False
+
+    def __init__(self, copy: _Copy, unit: _Unit) -> None:
+        self._copy = copy
+        self._unit = unit
+        self._versions = copy.versions()
+
+    def wait(self) -> torch.Tensor:
+        if self._copy.versions() != self._versions:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self._copy.leaf.shape)} that is needed for a gradient was modified by an "
+                "inplace operation after forward; run backward first"
+            )
+        self._unit.enter()
+        return self._copy.wait()
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Any, copy: _Copy, unit: _Unit) -> Any:
+        ctx.copy, ctx.grad = copy, grad_layout(leaf._spec.placements)
+        return waiting(_Use(copy, unit), copy.spec, leaf.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        # Every op that used the parameter has run its backward by now.
+        ctx.copy.free()
+        return reduce_later(grad, ctx.grad), None, None
+
+
+# -- units -------------------------------------------------------------------------------------------------------
+
+
+class _Unit:
+    """A module whose own parameters are gathered together."""
+
+    def __init__(self, schedule: _Schedule, module: nn.Module, inner: Sequence[nn.Module]) -> None:
+        self.schedule = schedule
+        self.module = module
+        others = {id(m) for unit in inner for m in unit.modules()}
+        owners = [m for m in module.modules() if id(m) not in others]
+        self.places = [(m, name) for m in owners for name, _ in m.named_parameters(recurse=False)]
+        self.copies: dict[int, _Copy] = {}
+        self._swapped: list[tuple[nn.Module, str, Any]] = []
+        self.refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "copies": {}}  # a copy of the module, or a file, has no collectives under way
+
+    def attach(self) -> None:
+        self.module.register_forward_pre_hook(self.before, prepend=True)
+        self.module.register_forward_hook(self.after, always_call=True)
+
+    def refresh(self) -> None:
+        """Find the parameters anew: loading a checkpoint may have replaced them."""
+        found = {}
+        for owner, name in self.places:
+            leaf: Any = getattr(owner, name)
+            if id(leaf) in found:
+                continue
+            known = self.copies.get(id(leaf))
+            made = known if known is not None and known.leaf is leaf else self._copy_of(leaf)
+            if made is not None:
+                found[id(leaf)] = made
+        self.copies = found
+
+    def _copy_of(self, leaf: Any) -> _Copy | None:
+        target = _gathered_placements(leaf, self.schedule.mesh_dim)
+        if target is None:
+            return None
+        way = route(leaf._spec, target)
+        return None if way.start is None else _Copy(leaf, way)
+
+    def start(self) -> None:
+        with together():
+            for copy in self.copies.values():
+                copy.start()
+
+    def free(self) -> None:
+        for copy in self.copies.values():
+            copy.free()
+
+    def enter(self) -> None:
+        """Its parameters are needed now."""
+        self.schedule.enter(self)
+
+    def before(self, _: nn.Module, __: Any) -> None:
+        if self._swapped:  # called from within its own forward
+            return
+        if self is self.schedule.root:
+            self.schedule.begin()
+        else:
+            self.refresh()
+        self.enter()
+        tensors = {key: copy.tensor(self) for key, copy in self.copies.items()}
+        for owner, name in self.places:
+            leaf = getattr(owner, name)
+            if id(leaf) in tensors:
+                self._swapped.append((owner, name, leaf))
+                swap_parameter(owner, name, tensors[id(leaf)])
+
+    def after(self, _: nn.Module, __: Any, ___: Any) -> None:
+        for owner, name, leaf in self._swapped:
+            swap_parameter(owner, name, leaf)
+        self._swapped = []
+        self.schedule.leave(self)
+
+
+def _gathered_placements(leaf: Any, mesh_dim: str | int) -> list[Placement] | None:
+    """A parameter's placements when whole over the mesh dim; None when it is not sharded over it."""
+    if not isinstance(leaf, MeshTensor):
+        return None
+    names = leaf.device_mesh.mesh_dim_names or ()
+    if isinstance(mesh_dim, str) and mesh_dim not in names:
+        return None
+    at = names.index(mesh_dim) if isinstance(mesh_dim, str) else mesh_dim
+    if at >= leaf.device_mesh.ndim or not isinstance(leaf.placements[at], Shard):
+        return None
+    return [REPLICATE if m == at else p for m, p in enumerate(leaf.placements)]
+
+
+class _Schedule:
+    """Which units are gathered: the one that computes, the one after it in the direction of the pass, and the root."""
+
+    def __init__(self, module: nn.Module, modules: Sequence[nn.Module], mesh_dim: str | int) -> None:
+        self.mesh_dim = mesh_dim
+        self.root = _Unit(self, module, modules)
+        self.units = [_Unit(self, m, [o for o in modules if o is not m and _holds(m, o)]) for m in modules]
+        self._current: _Unit | None = None
+
+    def begin(self) -> None:
+        """A forward of the whole module: what was kept of the pass before is stale."""
+        self._current = None
+        for unit in (self.root, *self.units):
+            unit.free()
+            unit.refresh()
+        self.root.start()
+        if self.units:
+            self.units[0].start()
+
+    def enter(self, unit: _Unit) -> None:
+        """Gather a unit that is read, and the next one; free what is neither."""
+        if unit is self.root or unit is self._current:
+            return
+        self._current = unit
+        ahead = self._after(unit)
+        for other in self.units:
+            if other is not unit and other is not ahead:
+                other.free()
+        unit.start()
+        if ahead is not None:
+            ahead.start()
+
+    def leave(self, unit: _Unit) -> None:
+        """Forward is through with a unit. The last one is kept: backward begins with it."""
+        if in_backward():  # recomputed there, and about to be read
+            return
+        if unit is not self.root:
+            self._current = None
+        kept = torch.is_grad_enabled() and unit in (self.root, self.units[-1] if self.units else None)
+        if not kept:
+            unit.free()
+
+    def _after(self, unit: _Unit) -> _Unit | None:
+        at = self.units.index(unit) + (-1 if in_backward() else 1)
+        return self.units[at] if 0 <= at < len(self.units) else None
+
+
+def _holds(module: nn.Module, other: nn.Module) -> bool:
+    return any(m is other for m in module.modules())

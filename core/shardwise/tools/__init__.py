@@ -1,0 +1,1 @@
+"""Tools: questions about programs and rules that a run does not ask."""

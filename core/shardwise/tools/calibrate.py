@@ -1,0 +1,212 @@
+"""Calibration: measure the mesh at hand, fit the cost model to it, and use the figures from then on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.group import Group
+from shardwise.comm.groups import group_of
+from shardwise.comm.link_agreement import Ground, agree_to, from_first, survey
+from shardwise.comm.packing import copied
+from shardwise.comm.redistribute import mover
+from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
+from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.planning.link_file import Calibration, chosen_file, default_file, store
+from shardwise.planning.path import Transition, transition
+from shardwise.tools.fit import Point, fit_links
+from shardwise.tools.timing import Tell, time_together
+
+__all__ = ["Trial", "calibrate", "try_transitions", "typical_pairs"]
+
+ROUNDS = 3
+SMALLEST = 4096
+LARGEST = {"cpu": 1 << 24}
+LARGEST_ELSEWHERE = 1 << 26
+"""Bytes of the whole tensors that are moved, from the smallest to the largest by factors of ``GROWTH``."""
+
+GROWTH = 8
+
+
+@frozen
+class Probe:
+    """Something to time: a kind of collective over mesh dims, or a copy (no mesh dims), and its bytes in the model."""
+
+    kind: str
+    mesh_dims: tuple[int, ...]
+    nbytes: float
+    run: Callable[[], object]
+
+
+def calibrate(
+    mesh: DeviceMesh,
+    path: str | Path | None = None,
+    *,
+    save: bool = True,
+    largest: int | None = None,
+    rounds: int = ROUNDS,
+    tell: Tell | None = None,
+) -> Calibration:
+    """Measure a mesh and cost moves on it by what was found; all its ranks must call alike.
+
+    Takes seconds. Each kind of collective is timed over each mesh dim alone and over all of them, as it is executed,
+    with tensors of up to ``largest`` bytes. All ranks get the same figures. Plans that were made before stay as they
+    are. With ``save`` the mesh's first rank writes the figures to ``path``, by default the file that is read from then
+    on (docs/cost-model.md); ``tell(done, total)`` hears of the progress.
+
+    Raises :class:`LinksFitError` for a mesh of one rank, and on every rank what
+    :func:`shardwise.planning.link_file.store` raises.
+    """
+    if mesh.size() == 1:
+        raise LinksFitError(
+            asked="calibrate a mesh", found="it has one rank, which never communicates", do="Calibrate a larger mesh."
+        )
+    about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__}
+    ground = survey(mesh, about)
+    probes = list(_probes(mesh, largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)))
+    times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
+    collectives, copies = _points(probes, times, ground)
+    links = fit_links(tuple(mesh.shape), collectives, copies)
+    found = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])
+    agree_to(mesh, links)
+    if save:
+        _save(mesh, found, path)
+    return found
+
+
+def _points(
+    probes: Sequence[Probe], times: Sequence[float], ground: Ground
+) -> tuple[dict[tuple[str, tuple[int, ...]], list[Point]], list[Point]]:
+    """Bytes and seconds of each kind of collective over each group, and of copies."""
+    found: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
+    for probe, seconds in zip(probes, times, strict=True):
+        for dims in _alike(probe.mesh_dims, ground):
+            found.setdefault((probe.kind, dims), []).append((probe.nbytes, seconds))
+    return found, found.pop(("copy", ()))
+
+
+def _alike(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
+    """The groups that a time speaks for: mesh dims of as many ranks that go through one host's memory share theirs."""
+    if len(mesh_dims) != 1 or ground.wires[mesh_dims[0]] != "loopback":
+        return [mesh_dims]
+    size = ground.site.mesh_shape[mesh_dims[0]]
+    places = zip(ground.site.mesh_shape, ground.wires, strict=True)
+    return [(m,) for m, (n, wire) in enumerate(places) if n == size and wire == "loopback"]
+
+
+def _save(mesh: DeviceMesh, calibration: Calibration, path: str | Path | None) -> None:
+    """Write on the first rank; a failure is raised on all."""
+    failed: dict[str, str] = {}
+    if not any(mesh.get_coordinate() or ()):
+        try:
+            store(calibration, Path(path) if path is not None else chosen_file()[0] or default_file())
+        except (LinksFileError, LinksVersionError) as error:
+            failed = {"type": type(error).__name__, "asked": error.asked, "found": error.found, "do": error.do}
+    failed = from_first(mesh, failed)
+    if failed:
+        kind = LinksVersionError if failed.pop("type") == LinksVersionError.__name__ else LinksFileError
+        raise kind(**failed)
+
+
+# -- what is measured ------------------------------------------------------------------------------------------------
+
+
+def _probes(mesh: DeviceMesh, largest: int) -> Iterator[Probe]:
+    sizes = [SMALLEST]
+    while sizes[-1] * GROWTH <= largest:
+        sizes.append(sizes[-1] * GROWTH)
+    real = [m for m in range(mesh.ndim) if mesh.size(m) > 1]
+    groups = [(m,) for m in real] + ([tuple(real)] if len(real) > 1 else [])
+    for nbytes in sizes:
+        for dims in groups:
+            yield from _collectives(group_of(mesh, dims), nbytes, mesh.device_type)
+        yield from _copies(nbytes, mesh.device_type)
+
+
+def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]:
+    """Every kind, as a redistribution of a float tensor of ``nbytes`` would run it where its shards are one block."""
+    n, dims = group.size, group.mesh_dims
+    length = max(1, nbytes // (4 * n))
+    pieces = torch.ones(n, length, device=device_type)
+    piece = pieces[0].clone()
+    piece_bytes, received = piece.nbytes, (n - 1) * piece.nbytes
+
+    yield Probe("all_gather", dims, received, lambda: group.all_gather(piece))
+    yield Probe("reduce_scatter", dims, received, lambda: group.start_reduce_scatter(pieces, "sum").wait())
+    # Twice the way: what is reduced is gathered again. The input of a redistribution is left as it is.
+    yield Probe("all_reduce", dims, 2 * (n - 1) * piece_bytes, lambda: group.all_reduce_(pieces.clone(), "sum"))
+    yield Probe("all_to_all", dims, received, lambda: group.all_to_all(pieces))
+
+
+def _copies(nbytes: int, device_type: str) -> Iterator[Probe]:
+    """Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both sorts."""
+    rows = 32
+    width = max(1, nbytes // (4 * rows))
+    block = torch.ones(2 * rows, width, device=device_type)
+    columns = torch.ones(rows, 2 * width, device=device_type)
+    copied_bytes = block.nbytes // 2
+    yield Probe("copy", (), copied_bytes, lambda: copied(block.narrow(0, rows, rows)))
+    yield Probe("copy", (), copied_bytes, lambda: copied(columns.narrow(1, width, width)))
+
+
+# -- predicted and measured ------------------------------------------------------------------------------------------
+
+
+@frozen
+class Trial:
+    """One redistribution: what the model says that it takes, and what it took, in seconds."""
+
+    src: TensorSpec
+    dst: TensorSpec
+    planned: Transition
+    seconds: float
+
+    @property
+    def predicted(self) -> float:
+        return self.planned.cost
+
+
+def try_transitions(
+    mesh: DeviceMesh, pairs: Sequence[tuple[TensorSpec, TensorSpec]], rounds: int = ROUNDS, tell: Tell | None = None
+) -> list[Trial]:
+    """Run redistributions and hold the model against them; all ranks of the mesh must call alike."""
+    runs = [_redistribution(src, dst) for src, dst in pairs]
+    times = time_together(mesh, runs, rounds, tell)
+    return [Trial(src, dst, transition(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)]
+
+
+def _redistribution(src: TensorSpec, dst: TensorSpec) -> Callable[[], object]:
+    local = torch.ones(src.local_shape(), dtype=src.dtype, device=src.mesh.device_type)
+    move = mover(src, dst)
+    return lambda: move(local)
+
+
+def typical_pairs(mesh: DeviceMesh, nbytes: int) -> list[tuple[TensorSpec, TensorSpec]]:
+    """A handful of redistributions of a float tensor of about ``nbytes``: each kind of step on each mesh dim."""
+    side = max(mesh.size(), math.isqrt(nbytes // 4))
+    meta = TensorMeta.contiguous((side, side), torch.float32)
+    both: list[tuple[Placement, Placement]] = [
+        (partial("sum"), REPLICATE),
+        (partial("sum"), shard(0)),
+        (shard(0), REPLICATE),
+        (shard(0), shard(1)),
+        (REPLICATE, shard(0)),
+    ]
+    return [
+        (_placed(mesh, m, before, meta), _placed(mesh, m, after, meta))
+        for m in range(mesh.ndim)
+        for before, after in both
+        if mesh.size(m) > 1
+    ]
+
+
+def _placed(mesh: DeviceMesh, mesh_dim: int, placement: Placement, meta: TensorMeta) -> TensorSpec:
+    """Placed so on one mesh dim and whole on the others."""
+    return TensorSpec(mesh, tuple(placement if m == mesh_dim else REPLICATE for m in range(mesh.ndim)), meta)

@@ -1,0 +1,417 @@
+"""Explanations: every legal strategy of one call with its cost, the one chosen, and why the others lost.
+
+The choice is the planner's own: the same search gives the cheapest strategy first, then the next, so nothing here can
+disagree with what a program does. It needs no process group; specs may lie on an abstract mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from shardwise.discovery.process import default_registry
+from shardwise.engine.decomposition import Failed, answered, find, stand_ins
+from shardwise.engine.make_plan import check_unknown, check_written
+from shardwise.engine.no_rule import decomposed_entry
+from shardwise.engine.plan_call import describe_call
+from shardwise.errors import CallError, MeshMismatchError
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.rule import FullMeshRule
+from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.planning.chooser import Chooser
+from shardwise.planning.exclusion import Exclusion, survey
+from shardwise.planning.path import Transition, transition
+from shardwise.planning.problem import Choice, Problem, no_choice
+from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.strategies import cheapest, make_call, merged, problems
+from shardwise.private_torch.dispatch import recorded_ops, watching
+from shardwise.private_torch.ops import is_composite, schema_of
+from shardwise.private_torch.tracing import outside_modes
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tools.traffic import Collective, Issued, in_lowering, in_transition
+
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Explanation",
+    "LISTED",
+    "Move",
+    "bind_call",
+    "call_error",
+    "explain",
+    "explain_call",
+    "explain_parts",
+]
+
+LISTED = 100
+"""Strategies of one decision that are listed when nobody says how many."""
+
+Metas = Sequence[TensorMeta | None]
+
+
+@frozen
+class Candidate:
+    """One legal strategy; ``reason`` says why it lost, and is empty for the one that is taken."""
+
+    strategy: PlacementStrategy
+    reason: str
+
+
+@frozen
+class Decision:
+    """One choice: of a call, or of one or several like positions of its tensor lists.
+
+    ``operands`` and ``results`` name the specs of the strategies. ``candidates`` are cheapest first, the first is
+    taken. ``legal`` is the number of all legal ones and ``combinations`` that of all combinations of rows;
+    ``counted`` is false where ``legal`` is a lower bound.
+    """
+
+    positions: tuple[int, ...]
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    candidates: tuple[Candidate, ...]
+    legal: int
+    combinations: int
+    counted: bool
+    exclusions: tuple[Exclusion, ...]
+
+    @property
+    def chosen(self) -> PlacementStrategy:
+        """The strategy that is taken."""
+        return self.candidates[0].strategy
+
+
+@frozen
+class Move:
+    """The redistribution of one operand before the op runs."""
+
+    operand: str
+    source: TensorSpec
+    target: TensorSpec
+    transition: Transition
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """What it issues, in order."""
+        return in_transition(self.source, self.transition, self.operand)
+
+
+@frozen
+class Explanation:
+    """What happens to one call, and why.
+
+    ``moves`` come in the order in which they run, ``lowering`` is what the rule's lowering issues behind them (None:
+    the op runs on the shards as it is). ``others`` are rules for the op that are not in force. An op without a rule has
+    ``parts``, the calls that it is decomposed into, and no decisions of its own.
+    """
+
+    schema: OpSchema
+    entry: Entry
+    others: tuple[Entry, ...]
+    decisions: tuple[Decision, ...]
+    moves: tuple[Move, ...]
+    lowering: Issued | None
+    results: tuple[TensorSpec | None, ...]
+    parts: tuple[Explanation, ...] = ()
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All that the call issues, in order; see ``lowering.complete``."""
+        inside = () if self.lowering is None else self.lowering.collectives
+        moved = [c for move in self.moves for c in move.collectives]
+        return moved + list(inside) + [c for part in self.parts for c in part.collectives]
+
+
+def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
+    """Explain one call; ``args`` are as in a call of the op, with a :class:`TensorSpec` or MeshTensor for each tensor.
+
+    Raises what the call would raise: :class:`NoRuleError`, :class:`NoStrategyError`, :class:`InPlaceError`; and
+    :class:`CallError` for arguments that the op's schema or the op itself does not allow.
+    """
+    return explain_call(op, args, kwargs)
+
+
+def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limit: int | None = LISTED) -> Explanation:
+    """As :func:`explain`, with the number of strategies to list (None: all, which may be very many)."""
+    values = [_spec_of(v) for v in bind_call(op, args, kwargs)]
+    mesh = _mesh_of(op, values)
+    registry = default_registry()
+    if op not in registry and is_composite(op):
+        raise _composite_error(op, values)
+    if op not in registry:
+        return explain_parts(op, values, mesh, limit=limit)
+    entry = registry.lookup(op)
+    info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
+    schema, described = describe_call(MeshTensor, entry, info, mesh, values)
+    outputs = _outputs(entry, described)
+    unknown = outputs is UNKNOWN
+    metas: Metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if unknown else outputs
+    call = make_call(entry.rule, schema, metas)
+    if isinstance(entry.rule, FullMeshRule):
+        decisions = [_full_mesh(entry.rule, schema, limit)]
+    else:
+        decisions = _decisions(problems(entry.rule, schema, call), limit)
+    inputs, results = merged(schema, _taken(decisions))
+    if unknown:
+        check_unknown(schema, inputs)
+    check_written(schema, metas)
+    lowered = entry.rule.lowering is not None and any(d.chosen.lowered for d in decisions)
+    inside = in_lowering(entry, schema, described, call, inputs, results) if lowered else None
+    others = tuple(e for e in registry.find(op) if e is not entry)
+    return Explanation(schema, entry, others, tuple(decisions), tuple(_moves(schema, inputs)), inside, tuple(results))
+
+
+def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | None = LISTED) -> Explanation:
+    """As :func:`explain_call` for an op without a rule: the calls that torch decomposes it into, each explained.
+
+    Raises :class:`NoRuleError`, which names the parts that have no rule, where that does not go.
+    """
+    registry = default_registry()
+    args, kwargs = signature(op).unbind(values)
+    known: dict[int, Any] = {}
+    stand_in = stand_ins(args, known), stand_ins(kwargs, known)
+    try:
+        found = find(registry, op, *stand_in)
+    except Exception as error:  # torch raises whatever it likes
+        raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
+    if isinstance(found, Failed):
+        raise registry.missing(op, found.text, parts=found.parts, missing=found.missing)
+    entry = decomposed_entry(found)
+    schema, _ = describe_call(MeshTensor, entry, RuntimeSchemaInfo.of(op), mesh, values)
+    placed = _Placed(mesh, limit)
+    flat = [spec for spec in _flat([args, kwargs]) if isinstance(spec, TensorSpec)]
+    for tensor, spec in zip(tensors_in(stand_in), flat, strict=True):
+        placed.put(tensor, spec)
+    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, _is_taken_apart):
+        result = answered(op, *stand_in, found.way.run(*stand_in[0], **stand_in[1]))
+    results = tuple(placed.spec(tensor) for tensor in tensors_in(result))
+    return Explanation(schema, entry, (), (), (), None, results, tuple(placed.parts))
+
+
+def _is_taken_apart(op: Op) -> bool:
+    return op not in default_registry() and is_composite(op)
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return _flat(list(value.values()))
+    return [v for part in value for v in _flat(part)] if isinstance(value, (list, tuple)) else [value]
+
+
+class _Placed:
+    """Runs a decomposition on the meta device, explains each call, and knows where its results would lie."""
+
+    def __init__(self, mesh: Mesh, limit: int | None) -> None:
+        self._mesh = mesh
+        self._limit = limit
+        self.parts: list[Explanation] = []
+
+    def put(self, tensor: torch.Tensor, spec: TensorSpec | None) -> None:
+        """Remember where a tensor lies; one whose layout nobody knows is taken as whole."""
+        whole = TensorSpec(self._mesh, (REPLICATE,) * self._mesh.ndim, TensorMeta.of(tensor))
+        # On the tensor itself: torch copies a factory's result that anybody else holds on to.
+        tensor.shardwise_spec = spec or whole  # type: ignore[attr-defined]
+
+    def spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Where a tensor lies."""
+        if not hasattr(tensor, "shardwise_spec"):
+            self.put(tensor, None)
+        known: TensorSpec = tensor.shardwise_spec  # type: ignore[attr-defined]
+        return known
+
+    def run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Take the place of one op that the decomposition calls."""
+        result = op(*args, **kwargs)
+        if not any(hasattr(t, "shardwise_spec") for t in tensors_in([args, kwargs])):
+            for tensor in tensors_in(result):
+                if tensor.dim():
+                    self.put(tensor, None)
+            return result
+        part = explain_call(op, self._specs(args), self._specs(kwargs), limit=self._limit)
+        self.parts.append(part)
+        for tensor, spec in zip(tensors_in(result), part.results, strict=False):
+            self.put(tensor, spec)
+        return result
+
+    def _specs(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.spec(value)
+        if isinstance(value, Mapping):
+            return {name: self._specs(part) for name, part in value.items()}
+        return [self._specs(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def _taken(decisions: Sequence[Decision]) -> list[PlacementStrategy]:
+    """The chosen strategies by list position."""
+    by_position = {i: d.chosen for d in decisions for i in d.positions}
+    return [by_position[i] for i in sorted(by_position)]
+
+
+def _moves(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> list[Move]:
+    found = []
+    for name, src, dst in zip(schema.operand_names, schema.specs, inputs, strict=True):
+        if src is not None and dst is not None and src.placements != dst.placements:
+            found.append(Move(name, src, dst, transition(src, dst)))
+    return found
+
+
+# -- the call --------------------------------------------------------------------------------------------------------
+
+
+def bind_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """One value per schema argument; raises :class:`CallError` for what the op's schema does not allow."""
+    declared = signature(op).args
+    names = [a.name for a in declared]
+    positional = [a.name for a in declared if not a.kwarg_only]
+    given = {*positional[: len(args)], *kwargs}
+    optional = {a.name for a in schema_of(op).arguments if str(a.type).startswith("Optional[")}
+    missing = [a.name for a in declared if a.name not in given and not a.has_default and a.name not in optional]
+    unknown = [name for name in kwargs if name not in names]
+    if len(args) > len(positional):
+        raise call_error(op, f"{len(args)} positional arguments are given and it takes {len(positional)}")
+    if unknown:
+        raise call_error(op, f"it has no argument {', '.join(map(repr, unknown))}", argument=unknown[0])
+    if missing:
+        raise call_error(op, f"{', '.join(map(repr, missing))} must be given", argument=missing[0])
+    return signature(op).bind(args, kwargs)
+
+
+def call_error(op: Op, found: str, **fields: Any) -> CallError:
+    """The error for a call that does not fit an op's schema, which it shows."""
+    return CallError(
+        asked=f"explain a call of {op_name(op)}",
+        found=found,
+        do=f"Its schema is {schema_of(op)}",
+        op=op_name(op),
+        **fields,
+    )
+
+
+def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
+    """Torch takes such an op apart before anything is dispatched; the error names the parts."""
+    parts: list[str] = []
+
+    def run() -> None:
+        output_metas(op, values)
+
+    with outside_modes(), suppress(Exception):
+        parts += dict.fromkeys(op_name(part) for part, _, _ in recorded_ops(run, (), {}) if signature(part).tensor_args)
+    return CallError(
+        asked=f"explain a call of {op_name(op)}",
+        found=f"torch runs it as {', '.join(parts)}" if parts else "torch runs it as other ops",
+        do="Explain those.",
+        op=op_name(op),
+        parts=tuple(parts),
+    )
+
+
+def _outputs(entry: Entry, described: Sequence[Any]) -> Any:
+    try:
+        with outside_modes():
+            return output_metas(entry.op, described, entry.rule.meta)
+    except Exception as error:  # torch raises whatever it likes, assertions among them
+        raise call_error(entry.op, f"torch refuses it: {error}".strip().rstrip(".")) from error
+
+
+def _spec_of(value: Any) -> Any:
+    if isinstance(value, MeshTensor):
+        return value._spec
+    return tuple(map(_spec_of, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _mesh_of(op: Op, values: Sequence[Any]) -> Mesh:
+    flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
+    specs = [v for v in flat if isinstance(v, TensorSpec)]
+    if not specs:
+        raise call_error(op, "no argument is a tensor that lies on a mesh")
+    other = next((s for s in specs if s.mesh != specs[0].mesh), None)
+    if other is not None:
+        raise MeshMismatchError(
+            asked=f"explain a call of {op_name(op)}",
+            found=f"{specs[0]!r} and {other!r} lie on different meshes",
+            do="Place all operands on one mesh.",
+            meshes=(str(specs[0].mesh), str(other.mesh)),
+        )
+    return specs[0].mesh
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+def _decisions(found: Sequence[Problem], limit: int | None) -> list[Decision]:
+    """One decision per different problem; like list positions share one."""
+    positions: dict[int, list[int]] = {}
+    for i, problem in enumerate(found):
+        positions.setdefault(id(problem), []).append(i)
+    return [_decision(found[at[0]], tuple(at), limit) for at in positions.values()]
+
+
+def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -> Decision:
+    chooser = Chooser(problem)
+    ranked: list[tuple[Choice, PlacementStrategy]] = [
+        (choice, problem.strategy(choice, chooser.costs(choice))) for choice in islice(chooser.ranked(), limit)
+    ]
+    if not ranked:
+        raise no_choice(problem)
+    names = problem.operand_names
+    chosen = ranked[0][1]
+    candidates = [Candidate(chosen, "")]
+    candidates += [Candidate(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
+    around = survey(problem)
+    return Decision(
+        positions,
+        names,
+        _result_names(len(problem.outputs)),
+        tuple(candidates),
+        max(around.legal, len(ranked)),
+        around.combinations,
+        around.complete,
+        around.exclusions,
+    )
+
+
+def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decision:
+    """The decision of a rule that lists its strategies itself."""
+    call = make_call(rule, schema, ())
+    (chosen,) = cheapest(rule, schema, call)
+    listed: Sequence[PlacementStrategy] = rule.strategies(schema.mesh, schema).strategies
+    legal = [s for s in listed if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    names = schema.operand_names
+    ranked = sorted(legal, key=lambda s: s.cost)[:limit]
+    candidates = [Candidate(s, _why_lost(s, chosen, names) if i else "") for i, s in enumerate(ranked)]
+    dropped = len(listed) - len(legal)
+    written = ", ".join(names[i] for i in schema.written)
+    excluded = (Exclusion(f"{written} would have to move, but the op writes it", None, (), dropped),) if dropped else ()
+    results = _result_names(len(chosen.output_specs))
+    return Decision((0,), names, results, tuple(candidates), len(legal), len(listed), True, excluded)
+
+
+def _result_names(count: int) -> tuple[str, ...]:
+    return ("result",) if count == 1 else tuple(f"result {i}" for i in range(count))
+
+
+def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Sequence[str]) -> str:
+    """One sentence: what it costs more and for which operand, or what broke the tie."""
+    more = strategy.cost - chosen.cost
+    if not more:
+        return "same cost, later in the rule's order"
+    if more == float("inf"):
+        i = strategy.redistribute_cost.index(more)
+        return f"{names[i]} cannot be reduced in its dtype"
+    dearer = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
+    moved = [name for name, extra in zip(names, dearer, strict=True) if extra > more * 1e-3]
+    return f"+{_microseconds(more)} for {', '.join(moved)}"
+
+
+def _microseconds(seconds: float) -> str:
+    found = seconds * 1e6
+    return f"{found:,.1f} µs" if found >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows

@@ -1,0 +1,358 @@
+"""Rehearsals: a program on a mesh of any size, followed on this one process without data.
+
+The process plays one rank of a fake process group. The program runs as it would there: the same plans, the same local
+ops on fake tensors (shapes and dtypes, no memory), the same collectives, told and not carried out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from attrs import define, field, frozen
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.comm.events import Event, observe
+from shardwise.engine.shutdown import let_go
+from shardwise.errors import CallError, MeshMismatchError
+from shardwise.kernel import dispatcher
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.private_torch.dispatch import in_backward, memory_of, watching
+from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable
+from shardwise.private_torch.tracing import rehearsing
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tools.program import roots_of, step_of
+
+__all__ = ["CollectiveUse", "Memory", "NO_OP", "PHASES", "Rehearsal", "rehearse"]
+
+PHASES = ("forward", "backward", "optimizer")
+"""``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
+
+NO_OP = "redistribute"
+"""What stands in place of an op for collectives that none needs: the program asks for them, or a gradient's layout."""
+
+
+@frozen(order=True)
+class CollectiveUse:
+    """A kind of collective over some mesh dims, in one phase, for one op (or ``redistribute``, for none)."""
+
+    phase: str
+    kind: str
+    mesh_dims: tuple[int, ...]
+    ranks: int
+    op: str
+
+
+@frozen
+class Memory:
+    """Bytes of this rank: what the model and the optimizer hold, and the most that was alive at a time by phase.
+
+    ``kept`` is what the forward pass leaves alive for the backward pass, beyond what was there before.
+    """
+
+    parameters: int = 0
+    buffers: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    kept: int = 0
+    peaks: Mapping[str, int] = field(factory=dict)
+
+    @property
+    def peak(self) -> int:
+        """The most that was alive at any time."""
+        return max(self.peaks.values(), default=0)
+
+    @property
+    def activations(self) -> int:
+        """The most that was alive beyond what the model and the optimizer held when the forward pass began."""
+        return max(self.peak - self.parameters - self.buffers - self.optimizer, 0)
+
+
+@frozen(eq=False)
+class Rehearsal:
+    """What one rank of a mesh would hold and send in one step."""
+
+    mesh_shape: tuple[int, ...]
+    mesh_names: tuple[str, ...]
+    coordinate: tuple[int, ...]
+    whole_parameters: int
+    whole_parameter_bytes: int
+    memory: Memory
+    counts: Counter[CollectiveUse]
+    nbytes: Counter[CollectiveUse]
+    ops: Counter[str]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(self.mesh_shape)
+
+    @cached_property
+    def collectives(self) -> list[tuple[CollectiveUse, int, int]]:
+        """Per use (with the ops put together), how often and how many bytes this rank hands in, phase by phase."""
+        counts: Counter[CollectiveUse] = Counter()
+        nbytes: Counter[CollectiveUse] = Counter()
+        for use, times in self.counts.items():
+            whole = CollectiveUse(use.phase, use.kind, use.mesh_dims, use.ranks, "")
+            counts[whole] += times
+            nbytes[whole] += self.nbytes[use]
+        return [(use, counts[use], nbytes[use]) for use in sorted(counts, key=_in_order)]
+
+    @cached_property
+    def by_op(self) -> list[tuple[CollectiveUse, int, int]]:
+        """As :attr:`collectives`, for each op; most bytes first within a phase."""
+        uses = sorted(self.counts, key=lambda use: (PHASES.index(use.phase), -self.nbytes[use], use))
+        return [(use, self.counts[use], self.nbytes[use]) for use in uses]
+
+
+def _in_order(use: CollectiveUse) -> tuple[Any, ...]:
+    return PHASES.index(use.phase), use
+
+
+def rehearse(
+    program: Callable[[DeviceMesh], Any],
+    mesh_shape: Sequence[int],
+    mesh_names: Sequence[str] | None = None,
+    *,
+    rank: int = 0,
+    device: str = "cpu",
+    tell: Callable[[str, int], None] | None = None,
+) -> Rehearsal:
+    """Follow ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
+
+    The program makes its MeshTensors on the mesh that it is given, and runs a step, or returns what is to be run: a
+    tensor (its backward pass follows), ``(model, inputs)`` or ``(model, inputs, optimizer)``. ``inputs`` is a tensor, a
+    tuple of arguments or a dict of them; without an optimizer the step is that of AdamW, fused. A result that is no
+    scalar gets ones for its gradient.
+
+    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. ``tell`` is called with the phase
+    and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
+    has a process group already.
+    """
+    if dist.is_initialized():
+        raise MeshMismatchError(
+            asked="rehearse a program",
+            found="this process has a process group of its own already",
+            do="Rehearse in a process that has none.",
+        )
+    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    with _fake_ranks(math.prod(mesh_shape), rank):
+        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
+        watch = _Watch(tell or (lambda _phase, _ops: None))
+        with fake_tensors(), torch.device(device), watch.installed():
+            return _follow(program, mesh, watch)
+
+
+@contextmanager
+def _fake_ranks(count: int, rank: int) -> Iterator[None]:
+    """A process group of so many ranks, of which only this one is there."""
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
+    try:
+        with rehearsing():
+            yield
+    finally:
+        let_go()  # what was planned here must not be taken for plans of real ranks
+        dist.destroy_process_group()
+
+
+def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watch) -> Rehearsal:
+    with watch.watching():
+        returned = program(mesh)
+    model, optimizer = _run(returned, watch)
+    parameters = list(model.parameters()) if model is not None else []
+    buffers = list(model.buffers()) if model is not None else []
+    states = [] if optimizer is None else [t for s in optimizer.state.values() for t in tensors_in(s)]
+    memory = Memory(
+        parameters=_bytes(parameters),
+        buffers=_bytes(buffers),
+        gradients=watch.gradients,
+        optimizer=_bytes(states),
+        kept=watch.kept,
+        peaks=dict(watch.peaks),
+    )
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return Rehearsal(
+        mesh_shape=tuple(mesh.shape),
+        mesh_names=tuple(mesh.mesh_dim_names or ()),
+        coordinate=tuple(coordinate),
+        whole_parameters=sum(p.numel() for p in parameters),
+        whole_parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        memory=memory,
+        counts=watch.counts,
+        nbytes=watch.nbytes,
+        ops=watch.ops,
+    )
+
+
+# -- running what was returned ---------------------------------------------------------------------------------------
+
+
+def _run(returned: Any, watch: _Watch) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
+    step = step_of(returned, "rehearse the program")
+    if step is None:
+        if not watch.saw_backward:
+            _backward(returned, watch)
+        return None, None
+    # What has placed the model and its inputs is no part of a step.
+    watch.restart()
+    with watch.watching():
+        outputs = step.model(*step.args, **step.kwargs)
+    _backward(outputs, watch)
+    del outputs
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    watch.gradients = _bytes(p.grad for p in parameters if p.grad is not None)
+    optimizer = step.optimizer
+    if optimizer is None and parameters:
+        optimizer = torch.optim.AdamW(parameters, fused=True)
+    if optimizer is not None:
+        with watch.watching():
+            optimizer.step()
+    return step.model, optimizer
+
+
+def _backward(outputs: Any, watch: _Watch) -> None:
+    roots = roots_of(outputs)
+    watch.forward_ended()
+    if roots:
+        with watch.watching():
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of this rank's parts, of each memory once."""
+    local = [t.to_local() if isinstance(t, MeshTensor) else t for t in tensors]
+    return sum({memory_of(t): t.untyped_storage().nbytes() for t in local}.values())
+
+
+# -- watching --------------------------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class _Watch:
+    """Follows what is alive on this rank, which collectives it issues, and for which op."""
+
+    tell: Callable[[str, int], None]
+    counts: Counter[CollectiveUse] = field(factory=Counter)
+    nbytes: Counter[CollectiveUse] = field(factory=Counter)
+    ops: Counter[str] = field(factory=Counter)
+    peaks: dict[str, int] = field(factory=dict)
+    gradients: int = 0
+    kept: int = 0
+    saw_backward: bool = False
+    _before: int = 0
+    _alive: dict[int, int] = field(factory=dict)
+    _total: int = 0
+    _in_step: int = 0
+    _op: str = NO_OP
+    _running: Op | None = None
+
+    def restart(self) -> None:
+        """Forget what was done; what is alive stays so."""
+        self.counts.clear()
+        self.nbytes.clear()
+        self.ops.clear()
+        self.peaks = {"forward": self._total}
+        self._before, self.saw_backward = self._total, False
+
+    def forward_ended(self) -> None:
+        """Note what is kept for the backward pass."""
+        self.kept = self._total - self._before
+
+    @property
+    def phase(self) -> str:
+        return "backward" if in_backward() else "optimizer" if self._in_step else "forward"
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hear of plans, collectives and optimizer steps while the context lasts."""
+        hooks = [
+            register_optimizer_step_pre_hook(self._entered_step),
+            register_optimizer_step_post_hook(self._left_step),
+        ]
+        with ExitStack() as stack:
+            for hook in hooks:
+                stack.callback(hook.remove)
+            stack.enter_context(dispatcher.observe(self._saw_plan))
+            stack.enter_context(observe(self._saw_collective))
+            yield
+
+    def watching(self) -> Any:
+        """A context whose memory is followed."""
+        return watching(self._see, lambda _: False)
+
+    def _entered_step(self, *_: Any) -> None:
+        self._in_step += 1
+
+    def _left_step(self, *_: Any) -> None:
+        self._in_step -= 1
+
+    def _saw_plan(self, plan: Plan) -> None:
+        self._op = op_name(plan.schema.op)
+        lowered = any(strategy.lowered for strategy in plan.strategies)
+        self._running = None if lowered else plan.schema.op
+        self.ops[self._op] += 1
+        self.saw_backward = self.saw_backward or in_backward()
+        self.tell(self.phase, self.ops.total())
+
+    def _saw_collective(self, event: Event) -> None:
+        use = CollectiveUse(self.phase, event.kind, event.mesh_dims, event.group_size, self._op)
+        self.counts[use] += 1
+        self.nbytes[use] += event.nbytes
+
+    def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if any(isinstance(t, MeshTensor) for t in tensors_in([args, kwargs])):
+            # Its own dispatcher runs it, and what that runs on local tensors comes by here.
+            return NotImplemented
+        result = _result(op, args, kwargs)
+        for tensor in tensors_in(result):
+            self._holds(tensor)
+        if op is self._running:
+            # What comes until the next op is nobody's: a redistribution that the program asks for, or a gradient's.
+            self._op, self._running = NO_OP, None
+        return result
+
+    def _holds(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = memory_of(tensor)
+        if key in self._alive:
+            return
+        self._alive[key] = size = storage.nbytes()
+        self._total += size
+        finalize(storage, self._freed, key)
+        phase = self.phase
+        self.peaks[phase] = max(self.peaks.get(phase, 0), self._total)
+
+    def _freed(self, key: int) -> None:
+        self._total -= self._alive.pop(key)
+
+
+def _result(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    try:
+        return op(*args, **kwargs)
+    except Exception as error:
+        if not is_unknowable(error):
+            raise
+        if not any(r.is_tensor for r in signature(op).results):
+            return _one(next(tensors_in([args, kwargs])).dtype)
+        raise CallError(
+            asked=f"rehearse {op_name(op)}",
+            found="the shape of its result depends on data, which is not there",
+            do="Give the program a branch without it.",
+            op=op_name(op),
+        ) from error
+
+
+def _one(dtype: torch.dtype) -> bool | int | float:
+    """What is taken for a number that data decides: a loss to print, a norm to compare."""
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

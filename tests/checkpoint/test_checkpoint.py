@@ -1,0 +1,564 @@
+"""Checkpoints: what each rank writes, moves between meshes and layouts, other programs' files, and interruptions."""
+
+import copy
+import json
+import os
+import pickle
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise as sw
+from shardwise import MeshTensor, Partial, Replicate, Shard, checkpoint
+from shardwise.checkpoint import folder
+from shardwise.errors import (
+    CheckpointDtypeError,
+    CheckpointError,
+    CheckpointFileError,
+    CheckpointKeyError,
+    CheckpointShapeError,
+    CheckpointStepError,
+    CheckpointValueError,
+    LayoutError,
+    RankDisagreementError,
+    WorkerError,
+)
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.tensor.dcp_chunks import chunk_of
+from shardwise.testing import mesh
+from shardwise.testing.pool import WorkerPool
+
+SINGLE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def specs(draw):
+    shape = draw(st.lists(st.integers(0, 7), max_size=3))
+    mesh_shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    choices = [Replicate(), *map(Shard, range(len(shape)))]
+    placements = [draw(st.sampled_from(choices)) for _ in mesh_shape]
+    return TensorSpec(AbstractMesh(mesh_shape), placements, TensorMeta.contiguous(shape, torch.float32))
+
+
+@given(specs())
+def test_the_chunks_of_all_ranks_tile_the_tensor_once(spec):
+    chunks = [chunk_of(spec, coordinate) for coordinate in spec.mesh.coordinates()]
+    # A checkpoint takes chunks that start at one place for copies of one chunk.
+    by_offset = {}
+    for chunk in filter(None, chunks):
+        assert by_offset.setdefault(tuple(chunk.offsets), tuple(chunk.sizes)) == tuple(chunk.sizes)
+    times = torch.zeros(spec.shape, dtype=torch.int64)
+    for offsets, sizes in by_offset.items():
+        times[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    assert torch.equal(times, torch.ones_like(times))
+    for coordinate, chunk in zip(spec.mesh.coordinates(), chunks, strict=True):
+        if chunk is not None:
+            assert tuple(chunk.sizes) == spec.local_shape(coordinate)
+
+
+def test_an_empty_shard_does_not_hide_its_neighbour():
+    # The last shard of the first half is empty and starts where the second half does.
+    spec = TensorSpec(AbstractMesh((2, 4)), [Shard(0), Shard(0)], TensorMeta.contiguous((5,), torch.float32))
+    assert spec.local_shape_and_offset((0, 3)) == ((0,), (3,))
+    assert chunk_of(spec, (0, 3)) is None
+    assert tuple(chunk_of(spec, (1, 0)).sizes) == (1,)
+
+
+def test_a_pending_tensor_is_refused():
+    spec = TensorSpec(AbstractMesh((2, 2)), [Partial(), Shard(0)], TensorMeta.contiguous((4,), torch.float32))
+    with pytest.raises(LayoutError, match=r"pending \(sum on mesh dim 0\).*redistribute"):
+        chunk_of(spec, (0, 0))
+
+
+# -- a model and its optimizer, to another mesh ------------------------------------------------------------------
+
+TENSOR_PARALLEL = {"0.*": [Shard(0)], "2.weight": [Shard(1)]}
+DATA_SHARDED = {"*": [Shard(0)]}
+TWICE_SHARDED = {"*": [Shard(0), Shard(0)]}
+ROWS_AND_COPIES = {"*.weight": [Replicate(), Shard(1)]}
+
+
+class Run:
+    """A model that is trained on random numbers, on a mesh or on one device."""
+
+    def __init__(self, mesh_shape=None, plan=None, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 3))
+        self.mesh = None if mesh_shape is None else mesh(mesh_shape)
+        if self.mesh is not None:
+            sw.distribute_module(self.model, self.mesh, plan, src_data_rank=None)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, **options)
+
+    def state(self, **more):
+        return {"model": self.model, "optimizer": self.optimizer, "run": {"done": 0, "name": "x"}, **more}
+
+    def steps(self, first, number):
+        losses = []
+        for step in range(first, first + number):
+            batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
+            placed = batch if self.mesh is None else sw.distribute_tensor(batch, self.mesh, src_data_rank=None)
+            loss = self.model(placed).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.detach().item())
+        return losses
+
+
+def save_run(directory, mesh_shape, plan, options):
+    run = Run(mesh_shape, plan, **options)
+    run.steps(0, 3)
+    state = run.state()
+    state["run"]["done"] = 3
+    saved = checkpoint.save(state, directory, step=3)
+    assert saved == checkpoint.latest(directory)
+    return run.steps(3, 3)
+
+
+def load_run(directory, mesh_shape, plan, options):
+    run = Run(mesh_shape, plan, **options)
+    state = run.state()
+    checkpoint.load(state, directory)
+    assert state["run"] == {"done": 3, "name": "x"}
+    return run.steps(3, 3)
+
+
+def load_on_two(directory):
+    two = DeviceMesh("cpu", [0, 1])  # all ranks make it
+    if dist.get_rank() > 1:
+        return None
+    run = Run()
+    sw.distribute_module(run.model, two, DATA_SHARDED, src_data_rank=None)
+    run.mesh, run.optimizer = two, torch.optim.AdamW(run.model.parameters(), lr=0.01, fused=True)
+    checkpoint.load(run.state(), directory, process_group=two.get_group())
+    return run.steps(3, 3)
+
+
+def test_four_ranks_to_two_and_to_one(pool, tmp_path):
+    went_on = pool.run(save_run, tmp_path, (4,), TENSOR_PARALLEL, {"fused": True})[0]
+    single = Run(fused=True)
+    single.steps(0, 3)
+    expected = single.steps(3, 3)
+    assert went_on == pytest.approx(expected, rel=1e-5)
+    assert pool.run(load_on_two, tmp_path)[1] == pytest.approx(expected, rel=1e-5)
+    assert pool.run(load_run, tmp_path, (2, 2), TWICE_SHARDED, {"fused": True})[3] == pytest.approx(expected, rel=1e-5)
+    back = load_run(tmp_path, None, None, {"fused": True})
+    assert back == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True, "amsgrad": True}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "plan"), [((4,), DATA_SHARDED), ((2, 2), TWICE_SHARDED), ((1, 4), ROWS_AND_COPIES), ((4,), {})]
+)
+def test_any_optimizer_between_layouts(pool, tmp_path, options, mesh_shape, plan):
+    pool.run(save_run, tmp_path, (2, 2), {"*.weight": [Shard(1), Shard(0)]}, options)
+    single = Run(**options)
+    single.steps(0, 3)
+    found = pool.run(load_run, tmp_path, mesh_shape, plan, options)[0]
+    assert found == pytest.approx(single.steps(3, 3), rel=1e-5)
+
+
+# -- torch's own functions on MeshTensors ------------------------------------------------------------------------
+
+SHAPES = {"even": (8, 4), "uneven": (7, 5), "few": (1, 3), "none": (0, 3), "one": (), "long": (9,)}
+
+
+def numbers(shape):
+    return torch.arange(1.0, 1 + torch.Size(shape).numel()).reshape(shape)
+
+
+def tensors(mesh_shape, layout, make=numbers):
+    def fit(shape):
+        return [p if not isinstance(p, Shard) or p.dim < len(shape) else Replicate() for p in layout]
+
+    where = mesh(mesh_shape)
+    return {n: sw.distribute_tensor(make(s), where, fit(s), src_data_rank=None) for n, s in SHAPES.items()}
+
+
+def move(directory, before, after, as_dtensors):
+    state = tensors(*before)
+    given = {n: t.to_dtensor() for n, t in state.items()} if "before" in as_dtensors else state
+    dcp.save(given, checkpoint_id=directory)
+    later = tensors(*after, make=torch.zeros)
+    taken = {n: t.to_dtensor() for n, t in later.items()} if "after" in as_dtensors else later
+    dcp.load(taken, checkpoint_id=directory)
+    for name, shape in SHAPES.items():
+        assert torch.equal(later[name].full_tensor(), numbers(shape)), name
+
+
+LAYOUTS = [
+    ((4,), [Shard(0)]),
+    ((4,), [Replicate()]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Replicate(), Shard(1)]),
+    ((1, 2, 2), [Shard(0), Replicate(), Shard(0)]),
+]
+MOVES = [(a, LAYOUTS[(i + 1) % len(LAYOUTS)]) for i, a in enumerate(LAYOUTS)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("as_dtensors", ["", "before", "after"])
+@pytest.mark.parametrize(("before", "after"), MOVES, ids=str)
+def test_torch_moves_mesh_tensors_and_dtensors(pool, tmp_path, before, after, as_dtensors):
+    pool.run(move, tmp_path, before, after, as_dtensors)
+
+
+def saved_once(directory):
+    state = {
+        "copies": sw.distribute_tensor(numbers((64, 4)), mesh((2, 2)), [Replicate(), Replicate()]),
+        "half": sw.distribute_tensor(numbers((64, 4)), mesh((2, 2)), [Replicate(), Shard(0)]),
+        "other": sw.distribute_tensor(numbers((64, 4)), mesh((2, 2)), [Shard(0), Replicate()]),
+    }
+    found = dcp.save(state, checkpoint_id=directory)
+    # Async: what is written after the call must not show.
+    future = dcp.async_save(state, checkpoint_id=directory / "later")
+    for tensor in state.values():
+        tensor.zero_()
+    future.result()
+    dcp.load(state, checkpoint_id=directory / "later")
+    assert all(torch.equal(t.full_tensor(), numbers((64, 4))) for t in state.values())
+    flying = {"x": state["half"].redistribute(placements=[Shard(1), Replicate()], async_op=True)}
+    dcp.async_save(flying, checkpoint_id=directory / "flying").result()
+    dcp.load(state_x := {"x": state["other"]}, checkpoint_id=directory / "flying")
+    assert torch.equal(state_x["x"].full_tensor(), numbers((64, 4)))
+    with pytest.raises(dcp.api.CheckpointException, match="it is pending"):
+        dcp.save({"p": MeshTensor.from_local(torch.ones(2), mesh((4,)), [Partial()])}, checkpoint_id=directory / "p")
+    return found
+
+
+def test_copies_are_saved_once_and_async_saves_are_of_the_moment(pool, tmp_path):
+    metadata = pool.run(saved_once, tmp_path)[0]
+    chunks = {name: len(saved.chunks) for name, saved in metadata.state_dict_metadata.items()}
+    assert chunks == {"copies": 1, "half": 2, "other": 2}
+    writers = {place.relative_path for place in metadata.storage_data.values()}
+    assert len(writers) == 4, "the work is spread over the ranks"
+
+
+def whole_states(options):
+    """full_state_dict, cpu_offload and broadcast_from_rank0 of torch's functions."""
+    run, single = Run((4,), TENSOR_PARALLEL, **options), Run(**options)
+    run.steps(0, 3), single.steps(0, 3)
+    wanted = get_state_dict(single.model, single.optimizer)
+    whole = get_state_dict(run.model, run.optimizer, options=StateDictOptions(full_state_dict=True))
+    assert_alike(whole, wanted)
+    offloaded = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    on_first = get_state_dict(run.model, run.optimizer, options=offloaded)
+    if dist.get_rank() == 0:
+        assert_alike(on_first, wanted)
+    else:
+        assert on_first == ({}, {})
+    expected = single.steps(3, 2)
+    for from_first in (False, True):
+        other = Run((2, 2), TWICE_SHARDED, **options)
+        how = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_first)
+        model, optimizer = copy.deepcopy(whole) if not from_first or dist.get_rank() == 0 else ({}, {})
+        set_model_state_dict(other.model, model, options=how)
+        set_optimizer_state_dict(other.model, other.optimizer, optimizer, options=how)
+        assert other.steps(3, 2) == pytest.approx(expected, rel=1e-5)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(run.model, run.optimizer, options=flat)
+    set_optimizer_state_dict(run.model, run.optimizer, state, options=flat)
+    assert run.steps(3, 2) == pytest.approx(expected, rel=1e-5)
+
+
+def assert_alike(states, wanted):
+    (model, optimizer), (single, single_optimizer) = states, wanted
+    torch.testing.assert_close(dict(model), dict(single))
+    torch.testing.assert_close(optimizer["state"], single_optimizer["state"])
+    assert optimizer["param_groups"] == single_optimizer["param_groups"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)
+def test_the_options_of_torchs_state_dicts(pool, options):
+    pool.run(whole_states, options)
+
+
+def files_of_one_rank(directory):
+    rank = dist.get_rank()
+    torch.save(sw.distribute_tensor(numbers((8, 4)), mesh((4,)), [Shard(0)]), directory / f"{rank}.pt")
+    dist.barrier()
+    torch.load(directory / f"{rank}.pt", weights_only=True)
+    with pytest.raises(LayoutError, match="holds one rank's part"):
+        torch.load(directory / f"{(rank + 1) % 4}.pt", weights_only=True)
+
+
+def test_a_file_of_one_ranks_part_is_refused_on_another_rank(pool, tmp_path):
+    pool.run(files_of_one_rank, tmp_path)
+
+
+# -- one process: plain programs, safety and errors --------------------------------------------------------------
+
+
+@SINGLE
+def test_torch_reads_what_was_saved_and_is_read(tmp_path):
+    run = Run()
+    run.steps(0, 2)
+    saved = checkpoint.save(run.state(), tmp_path / "ours", step=2)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer, "run": {"done": 2, "name": "x"}}, checkpoint_id=tmp_path / "own")
+    expected = copy.deepcopy(run).steps(2, 2)
+    for path in (saved.path, tmp_path / "own"):
+        other = Run()
+        model, optimizer = get_state_dict(other.model, other.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        set_optimizer_state_dict(other.model, other.optimizer, optimizer)
+        again = Run()
+        checkpoint.load(again.state(), path)
+        assert other.steps(2, 2) == again.steps(2, 2) == expected
+
+
+def test_everything_in_a_checkpoint_loads_with_weights_only(tmp_path):
+    run = Run()
+    run.steps(0, 2)
+    path = checkpoint.save(run.state(random=torch.get_rng_state(), notes=["a", (1, 2.5), None]), tmp_path, step=2).path
+    whole = tmp_path / "whole.pt"
+    dcp_to_torch_save(path, whole)
+    loaded = torch.load(whole, weights_only=True)
+    assert torch.equal(loaded["model"]["0.weight"], run.model[0].weight)
+    assert loaded["notes"] == ["a", (1, 2.5), None]
+
+
+class Planted:
+    """Runs when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@SINGLE
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    ran = tmp_path / "ran"
+    dcp.save({"x": torch.ones(2), "v": Planted(ran)}, checkpoint_id=tmp_path / "value")
+    with pytest.raises(CheckpointError, match=r"[Ww]eights.?only"):
+        checkpoint.load({"x": torch.zeros(2), "v": None}, tmp_path / "value")
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "list")
+    metadata = pickle.loads((tmp_path / "list/.metadata").read_bytes())
+    metadata.planner_data = {"x": Planted(ran)}
+    (tmp_path / "list/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFileError, match="which no list of tensors has"):
+        checkpoint.load({"x": torch.zeros(2)}, tmp_path / "list")
+    assert not ran.exists()
+
+
+def test_what_cannot_come_back_is_not_saved(tmp_path):
+    for state, error in [
+        ({"v": Planted(tmp_path / "ran")}, "'v', a Planted.*weights_only=True"),
+        ({"a": {"b": {3: 1}}}, "a.b: it has the key 3"),
+    ]:
+        with pytest.raises(CheckpointValueError, match=error):
+            checkpoint.save(state, tmp_path, step=1)
+    with pytest.raises(CheckpointKeyError, match="no module of the state has all its parameters"):
+        checkpoint.save({"optimizer": Run().optimizer}, tmp_path, step=1)
+    assert folder.found(tmp_path) == []
+
+
+def test_what_does_not_fit_says_what_was_asked_and_found(tmp_path):
+    checkpoint.save({"a": torch.ones(3), "n": 5}, tmp_path, step=1)
+    for state, kind, message in [
+        ({"b": torch.ones(3), "c": 1}, CheckpointKeyError, r"'b' \(and 1 more\): the checkpoint does not have it"),
+        ({"a": torch.ones(4)}, CheckpointShapeError, r"tensor of \(4,\).*one of shape \(3,\)"),
+        ({"a": torch.ones(3).double()}, CheckpointDtypeError, r"torch.float64: the checkpoint has torch.float32"),
+        ({"n": torch.ones(3)}, CheckpointShapeError, "has a value that is no tensor"),
+        ({"a": 3}, CheckpointShapeError, "has a tensor of that name"),
+    ]:
+        with pytest.raises(kind, match=message):
+            checkpoint.load(state, tmp_path)
+    run = Run()
+    with pytest.raises(CheckpointKeyError, match="no state of an optimizer under that name; it has a, n"):
+        checkpoint.load(run.state(), tmp_path)
+    with pytest.raises(CheckpointFileError, match="steps that are there: 1"):
+        checkpoint.load({"n": 0}, tmp_path, step=7)
+    with pytest.raises(CheckpointFileError, match=r"none\. Save one there first"):
+        checkpoint.load({"n": 0}, tmp_path / "nowhere")
+    groups = torch.optim.SGD([{"params": [p]} for p in run.model.parameters()], lr=0.1)
+    checkpoint.save(run.state(), tmp_path / "one", step=1)
+    with pytest.raises(CheckpointKeyError, match=r"groups of \[1, 1, 1, 1\] parameters.*groups of \[4\]"):
+        checkpoint.load({"model": run.model, "optimizer": groups}, tmp_path / "one")
+
+
+def test_the_last_ones_are_kept_and_steps_only_go_on(tmp_path):
+    for step in (1, 2, 2, 5):
+        saved = checkpoint.save({"n": step}, tmp_path, step=step)
+    assert [c.path.name for c in folder.found(tmp_path)] == ["step-00000002.1", "step-00000005"]
+    assert checkpoint.latest(tmp_path) == saved
+    with pytest.raises(CheckpointStepError, match="step 5 is there"):
+        checkpoint.save({"n": 4}, tmp_path, step=4)
+    with pytest.raises(CheckpointStepError, match="steps count from 0"):
+        checkpoint.save({"n": 4}, tmp_path, step=-1)
+    assert checkpoint.save({"n": 6}, tmp_path / "one", step=6, keep=0) == checkpoint.latest(tmp_path / "one")
+    state = {"n": 0}
+    assert checkpoint.load(state, tmp_path, step=2).again == 1
+    assert state == {"n": 2}
+
+
+def test_a_damaged_checkpoint_is_noticed(tmp_path):
+    for step in (1, 2):
+        checkpoint.save({"x": torch.full((4,), float(step))}, tmp_path, step=step)
+    file = tmp_path / "step-00000002/__0_0.distcp"
+    good = file.read_bytes()
+    at = good.index(torch.full((4,), 2.0).numpy().tobytes())
+    file.write_bytes(good[: at + 2] + b"\x01" + good[at + 3 :])
+    state = {"x": torch.zeros(4)}
+    with pytest.raises(CheckpointFileError, match="its checksum differs"):
+        checkpoint.load(state, tmp_path)
+    file.write_bytes(good[:-1])
+    with pytest.raises(CheckpointFileError, match="bytes instead of"):
+        checkpoint.load(state, tmp_path, step=2)
+    assert checkpoint.load(state, tmp_path).step == 1, "the last good one"
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / "step-00000009")
+    (tmp_path / "step-00000009/checkpoint.json").write_text("{")
+    assert checkpoint.latest(tmp_path).step == 1
+
+
+# -- ranks that fail, disagree or die ----------------------------------------------------------------------------
+
+
+def one_rank_fails(directory):
+    rank = dist.get_rank()
+    x = sw.distribute_tensor(numbers((8,)), mesh((4,)), [Shard(0)])
+    with pytest.raises(RankDisagreementError, match="'seed': it is not the same on every rank"):
+        checkpoint.save({"x": x, "seed": rank}, directory, step=1)
+    with pytest.raises(RankDisagreementError, match="different directories, steps or keep"):
+        checkpoint.save({"x": x}, directory, step=rank)
+    saved = checkpoint.save({"x": x, f"of rank {rank}": rank}, directory, step=1)
+    seen = []
+    for state in ({"x": x, "y" if rank == 2 else "x": x}, {"x": torch.zeros(3) if rank == 3 else x}):
+        with pytest.raises(CheckpointError) as raised:
+            checkpoint.load(state, directory)
+        seen.append((type(raised.value), str(raised.value)))
+    real = dcp.FileSystemWriter.write_data
+    if rank == 1:
+        dcp.FileSystemWriter.write_data = full_disk
+    try:
+        with pytest.raises(CheckpointError, match="rank 1 raised OSError: no space left") as raised:
+            checkpoint.save({"x": x}, directory, step=2)
+    finally:
+        dcp.FileSystemWriter.write_data = real
+    assert checkpoint.latest(directory) == saved
+    return [*seen, str(raised.value)]
+
+
+def full_disk(self, plan, planner):
+    raise OSError("no space left on device")
+
+
+def test_all_ranks_raise_what_one_rank_raises(pool, tmp_path):
+    found = pool.run(one_rank_fails, tmp_path)
+    assert found == [found[0]] * 4
+    assert [kind for kind, _ in found[0][:2]] == [CheckpointKeyError, CheckpointShapeError]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "what failed leaves nothing behind"
+
+
+def state_of(step):
+    where = mesh((4,))
+    full = torch.full((4096, 8), float(step))
+    return {
+        "rows": sw.distribute_tensor(full, where, [Shard(0)], src_data_rank=None),
+        "columns": sw.distribute_tensor(full, where, [Shard(1)], src_data_rank=None),
+        "step": step,
+    }
+
+
+def save_for_ever(directory, first):
+    for step in range(first, first + 100_000):
+        checkpoint.save(state_of(step), directory, step=step)
+
+
+def killed_at(directory, where, rank):
+    """Save twice; in the second save a rank kills itself at a given point."""
+    checkpoint.save(state_of(1), directory, step=1)
+    if dist.get_rank() == rank:
+        owner, name = {
+            "data": (dcp.FileSystemWriter, "write_data"),
+            "metadata": (dcp.FileSystemWriter, "finish"),
+            "contents": (folder, "_write"),
+            "rename": (Path, "rename"),
+            "prune": (folder, "_prune"),
+        }[where]
+        setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    checkpoint.save(state_of(2), directory, step=2)
+
+
+def check_last(directory):
+    state = {"rows": state_of(0)["rows"], "columns": state_of(0)["columns"], "step": 0}
+    loaded = checkpoint.load(state, directory)
+    assert state["step"] == loaded.step
+    for name in ("rows", "columns"):
+        assert torch.equal(state[name].full_tensor(), torch.full((4096, 8), float(loaded.step)))
+    return loaded.step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "rank", "left"),
+    [
+        ("data", 1, 1),
+        pytest.param("metadata", 0, 1, marks=pytest.mark.sample),
+        ("contents", 0, 1),
+        ("rename", 0, 1),
+        ("prune", 0, 2),
+    ],
+)
+def test_a_rank_killed_at_a_point_of_a_save(pool_of, tmp_path, where, rank, left):
+    workers = pool_of(4)
+    workers.run(time.sleep, 0)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        workers.run(killed_at, tmp_path, where, rank)
+    assert time.monotonic() - start < 60
+    assert workers.run(check_last, tmp_path) == [left] * 4
+    workers.run(save_next, tmp_path, left + 1)
+    assert not list(tmp_path.glob(".*")), "what was left behind is removed by the next save"
+
+
+def save_next(directory, step):
+    checkpoint.save(state_of(step), directory, step=step)
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_any_moment_of_saving(tmp_path):
+    last = 0
+    with WorkerPool(4) as workers:
+        for attempt in range(4):
+            workers.run(save_next, tmp_path, last + 1)  # and everything is imported
+            victim = workers.pids[attempt]
+            killer = threading.Timer(0.7 + 0.13 * attempt, os.kill, (victim, signal.SIGKILL))
+            killer.start()
+            with pytest.raises(WorkerError, match="SIGKILL"):
+                workers.run(save_for_ever, tmp_path, last + 2)
+            killer.join()
+            found = workers.run(check_last, tmp_path)
+            assert len(set(found)) == 1
+            assert found[0] > last
+            last = found[0]
+    assert last > 0
+    assert json.loads((folder.newest(tmp_path).path / "checkpoint.json").read_text())["step"] == last

@@ -1,0 +1,94 @@
+"""Redistribution inside a compiled graph: the same numbers as in eager mode, for every kind of step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise import Partial, Replicate, Shard
+from shardwise.comm import events
+from shardwise.comm.mesh_comm import MeshComm
+from shardwise.errors import TracingError
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.shards import scatter_local
+from shardwise.testing import mesh
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+STEPS = [([S0], [R]), ([S1], [R]), ([S0], [S1]), ([S1], [S0]), ([R], [S1])]
+SUMS = [([Partial("sum")], [R]), ([Partial("sum")], [S0]), ([Partial("avg")], [S1]), ([Partial("product")], [R])]
+EXTREMES = [([Partial("max")], [R]), ([Partial("min")], [S0])]
+TWO = [([S0, S0], [R, R]), ([S0, S1], [S1, S0]), ([Partial("sum"), S0], [S0, R]), ([R, Partial("max")], [S1, R])]
+
+
+def values(shape, dtype):
+    found = torch.arange(torch.Size(shape).numel()).view(shape) % 7 - 3
+    return found.to(dtype) * (1 + 1j) if dtype.is_complex else found.to(dtype)
+
+
+def check(ranks, pairs, shape, dtype):
+    """Compile each redistribution with gradients off; its result must equal eager mode's, bit for bit."""
+    m = DeviceMesh("cpu", ranks)
+    whole = values(shape, dtype)
+    for source, target in pairs:
+        torch._dynamo.reset()
+        spec = TensorSpec(m, source, TensorMeta.of(whole))
+        x = MeshTensor(scatter_local(whole, spec), spec)
+        issued = []
+        with events.observe(issued.append):
+            compiled = torch.compile(lambda t, to=target: t.redistribute(placements=to), backend="aot_eager")
+            found = compiled(x)
+        assert issued == [], "a collective ran outside the graph"
+        expected = x.redistribute(placements=target)
+        assert found.spec is expected.spec
+        torch.testing.assert_close(found.to_local(), expected.to_local(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 2)], ids=str)
+def test_steps_over_one_mesh_dim(pool, shape):
+    pool.run(check, [0, 1, 2, 3], STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64], ids=str)
+def test_steps_in_dtypes_that_backends_do_not_all_carry(pool, dtype):
+    pairs = STEPS + (SUMS[:2] if dtype.is_complex or dtype == torch.bool else SUMS[:3])
+    pool.run(check, [0, 1, 2, 3], pairs, (7, 5), dtype, timeout=120)
+
+
+def test_steps_over_two_mesh_dims(pool):
+    pool.run(check, [[0, 1], [2, 3]], TWO, (7, 6), torch.float64, timeout=120)
+
+
+def test_ranks_in_an_order_of_their_own(pool):
+    pool.run(check, [2, 0, 3, 1], STEPS + SUMS + EXTREMES, (8, 5), torch.float64, timeout=120)
+    pool.run(check, [[3, 1], [0, 2]], TWO, (7, 6), torch.float64, timeout=120)
+
+
+def winners():
+    torch._dynamo.reset()
+    whole = torch.tensor([3.0, 1.0, 7.0, 2.0, 7.0, 5.0, 0.0])
+    m = DeviceMesh("cpu", [0, 1, 2, 3])
+    spec = TensorSpec(m, [S0], TensorMeta.of(whole))
+    compiled = torch.compile(lambda t: t.argmax(0), backend="aot_eager", fullgraph=True)
+    return compiled(MeshTensor(scatter_local(whole, spec), spec)).full_tensor().item()
+
+
+def test_the_position_of_the_largest_over_a_sharded_dim(pool):
+    assert pool.run(winners) == [2] * 4
+
+
+def refuses_shapes():
+    comm = MeshComm(mesh((4,)))
+
+    def gathered(t):
+        return torch.cat(comm.all_gather(t, 0))
+
+    with FakeTensorMode() as mode, pytest.raises(TracingError, match="cannot wait"):
+        gathered(mode.from_tensor(torch.ones(3)))
+    return True
+
+
+def test_what_needs_other_ranks_shapes_is_refused(pool):
+    assert pool.run(refuses_shapes) == [True] * 4

@@ -1,0 +1,191 @@
+"""All ranks of a mesh cost moves by the same figures, whatever file each of them would find."""
+
+import os
+import platform
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import shardwise as sw
+from shardwise.comm.link_agreement import agree_on_links, agree_to, forget
+from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError, WorkerError
+from shardwise.kernel.dispatcher import clear_plans
+from shardwise.kernel.spec import AbstractMesh
+from shardwise.planning.cost import Connection, Link, Links, default_links, links_of, use_links
+from shardwise.planning.link_file import Calibration, Site, show
+from shardwise.testing import WorkerPool
+
+
+def links(k, ndim=2):
+    return Links((Connection.alike(Link(1e-5 * k, 1e-6 * k, 1e9 * k)),) * ndim, 1e-6 * k, 1e10)
+
+
+def entry(k, shape=(2, 2)):
+    site = Site(shape, "cpu", platform.machine(), "gloo", (1,) * len(shape))
+    return Calibration(site, links(k, len(shape)), "2.13.0", "2026-01-02T03:04:05+00:00")
+
+
+@contextmanager
+def reading(file):
+    """On a rank: nothing is agreed yet, nothing is planned, and this is the file."""
+    forget()
+    clear_plans()
+    os.environ["SHARDWISE_LINKS"] = file
+    try:
+        yield
+    finally:
+        os.environ["SHARDWISE_LINKS"] = "off"
+        forget()
+
+
+def agreed(shape, *files, order=None):
+    """On a rank: what the mesh's ranks agree on when each has a file of its own."""
+    mesh = init_device_mesh("cpu", shape) if order is None else DeviceMesh("cpu", order)
+    with reading(files[dist.get_rank() % len(files)]):
+        changed = agree_on_links(mesh)
+        assert not agree_on_links(mesh)
+        return changed, links_of(mesh)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A file per rank, each with other figures."""
+    paths = [tmp_path / f"{k}.json" for k in range(1, 5)]
+    for k, path in enumerate(paths, 1):
+        path.write_text(show([entry(k)]))
+    return [str(path) for path in paths]
+
+
+def test_the_first_ranks_file_counts_for_all(pool, files):
+    assert pool.run(agreed, (2, 2), *files) == [(True, links(1))] * 4
+
+
+def test_a_mesh_that_counts_its_ranks_otherwise_has_another_first_rank(pool, files):
+    def on_rank(*files):
+        return agreed((2, 2), *files, order=[[3, 1], [0, 2]])
+
+    assert pool.run(on_rank, *files) == [(True, links(4))] * 4
+
+
+def test_mesh_dims_serve_a_mesh_of_another_shape(pool, files, tmp_path):
+    (tmp_path / "both.json").write_text(show([entry(1), entry(5, (4,))]))
+    assert pool.run(agreed, (4, 1), str(tmp_path / "both.json"))[0][1].mesh_dims[0] == links(5).mesh_dims[0]
+
+
+@pytest.mark.parametrize("here", [["off"], ["off", "/nowhere"]])
+def test_without_a_file_all_keep_the_defaults(pool, here):
+    default = default_links(AbstractMesh((2, 2)))
+    assert pool.run(agreed, (2, 2), *here) == [(False, default)] * 4
+
+
+def test_what_a_program_set_goes_before_the_file(pool, files):
+    def on_rank(files, mine):
+        mesh = init_device_mesh("cpu", (2, 2))
+        use_links(mesh, mine)
+        try:
+            return agreed((2, 2), *files)
+        finally:
+            use_links(mesh, None)
+
+    assert pool.run(on_rank, files, links(9)) == [(False, links(9))] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (None, LinksFileError),
+        ("notes", LinksFileError),
+        ('{"version": 99}', LinksVersionError),
+        (show([entry(1, (8,))]), LinksFitError),
+        (show([]), LinksFitError),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_on_every_rank(pool, tmp_path, files, text, error):
+    bad = tmp_path / "bad.json"
+    if text is not None:
+        bad.write_text(text)
+    # The others have good files; it is the first rank's that counts.
+    with pytest.raises(WorkerError) as caught:
+        pool.run(agreed, (2, 2), str(bad), *files[1:])
+    assert [failure.kind for failure in caught.value.errors] == [error.__name__] * 4
+    assert all("bad.json" in failure.message for failure in caught.value.errors)
+
+
+def test_planning_without_ranks_asks_nobody():
+    mesh = AbstractMesh((2, 2))
+    assert agree_on_links(mesh) is False
+    assert links_of(mesh) == default_links(mesh)
+
+
+# -- when ------------------------------------------------------------------------------------------------------------
+
+
+def plan_two(file):
+    """On a rank: the figures in use after a plan that moves nothing, and after one that does."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    rows = sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0), sw.Shard(0)], src_data_rank=None)
+    seen = []
+    with reading(file):
+        for run in (lambda: rows + 1, lambda: rows @ rows):
+            run()
+            seen.append(links_of(mesh))
+    return seen
+
+
+def test_ranks_agree_before_the_first_plan_that_moves_anything(pool, files):
+    default = default_links(AbstractMesh((2, 2)))
+    assert pool.run(plan_two, files[1]) == [[default, links(2)]] * 4
+
+
+def plan_alone(file):
+    mesh = init_device_mesh("cpu", (4,))
+    whole = sw.distribute_tensor(torch.ones(8), mesh, [sw.Replicate()], src_data_rank=None)
+    with reading(file):
+        return (whole * 3).to_local().sum().item() if dist.get_rank() == 2 else None
+
+
+def test_a_rank_may_plan_alone_what_moves_nothing(pool, files):
+    # The file has nothing for this mesh: asking anybody would raise, and asking alone would hang.
+    assert pool.run(plan_alone, files[0], timeout=30.0) == [None, None, 24.0, None]
+
+
+def redistribute_first(file):
+    mesh = init_device_mesh("cpu", (2, 2))
+    # Of a shape that no other test has: its way is not known yet.
+    rows = sw.distribute_tensor(torch.ones(52, 4), mesh, [sw.Shard(0), sw.Shard(0)], src_data_rank=None)
+    with reading(file):
+        rows.full_tensor()
+        return links_of(mesh)
+
+
+def test_redistribution_agrees_too(pool, files):
+    assert pool.run(redistribute_first, files[2]) == [links(3)] * 4
+
+
+def on_fake_ranks(file):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    with reading(file):
+        return agree_on_links(mesh), links_of(mesh) == default_links(mesh)
+
+
+def test_a_mesh_of_fake_ranks_asks_nobody():
+    with WorkerPool(1) as pool:
+        assert pool.run(on_fake_ranks, "/nowhere") == [(False, True)]
+
+
+def told(mine):
+    mesh = init_device_mesh("cpu", (4, 1))
+    with reading("/nowhere"):
+        agree_to(mesh, mine)
+        return agree_on_links(mesh), links_of(mesh)
+
+
+def test_figures_that_are_known_alike_need_no_asking(pool):
+    assert pool.run(told, links(6)) == [(False, links(6))] * 4

@@ -1,0 +1,18 @@
+"""The page on rehearsals: its large example prints what is shown."""
+
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli import main
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_the_large_example_prints_what_is_shown(docs):
+    (block,) = [b for b in docs.blocks(docs.ROOT / "docs" / "rehearse.md") if b.how.startswith("not run")]
+    ((command, shown),) = docs.commands(block.text)
+    result = CliRunner().invoke(main, shlex.split(command)[1:])
+    assert result.exit_code == 0, result.output
+    assert docs.squeezed(shown) == docs.squeezed(result.output)

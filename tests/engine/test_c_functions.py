@@ -1,0 +1,84 @@
+"""Bindings: a C function stands for an op only where it is proven to be that op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardwise.engine import c_functions as bindings
+from shardwise.engine.c_functions import binding
+from shardwise.private_torch.dispatch import recorded_ops
+from shardwise.private_torch.ops import direct_call
+
+aten = torch.ops.aten
+X = torch.arange(16.0).view(4, 4)
+INDEX = torch.tensor([1, 0])
+
+CALLS = {
+    "tensors": (aten.add.Tensor, (X, X), {}),
+    "a number": (aten.add.Tensor, (X, 2.0), {}),
+    "a keyword": (aten.add.Tensor, (X, X), {"alpha": 2}),
+    "in place": (aten.mul_.Tensor, (X.clone(), 2.0), {}),
+    "out": (aten.add.out, (X, X), {"out": torch.empty(4, 4)}),
+    "a list of ints": (aten.sum.dim_IntList, (X, [1], True), {}),
+    "a list of tensors": (aten.cat.default, ([X, X], 1), {}),
+    "several results": (aten.native_layer_norm.default, (X, [4], None, None, 1e-5), {}),
+    "a view": (aten.view.default, (X, [2, 8]), {}),
+    "a 0-dim tensor": (aten.mul.Tensor, (X, X[1, 1]), {}),
+    "indices": (aten.index.Tensor, (X, [INDEX]), {}),
+    "a backward op": (aten.threshold_backward.default, (X, X, 0), {}),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_binding_makes_exactly_the_call_of_its_op(case):
+    op, args, kwargs = CALLS[case]
+    found = binding(op, args, kwargs)
+    ops = recorded_ops(found, args, kwargs)
+    assert [name for name, _, _ in ops] == [op]
+    wanted = recorded_ops(direct_call(op), args, kwargs)
+    assert repr(ops[0][1:]) == repr(wanted[0][1:])
+
+
+def test_bindings_are_found_where_torch_has_them():
+    assert binding(aten.add.Tensor, (X, X), {}) is torch.add
+    assert binding(aten.mul_.Tensor, (X, 2.0), {}).__name__ == "mul_"
+
+
+def test_a_function_that_takes_another_overload_is_refused():
+    """torch.max(x, dim) and torch.max(x, y) share a name, and so do torch.div by a tensor and by a number."""
+    assert recorded_ops(binding(aten.max.dim, (X, 1), {}), (X, 1), {})[0][0] is aten.max.dim
+    assert binding(aten.max.other, (X, X), {}) is direct_call(aten.max.other)  # torch.max(x, y) makes maximum
+    assert binding(aten.div.Scalar, (X, 2.0), {}) is direct_call(aten.div.Scalar)  # torch.div(x, 2.0) is div.Tensor
+
+
+def test_the_binding_depends_on_what_the_parser_can_tell_apart():
+    one = bindings._type_of([X])
+    assert one != bindings._type_of([X, X])
+    assert bindings._type_of([X, X]) == bindings._type_of([X] * 200)
+    assert bindings._type_of(X) != bindings._type_of(X[0, 0]) != bindings._type_of(INDEX[0])
+    assert bindings._type_of(1) != bindings._type_of(1.0) != bindings._type_of(True)
+    assert bindings._type_of(None) != bindings._type_of(X)
+
+
+def test_a_candidate_that_changes_an_argument_is_refused(monkeypatch):
+    """One op reaches the dispatcher, the right one, but with other arguments."""
+
+    def raised(x, low):
+        return torch.clamp(x, low + 1)
+
+    monkeypatch.setattr(bindings, "_candidates", lambda _: (raised,))
+    assert bindings._find(aten.clamp.default, (X, 1.0), {}) is direct_call(aten.clamp.default)
+    monkeypatch.setattr(bindings, "_candidates", lambda _: (torch.clamp,))
+    assert bindings._find(aten.clamp.default, (X, 1.0), {}) is torch.clamp
+
+
+def test_a_candidate_that_does_more_is_refused(monkeypatch):
+    monkeypatch.setattr(bindings, "_candidates", lambda _: (lambda x: torch.neg(torch.neg(x)),))
+    assert bindings._find(aten.neg.default, (X,), {}) is direct_call(aten.neg.default)
+
+
+def test_a_candidate_is_never_tried_on_the_tensors_themselves():
+    before = X.clone()
+    bindings._find(aten.zero_.default, (X,), {})
+    assert torch.equal(X, before)

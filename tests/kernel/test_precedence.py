@@ -1,0 +1,63 @@
+"""Precedence: the winner follows from what is declared and set, never from an order."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.kernel.precedence import Entry, Origin, judge
+from shardwise.rule.authoring import rule
+
+MM = torch.ops.aten.mm.default
+RULE = rule(MM, "R, R -> R")
+FIRST = Origin("shardwise-matmul", "shardwise", "1")
+
+
+def entry(name, replaces=None):
+    return Entry(MM, RULE, FIRST if name == "shardwise" else Origin(name, name, "1"), replaces)
+
+
+def winner(entries, prefer=(), overrides=()):
+    found = judge(MM, overrides, entries, prefer).winner
+    return found and found.origin.plugin
+
+
+def test_the_only_rule_holds():
+    assert winner([entry("a")]) == "a"
+    assert winner([]) is None
+
+
+def test_a_chain_of_replacements_has_its_last_link_win():
+    assert winner([entry("shardwise"), entry("a", "shardwise"), entry("b", "a")]) == "b"
+
+
+def test_two_that_replace_each_other_are_a_conflict():
+    assert winner([entry("a", "b"), entry("b", "a")]) is None
+
+
+def test_a_replacement_of_something_else_says_nothing():
+    assert winner([entry("a", "c"), entry("b")]) is None
+
+
+def test_every_loser_is_listed_with_the_reason():
+    verdict = judge(MM, [], [entry("shardwise"), entry("a", "shardwise")])
+    ((loser, why),) = verdict.losers
+    assert (loser.origin.plugin, why) == ("shardwise-matmul", "replaced by a 1")
+    assert verdict.reason == "it declares replaces='shardwise'"
+
+
+NAMES = ["shardwise", "a", "b", "c"]
+
+
+@given(data=st.data())
+def test_the_order_of_entries_and_settings_decides_nothing(data):
+    names = data.draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=4))
+    entries = [entry(n, data.draw(st.sampled_from([None, *(o for o in NAMES if o != n)]))) for n in names]
+    keys = data.draw(st.lists(st.sampled_from(["*", "aten.m*", "aten.mm", "aten.mm.default", "aten.add"]), unique=True))
+    prefer = [(key, data.draw(st.sampled_from(NAMES))) for key in keys]
+    one = judge(MM, [], entries, prefer)
+    other = judge(MM, [], data.draw(st.permutations(entries)), data.draw(st.permutations(prefer)))
+    assert one.winner is other.winner
+    assert one.reason == other.reason
+    assert [e for e, _ in one.losers] == [e for e, _ in other.losers]
+    assert set(one.rivals) == set(entries)
+    assert winner(entries, prefer, [entry("x"), entry("y")]) == "y"

@@ -1,0 +1,146 @@
+"""The shelf ``private_torch.dispatch``: each function has a test that fails clearly when torch takes it away."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+from attrs import frozen
+
+from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.private_torch import dispatch
+
+aten = torch.ops.aten
+
+
+@frozen
+class Holder:
+    tensor_meta: TensorMeta
+
+
+class Wrapper(torch.Tensor):
+    __torch_function__ = dispatch.disabled_torch_function
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(func)
+
+
+@pytest.mark.parametrize("make", [dispatch.new_wrapper, dispatch._portable_wrapper], ids=["fast", "portable"])
+def test_a_wrapper_has_the_global_meta_and_the_local_tensor(make):
+    local = torch.ones(2, 3, dtype=torch.bfloat16)
+    spec = TensorSpec(AbstractMesh((2,)), [REPLICATE], TensorMeta((4, 3), (1, 4), torch.bfloat16))
+    made = make(Wrapper, local, spec, False)
+    assert type(made) is Wrapper
+    assert (made.shape, made.stride(), made.dtype, made.device) == ((4, 3), (1, 4), torch.bfloat16, local.device)
+    assert made._local_tensor is local
+    assert made._spec is spec
+    assert not made.requires_grad
+    assert make(Wrapper, local, spec, True).requires_grad
+
+
+def test_torch_function_is_off_and_torch_dispatch_is_on():
+    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    Wrapper.seen.clear()
+    torch.neg(made)
+    assert Wrapper.seen == [aten.neg.default]
+
+
+def test_a_backward_pass_is_known_from_inside():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(dispatch.in_backward()))
+    x.sum().backward()
+    assert seen == [True]
+    assert not dispatch.in_backward()
+
+
+def test_the_version_of_a_tensor_counts_its_writes():
+    x = torch.ones(3)
+    before = dispatch.version_of(x)
+    x[:2].add_(1)
+    assert dispatch.version_of(x) > before
+
+
+def test_a_tensor_can_stand_in_for_a_parameter():
+    module = torch.nn.Linear(2, 3)
+    weight, whole = module.weight, torch.ones(3, 2)
+    dispatch.swap_parameter(module, "weight", whole)
+    assert module.weight is whole
+    assert torch.equal(module(torch.ones(2)), torch.full((3,), 2.0) + module.bias)
+    dispatch.swap_parameter(module, "weight", weight)
+    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
+    assert module.weight is weight
+
+
+def test_foreach_is_offered_for_the_class_by_default():
+    class Offered(torch.Tensor):
+        pass
+
+    dispatch.support_foreach(Offered)
+    dispatch.support_foreach(Offered)
+    from torch.optim.optimizer import _foreach_supported_types as of_optimizers
+    from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
+
+    assert of_optimizers.count(Offered) == of_clipping.count(Offered) == 1
+
+
+def test_the_recorder_sees_ops_with_their_arguments():
+    x = torch.ones(2)
+    ((op, args, kwargs),) = dispatch.recorded_ops(torch.add, (x, 2), {"alpha": 3})
+    assert (op, args[0] is x, args[1], kwargs) == (aten.add.Tensor, True, 2, {"alpha": 3})
+
+
+def _nudge(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+nudge = torch.library.custom_op("private_torch_test::nudge", _nudge, mutates_args=())
+
+
+@pytest.mark.parametrize("op", [aten.neg.default, torch.ops.private_torch_test.nudge.default], ids=str)
+def test_a_handler_is_called_as_long_as_its_library_lives(op):
+    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    for answer in ("first", "second"):
+        library = dispatch.put_before_dispatch(op, Wrapper, lambda *_, found=answer, **__: torch.tensor(len(found)))
+        assert int(op(made)) == len(answer)
+        del library
+    Wrapper.seen.clear()
+    op(made)
+    assert Wrapper.seen == [op]
+
+
+def test_a_backward_op_knows_its_forward_call():
+    seen = []
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        found = torch.ones(2, requires_grad=True).cos()
+    found.grad_fn.register_prehook(lambda _: seen.append(dispatch.forward_traceback()))
+    found.sum().backward()
+    (lines,) = seen
+    assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
+    assert dispatch.forward_traceback() == []
+
+
+def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
+    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    seen, stand_in = [], torch.zeros(3)
+
+    def run(below, args, kwargs):
+        seen.append((args[1], kwargs, below(torch.ones(2), args[1]).shape))
+        return stand_in
+
+    library = dispatch.put_above_autograd(aten.vander.default, run)
+    torch.vander(torch.ones(2), 2)
+    assert seen == []
+    assert torch.equal(torch.vander(made, 2), stand_in)
+    assert seen == [(2, {}, (2, 2))]
+    del library
+
+
+def test_memory_has_an_identity_also_without_data():
+    for x in (torch.ones(4), torch.ones(4, device="meta")):
+        assert dispatch.memory_of(x[1:]) == dispatch.memory_of(x)
+        assert dispatch.memory_of(x.clone()) != dispatch.memory_of(x)

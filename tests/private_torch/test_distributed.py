@@ -1,0 +1,58 @@
+"""The shelf ``private_torch.distributed``: each function has a test that fails clearly when torch takes it away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.errors import MeshMismatchError
+from shardwise.private_torch import distributed
+
+
+def test_without_a_mesh_in_force_the_error_says_what_to_do():
+    with pytest.raises(MeshMismatchError, match="Pass device_mesh="):
+        distributed.current_mesh()
+
+
+def entered_mesh(shape):
+    mesh = init_device_mesh("cpu", shape)
+    with mesh:
+        return distributed.current_mesh() == mesh
+
+
+def test_the_mesh_in_force_is_found(pool):
+    assert pool.run(entered_mesh, (2, 2)) == [True] * 4
+
+
+def collectives_of_a_graph():
+    group, rank = dist.group.WORLD, float(dist.get_rank())
+    mine = torch.tensor([rank, rank + 10])
+    return (
+        distributed.graph_all_gather(mine, 4, group).tolist(),
+        distributed.graph_all_reduce(mine, "sum", group).tolist(),
+        distributed.graph_reduce_scatter(torch.arange(4.0) + rank, "sum", 4, group).tolist(),
+        distributed.graph_all_to_all(torch.arange(4.0) + 10 * rank, [1] * 4, [1] * 4, group).tolist(),
+        mine.tolist(),
+    )
+
+
+def test_collectives_of_a_graph_do_what_their_names_say(pool):
+    found = pool.run(collectives_of_a_graph)
+    assert [f[0] for f in found] == [[0, 10, 1, 11, 2, 12, 3, 13]] * 4
+    assert [f[1] for f in found] == [[6, 46]] * 4
+    assert [f[2] for f in found] == [[4 * i + 6] for i in range(4)]
+    assert [f[3] for f in found] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
+    assert [f[4] for f in found] == [[i, i + 10] for i in range(4)]
+
+
+def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
+    from torch.distributed import _state_dict_utils as ours
+    from torch.distributed.checkpoint import state_dict as taker
+
+    for name in ("_gather_state_dict", "_distribute_state_dict", "_broadcast_state_dict"):
+        assert getattr(taker, name) is getattr(ours, name)
+        assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
+    # What is wrapped are their first two arguments and three options of the first.
+    assert ours._gather_state_dict({"a": [1]}, pg=None, cpu_offload=False, ranks_only=()) == {"a": [1]}

@@ -1,0 +1,119 @@
+"""The shelf ``private_torch.tracing``: each function has a test that fails clearly when torch takes it away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from shardwise.private_torch import fake, tracing
+
+aten = torch.ops.aten
+
+
+def test_inside_a_mode_a_block_can_run_torch_for_real():
+    with FakeTensorMode():
+        assert isinstance(torch.ones(2), FakeTensor)
+        with tracing.outside_modes():
+            real = torch.ones(2)
+            assert real.tolist() == [1, 1]
+        assert isinstance(torch.ones(2), FakeTensor)
+    assert type(real) is torch.Tensor
+
+
+def test_a_block_outside_modes_is_outside_the_dispatcher_for_python_kernels():
+    # Kernels of collectives that run with the GIL held and threads of gloo that want it locked each other out.
+    assert not tracing.is_python_dispatched()
+    with enable_python_dispatcher():
+        assert tracing.is_python_dispatched()
+        with tracing.outside_modes():
+            assert not tracing.is_python_dispatched()
+        assert tracing.is_python_dispatched()
+
+
+def test_stand_ins_of_a_traced_graph_are_told_from_tensors():
+    assert not tracing.is_traced(torch.ones(2))
+    assert not tracing.is_traced(torch.nn.Parameter(torch.ones(2)))
+    with FakeTensorMode():
+        assert tracing.is_traced(torch.ones(2))
+
+
+def test_an_assertion_looks_at_the_value_when_it_runs():
+    tracing.assert_when_run(torch.tensor(True), "it is")
+    with pytest.raises(RuntimeError, match="it is not"):
+        tracing.assert_when_run(torch.tensor(False), "it is not")
+    with FakeTensorMode():
+        tracing.assert_when_run(torch.zeros((), dtype=torch.bool), "not looked at")
+
+
+def test_while_rehearsing_fake_tensors_are_what_a_program_runs_on():
+    with fake.fake_tensors():
+        x = torch.ones(2)
+        assert tracing.is_traced(x)
+        with tracing.rehearsing():
+            assert tracing.is_rehearsing()
+            assert tracing.is_without_data(x)
+            assert not tracing.is_traced(x)
+        assert not tracing.is_rehearsing()
+    assert not tracing.is_without_data(torch.ones(2))
+
+
+def symbols(*numbers):
+    """Sizes that are symbols, of tensors without data."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    whole = mode.from_tensor(
+        torch.empty(numbers), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(numbers))
+    )
+    return whole, whole.shape
+
+
+def test_what_a_symbol_stands_for():
+    _, (n, m) = symbols(8, 6)
+    assert (tracing.hint_of(n), tracing.hint_of(2 * n + m)) == (8, 22)
+    assert tracing.same_symbol(n, n)
+    assert not tracing.same_symbol(n, m)
+    assert not tracing.same_symbol(n, 8)
+    assert tracing.is_known(2 * n % n == 0)
+    assert not tracing.is_known(n % 4 == 0)
+    assert tracing.settled(n) is n
+    assert n == 8
+    assert type(tracing.settled(n)) is int
+
+
+def test_tensors_of_other_sizes_in_one_trace():
+    whole, (n, m) = symbols(8, 6)
+    assert not any(map(tracing.is_open, (n, 8)))
+    found = tracing.retraced(whole, (n // 2, m), (m, 1))
+    assert tracing.same_symbol(found.shape[0], n // 2)
+    with tracing.without_data(whole):
+        assert tracing.is_traced(torch.empty(3))
+    tracing.make_known(whole.shape)  # nothing writes a graph here
+
+
+def test_a_part_whose_sizes_are_left_open():
+    part = torch.empty(3, 2)
+    torch._dynamo.mark_dynamic(part, 0)
+    tracing.let_vary(part, range(2))
+    seen = []
+
+    def backend(graph, _):
+        traced = [node.meta["example_value"] for node in graph.graph.nodes if node.op == "placeholder"]
+        seen.extend(any(map(tracing.is_open, t.shape)) for t in traced if isinstance(t, torch.Tensor))
+        assert tracing.is_compiled_now()
+        return graph.forward
+
+    torch.compile(lambda t: t + 1, backend=backend)(part)
+    assert seen == [True]
+    assert not tracing.is_compiled_now()
+
+
+def test_graphs_are_seen_as_they_go_to_a_compiler():
+    torch._dynamo.reset()
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    torch.compile(lambda t: (t * 3).sum(), backend=tracing.seeing_graphs(seen.append))(x).backward()
+    assert x.grad.tolist() == [3, 3]
+    assert len(seen) == 2
+    assert any(node.target is aten.mul.Tensor for node in seen[0].graph.nodes)

@@ -1,0 +1,229 @@
+"""Bad input: its own error type, on every rank, before any collective, and the operands left as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise import MeshTensor, Partial, Replicate, Shard, errors
+from shardwise.comm.events import observe
+from shardwise.testing import mesh
+
+
+def on(layout, *shape, shape_of_mesh=(4,)):
+    return sw.distribute_tensor(
+        torch.arange(float(torch.Size(shape).numel())).reshape(shape), mesh(shape_of_mesh), layout
+    )
+
+
+def refused(case):
+    """Run one bad call; what it raised, how many collectives it issued, and whether its operands changed."""
+    operands, call = case()
+    before = [t.to_local().clone() for t in operands]
+    events = []
+    with observe(events.append):
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001  # any type is reported and judged by the caller
+            found = type(error).__name__, str(error)
+        else:
+            found = "nothing", ""
+    unchanged = all(torch.equal(a, t.to_local()) for a, t in zip(before, operands, strict=True))
+    return *found, len(events), unchanged
+
+
+def shard_dim_out_of_range():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: x.redistribute(placements=[Shard(2)])
+
+
+def shard_dim_of_a_distributed_tensor():
+    return [], lambda: sw.distribute_tensor(torch.ones(3), mesh((4,)), [Shard(1)])
+
+
+def wrong_number_of_placements():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: x.redistribute(placements=[Shard(0), Replicate()])
+
+
+def unknown_pending_kind():
+    return [], lambda: sw.distribute_tensor(torch.ones(3), mesh((4,)), [Partial("mean")])
+
+
+def different_meshes():
+    x, y = on([Shard(0)], 4, 3), on([Shard(0), Replicate()], 4, 3, shape_of_mesh=(2, 2))
+    return [x, y], lambda: x + y
+
+
+def redistribute_to_another_mesh():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: x.redistribute(mesh((2, 2)), [Replicate(), Replicate()])
+
+
+def another_device_type():
+    return [], lambda: MeshTensor.from_local(
+        torch.ones(3), init_device_mesh("cuda", (4,)) if torch.cuda.is_available() else FakeCudaMesh(), [Replicate()]
+    )
+
+
+class FakeCudaMesh:
+    """Stands for a CUDA mesh on a machine without a GPU: the check reads the device type and nothing else."""
+
+    device_type = "cuda"
+    ndim = 1
+
+
+def no_rule():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: torch.ops.aten._values_copy.default(x.to(torch.int64))
+
+
+def in_place_that_would_move():
+    x, y = on([Partial()], 4, 3), on([Replicate()], 4, 3)
+    return [x, y], lambda: torch.ops.aten.exp_.default(x)
+
+
+def view_across_ranks():
+    x = on([Shard(1)], 4, 6)
+    return [x], lambda: x.view(24)
+
+
+def item_of_many():
+    x = on([Shard(0)], 4, 3)
+    return [x], x.item
+
+
+def float_of_many():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: float(x)
+
+
+def foreach_of_unequal_length():
+    x, y = on([Shard(0)], 4, 3), on([Shard(0)], 4, 3)
+
+    def call():
+        # Under autograd torch itself checks foreach lists first, with an error of its own.
+        with torch.inference_mode():
+            torch._foreach_add_([x], [x, y])
+
+    return [x, y], call
+
+
+def fused_of_unequal_length():
+    x, y = on([Shard(0)], 4, 3), on([Shard(0)], 4, 3)
+    step = sw.ones((), device_mesh=mesh((4,)))
+    options = {
+        "lr": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": False,
+        "maximize": False,
+    }
+    return [x, y], lambda: torch._fused_adamw_([x, y], [x], [x, y], [x, y], [], [step, step], **options)
+
+
+def plain_tensor():
+    x = on([Shard(0)], 4, 3)
+    return [x], lambda: x + torch.ones(4, 3)
+
+
+def local_that_does_not_fit():
+    return [], lambda: MeshTensor.from_local(torch.ones(3, 3), mesh((4,)), [Shard(0)], shape=(4, 3))
+
+
+def numpy_of_a_part():
+    x = on([Shard(0)], 4, 3)
+    return [x], x.numpy
+
+
+def pattern_without_a_parameter():
+    return [], lambda: sw.distribute_module(torch.nn.Linear(2, 2), mesh((4,)), {"weights": [Shard(0)]})
+
+
+def mesh_dim_without_a_name():
+    return [], lambda: sw.distribute_module(torch.nn.Linear(2, 2), mesh((4,)), {"weight": {"tp": Shard(0)}})
+
+
+def sparse_tensor():
+    return [], lambda: sw.distribute_tensor(torch.eye(4).to_sparse_csr(), mesh((4,)), [Shard(0)])
+
+
+def sparse_part():
+    return [], lambda: MeshTensor.from_local(torch.eye(4).to_sparse(), mesh((4,)), [Shard(0)])
+
+
+CASES = [
+    (sparse_tensor, errors.LayoutError, "torch.sparse_csr"),
+    (sparse_part, errors.LayoutError, "torch.sparse_coo"),
+    (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
+    (shard_dim_of_a_distributed_tensor, errors.PlacementError, "there is no dim 1"),
+    (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dims"),
+    (unknown_pending_kind, errors.PlacementError, "Partial"),
+    (different_meshes, errors.MeshMismatchError, "'self'"),
+    (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),
+    (another_device_type, errors.DeviceMismatchError, "cuda"),
+    (no_rule, errors.NoRuleError, "_values_copy"),
+    (in_place_that_would_move, errors.InPlaceError, "self = f32[4,3] [P(sum)]"),
+    (view_across_ranks, errors.ViewError, "data from another rank"),
+    (item_of_many, errors.ItemError, "12 elements"),
+    (float_of_many, errors.ItemError, "12 elements"),
+    (foreach_of_unequal_length, errors.ListLengthError, "self: 1, other: 2"),
+    (fused_of_unequal_length, errors.ListLengthError, "grads: 1"),
+    (plain_tensor, errors.PlainTensorError, "'other' is a Tensor of shape (4, 3)"),
+    (local_that_does_not_fit, errors.LayoutError, "shape (1, 3)"),
+    (numpy_of_a_part, errors.LayoutError, "full_tensor().numpy()"),
+    (pattern_without_a_parameter, errors.PlacementError, "'weights'"),
+    (mesh_dim_without_a_name, errors.PlacementCountError, "'tp'"),
+]
+
+
+@pytest.mark.parametrize(("case", "kind", "part"), CASES, ids=[c.__name__ for c, _, _ in CASES])
+def test_each_bad_call_has_its_own_error_on_every_rank(pool, case, kind, part):
+    answers = pool.run(refused, case)
+    for name, message, collectives, unchanged in answers:
+        assert name == kind.__name__, message
+        assert part in message
+        assert collectives == 0
+        assert unchanged
+    assert len(answers) == 4
+
+
+def ranks_that_disagree():
+    rank = torch.distributed.get_rank()
+    try:
+        sw.distribute_tensor(torch.ones(4 + rank % 2, 3), mesh((4,)), [Shard(0)])
+    except errors.RankDisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_pass_different_shapes_all_raise(pool):
+    assert all("do not agree" in answer for answer in pool.run(ranks_that_disagree))
+
+
+def copies_that_differ():
+    rank = torch.distributed.get_rank()
+    try:
+        MeshTensor.from_local(torch.full((3,), float(rank)), mesh((4,)), [Replicate()], run_check=True)
+    except errors.RankDisagreementError as error:
+        return str(error)
+    return ""
+
+
+def test_run_check_finds_copies_that_differ_on_every_rank(pool):
+    assert all("differ between ranks" in answer for answer in pool.run(copies_that_differ))
+
+
+def test_errors_carry_their_parts_and_survive_pickling():
+    import pickle
+
+    error = errors.NoRuleError(asked="run aten.x", found="no rule", do="Write one.", op="aten.x")
+    twin = pickle.loads(pickle.dumps(error))
+    assert (twin.asked, twin.found, twin.do, twin.op) == ("run aten.x", "no rule", "Write one.", "aten.x")
+    assert str(twin) == "run aten.x: no rule. Write one."
+    with pytest.raises(AttributeError, match="has no field 'mesh'"):
+        _ = twin.mesh
