@@ -47,7 +47,7 @@ def _picklable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class PlacementError(ShardingError):
-    """A placement that the tensor cannot have: a shard dim out of range, an unknown pending kind."""
+    """A placement that the tensor cannot have: a shard dim out of range, an unknown reduction."""
 
 
 class PlacementCountError(PlacementError):

@@ -65,13 +65,13 @@ def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"groups": groups, "bias_sizes": sizes and (channels,)}
 
 
-# Affine in the input and in the weight. A bias that every rank has whole would be added to a pending sum once per rank.
+# Affine in the input and in the weight. A bias that every rank has whole would be added to a partial sum once per rank.
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
 
 @rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes, lowering=convolve)
 def convolution(call: Call) -> Rows:
-    """Batch, output channels, groups or positions; sharded input channels leave a pending sum, bias included."""
+    """Batch, output channels, groups or positions; sharded input channels leave a partial sum, bias included."""
     dims = _dims(call)
     contracted = ["i, i, sum -> sum"] if call.args["groups"] == 1 else []
     flow = Flow(
@@ -88,7 +88,7 @@ def convolution(call: Call) -> Rows:
 
 @rule_from(aten.convolution_backward.default, local_args=_local_sizes, lowering=differentiate)
 def backward(call: Call) -> Rows:
-    """A gradient that lacks the sharded dim is a pending sum; that of the bias knows nothing of the input."""
+    """A gradient that lacks the sharded dim is a partial sum; that of the bias knows nothing of the input."""
     dims = _dims(call)
     flow = Flow(
         [dims["result"], dims["input"], dims["weight"]],

@@ -1,6 +1,6 @@
 """Rearrangements between channels and positions: pixel shuffle, channel shuffle, unfold and fold.
 
-They move values without changing them, or add them up (fold), so pending tensors pass.
+They move values without changing them, or add them up (fold), so partial tensors pass.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FOLDS = (aten.col2im.default, aten.col2im.out)
 def unfold(call: Call) -> Flow:
     """Batch; channels in even shards."""
     picture, columns = _folded(call, call.args["self"].shape[-3], _window(call))
-    # Padding puts zeros in, which are pending sums and averages of zero but no maxima.
+    # Padding puts zeros in, which are partial sums and averages of zero but no maxima.
     return Flow([picture], [columns], partial=["sum -> sum", "avg -> avg"])
 
 

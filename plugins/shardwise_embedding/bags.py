@@ -93,7 +93,7 @@ def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *a
 
 @rule_from([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], lowering=_bags, results=_results)
 def forward(call: Call) -> Flow:
-    """Columns; rows, of which sums and means are pending sums."""
+    """Columns; rows, of which sums and means are partial sums."""
     mode = call.args["mode"]
     places = (None, "d") if mode == MAX else None
     by_row = [] if mode == MAX else ["v, R, R, R -> sum, R, R, R"]
@@ -148,7 +148,7 @@ def _by_scale(
 
 @rule_from(aten._embedding_bag_per_sample_weights_backward.default, lowering=_by_scale)
 def by_scale(call: Call) -> Flow:
-    """Columns and rows, of which the products are pending sums."""
+    """Columns and rows, of which the products are partial sums."""
     return Flow(
         [(None, "d"), ("v", "d"), None, None, None],
         [(None,)],

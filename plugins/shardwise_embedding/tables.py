@@ -41,7 +41,7 @@ EMBEDDING = rule(
 
 @rule_from(aten.embedding_dense_backward.default)
 def embedding_backward(call: Call) -> Callable[[Call], Flow]:
-    """Columns follow; sharded indices leave a pending sum."""
+    """Columns follow; sharded indices leave a partial sum."""
     batch = [f"...{d}" for d in range(call.args["indices"].ndim, 0, -1)]
     # How often an index occurs is a global count.
     counted = call.args["scale_grad_by_freq"]

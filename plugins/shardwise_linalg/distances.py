@@ -44,7 +44,7 @@ PDIST_BACKWARD = rule(
 
 @rule_from(ops("linalg_cross.default linalg_cross.out"))
 def CROSS(self: TensorMeta, other: TensorMeta, dim: int) -> Flow:
-    """All dims pass but that of the vectors; bilinear: one operand may be pending."""
+    """All dims pass but that of the vectors; bilinear: one operand may be partial."""
     vectors = dim % self.ndim
     labels = [None if d == vectors else f"d{d}" for d in range(self.ndim)]
     return Flow([labels], [labels], partial=BILINEAR)

@@ -41,7 +41,7 @@ def _dims(call: Call) -> tuple[str, ...]:
     lowering=scaled,
 )
 def forward(call: Call) -> Flow:
-    """Any dim; a sum or mean over a sharded one is a pending sum."""
+    """Any dim; a sum or mean over a sharded one is a partial sum."""
     dims, reduction = _dims(call), call.args["reduction"]
     if not _alike(call):
         return Flow([None] * len(call.operands), [None])

@@ -86,7 +86,7 @@ def _packet(local: LocalCall) -> str:
     lowering=_shared,
 )
 def forward(call: Call) -> Flow:
-    """Batch, positions and classes; a sum is pending, a mean is taken over all shards, and so is the total weight."""
+    """Batch, positions and classes; a sum is partial, a mean is taken over all shards, and so is the total weight."""
     scores, target = _labels(call)
     reduction = call.args["reduction"]
     if reduction == NONE and not target:

@@ -39,7 +39,7 @@ def _reduced(call: Call, outputs: list[Any]) -> Flow:
 
 @rule_from([aten.multi_margin_loss.default, aten.multi_margin_loss.out], lowering=scaled)
 def multi_margin(call: Call) -> Flow:
-    """Batch; a sum or mean is a pending sum."""
+    """Batch; a sum or mean is a partial sum."""
     return _reduced(call, [("n",) if call.args["reduction"] == NONE else None])
 
 
@@ -53,7 +53,7 @@ def _scaled_first(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, 
     [aten.multilabel_margin_loss_forward.default, aten.multilabel_margin_loss_forward.output], lowering=_scaled_first
 )
 def multilabel_margin(call: Call) -> Flow:
-    """Batch; a sum or mean is a pending sum."""
+    """Batch; a sum or mean is a partial sum."""
     return _reduced(call, [("n",) if call.args["reduction"] == NONE else None, ("n", None)])
 
 

@@ -37,7 +37,7 @@ def _share(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
 
 
 def _reduced(call: Call) -> Flow:
-    """Batch; the loss and the gradients of what every sample uses are pending sums."""
+    """Batch; the loss and the gradients of what every sample uses are partial sums."""
     by_input = ("n", None) if call.args["compute_input_grad"] else (None, None)
     inputs = [("n", None), None, ("n",), None, None]
     if call.args["reduction"] not in ("sum", "mean"):

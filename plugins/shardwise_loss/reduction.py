@@ -17,7 +17,7 @@ NONE, MEAN = 0, 1
 def scaled(local: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
     """The op on this rank's samples, by their share of all: ``reduction=mean`` divides by the local number of them.
 
-    Serves a loss, of which it makes a pending sum, and its backward. The shares are of ``self``'s elements.
+    Serves a loss, of which it makes a partial sum, and its backward. The shares are of ``self``'s elements.
     """
     spec = local.spec("self")
     result: Tensor = local.call.op(*args, **kwargs)

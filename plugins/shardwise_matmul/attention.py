@@ -206,7 +206,7 @@ def MATH(call: Call) -> Callable[[Call], Rows]:
     local_args=_local_lengths,
 )
 def ATTENTION_BACKWARD(call: Call) -> Callable[[Call], Rows]:
-    """As forward; gradients of what every shard used whole (keys and values of a sharded q) are pending sums."""
+    """As forward; gradients of what every shard used whole (keys and values of a sharded q) are partial sums."""
     return _rows(_flow(call, _GRADIENTS, reduce="sum", partial=_LINEAR_BACKWARD))
 
 

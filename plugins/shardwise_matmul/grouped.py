@@ -1,7 +1,7 @@
 """Products of groups (``_grouped_mm``): a batch of products, or one whose rows, columns or depth fall into groups.
 
 ``offs`` says where each group ends. Where the grouped dim is sharded, a rank has parts of some groups and ends of its
-own; where the groups are (as experts are), it answers for the rows of its groups, and the sum is pending.
+own; where the groups are (as experts are), it answers for the rows of its groups, and the sum is partial.
 """
 
 from __future__ import annotations

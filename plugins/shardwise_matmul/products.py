@@ -1,4 +1,4 @@
-"""Products of matrices and vectors. They are bilinear: one operand at a time may be a pending sum or average."""
+"""Products of matrices and vectors. They are bilinear: one operand at a time may be a partial sum or average."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
 
 @rule_from([aten._trilinear.default, aten._trilinear.out])
 def TRILINEAR(call: Call) -> Flow:
-    """Any dim of the broadcast operands; one that is summed over gives a pending sum. Linear in each of the three."""
+    """Any dim of the broadcast operands; one that is summed over gives a partial sum. Linear in each of the three."""
     args = call.args
     gone = args["sumdim"]
     labels = [_inserted(args[f"i{i}"], args[f"expand{i}"]) for i in (1, 2, 3)]

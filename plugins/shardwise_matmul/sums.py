@@ -1,6 +1,6 @@
 """Products added to another tensor: ``beta * self + alpha * product``, and ``linear``, where the addend is a bias.
 
-The trap is the addend of a pending product. Where it is pending too it adds up as it should; where every rank has
+The trap is the addend of a partial product. Where it is partial too it adds up as it should; where every rank has
 it whole, it must be added by one rank only, which is what the lowerings see to.
 """
 
@@ -17,7 +17,7 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# Affine in the addend, bilinear in the factors. The addend of a pending sum is whole (lowered) or pending.
+# Affine in the addend, bilinear in the factors. The addend of a partial sum is whole (lowered) or partial.
 ADDED_ONCE = ("R, sum, R -> sum", "R, R, sum -> sum")
 AFFINE = (
     "sum, sum, R -> sum",
@@ -92,7 +92,7 @@ def ADDMV(self: TensorMeta, mat: TensorMeta) -> Callable[[Call], Flow]:
 
 ADDR = _added([aten.addr.default, aten.addr_.default, aten.addr.out], "m n, m, n -> m n")
 
-# The activation is not linear: nothing pending comes in or goes out.
+# The activation is not linear: nothing partial comes in or goes out.
 ADDMM_ACTIVATION = rule(
     [aten._addmm_activation.default, aten._addmm_activation.out], "m n, m k, k n -> m n", replicate=["k"]
 )

@@ -102,7 +102,7 @@ def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
-    """Channels, batch and positions; ``linear`` are rows with a pending gradient."""
+    """Channels, batch and positions; ``linear`` are rows with a partial gradient."""
     labels, training = _labels(call), is_training(call)
     saved = ("c",) if training else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}

@@ -49,7 +49,7 @@ def forward(call: Call) -> Flow:
 
 @rule_from([aten.native_group_norm_backward.default, aten.native_group_norm_backward.out], local_args=_local_sizes)
 def backward(call: Call) -> Flow:
-    """Batch, which leaves the gradients of weight and bias pending sums, or whole groups of channels."""
+    """Batch, which leaves the gradients of weight and bias partial sums, or whole groups of channels."""
     dims = _dims(call)
     return Flow(
         [dims[name] for name in call.operand_names],

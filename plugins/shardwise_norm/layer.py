@@ -46,7 +46,7 @@ def forward(call: Call) -> Flow:
     ]
 )
 def backward(call: Call) -> Flow:
-    """Batch dims; the gradients of weight and bias are then pending sums."""
+    """Batch dims; the gradients of weight and bias are then partial sums."""
     labels = _labels(call)
     follows = ("grad_out", "input", "mean", "rstd")
     batch = [label for label in labels if label]

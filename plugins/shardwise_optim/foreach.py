@@ -1,4 +1,4 @@
-"""The elementwise ``_foreach`` ops, by the pending tensors that pass through them."""
+"""The elementwise ``_foreach`` ops, by the partial tensors that pass through them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ UNARY = """
     _foreach_log1p _foreach_log2 _foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign
     _foreach_sin _foreach_sinh _foreach_sqrt _foreach_tan _foreach_tanh _foreach_trunc
 """
-# A pending sum divided by zero gives infinities of both signs, so division passes none.
+# A partial sum divided by zero gives infinities of both signs, so division passes none.
 BINARY = """
     _foreach_div _foreach_pow _foreach_clamp_max _foreach_clamp_min _foreach_maximum _foreach_minimum _foreach_addcdiv
 """
 
-# Pending rows have a word per list: a scalar, and a tensor that all positions share, are whole.
+# Partial rows have a word per list: a scalar, and a tensor that all positions share, are whole.
 LINEAR = ("sum -> sum", "avg -> avg")
 SUMS = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg")
 PRODUCTS = ("sum, R -> sum", "avg, R -> avg", "R, sum -> sum", "R, avg -> avg")

@@ -19,7 +19,7 @@ Elementwise = Callable[[Tensor], Tensor]
 
 
 def _reduced(x: TensorMeta, kind: str, *, lowered: bool, partial: Sequence[str] = ()) -> Flow:
-    """Any dim may be sharded; the result has none and is pending, or whole (``R``)."""
+    """Any dim may be sharded; the result has none and is partial, or whole (``R``)."""
     dims = [f"d{d}" for d in range(x.ndim)]
     return Flow([dims], [()], reduce=dict.fromkeys(dims, kind), lowered=lowered, partial=partial)
 
@@ -155,13 +155,13 @@ def _lowest(dtype: torch.dtype) -> float:
 
 @rule_from(aten._foreach_max.default, zip_lists=True, lowering=maxima)
 def MAX(self: TensorMeta) -> Flow:
-    """[...] -> [()], pending max; max -> max."""
+    """[...] -> [()], partial max; max -> max."""
     return _reduced(self, "max", lowered=True, partial=("max -> max",))
 
 
 @rule_from(aten._foreach_max.out, zip_lists=True, lowering=_into(maxima))
 def MAX_INTO(self: TensorMeta, *, call: Call) -> Rows:
-    """[...] -> [()], pending max; max -> max."""
+    """[...] -> [()], partial max; max -> max."""
     return _without_results(_reduced(self, "max", lowered=True, partial=("max -> max",)), call)
 
 
@@ -173,7 +173,7 @@ def _power_sums() -> tuple[Rule, ...]:
 
     @rule_from(packet.Scalar, zip_lists=True)
     def POWER_SUM(self: TensorMeta) -> Flow:
-        """[...] -> [()], pending sum."""
+        """[...] -> [()], partial sum."""
         return _reduced(self, "sum", lowered=False)
 
     return (POWER_SUM,)

@@ -22,10 +22,10 @@ def overloads(names: str) -> Iterator[Op]:
                 yield from (getattr(packet, tag) for tag in packet.overloads())
 
 
-def at_each_position(ops: Iterable[Op], pending: Sequence[str] = (), whole: Sequence[str] = ()) -> Rule:
+def at_each_position(ops: Iterable[Op], partials: Sequence[str] = (), whole: Sequence[str] = ()) -> Rule:
     """One rule for elementwise ops over tensor lists: each position is free to lie as it likes.
 
-    Tensors beside the lists, and the lists named in ``whole``, are whole. ``pending`` rows have a word per other list;
+    Tensors beside the lists, and the lists named in ``whole``, are whole. ``partial`` rows have a word per other list;
     those for another number of lists do not count, and none does unless all tensors are floating-point and of one
     dtype: others wrap around or are rounded on the way.
     """
@@ -34,11 +34,11 @@ def at_each_position(ops: Iterable[Op], pending: Sequence[str] = (), whole: Sequ
         seen = evolve(call, outputs=call.outputs or call.out_operands or call.operands[:1])
         free = [a.kind is Kind.TENSORS and a.name not in whole for a in call.signature.tensor_args if not a.is_out]
         notation = ", ".join("..." if is_free else "R" for is_free in free) + " -> ..."
-        rows = [_spread(row, free) for row in pending if row.count(",") + 1 == sum(free)] if _are_floats(seen) else []
+        rows = [_spread(row, free) for row in partials if row.count(",") + 1 == sum(free)] if _are_floats(seen) else []
         bound = einop(notation, partial=rows)(seen).bind(seen).rows
         return Rows(bound if call.outputs else tuple(_without_result(call, bound)))
 
-    describe.__doc__ = "; ".join(("[...], [...] -> [...]", *pending))
+    describe.__doc__ = "; ".join(("[...], [...] -> [...]", *partials))
     return rule_from(list(ops), zip_lists=True)(describe)
 
 

@@ -1,4 +1,4 @@
-"""Addition of a whole tensor or a number to a pending sum: it is added once, not once a rank."""
+"""Addition of a whole tensor or a number to a partial sum: it is added once, not once a rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ADDED_ONCE = {1: ("sum -> sum",), 2: ("sum, R -> sum", "R, sum -> sum")}
 
 
 def add_once(local: LocalCall, x: torch.Tensor, y: Any, *rest: Any, **named: Any) -> Any:
-    """``x + y`` or ``x - y`` where one is a pending sum: the other counts on the first rank only."""
+    """``x + y`` or ``x - y`` where one is a partial sum: the other counts on the first rank only."""
     x_spec, y_spec = (*local.inputs, None)[:2]
     if _is_left_out(local, x_spec, y_spec):
         y = torch.zeros_like(y) if isinstance(y, torch.Tensor) else type(y)(0)
@@ -24,9 +24,9 @@ def add_once(local: LocalCall, x: torch.Tensor, y: Any, *rest: Any, **named: Any
     return local.call.op(x, y, *rest, **named)
 
 
-def _is_left_out(local: LocalCall, pending: TensorSpec | None, other: TensorSpec | None) -> bool:
-    """Whether this rank is not the first along some mesh dim on which only the first of the two is pending."""
-    if pending is None:
+def _is_left_out(local: LocalCall, partials: TensorSpec | None, other: TensorSpec | None) -> bool:
+    """Whether this rank is not the first along some mesh dim on which only the first of the two is partial."""
+    if partials is None:
         return False
-    also = {} if other is None else other.pending
-    return any(local.coordinate[m] != 0 for m, kind in pending.pending.items() if kind == "sum" and m not in also)
+    also = {} if other is None else other.reductions
+    return any(local.coordinate[m] != 0 for m, kind in partials.reductions.items() if kind == "sum" and m not in also)

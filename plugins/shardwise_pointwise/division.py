@@ -1,4 +1,4 @@
-"""Division of a pending tensor by a number, zero included."""
+"""Division of a partial tensor by a number, zero included."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def by_one_number(call: Call) -> bool:
 
 
 def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
-    """Divide the parts of a pending sum or average.
+    """Divide the parts of a partial sum or average.
 
     By zero, the parts would give infinities of both signs where the whole gives one: reduce it first. What comes out is
     infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is. A divisor that is a tensor
@@ -26,7 +26,7 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     """
     if by == 0:
         whole = x
-        for mesh_dim, kind in reversed(local.spec("self").pending.items()):
+        for mesh_dim, kind in reversed(local.spec("self").reductions.items()):
             whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
         x = x.copy_(whole) if local.call.signature.args[0].written else whole
     return local.call.op(x, by, **named)

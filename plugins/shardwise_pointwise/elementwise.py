@@ -1,4 +1,4 @@
-"""Rules for ops that act on each element alone: any dim may be sharded, and some pass a pending tensor on."""
+"""Rules for ops that act on each element alone: any dim may be sharded, and some pass a partial tensor on."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ import torch
 from shardwise.rule import Call, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
-__all__ = ["PendingRows", "elementwise", "elementwise_of", "overloads"]
+__all__ = ["PartialRows", "elementwise", "elementwise_of", "overloads"]
 
 aten = torch.ops.aten
 
-# Rows with a pending operand, by the number of tensors in the call.
-PendingRows = Mapping[int, Sequence[str]]
+# Rows with a partial operand, by the number of tensors in the call.
+PartialRows = Mapping[int, Sequence[str]]
 Condition = Callable[[Call], bool]
 
 
 def elementwise(
     names: str,
-    pending: PendingRows | None = None,
+    partials: PartialRows | None = None,
     *,
     when: Condition | None = None,
     lowering: Lowering | None = None,
-    lowered: PendingRows | None = None,
+    lowered: PartialRows | None = None,
     resolves: bool = False,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
-    return elementwise_of(ops, pending, when=when, lowering=lowering, lowered=lowered, resolves=resolves)
+    return elementwise_of(ops, partials, when=when, lowering=lowering, lowered=lowered, resolves=resolves)
 
 
 def elementwise_of(
     ops: Sequence[Op],
-    pending: PendingRows | None = None,
+    partials: PartialRows | None = None,
     *,
     when: Condition | None = None,
     lowering: Lowering | None = None,
-    lowered: PendingRows | None = None,
+    lowered: PartialRows | None = None,
     resolves: bool = False,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
-    ``pending`` rows hold for all finite values, in calls for which ``when`` holds; those whose dtypes make them wrong
+    ``partial`` rows hold for all finite values, in calls for which ``when`` holds; those whose dtypes make them wrong
     for a call are left out of it. ``lowered`` rows are such rows that run ``lowering``. ``resolves``, in place of a
-    lowering, lets the in-place ops among them take every pending tensor (see ``resolving``).
+    lowering, lets the in-place ops among them take every partial tensor (see ``resolving``).
     """
-    plain, own = pending or {}, lowered or {}
+    plain, own = partials or {}, lowered or {}
     table = {count: (*plain.get(count, ()), *own.get(count, ())) for count in sorted({*plain, *own})}
 
     def describe(call: Call) -> Rows:
@@ -61,7 +61,7 @@ def elementwise_of(
     return rule_from(ops, lowering=resolve if resolves else lowering)(describe)
 
 
-def _shown(table: PendingRows) -> str:
+def _shown(table: PartialRows) -> str:
     rows = dict.fromkeys(row.replace(", ...", "") for rows in table.values() for row in rows)
     return f" | {'; '.join(rows)}" if rows else ""
 
@@ -95,14 +95,14 @@ def _stays(row: Row, call: Call) -> bool:
 
 
 def _is_exact(row: Row, call: Call) -> bool:
-    """Whether a row's pending operands pass through this call's dtypes unharmed."""
-    pending = [
+    """Whether a row's partial operands pass through this call's dtypes unharmed."""
+    partials = [
         (placement.reduce_op, meta.dtype)
         for placement, meta in zip(row.inputs, call.operands, strict=False)
         if isinstance(placement, Partial) and meta is not None
     ]
     made = [meta.dtype for meta in call.outputs if meta is not None]
-    return all(_passes(kind, dtype, result) for kind, dtype in pending for result in made)
+    return all(_passes(kind, dtype, result) for kind, dtype in partials for result in made)
 
 
 def _passes(kind: str, dtype: torch.dtype, result: torch.dtype) -> bool:

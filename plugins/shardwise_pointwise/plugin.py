@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register one rule per group of ops that pass the same pending tensors on."""
+    """Register one rule per group of ops that pass the same partial tensors on."""
     from shardwise_pointwise import elementwise, gated, table
 
     registry.add(*table.RULES, *gated.RULES)

@@ -1,6 +1,6 @@
-"""All elementwise ops of ATen, by the pending tensors that pass through them.
+"""All elementwise ops of ATen, by the partial tensors that pass through them.
 
-A pending row stands here only where it is exact for every finite value: sums and averages pass what is linear,
+A partial row stands here only where it is exact for every finite value: sums and averages pass what is linear,
 averages also what is affine, maxima and minima what never falls (and, swapped, what never rises) on the whole real
 line and hands NaN on. A logarithm, say, does not: another rank's smaller value may be negative.
 """
@@ -17,13 +17,13 @@ __all__ = ["MADE_LATE", "RULES"]
 
 aten = torch.ops.aten
 
-# -- no pending tensor passes ------------------------------------------------------------------------------------
+# -- no partial tensor passes ------------------------------------------------------------------------------------
 
 POWERS = "pow float_power square rsqrt reciprocal exp2 hypot"
 LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
 ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
 STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
-EXTREMES = "fmax fmin"  # they pass over NaN, which a pending maximum hands on
+EXTREMES = "fmax fmin"  # they pass over NaN, which a partial maximum hands on
 INTEGERS = "gcd lcm bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"
 OPERATORS = "__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__"
 COMPARISONS = "eq ne lt le gt ge isnan isinf isfinite isneginf isposinf"

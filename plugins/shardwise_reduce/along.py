@@ -36,7 +36,7 @@ def renorm(call: Call) -> Flow:
 
 @rule_from(ops("hash_tensor.default hash_tensor.out"))
 def HASH(call: Call) -> Flow:
-    """Any dim but those that are reduced: no pending kind joins hashes."""
+    """Any dim but those that are reduced: no reduction joins hashes."""
     dims, keepdim = reduced_dims(call), bool(call.args["keepdim"])
     labels = tuple(None if d in dims else f"d{d}" for d in range(call.args["self"].ndim))
     return Flow([labels], [tuple(label for d, label in enumerate(labels) if keepdim or d not in dims)])

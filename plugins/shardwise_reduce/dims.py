@@ -32,7 +32,7 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
 
 
 def reduction(call: Call, kind: str, *, partial: Iterable[str] = (), lowered: bool = False) -> Flow:
-    """Kept dims pass, a sharded reduced dim leaves a pending ``kind`` (``R``: a lowering finishes the job)."""
+    """Kept dims pass, a sharded reduced dim leaves a partial ``kind`` (``R``: a lowering finishes the job)."""
     x, dims = call.args["self"], reduced_dims(call)
     keepdim = bool(call.args.get("keepdim", False))
     labels = tuple(f"d{d}" for d in range(x.ndim))

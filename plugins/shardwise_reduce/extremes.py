@@ -1,4 +1,4 @@
-"""Largest and smallest values, any and all: a reduced dim leaves a pending max or min."""
+"""Largest and smallest values, any and all: a reduced dim leaves a partial max or min."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _extreme(of: tuple[Op, ...], kind: str) -> Rule:
     def describe(call: Call) -> Flow:
         return reduction(call, kind, partial=[f"{kind} -> {kind}"], lowered=True)
 
-    describe.__doc__ = f"Any dim; a reduced one leaves a pending {kind}."
+    describe.__doc__ = f"Any dim; a reduced one leaves a partial {kind}."
     return rule_from(of, lowering=_filled(kind))(describe)
 
 
@@ -62,7 +62,7 @@ def _truth(of: tuple[Op, ...], kind: str) -> Rule:
         is_truth = call.args["self"].dtype == torch.bool
         return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_truth else [])
 
-    describe.__doc__ = f"Any dim; a reduced one leaves a pending {kind} of bools."
+    describe.__doc__ = f"Any dim; a reduced one leaves a partial {kind} of bools."
     return rule_from(of)(describe)
 
 
@@ -90,7 +90,7 @@ def _both_filled(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -
     lowering=_both_filled,
 )
 def aminmax(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending min and a pending max."""
+    """Any dim; a reduced one leaves a partial min and a partial max."""
     kept = reduction(call, "min")
     rows = [f"d{d} -> min, max" for d in reduced_dims(call)]
     return Flow(kept.inputs, kept.outputs, partial=rows, lowered=rows)

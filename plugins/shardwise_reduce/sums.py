@@ -13,7 +13,7 @@ __all__ = ["RULES"]
 
 
 def _linear(call: Call) -> tuple[str, ...]:
-    """The pending rows of a linear op: none where a cast comes first that does not commute with adding."""
+    """The partial rows of a linear op: none where a cast comes first that does not commute with adding."""
     x, result = call.args["self"].dtype, call.outputs[0]
     made = result.dtype if result is not None else x
     if x.is_floating_point or x.is_complex:
@@ -24,25 +24,25 @@ def _linear(call: Call) -> tuple[str, ...]:
 
 @rule_from(ops("sum.default sum.dim_IntList sum.out sum.IntList_out"))
 def sum_(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending sum."""
+    """Any dim; a reduced one leaves a partial sum."""
     return reduction(call, "sum", partial=_linear(call))
 
 
 @rule_from(ops("nansum.default nansum.out"))
 def nansum(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending sum. Leaving NaN out is not linear: nothing pending comes in."""
+    """Any dim; a reduced one leaves a partial sum. Leaving NaN out is not linear: nothing partial comes in."""
     return reduction(call, "sum")
 
 
 @rule_from(ops("count_nonzero.default count_nonzero.dim_IntList count_nonzero.out count_nonzero.dim_IntList_out"))
 def count_nonzero(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending sum of counts."""
+    """Any dim; a reduced one leaves a partial sum of counts."""
     return reduction(call, "sum")
 
 
 @rule_from(ops("prod.default prod.dim_int prod.out prod.int_out"))
 def prod(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending product."""
+    """Any dim; a reduced one leaves a partial product."""
     x, result = call.args["self"].dtype, call.outputs[0]
     same = result is not None and result.dtype == x != torch.bool
     return reduction(call, "product", partial=["product -> product"] if same else [])
@@ -64,7 +64,7 @@ def _share(
 
 @rule_from(ops("mean.default mean.dim mean.out mean.dtype_out"), lowering=_share)
 def mean(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a pending sum of shares."""
+    """Any dim; a reduced one leaves a partial sum of shares."""
     return reduction(call, "sum", partial=_linear(call), lowered=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import PENDING_KINDS, Call, Flow, LocalCall, TensorMeta, like, rule, rule_from
+from shardwise.rule import REDUCE_OPS, Call, Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_tensor.devices import stays_on_mesh
 from shardwise_tensor.dims import ANY, UNMOVED, each, kept_by_cast, labels, same_dtype
 
@@ -41,9 +41,9 @@ SAME = rule(
 
 @rule_from([aten._to_copy.default, aten._to_copy.out], local_args=stays_on_mesh)
 def TO_COPY(x: TensorMeta, call: Call) -> Flow:
-    """... -> ..., and the pending kinds that commute with the cast."""
+    """... -> ..., and the reductions that commute with the cast."""
     (result,) = call.outputs
-    kinds = PENDING_KINDS if result is None else kept_by_cast(x.dtype, result.dtype)
+    kinds = REDUCE_OPS if result is None else kept_by_cast(x.dtype, result.dtype)
     return like(x, partial=each(kinds, "k -> k"))
 
 
@@ -62,24 +62,24 @@ def COPY(x: TensorMeta, src: TensorMeta) -> Flow:
 
 FILL = rule(aten.fill_.Scalar, "... -> ...", partial=each(UNMOVED, "k -> k"))
 
-# Every pending kind makes zero of zeros.
+# Every reduction makes zero of zeros.
 ZERO = rule(aten.zero_.default, "... -> ...", partial=ANY)
 
 
 @rule_from(aten.fill_.Tensor)
 def FILL_FROM(x: TensorMeta, value: TensorMeta) -> Flow:
-    """The value is whole, or pending as the tensor is."""
-    pending = ("*, * -> *",) if same_dtype(x, value) else ()
+    """The value is whole, or partial as the tensor is."""
+    partials = ("*, * -> *",) if same_dtype(x, value) else ()
     names = labels(x.ndim)
-    return Flow([names, ()], [names], partial=[*pending, *each(UNMOVED, "k, R -> k")])
+    return Flow([names, ()], [names], partial=[*partials, *each(UNMOVED, "k, R -> k")])
 
 
 @rule_from([aten.fill.Tensor, aten.fill.Tensor_out])
 def FILLED_FROM(x: TensorMeta, value: TensorMeta) -> Flow:
-    """The result is pending as the value is; what was in the tensor does not matter."""
-    pending = ("R, * -> *",) if same_dtype(x, value) else ()
+    """The result is partial as the value is; what was in the tensor does not matter."""
+    partials = ("R, * -> *",) if same_dtype(x, value) else ()
     names = labels(x.ndim)
-    return Flow([names, ()], [names], partial=["*, R -> R", *pending])
+    return Flow([names, ()], [names], partial=["*, R -> R", *partials])
 
 
 # -- questions ---------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def _same_global_size(local: LocalCall, *_: Any) -> bool:
 def SAME_SIZE(x: TensorMeta, other: TensorMeta) -> Flow:
     """Any placements: the global shapes answer."""
     left, right = [f"x{d}" for d in range(x.ndim)], [f"y{d}" for d in range(other.ndim)]
-    pairs = product(["R", *PENDING_KINDS, *left], ["R", *PENDING_KINDS, *right])
+    pairs = product(["R", *REDUCE_OPS, *left], ["R", *REDUCE_OPS, *right])
     return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered=True)
 
 

@@ -73,7 +73,7 @@ def _whole(x: TensorMeta, ndim: int, kept: Collection[int] = ()) -> Flow:
 
 # -- between two values -------------------------------------------------------------------------------------------
 
-# A value that is pending has no steps towards it.
+# A value that is partial has no steps towards it.
 STEPS = rule(
     [
         aten.linspace.Tensor_Scalar,

@@ -1,4 +1,4 @@
-"""The words that the rules here share: labels for dims, and pending kinds by what an op does to values."""
+"""The words that the rules here share: labels for dims, and reductions by what an op does to values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwise.rule import PENDING_KINDS, TensorMeta
+from shardwise.rule import REDUCE_OPS, TensorMeta
 
 __all__ = ["ANY", "UNMOVED", "Labels", "dim_of", "each", "kept_by_cast", "labels", "replaced", "same_dtype"]
 
@@ -16,7 +16,7 @@ Labels = tuple[str | None, ...]
 # Each element of a result is one element of the operand; a list of results lies alike.
 ANY = ("* -> *, ...",)
 _LINEAR = ("sum", "avg")
-# Kinds under which equal pieces reduce to themselves: a value that is whole may join a tensor that is so pending.
+# Kinds under which equal pieces reduce to themselves: a value that is whole may join a tensor that is so partial.
 UNMOVED = ("avg", "max", "min")
 
 
@@ -37,7 +37,7 @@ def replaced(names: Labels, dim: int, *by: str | None) -> Labels:
 
 
 def each(kinds: Iterable[str], *rows: str) -> tuple[str, ...]:
-    """The row texts once for each pending kind, which stands in them as ``k``."""
+    """The row texts once for each reduction, which stands in them as ``k``."""
     return tuple(re.sub(r"\bk\b", kind, row) for kind in kinds for row in rows)
 
 
@@ -50,7 +50,7 @@ def same_dtype(*metas: TensorMeta | None) -> bool:
 
 
 def kept_by_cast(before: torch.dtype, after: torch.dtype) -> tuple[str, ...]:
-    """The pending kinds that commute with a change of dtype.
+    """The reductions that commute with a change of dtype.
 
     Maxima and minima commute with every monotone cast: between floats (rounding is monotone), from integers to
     floats, and to an integer that holds all values. Sums and products do so only towards wider floats, where the
@@ -58,12 +58,12 @@ def kept_by_cast(before: torch.dtype, after: torch.dtype) -> tuple[str, ...]:
     cancel, and integers wrap around.
     """
     if before == after:
-        return PENDING_KINDS
+        return REDUCE_OPS
     if after.is_complex:
         return _LINEAR if _is_real(before) and _holds_float(before.to_real(), after.to_real()) else ()
     if _is_float(after):
         if _is_float(before):
-            return PENDING_KINDS if _holds_float(before, after) else ("max", "min")
+            return REDUCE_OPS if _holds_float(before, after) else ("max", "min")
         return ("max", "min") if _is_integer(before) else ()
     return ("max", "min") if _is_integer(before) and _holds_integer(before, after) else ()
 

@@ -43,7 +43,7 @@ def CHUNK_CAT(tensors: Sequence[TensorMeta], dim: int, *, call: Call) -> Flow:
 
 
 def _alike(call: Call) -> tuple[str, ...]:
-    """The pending rows: one kind for all, where no tensor is cast to the dtype of the others."""
+    """The partial rows: one kind for all, where no tensor is cast to the dtype of the others."""
     return ("*, ... -> *",) if same_dtype(*call.operands, *call.outputs) else ()
 
 

@@ -21,12 +21,12 @@ def _broadcast(x: TensorMeta, mask: TensorMeta) -> tuple[Labels, Labels, Labels]
     return names[ndim - x.ndim :], names[ndim - mask.ndim :], names
 
 
-# What an element of a pending tensor is on all ranks but one, so that the one alone says its value.
+# What an element of a partial tensor is on all ranks but one, so that the one alone says its value.
 SILENT = {"sum": 0, "product": 1}
 
 
 def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: Any) -> Tensor:
-    """The first rank of each pending mesh dim fills in the value, the others what it does not notice."""
+    """The first rank of each partial mesh dim fills in the value, the others what it does not notice."""
     for at, placement in zip(local.coordinate, local.spec("self").placements, strict=True):
         if at and isinstance(placement, Partial) and placement.reduce_op in SILENT:
             silent = SILENT[placement.reduce_op]
@@ -41,7 +41,7 @@ def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: A
     lowering=_fill_once,
 )
 def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
-    """..., ... -> ...; a zero is zero in every pending kind, another value stands on all ranks or on one."""
+    """..., ... -> ...; a zero is zero in every reduction, another value stands on all ranks or on one."""
     x_names, mask_names, names = _broadcast(x, mask)
     if value == 0:
         return Flow([x_names, mask_names], [names], partial=("*, R -> *",))
@@ -53,9 +53,9 @@ def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
 def MASKED_FILL_FROM(x: TensorMeta, mask: TensorMeta, value: TensorMeta) -> Flow:
     """..., ..., () -> ..."""
     x_names, mask_names, names = _broadcast(x, mask)
-    pending = ("*, R, * -> *",) if same_dtype(x, value) else ()
+    partials = ("*, R, * -> *",) if same_dtype(x, value) else ()
     once = each(SILENT, "k, R, R -> k")
-    rows = [*pending, *each(UNMOVED, "k, R, R -> k"), *once]
+    rows = [*partials, *each(UNMOVED, "k, R, R -> k"), *once]
     return Flow([x_names, mask_names, ()], [names], partial=rows, lowered=once)
 
 

@@ -41,7 +41,7 @@ def _local_diagonal(local: LocalCall) -> Mapping[str, Any]:
     return {"diagonal": local.arg("diagonal") + row - column}
 
 
-# The part that is cut off is zero on every rank, which is what each pending kind makes of zeros.
+# The part that is cut off is zero on every rank, which is what each reduction makes of zeros.
 TRIANGLE = rule(
     [
         aten.tril.default,

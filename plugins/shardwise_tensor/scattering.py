@@ -113,13 +113,13 @@ def SCATTER_VALUE(dim: int, *, call: Call) -> Flow:
 
 @rule_from([aten.scatter_add_.default, aten.scatter_add.default, aten.scatter_add.out], lowering=_scatter_own)
 def SCATTER_ADD(dim: int, *, call: Call) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a pending sum."""
+    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
     return _scattered(dim, call, ADDED_AT_INDEX, (ADDED_IN_PARTS,))
 
 
 @rule_from([aten.scatter_reduce_.two, aten.scatter_reduce.two, aten.scatter_reduce.two_out], lowering=_scatter_own)
 def SCATTER_REDUCE(dim: int, reduce: str, *, include_self: bool = True, call: Call) -> Flow:
-    """As scatter_add, with the pending kind of the reduction."""
+    """As scatter_add, with the reduction of the reduction."""
     if reduce == "sum" and include_self:
         return _scattered(dim, call, ADDED_AT_INDEX, (ADDED_IN_PARTS,))
     found = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
@@ -152,7 +152,7 @@ def _fill_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any, 
 
 @rule_from([aten.index_add_.default, aten.index_add.default, aten.index_add.out], lowering=_write_own)
 def INDEX_ADD(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a pending sum."""
+    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
     return _slices(x, dim, index, source, (*ADDED_AT_INDEX, ADDED_IN_PARTS))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.rule import (
-    PENDING_KINDS,
+    REDUCE_OPS,
     REPLICATE,
     Call,
     Flow,
@@ -106,7 +106,7 @@ def UNBIND_INTO(x: TensorMeta, dim: int = 0, *, call: Call) -> Rows:
 
 def _into_parts(x: TensorMeta, at: int, count: int, *, drops: bool = False) -> Rows:
     sharded = [(shard(d), shard(d - (drops and d > at))) for d in range(x.ndim) if d != at]
-    alike = [(p, p) for p in (*map(partial, PENDING_KINDS), REPLICATE)]
+    alike = [(p, p) for p in (*map(partial, REDUCE_OPS), REPLICATE)]
     return Rows(tuple(Row((whole, *[part] * count), (), show(whole)) for whole, part in (*sharded, *alike)))
 
 
@@ -118,7 +118,7 @@ def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
     return {} if result is None else {"input_sizes": local.local_shape(result)}
 
 
-# Where nothing was cut out the results are zero on every rank, which is what each pending kind makes of zeros.
+# Where nothing was cut out the results are zero on every rank, which is what each reduction makes of zeros.
 
 
 @rule_from([aten.slice_backward.default, aten.slice_backward.out], local_args=_local_input_sizes)
@@ -141,8 +141,8 @@ def SELECT_BACKWARD(grad: TensorMeta, input_sizes: Sequence[int], dim: int, inde
 
 def _into(names: Labels, part: Labels, x: TensorMeta, src: TensorMeta) -> Flow:
     """A part put into a tensor: each element comes from one of the two."""
-    pending = ("*, * -> *", *each(UNMOVED, "R, k -> k")) if same_dtype(x, src) else ()
-    return Flow([names, part], [names], partial=[*pending, *each(UNMOVED, "k, R -> k")])
+    partials = ("*, * -> *", *each(UNMOVED, "R, k -> k")) if same_dtype(x, src) else ()
+    return Flow([names, part], [names], partial=[*partials, *each(UNMOVED, "k, R -> k")])
 
 
 @rule_from([aten.slice_scatter.default, aten.slice_scatter.out])

@@ -12,7 +12,7 @@ from shardwise.rule import Flow, LocalCall, TensorMeta, rule_from
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-ANY_PENDING = ("* -> *",)
+ANY_PARTIAL = ("* -> *",)
 LINEAR = ("sum -> sum", "avg -> avg")
 
 _Labels = list[str | None]
@@ -26,7 +26,7 @@ def _names(ndim: int) -> _Labels:
 def PERMUTE(self: TensorMeta, dims: Sequence[int]) -> Flow:
     """Every dim passes to its new place."""
     names = _names(self.ndim)
-    return Flow([names], [[names[d] for d in dims]], partial=ANY_PENDING)
+    return Flow([names], [[names[d] for d in dims]], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.transpose.int, aten.transpose_.default, aten.transpose_copy.int, aten.transpose_copy.int_out])
@@ -36,14 +36,14 @@ def TRANSPOSE(self: TensorMeta, dim0: int, dim1: int) -> Flow:
     turned = list(names)
     if names:
         turned[dim0], turned[dim1] = names[dim1], names[dim0]
-    return Flow([names], [turned], partial=ANY_PENDING)
+    return Flow([names], [turned], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.t.default, aten.t_.default, aten.t_copy.default, aten.t_copy.out])
 def T(self: TensorMeta) -> Flow:
     """Every dim passes to its new place."""
     names = _names(self.ndim)
-    return Flow([names], [names[::-1]], partial=ANY_PENDING)
+    return Flow([names], [names[::-1]], partial=ANY_PARTIAL)
 
 
 # -- diagonals ---------------------------------------------------------------------------------------------------
@@ -60,14 +60,14 @@ def _around(ndim: int, *dims: int) -> tuple[_Labels, _Labels]:
 def DIAGONAL(self: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Flow:
     """Dims beside the two of the diagonal pass."""
     names, others = _around(self.ndim, dim1, dim2)
-    return Flow([names], [[*others, None]], partial=ANY_PENDING)
+    return Flow([names], [[*others, None]], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.diag_embed.default, aten.diag_embed.out])
 def DIAG_EMBED(self: TensorMeta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Flow:
-    """Dims beside the diagonal pass; the zeros around it are those of every pending kind."""
+    """Dims beside the diagonal pass; the zeros around it are those of every reduction."""
     names, others = _around(self.ndim + 1, dim1, dim2)
-    return Flow([[*others, None]], [names], partial=ANY_PENDING)
+    return Flow([[*others, None]], [names], partial=ANY_PARTIAL)
 
 
 def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
@@ -78,9 +78,9 @@ def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
 
 @rule_from([aten.diagonal_backward.default, aten.diagonal_backward.out], local_args=_local_input_sizes)
 def DIAGONAL_BACKWARD(grad_output: TensorMeta, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Flow:
-    """Dims beside the two of the diagonal pass; the zeros around it are those of every pending kind."""
+    """Dims beside the two of the diagonal pass; the zeros around it are those of every reduction."""
     names, others = _around(len(input_sizes), dim1, dim2)
-    return Flow([[*others, None]], [names], partial=ANY_PENDING)
+    return Flow([[*others, None]], [names], partial=ANY_PARTIAL)
 
 
 # -- windows -----------------------------------------------------------------------------------------------------
@@ -90,14 +90,14 @@ def DIAGONAL_BACKWARD(grad_output: TensorMeta, input_sizes: Sequence[int], offse
 def UNFOLD(self: TensorMeta, dimension: int) -> Flow:
     """Dims beside the one that windows slide over pass; the window is a new last dim."""
     if not self.ndim:
-        return Flow([[]], [[None]], partial=ANY_PENDING)
+        return Flow([[]], [[None]], partial=ANY_PARTIAL)
     names, _ = _around(self.ndim, dimension)
-    return Flow([names], [[*names, None]], partial=ANY_PENDING)
+    return Flow([names], [[*names, None]], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.unfold_backward.default, aten.unfold_backward.out], local_args=_local_input_sizes)
 def UNFOLD_BACKWARD(grad_in: TensorMeta, input_sizes: Sequence[int], dim: int) -> Flow:
-    """Dims beside the one that windows slid over pass; overlaps add up, so only linear pendings do."""
+    """Dims beside the one that windows slid over pass; overlaps add up, so only linear partials do."""
     if not input_sizes:
         return Flow([[None]], [[]], partial=LINEAR)
     names, _ = _around(len(input_sizes), dim)

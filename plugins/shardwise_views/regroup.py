@@ -16,11 +16,11 @@ __all__ = ["regroup"]
 
 _Factors = list[tuple[str, int]]
 _Named = str | tuple[tuple[str, int], ...] | None
-_ANY_PENDING = ("* -> *",)
+_ANY_PARTIAL = ("* -> *",)
 
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
-    """The flow of dims from a shape to another with as many elements. Every pending kind passes."""
+    """The flow of dims from a shape to another with as many elements. Every reduction passes."""
     if prod(before) == 0:
         return _without_elements(before, after)
     left: list[_Named] = [None] * len(before)
@@ -33,7 +33,7 @@ def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
             left[at] = _label(factors)
         for at, factors in zip(others, theirs, strict=True):
             right[at] = _label(factors)
-    return Flow([left], [right], partial=_ANY_PENDING)
+    return Flow([left], [right], partial=_ANY_PARTIAL)
 
 
 def _label(factors: _Factors) -> _Named:
@@ -47,7 +47,7 @@ def _without_elements(before: Sequence[int], after: Sequence[int]) -> Flow:
         alike += 1
     left = [f"d{i}" for i in range(len(before))]
     right = [*left[:alike], *[None] * (len(after) - alike)]
-    return Flow([left], [right], reduce=dict.fromkeys(left[alike:], "R"), partial=_ANY_PENDING)
+    return Flow([left], [right], reduce=dict.fromkeys(left[alike:], "R"), partial=_ANY_PARTIAL)
 
 
 def _ones(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:

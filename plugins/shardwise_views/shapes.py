@@ -13,7 +13,7 @@ from shardwise_views.regroup import regroup
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-ANY_PENDING = ("* -> *",)
+ANY_PARTIAL = ("* -> *",)
 
 
 def _local_size(local: LocalCall) -> Mapping[str, Any]:
@@ -49,7 +49,7 @@ def EXPAND(self: TensorMeta, size: Sequence[int]) -> Flow:
     """Dims that keep their size pass; new ones and those of size one that grow are whole."""
     new = len(size) - self.ndim
     kept = [f"d{i}" if size[new + i] in (n, -1) else None for i, n in enumerate(self.shape)]
-    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PENDING)
+    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.repeat.default, aten.repeat.out])
@@ -57,7 +57,7 @@ def REPEAT(self: TensorMeta, repeats: Sequence[int]) -> Flow:
     """Dims that are not repeated pass."""
     new = len(repeats) - self.ndim
     kept = [f"d{i}" if repeats[new + i] == 1 else None for i in range(self.ndim)]
-    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PENDING)
+    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PARTIAL)
 
 
 @rule_from([aten.unsqueeze.default, aten.unsqueeze_.default, aten.unsqueeze_copy.default, aten.unsqueeze_copy.out])
@@ -65,7 +65,7 @@ def UNSQUEEZE(self: TensorMeta, dim: int) -> Flow:
     """Every dim passes, around a new one."""
     kept: list[str | None] = [f"d{i}" for i in range(self.ndim)]
     at = dim % (self.ndim + 1)
-    return Flow([kept], [[*kept[:at], None, *kept[at:]]], partial=ANY_PENDING)
+    return Flow([kept], [[*kept[:at], None, *kept[at:]]], partial=ANY_PARTIAL)
 
 
 def _squeezed(x: TensorMeta, dim: int | Sequence[int] | None) -> list[int]:
@@ -109,7 +109,7 @@ def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     gone = _squeezed(self, dim)
     kept = [None if i in gone else f"d{i}" for i in range(self.ndim)]
     stay = [label for i, label in enumerate(kept) if i not in gone]
-    return Flow([kept], [stay], partial=ANY_PENDING, lowered=True)
+    return Flow([kept], [stay], partial=ANY_PARTIAL, lowered=True)
 
 
 RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)

@@ -21,7 +21,7 @@ from shardwise.tools.calibrate import calibrate, try_transitions
 
 RHO = 0.9
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
-# Source and target per mesh dim. A shard that becomes pending is left out: its cost stands for the gather that it puts
+# Source and target per mesh dim. A shard that becomes partial is left out: its cost stands for the gather that it puts
 # off, and not for its own copy (docs/cost-model.md).
 PAIRS = {
     (4,): (

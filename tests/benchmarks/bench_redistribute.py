@@ -47,7 +47,7 @@ SIZES = {"even": (32, 64), "uneven": (31, 63)}
 
 
 def local_tensor(mesh, placements, shape):
-    """This rank's part; a pending tensor is made from parts, since no whole tensor is pending."""
+    """This rank's part; a partial tensor is made from parts, since no whole tensor is partial."""
     settled = [R if isinstance(p, Partial) else p for p in placements]
     return sw.distribute_tensor(torch.randn(shape), mesh, settled, src_data_rank=None).to_local()
 

@@ -86,9 +86,9 @@ def test_an_empty_shard_does_not_hide_its_neighbour():
     assert tuple(chunk_of(spec, (1, 0)).sizes) == (1,)
 
 
-def test_a_pending_tensor_is_refused():
+def test_a_partial_tensor_is_refused():
     spec = TensorSpec(AbstractMesh((2, 2)), [Partial(), Shard(0)], TensorMeta.contiguous((4,), torch.float32))
-    with pytest.raises(LayoutError, match=r"pending \(sum on mesh dim 0\).*redistribute"):
+    with pytest.raises(LayoutError, match=r"partial \(sum on mesh dim 0\).*redistribute"):
         chunk_of(spec, (0, 0))
 
 
@@ -245,7 +245,7 @@ def saved_once(directory):
     dcp.async_save(flying, checkpoint_id=directory / "flying").result()
     dcp.load(state_x := {"x": state["other"]}, checkpoint_id=directory / "flying")
     assert torch.equal(state_x["x"].full_tensor(), numbers((64, 4)))
-    with pytest.raises(dcp.api.CheckpointException, match="it is pending"):
+    with pytest.raises(dcp.api.CheckpointException, match="it is partial"):
         dcp.save({"p": MeshTensor.from_local(torch.ones(2), mesh((4,)), [Partial()])}, checkpoint_id=directory / "p")
     return found
 

@@ -41,7 +41,7 @@ def test_a_product_as_a_person_reads_it():
     (taken,) = [line for line in output.splitlines() if line.endswith("taken")]
     assert " ".join(taken.split()) == "> shard n | shard k R,S(1) S(1),S(0) S(1),P(sum) self 62.1 62.1 taken"
     assert "+2.4 µs for mat2" in output
-    assert "on mesh dim 1: mat2 is S(0) there; to make it pending only puts communication off" in output
+    assert "on mesh dim 1: mat2 is S(0) there; to make it partial only puts communication off" in output
     (gather,) = [line for line in output.splitlines() if "all_gather" in line]
     assert " ".join(gather.split()) == "1 self all_gather 0 2 128 S(0),S(1) R,S(1) 60.1"
     assert not any(line.endswith(" ") for line in output.splitlines())

@@ -9,7 +9,7 @@ from shardwise.comm import packing
 from shardwise.comm.events import Event, observe
 from shardwise.comm.redistribute import mover, redistribute_local
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS, reducible
+from shardwise.kernel.reductions import REDUCE_OPS, reducible
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.planning.path import transition
 from shardwise.tensor.shards import scatter_local
@@ -17,7 +17,7 @@ from shardwise.testing.meshes import mesh
 
 
 def numbers(shape, dtype):
-    """Small whole numbers, the same on every rank: exact in every dtype and under every pending kind."""
+    """Small whole numbers, the same on every rank: exact in every dtype and under every reduction."""
     lowest = -4 if dtype.is_signed else 0
     return torch.randint(lowest, 5, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
@@ -50,7 +50,7 @@ def all_pairs(mesh_shape, shape, dtype, kinds, every=1):
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 9), (1, 1), (0, 3), (7,), (4, 3, 5)])
 def test_every_pair_of_layouts_on_one_mesh_dim(pool, shape):
-    for count, wrong in pool.run(all_pairs, (4,), shape, torch.float64, PENDING_KINDS):
+    for count, wrong in pool.run(all_pairs, (4,), shape, torch.float64, REDUCE_OPS):
         assert count == (1 + len(shape) + 5) ** 2
         assert wrong == []
 
@@ -68,7 +68,7 @@ def test_every_pair_of_layouts_on_two_mesh_dims(pool, shape, kinds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "every"), [((4, 8), 1), ((5, 3), 1), ((3, 1, 7), 5), ((0, 2), 3), ((), 1)])
 def test_every_pair_of_layouts_and_kinds_on_two_mesh_dims(pool, shape, every):
-    for _, wrong in pool.run(all_pairs, (2, 2), shape, torch.float64, PENDING_KINDS, every, timeout=250):
+    for _, wrong in pool.run(all_pairs, (2, 2), shape, torch.float64, REDUCE_OPS, every, timeout=250):
         assert wrong == []
 
 
@@ -101,12 +101,12 @@ def test_a_mesh_dim_of_one_rank(pool, mesh_shape):
 )
 @pytest.mark.parametrize("shape", [(5, 3), ()])
 def test_every_dtype(pool, dtype, shape):
-    for _, wrong in pool.run(all_pairs, (4,), shape, dtype, PENDING_KINDS):
+    for _, wrong in pool.run(all_pairs, (4,), shape, dtype, REDUCE_OPS):
         assert wrong == []
 
 
 def random_moves(seed, count):
-    """A walk over random layouts of a random tensor of real-valued pending parts, against the first reduction."""
+    """A walk over random layouts of a random tensor of real-valued partial parts, against the first reduction."""
     draw = torch.Generator().manual_seed(seed)
 
     def pick(options):
@@ -117,7 +117,7 @@ def random_moves(seed, count):
         device_mesh = mesh(pick([(4,), (2, 2), (1, 4), (4, 1)]))
         shape = [pick([0, 1, 2, 3, 4, 5, 8, 13]) for _ in range(pick([0, 1, 2, 3]))]
         full = torch.randn(shape, generator=draw, dtype=torch.float64)
-        each = [REPLICATE, *map(shard, range(len(shape))), *map(partial, PENDING_KINDS)]
+        each = [REPLICATE, *map(shard, range(len(shape))), *map(partial, REDUCE_OPS)]
         path = [TensorSpec(device_mesh, [pick(each) for _ in device_mesh.shape], TensorMeta.of(full)) for _ in range(4)]
         local = scatter_local(full, path[0])
         for src, dst in itertools.pairwise(path):
@@ -133,7 +133,7 @@ def test_random_walks_come_back_to_the_tensor(pool, seed):
     assert pool.run(random_moves, seed, 40) == [[]] * 4
 
 
-def test_pending_parts_that_differ_are_reduced(pool):
+def test_partial_parts_that_differ_are_reduced(pool):
     def reduced(kind, mesh_shape, shape, text):
         device_mesh = mesh(mesh_shape)
         ranks = [torch.randn(shape, generator=torch.Generator().manual_seed(r)) for r in range(4)]
@@ -150,7 +150,7 @@ def test_pending_parts_that_differ_are_reduced(pool):
         mine = ranks[torch.distributed.get_rank()]
         torch.testing.assert_close(redistribute_local(mine, src, dst), scatter_local(expected, dst))
 
-    for kind in PENDING_KINDS:
+    for kind in REDUCE_OPS:
         pool.run(reduced, kind, (4,), (6, 5), "R")
         pool.run(reduced, kind, (4,), (6, 5), "S(1)")
         pool.run(reduced, kind, (4,), (200, 200), "R")
@@ -292,7 +292,7 @@ def staged_pairs(kinds):
 
 
 def test_tensors_that_travel_through_other_memory(pool):
-    pool.run(staged_pairs, PENDING_KINDS)
+    pool.run(staged_pairs, REDUCE_OPS)
 
 
 def test_observers_see_each_collective_and_no_local_step(pool):
@@ -363,7 +363,7 @@ def cuda_pairs(shape, dtype, kinds):
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
 def test_several_ranks_share_a_gpu_through_gloo(pool, shape, dtype):
-    pool.run(cuda_pairs, shape, dtype, PENDING_KINDS)
+    pool.run(cuda_pairs, shape, dtype, REDUCE_OPS)
 
 
 @pytest.mark.cuda
@@ -372,4 +372,4 @@ def test_one_rank_per_gpu_through_nccl(pool_of, shape):
     if torch.cuda.device_count() < 2:
         pytest.skip("fewer than two CUDA devices")
     ranks = min(4, torch.cuda.device_count())
-    pool_of(ranks, "nccl").run(cuda_pairs, shape, torch.float32, PENDING_KINDS)
+    pool_of(ranks, "nccl").run(cuda_pairs, shape, torch.float32, REDUCE_OPS)

@@ -351,7 +351,7 @@ def test_a_view_of_what_would_be_gathered_is_not_written():
             shard.mul_(2)
 
 
-def test_pending_operands_are_reduced_first():
+def test_partial_operands_are_reduced_first():
     with world() as four, only(unknown_ops="replicate"):
         a = sw.MeshTensor.from_local(x, four, [Partial()])
         with pytest.warns(UnknownOpWarning):

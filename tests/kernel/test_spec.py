@@ -70,7 +70,7 @@ def test_the_dim_map_is_the_placements_read_by_tensor_dim(spec):
         assert list(mesh_dims) == [m for m, p in enumerate(spec.placements) if p == Shard(dim)]
         assert spec.shards_per_dim[dim] == torch.Size([spec.mesh_shape[m] for m in mesh_dims]).numel()
     assert spec.num_shards == torch.Size(spec.shards_per_dim).numel()
-    assert sorted(spec.pending) == [m for m, p in enumerate(spec.placements) if isinstance(p, Partial)]
+    assert sorted(spec.reductions) == [m for m, p in enumerate(spec.placements) if isinstance(p, Partial)]
     assert spec.is_replicated == all(isinstance(p, Replicate) for p in spec.placements)
 
 

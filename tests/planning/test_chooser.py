@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.errors import InPlaceError, ListLengthError
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.precedence import Origin
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.registry import Registrar, Registry
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.schema import OpSchema, TupleStrategy
@@ -146,8 +146,8 @@ def test_the_written_operand_never_moves():
 
 def test_an_in_place_op_that_cannot_keep_its_operand_is_refused():
     mine, other = spec((4,), (8, 1), shard(1)), spec((4,), (8, 4), REPLICATE)
-    pending = spec((4,), (8, 4), partial("product"))
-    schema = OpSchema.of(aten.add_.Tensor, pending, other)
+    partials = spec((4,), (8, 4), partial("product"))
+    schema = OpSchema.of(aten.add_.Tensor, partials, other)
     with pytest.raises(InPlaceError, match=r"self = f32\[8,4\] \[P\(product\)\]"):
         choose(problem(ADD, schema))
     del mine
@@ -211,18 +211,18 @@ def test_lists_of_unequal_length_are_refused():
         propagate(FOREACH, OpSchema.of(aten._foreach_add_.List, [a], [a, a]), ())
 
 
-def test_pending_kinds_that_do_not_commute_are_never_mixed():
+def test_reductions_that_do_not_commute_are_never_mixed():
     x = spec((2, 2), (8, 4), partial("sum"), REPLICATE)
     for _, strategy in exhaustive(problem(ADD, OpSchema.of(aten.add.Tensor, x, x))):
-        kinds = [set(s.pending.values()) for s in (*strategy.input_specs, *strategy.output_specs)]
+        kinds = [set(s.reductions.values()) for s in (*strategy.input_specs, *strategy.output_specs)]
         assert all(fits(k) for k in kinds)
-    assert set(PENDING_KINDS) >= {"sum", "max"}
+    assert set(REDUCE_OPS) >= {"sum", "max"}
 
 
-def test_a_shard_is_not_made_pending_to_put_a_collective_off():
+def test_a_shard_is_not_made_partial_to_put_a_collective_off():
     schema = OpSchema.of(aten.add.Tensor, spec((4,), (8, 8), shard(0)), spec((4,), (8, 8), shard(1)))
     _, strategy = choose(problem(ADD, schema))
-    assert not strategy.output_specs[0].pending
+    assert not strategy.output_specs[0].reductions
 
 
 def test_no_rank_is_empty_where_a_row_needs_every_rank_to_hold_something():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError, MeshMismatchError
 from shardwise.kernel.placements import REPLICATE, Partial, Shard, parse_placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS, reduce_pieces
+from shardwise.kernel.reductions import REDUCE_OPS, reduce_pieces
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.planning import layout_graph as moves
 from shardwise.planning.bounds import Bounds
@@ -101,11 +101,11 @@ def test_a_large_tensor_crosses_the_slow_link_in_parts():
     assert all(step.mesh_dims == (1,) for step in [first, rest[-1]])
 
 
-def test_a_step_tells_its_tensor_dims_and_pending_kind():
+def test_a_step_tells_its_tensor_dims_and_reduction():
     (scatter,) = transition(spec((4,), (8, 8), "P(avg)"), spec((4,), (8, 8), "S(1)")).steps
-    assert (scatter.tensor_dims, scatter.pending, scatter.nbytes) == ((1,), "avg", 64)
+    assert (scatter.tensor_dims, scatter.reduction, scatter.nbytes) == ((1,), "avg", 64)
     (exchange,) = transition(spec((4,), (8, 8), "S(1)"), spec((4,), (8, 8), "S(0)")).steps
-    assert (exchange.tensor_dims, exchange.pending, exchange.nbytes) == ((0, 1), None, 16)
+    assert (exchange.tensor_dims, exchange.reduction, exchange.nbytes) == ((0, 1), None, 16)
     assert str(scatter) == "reduce_scatter[0] [P(avg)] -> [S(1)]"
 
 
@@ -150,7 +150,7 @@ def tensors(draw, max_mesh_ndim=4, max_dim=9):
     return AbstractMesh(mesh_shape), meta
 
 
-def placements(mesh, meta, kinds=PENDING_KINDS):
+def placements(mesh, meta, kinds=REDUCE_OPS):
     each = st.sampled_from([REPLICATE, *map(shard, range(meta.ndim)), *map(partial, kinds)])
     return st.tuples(*[each] * mesh.ndim)
 
@@ -221,10 +221,10 @@ def test_no_bound_on_the_first_mesh_dims_exceeds_the_cost(specs, data):
 
 
 def cheapest_without_estimate(src, dst):
-    """Dijkstra over the whole graph: every layout, and every pending kind made and reduced anywhere."""
+    """Dijkstra over the whole graph: every layout, and every reduction made and reduced anywhere."""
     steps_of = moves_of(src, links_of(src.mesh))
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    pending = [-1 - k for k in range(len(PENDING_KINDS))]
+    partials = [-1 - k for k in range(len(REDUCE_OPS))]
     best, heap = {start: 0.0}, [(0.0, start)]
     while heap:
         cost, layout = heappop(heap)
@@ -232,7 +232,7 @@ def cheapest_without_estimate(src, dst):
             return cost
         if cost > best[layout]:
             continue
-        made = [edge for code in pending for edge in steps_of.fills(layout, (code,) * len(layout))]
+        made = [edge for code in partials for edge in steps_of.fills(layout, (code,) * len(layout))]
         for step, after, *_ in [*steps_of.edges(layout), *made]:
             if cost + step < best.get(after, math.inf):
                 best[after] = cost + step
@@ -281,7 +281,7 @@ def test_the_answer_does_not_depend_on_what_was_asked_before(specs):
 @settings(deadline=None)
 @given(st.integers(-5, 6))
 def test_codes_stand_for_placements(code):
-    assume(code >= -len(PENDING_KINDS))
+    assume(code >= -len(REDUCE_OPS))
     assert encode(decode(code)) == code
 
 
@@ -289,13 +289,13 @@ def test_codes_stand_for_placements(code):
 
 
 def random_locals(at):
-    """Local tensors of all ranks that a tensor laid out so could have: pending parts are all different."""
+    """Local tensors of all ranks that a tensor laid out so could have: partial parts are all different."""
     generator = torch.Generator().manual_seed(0)
     settled = at.with_placements([REPLICATE if isinstance(p, Partial) else p for p in at.placements])
     parts = {}
     found = {}
     for c in at.mesh.coordinates():
-        key = tuple(c[m] for m in at.pending)
+        key = tuple(c[m] for m in at.reductions)
         if key not in parts:
             parts[key] = torch.randint(-3, 4, at.shape, generator=generator).to(at.dtype)
         found[c] = scatter_local(parts[key], settled, c)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.planning import layout_graph as moves
 from shardwise.planning.cost import links_of
@@ -21,7 +21,7 @@ def ways(draw):
     """The moves of one tensor, a layout to leave and one to reach; sizes are small and large, even and not."""
     mesh_shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     shape = [draw(st.sampled_from([1, 7, 64, 3000])) for _ in range(draw(st.integers(0, 3)))]
-    code = st.integers(-len(PENDING_KINDS), len(shape))
+    code = st.integers(-len(REDUCE_OPS), len(shape))
     start, goal = (tuple(draw(code) for _ in mesh_shape) for _ in range(2))
     return mesh_shape, shape, start, goal
 

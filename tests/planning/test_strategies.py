@@ -46,7 +46,7 @@ def test_a_strategy_has_the_cost_of_moving_each_operand():
     assert str(free) == "[S(0), R], [R, R] -> [S(0), R]"
     moved = strategy(SCHEMA, [(shard(1),) * 2, (shard(0),) * 2], [(partial("sum"),) * 2], metas)
     assert moved.redistribute_cost[0] > 0
-    assert moved.output_specs[0].pending == {0: "sum", 1: "sum"}
+    assert moved.output_specs[0].reductions == {0: "sum", 1: "sum"}
 
 
 def test_a_strategy_takes_no_placement_that_a_tensor_cannot_have():

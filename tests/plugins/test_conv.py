@@ -37,8 +37,8 @@ def sharded(op, *args):
     return [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in found]
 
 
-def pending(op, *args):
-    """The kinds in which the first operand may be pending."""
+def partials(op, *args):
+    """The kinds in which the first operand may be partial."""
     return {row.inputs[0].reduce_op for row in legal_rows(op, *args) if isinstance(row.inputs[0], Partial)}
 
 
@@ -99,30 +99,30 @@ def test_adaptive_pooling_keeps_positions_whole():
 # -- traps -------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_bias_is_no_plain_addend_of_a_pending_sum():
+def test_a_whole_bias_is_no_plain_addend_of_a_partial_sum():
     rows = legal_rows(aten.convolution.default, empty(4, 6, 5, 5), empty(8, 6, 3, 3), empty(8), *PLAIN, 1)
     plain = [row for row in rows if row.outputs[0] == Partial("sum") and not row.lowered]
     assert [row for row in plain if row.inputs[2] == Replicate()] == []
 
 
-def test_a_pooled_maximum_has_positions_that_no_pending_tensor_has():
-    assert pending(aten.max_pool2d_with_indices.default, empty(4, 6, 8, 8), [2, 2]) == set()
+def test_a_pooled_maximum_has_positions_that_no_partial_tensor_has():
+    assert partials(aten.max_pool2d_with_indices.default, empty(4, 6, 8, 8), [2, 2]) == set()
 
 
 def test_an_average_of_integers_rounds():
-    assert pending(aten.avg_pool2d.default, empty(4, 6, 8, 8), [2, 2]) == {"sum", "avg"}
-    assert pending(aten.avg_pool2d.default, empty(4, 6, 8, 8, dtype=torch.int64), [2, 2]) == set()
+    assert partials(aten.avg_pool2d.default, empty(4, 6, 8, 8), [2, 2]) == {"sum", "avg"}
+    assert partials(aten.avg_pool2d.default, empty(4, 6, 8, 8, dtype=torch.int64), [2, 2]) == set()
 
 
-def test_copies_pass_any_pending_kind_and_their_gradients_only_linear_ones():
-    assert pending(aten.upsample_nearest2d.default, empty(4, 6, 8, 8), [16, 16]) >= {
+def test_copies_pass_any_reduction_and_their_gradients_only_linear_ones():
+    assert partials(aten.upsample_nearest2d.default, empty(4, 6, 8, 8), [16, 16]) >= {
         "sum",
         "avg",
         "max",
         "min",
         "product",
     }
-    assert pending(aten.upsample_nearest2d_backward.default, empty(4, 6, 16, 16), [16, 16], [4, 6, 8, 8]) == {
+    assert partials(aten.upsample_nearest2d_backward.default, empty(4, 6, 16, 16), [16, 16], [4, 6, 8, 8]) == {
         "sum",
         "avg",
     }

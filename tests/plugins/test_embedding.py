@@ -141,7 +141,7 @@ def test_a_look_up_and_its_gradient(pool, layout, options):
     pool.run(look_up_and_train, *LAYOUTS[layout], options)
 
 
-def row_sharded_look_up_stays_pending():
+def row_sharded_look_up_stays_partial():
     table, indices = table_and_indices()
     weight = sw.distribute_tensor(table, mesh((4,)), [Shard(0)])
     found = torch.nn.functional.embedding(sw.distribute_tensor(indices, mesh((4,)), [Replicate()]), weight)
@@ -149,7 +149,7 @@ def row_sharded_look_up_stays_pending():
 
 
 def test_a_row_sharded_look_up_moves_no_table(pool):
-    pool.run(row_sharded_look_up_stays_pending)
+    pool.run(row_sharded_look_up_stays_partial)
 
 
 def an_index_out_of_range():

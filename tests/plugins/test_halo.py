@@ -91,7 +91,7 @@ def test_a_convolution_moves_edges_only(pool):
         assert sorted(gradients) == [2 * 4, 2 * 2 * 9 * 4]
 
 
-def test_the_gradient_of_a_weight_is_pending(pool):
+def test_the_gradient_of_a_weight_is_partial(pool):
     assert set(pool.run(gradient_of_weight)) == {(Partial("sum"),)}
 
 

@@ -31,7 +31,7 @@ def call_of(op, *args, **kwargs):
 
 
 def rows(op, *args, **kwargs):
-    """The rows of a call as text, without their names; pending ones aside."""
+    """The rows of a call as text, without their names; partial ones aside."""
     rule, call = call_of(op, *args, **kwargs)
     return [str(row).partition(": ")[2] for row in rule.rows(call) if "P(" not in str(row)]
 

@@ -196,7 +196,7 @@ def comparisons():
         compare(loss, numbers(5, 6), numbers(5, 6).flip(0))
 
 
-def square_roots_of_pending_sums():
+def square_roots_of_partial_sums():
     """Of features in shards, cosine similarity takes the root of a sum in place."""
     x, y, sign = numbers(5, 6), numbers(5, 6).flip(0), torch.tensor([1, -1, 1, 1, -1])
     put = [sw.distribute_tensor(t, mesh((4,)), [Shard(1)]) for t in (x, y)]
@@ -220,7 +220,7 @@ def alignments():
     assert x.grad.placements == (Shard(1),)
 
 
-def a_pending_loss_is_a_number():
+def a_partial_loss_is_a_number():
     x = sw.distribute_tensor(numbers(5, 6), mesh((4,)), [Shard(0)])
     loss = functional.mse_loss(x, torch.zeros_like(x))
     assert loss.placements == (Partial("sum"),)
@@ -231,8 +231,8 @@ PROGRAMS = [
     cross_entropy,
     weighted_cross_entropy,
     comparisons,
-    a_pending_loss_is_a_number,
-    square_roots_of_pending_sums,
+    a_partial_loss_is_a_number,
+    square_roots_of_partial_sums,
     alignments,
 ]
 

@@ -43,14 +43,14 @@ def rows_of(op, *args, **kwargs):
 
 
 def rows(op, *args, **kwargs):
-    """The rows of a call as text, those with a pending operand aside; ``*`` marks the lowered ones."""
+    """The rows of a call as text, those with a partial operand aside; ``*`` marks the lowered ones."""
     found = rows_of(op, *args, **kwargs)
     plain = [row for row in found if not any(isinstance(p, Partial) for p in row.inputs)]
     return [f"{row}{'*' * row.lowered}" for row in plain]
 
 
 def kinds(op, *args, **kwargs):
-    """The names of the rows with a pending operand."""
+    """The names of the rows with a partial operand."""
     return [r.name for r in rows_of(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
 
 
@@ -70,7 +70,7 @@ def test_rows_of_mm():
     ]
 
 
-def test_one_pending_operand_at_a_time():
+def test_one_partial_operand_at_a_time():
     expected = ["sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg"]
     assert kinds(aten.mm.default, empty(6, 4), empty(4, 3)) == expected
 
@@ -105,7 +105,7 @@ def test_rows_of_addmm():
     ]
 
 
-def test_a_bias_that_is_whole_goes_through_the_lowering_and_a_pending_one_does_not():
+def test_a_bias_that_is_whole_goes_through_the_lowering_and_a_partial_one_does_not():
     found = {row.name: row.lowered for row in rows_of(aten.addmm.default, empty(3), empty(6, 4), empty(4, 3))}
     assert found["R, sum, R -> sum"]
     assert found["R, R, sum -> sum"]
@@ -119,7 +119,7 @@ def test_an_addend_that_addmv_would_broadcast_is_left_whole():
     assert len(rows(aten.addmv.default, empty(6), empty(6, 4), empty(4))) == 3
 
 
-def test_nothing_pending_goes_through_an_activation():
+def test_nothing_partial_goes_through_an_activation():
     found = rows_of(aten._addmm_activation.default, empty(3), empty(6, 4), empty(4, 3))
     assert not any(isinstance(p, Partial) for row in found for p in (*row.inputs, *row.outputs))
 
@@ -136,7 +136,7 @@ def test_rows_of_constant_pad():
 
 
 @pytest.mark.parametrize(("value", "more"), [(0, {"sum", "product"}), (1, {"product"}), (-2.0, set())])
-def test_a_pending_tensor_is_padded_where_copies_of_the_value_reduce_to_it(value, more):
+def test_a_partial_tensor_is_padded_where_copies_of_the_value_reduce_to_it(value, more):
     found = {name.partition(" ")[0] for name in kinds(aten.constant_pad_nd.default, empty(5), [1, 1], value)}
     assert found == {"avg", "max", "min"} | more
 
@@ -206,7 +206,7 @@ def test_dropout_leaves_only_the_whole_row():
     assert [row.name for row in rows_of(FLASH, *qkv(), 0.1)] == ["R"]
 
 
-def test_gradients_of_what_every_shard_used_are_pending_sums():
+def test_gradients_of_what_every_shard_used_are_partial_sums():
     q, k, v = qkv(few=1)
     found = plain(rows(FOR_CPU_BACKWARD, q, q, k, v, q, empty(4, 8, 6), 0.0, False))
     assert [row.partition(" -> ")[2] for row in found] == [
@@ -259,7 +259,7 @@ def same(found, expected):
 
 
 def two_layers(x_layout, up, bias_layout, down):
-    """A block with its hidden dim sharded: the second product is a pending sum, to which the bias is added."""
+    """A block with its hidden dim sharded: the second product is a partial sum, to which the bias is added."""
     grid = mesh((2, 2))
     full = [made(5, 8), made(6, 8, seed=1), made(6, seed=2), made(4, 6, seed=3), made(4, seed=4)]
     layouts = (x_layout, up, bias_layout, down, [Replicate()] * 2)

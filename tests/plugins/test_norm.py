@@ -31,13 +31,13 @@ def rows_of(op, *args):
 
 
 def rows(op, *args):
-    """The rows of a call, pending ones aside; ``*`` marks those that run a lowering."""
+    """The rows of a call, partial ones aside; ``*`` marks those that run a lowering."""
     found = [row for row in rows_of(op, *args) if not any(isinstance(p, Partial) for p in row.inputs)]
     return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in found]
 
 
 def kinds(op, *args):
-    """The names of the rows with a pending operand."""
+    """The names of the rows with a partial operand."""
     return [row.name for row in rows_of(op, *args) if any(isinstance(p, Partial) for p in row.inputs)]
 
 

@@ -49,7 +49,7 @@ def rows(op, *args, **kwargs):
     return [str(row).partition(": ")[2] for row in OPS[op].rows(call.position(0))]
 
 
-def pending(op, *args, **kwargs):
+def partials(op, *args, **kwargs):
     return {row for row in rows(op, *args, **kwargs) if "P(" in row}
 
 
@@ -115,25 +115,25 @@ def test_a_fused_step_keeps_counters_whole_and_takes_empty_lists():
 
 
 def test_a_tensor_that_all_positions_share_is_whole():
-    assert pending(aten._foreach_mul.Tensor, [meta(4)], meta()) == {
+    assert partials(aten._foreach_mul.Tensor, [meta(4)], meta()) == {
         "[P(sum), R] -> [P(sum)]",
         "[P(avg), R] -> [P(avg)]",
     }
-    assert pending(aten._foreach_add.Tensor, [meta(4)], meta()) == {"[P(avg), R] -> [P(avg)]"}
+    assert partials(aten._foreach_add.Tensor, [meta(4)], meta()) == {"[P(avg), R] -> [P(avg)]"}
 
 
 def test_in_place_the_first_operand_must_lie_as_the_result():
-    assert "[R, P(avg)] -> [P(avg)]" in pending(aten._foreach_add.List, [meta(4)], [meta(4)])
-    assert "[R, P(avg)] -> []" not in pending(aten._foreach_add_.List, [meta(4)], [meta(4)])
-    assert "[P(avg), R] -> []" in pending(aten._foreach_add_.List, [meta(4)], [meta(4)])
+    assert "[R, P(avg)] -> [P(avg)]" in partials(aten._foreach_add.List, [meta(4)], [meta(4)])
+    assert "[R, P(avg)] -> []" not in partials(aten._foreach_add_.List, [meta(4)], [meta(4)])
+    assert "[P(avg), R] -> []" in partials(aten._foreach_add_.List, [meta(4)], [meta(4)])
 
 
 @pytest.mark.parametrize(
     "dtypes", [(torch.int8, torch.int8), (torch.float32, torch.bfloat16), (torch.bool, torch.float32)]
 )
-def test_pending_rows_are_for_floats_of_one_dtype(dtypes):
+def test_partial_rows_are_for_floats_of_one_dtype(dtypes):
     one, other = (meta(4, dtype=dtype) for dtype in dtypes)
-    assert not pending(aten._foreach_mul.List, [one], [other])
+    assert not partials(aten._foreach_mul.List, [one], [other])
 
 
 class CountingComm:
@@ -271,7 +271,7 @@ def a_scaler_skips_the_step_with_an_overflow():
     assert all(torch.allclose(p.full_tensor(), q) for p, q in zip(laid, plain, strict=True))
 
 
-def bad_lists_and_pending_gradients_are_refused():
+def bad_lists_and_partial_gradients_are_refused():
     x = [sw.distribute_tensor(values(4), mesh((4,)), [Shard(0)]) for _ in range(2)]
     # Of foreach ops, torch compares the lengths itself before anybody sees the call.
     with pytest.raises(RuntimeError, match="same number of tensors"):
@@ -308,7 +308,7 @@ def test_optimizers_on_ranks(pool, shape):
         clip_by_every_norm,
         an_overflow_on_one_rank_is_found_on_all,
         a_scaler_skips_the_step_with_an_overflow,
-        bad_lists_and_pending_gradients_are_refused,
+        bad_lists_and_partial_gradients_are_refused,
     ],
 )
 def test_on_ranks(pool, program):

@@ -1,4 +1,4 @@
-"""Rules for elementwise ops: what they say, the traps of pending tensors, and activations on real ranks."""
+"""Rules for elementwise ops: what they say, the traps of partial tensors, and activations on real ranks."""
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ def printed(op, *args, **kwargs):
     return [str(row).partition(": ")[2] for row in rows(op, *args, **kwargs)]
 
 
-def pending(op, *args, **kwargs):
-    """The pending rows of a call, without their names."""
+def partials(op, *args, **kwargs):
+    """The partial rows of a call, without their names."""
     return {text for text in printed(op, *args, **kwargs) if "P(" in text}
 
 
@@ -103,20 +103,20 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("op", "args", "expected"), GOLDEN, ids=lambda v: str(v) if not isinstance(v, list) else "")
-def test_pending_rows(op, args, expected):
-    found = pending(op, *args)
+def test_partial_rows(op, args, expected):
+    found = partials(op, *args)
     assert found >= expected
     assert bool(found) == bool(expected)
 
 
-def test_a_product_takes_one_pending_sum():
-    assert pending(aten.mul.Tensor, meta(3), meta(3)) == {
+def test_a_product_takes_one_partial_sum():
+    assert partials(aten.mul.Tensor, meta(3), meta(3)) == {
         *("[P(sum), R] -> [P(sum)]", "[R, P(sum)] -> [P(sum)]", "[P(avg), R] -> [P(avg)]", "[R, P(avg)] -> [P(avg)]"),
         "[P(product), P(product)] -> [P(product)]",
     }
 
 
-def test_a_sum_takes_two_pending_sums_or_adds_the_other_once():
+def test_a_sum_takes_two_partial_sums_or_adds_the_other_once():
     sums = {str(row) for row in rows(aten.add.Tensor, meta(3), meta(3)) if "P(sum)" in str(row) and not row.lowered}
     assert sums == {"sum, sum -> sum: [P(sum), P(sum)] -> [P(sum)]"}
     once = {row.name for row in rows(aten.add.Tensor, meta(3), meta(3)) if row.lowered}
@@ -126,37 +126,37 @@ def test_a_sum_takes_two_pending_sums_or_adds_the_other_once():
 # -- traps -------------------------------------------------------------------------------------------------------
 
 
-def test_the_maximum_of_pending_minima_is_pending_in_neither():
-    assert "[P(min), P(min)] -> [P(min)]" not in pending(aten.maximum.default, meta(3), meta(3))
-    assert "[P(max), P(max)] -> [P(max)]" not in pending(aten.minimum.default, meta(3), meta(3))
+def test_the_maximum_of_partial_minima_is_partial_in_neither():
+    assert "[P(min), P(min)] -> [P(min)]" not in partials(aten.maximum.default, meta(3), meta(3))
+    assert "[P(max), P(max)] -> [P(max)]" not in partials(aten.minimum.default, meta(3), meta(3))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int8])
 def test_an_or_and_a_wrapping_sum_do_not_pass_into_floats(dtype):
-    assert pending(aten.mul.Tensor, meta(3, dtype=dtype), meta(1)) == {
+    assert partials(aten.mul.Tensor, meta(3, dtype=dtype), meta(1)) == {
         "[R, P(sum)] -> [P(sum)]",
         "[R, P(avg)] -> [P(avg)]",
     }
-    assert pending(aten.mul.Tensor, meta(3, dtype=dtype), meta(3, dtype=dtype))
+    assert partials(aten.mul.Tensor, meta(3, dtype=dtype), meta(3, dtype=dtype))
 
 
 def test_an_average_of_integers_is_cut_and_does_not_pass():
-    assert not any("avg" in row for row in pending(aten.mul.Scalar, meta(3, dtype=torch.int64), 2))
+    assert not any("avg" in row for row in partials(aten.mul.Scalar, meta(3, dtype=torch.int64), 2))
 
 
 def test_a_maximum_of_integers_may_overflow_and_does_not_pass():
-    assert not any("max" in row for row in pending(aten.add.Scalar, meta(3, dtype=torch.int8), 100))
-    assert not pending(aten.relu.default, meta(3, dtype=torch.int8))
+    assert not any("max" in row for row in partials(aten.add.Scalar, meta(3, dtype=torch.int8), 100))
+    assert not partials(aten.relu.default, meta(3, dtype=torch.int8))
 
 
 @pytest.mark.parametrize("mode", ["floor", "trunc"])
 def test_a_rounded_quotient_is_not_linear(mode):
-    assert not pending(aten.div.Scalar_mode, meta(3), 2, rounding_mode=mode)
-    assert pending(aten.div.Scalar_mode, meta(3), 2, rounding_mode=None)
+    assert not partials(aten.div.Scalar_mode, meta(3), 2, rounding_mode=mode)
+    assert partials(aten.div.Scalar_mode, meta(3), 2, rounding_mode=None)
 
 
-def test_a_quotient_by_many_numbers_takes_no_pending_sum():
-    assert not pending(aten.div.Tensor, meta(3), meta(3))
+def test_a_quotient_by_many_numbers_takes_no_partial_sum():
+    assert not partials(aten.div.Tensor, meta(3), meta(3))
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def values(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def numbers_beside_pending_sums():
+def numbers_beside_partial_sums():
     p = sw.MeshTensor.from_local(values(5), mesh((2, 2)), [Partial(), Replicate()], run_check=False)
     whole = p.full_tensor()
     kept = (lambda t: t + 1, lambda t: 2 - t, lambda t: t / 4, lambda t: t / torch.tensor(4.0), lambda t: 3 * t)
@@ -220,7 +220,7 @@ def activations_and_their_gradients():
 @pytest.mark.parametrize(
     "program",
     [
-        numbers_beside_pending_sums,
+        numbers_beside_partial_sums,
         division_by_zero_keeps_the_sign_of_the_sum,
         in_place_results_keep_their_placement,
         activations_and_their_gradients,

@@ -183,7 +183,7 @@ def test_every_mesh_draws_what_one_device_draws(pool, name):
     pool.run(same_numbers, name, MORE)
 
 
-def pending_and_orders():
+def partial_and_orders():
     m = mesh((2, 2))
     sw.manual_seed(2)
     with sw.random.on_one_device():
@@ -198,8 +198,8 @@ def pending_and_orders():
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 
 
-def test_pending_tensors_and_random_orders(pool):
-    pool.run(pending_and_orders)
+def test_partial_tensors_and_random_orders(pool):
+    pool.run(partial_and_orders)
 
 
 def refusals():

@@ -40,7 +40,7 @@ def rows(op, *args, **kwargs):
 
 
 def kinds(op, *args, **kwargs):
-    """The kinds of pending operand that a call takes."""
+    """The kinds of partial operand that a call takes."""
     found = (row.inputs[0] for row in rows_of(op, *args, **kwargs))
     return [p.reduce_op for p in found if isinstance(p, Partial)]
 
@@ -126,7 +126,7 @@ def test_out_lies_as_the_result():
     assert found[:2] == ["[S(0), S(0)] -> [S(0)]", "[S(1), P(sum)] -> [P(sum)]"]
 
 
-# -- traps: what may stay pending --------------------------------------------------------------------------------
+# -- traps: what may stay partial --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

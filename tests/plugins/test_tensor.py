@@ -57,12 +57,12 @@ def _spec(value):
 
 
 def rows(op, *args, **kwargs):
-    """The rows of a call as text, those with pending operands aside."""
+    """The rows of a call as text, those with partial operands aside."""
     return [str(r) for r in bound(op, *args, **kwargs) if not any(isinstance(p, Partial) for p in r.inputs)]
 
 
-def pending(op, *args, **kwargs):
-    """The rows of a call with pending operands, by name."""
+def partials(op, *args, **kwargs):
+    """The rows of a call with partial operands, by name."""
     return [r.name for r in bound(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
 
 
@@ -175,27 +175,27 @@ def test_rows(call, expected):
     assert whole.startswith("R: ")
 
 
-# -- traps: pending tensors --------------------------------------------------------------------------------------
+# -- traps: partial tensors --------------------------------------------------------------------------------------
 
 
-def test_a_fill_never_puts_its_value_into_a_pending_sum():
-    assert pending(aten.fill_.Scalar, empty(4), 3) == [f"{k} -> {k}" for k in UNMOVED]
-    assert pending(aten.fill_.Tensor, empty(4), empty()) == [
+def test_a_fill_never_puts_its_value_into_a_partial_sum():
+    assert partials(aten.fill_.Scalar, empty(4), 3) == [f"{k} -> {k}" for k in UNMOVED]
+    assert partials(aten.fill_.Tensor, empty(4), empty()) == [
         *(f"{k}, {k} -> {k}" for k in KINDS),
         *(f"{k}, R -> {k}" for k in UNMOVED),
     ]
 
 
-def test_zeros_are_zero_in_every_pending_kind():
-    assert len(pending(aten.zero_.default, empty(4))) == len(KINDS)
-    assert len(pending(aten.masked_fill.Scalar, empty(4), bools(4), 0.0)) == len(KINDS)
+def test_zeros_are_zero_in_every_reduction():
+    assert len(partials(aten.zero_.default, empty(4))) == len(KINDS)
+    assert len(partials(aten.masked_fill.Scalar, empty(4), bools(4), 0.0)) == len(KINDS)
     # Another value stands on every rank, or on one.
-    assert sorted(pending(aten.masked_fill.Scalar, empty(4), bools(4), 1.0)) == sorted(f"{k}, R -> {k}" for k in KINDS)
+    assert sorted(partials(aten.masked_fill.Scalar, empty(4), bools(4), 1.0)) == sorted(f"{k}, R -> {k}" for k in KINDS)
 
 
-def test_what_only_takes_shape_from_a_pending_tensor_is_whole():
+def test_what_only_takes_shape_from_a_partial_tensor_is_whole():
     for args in ((aten.zeros_like.default, empty(4)), (aten.new_ones.default, empty(4), [4])):
-        assert pending(*args) == [f"{k} -> R" for k in KINDS]
+        assert partials(*args) == [f"{k} -> R" for k in KINDS]
 
 
 @pytest.mark.parametrize(
@@ -225,30 +225,30 @@ def test_a_cast_carries_only_what_it_cannot_change(before, after, kinds):
     assert list(kept_by_cast(before, after)) == kinds
 
 
-def test_a_pending_source_is_not_cast_on_the_way():
-    assert pending(aten.copy_.default, empty(4, dtype=torch.bfloat16), empty(4)) == [
+def test_a_partial_source_is_not_cast_on_the_way():
+    assert partials(aten.copy_.default, empty(4, dtype=torch.bfloat16), empty(4)) == [
         "max, max -> max",
         "min, min -> min",
         *(f"{k}, R -> {k}" for k in UNMOVED),
     ]
-    assert pending(aten.cat.default, [empty(4), empty(4, dtype=torch.bfloat16)]) == []
+    assert partials(aten.cat.default, [empty(4), empty(4, dtype=torch.bfloat16)]) == []
 
 
 def test_duplicate_indices_have_no_order_so_pieces_of_several_values_could_mix():
-    assert pending(aten.scatter.src, empty(4), 0, ints(4), empty(4)) == []
-    assert pending(aten.index_put.default, empty(4), [ints(4)], empty(4)) == []
-    assert pending(aten.index_copy.default, empty(4), 0, ints(4), empty(4)) == []
+    assert partials(aten.scatter.src, empty(4), 0, ints(4), empty(4)) == []
+    assert partials(aten.index_put.default, empty(4), [ints(4)], empty(4)) == []
+    assert partials(aten.index_copy.default, empty(4), 0, ints(4), empty(4)) == []
 
 
 def test_a_maximum_without_the_old_values_is_not_taken_in_parts():
     call = (aten.scatter_reduce.two, empty(4), 0, ints(3), empty(3), "amax")
-    assert "max, picked, picked -> max" in pending(*call)
-    assert "max, picked, picked -> max" not in pending(*call, include_self=False)
-    assert pending(*call[:-1], "mean") == []
+    assert "max, picked, picked -> max" in partials(*call)
+    assert "max, picked, picked -> max" not in partials(*call, include_self=False)
+    assert partials(*call[:-1], "mean") == []
 
 
-def test_added_values_reach_a_pending_sum_once():
-    found = pending(aten.index_add.default, empty(4, 6), 0, ints(3), empty(3, 6))
+def test_added_values_reach_a_partial_sum_once():
+    found = partials(aten.index_add.default, empty(4, 6), 0, ints(3), empty(3, 6))
     assert found == ["sum, R, sum -> sum", "avg, R, avg -> avg", "avg, R, R -> avg", "sum, picked, picked -> sum"]
 
 
@@ -395,7 +395,7 @@ def answers():
         assert torch.zeros_like(x).placements == tuple(layout)
 
 
-def pending_stays_pending():
+def partial_stays_partial():
     local = whole(5, 7) * (torch.distributed.get_rank() + 1)
     x = sw.MeshTensor.from_local(local, mesh((4,)), [Partial("sum")])
     expected = whole(5, 7) * 10
@@ -439,7 +439,7 @@ def out_of_range():
 
 @pytest.mark.parametrize(
     "program",
-    [slices, joins, looks, writes, writes_in_place, answers, pending_stays_pending, other_devices, out_of_range],
+    [slices, joins, looks, writes, writes_in_place, answers, partial_stays_partial, other_devices, out_of_range],
 )
 def test_on_ranks(pool, program):
     pool.run(program)

@@ -35,13 +35,13 @@ def call_of(op, *args, **kwargs):
 
 
 def rows(op, *args, **kwargs):
-    """The rows of a call as text, pending ones aside."""
+    """The rows of a call as text, partial ones aside."""
     rule, call = call_of(op, *args, **kwargs)
     return [str(row) for row in rule.rows(call) if "P(" not in str(row)]
 
 
 def kinds(op, *args, **kwargs):
-    """The pending rows of a call, by name."""
+    """The partial rows of a call, by name."""
     rule, call = call_of(op, *args, **kwargs)
     return [row.name for row in rule.rows(call) if "P(" in str(row)]
 
@@ -153,7 +153,7 @@ def test_regroup_allows_exactly_what_needs_no_other_ranks_data(pair, parts):
 # -- traps -------------------------------------------------------------------------------------------------------
 
 
-def test_every_pending_kind_passes_a_view():
+def test_every_reduction_passes_a_view():
     found = [name.partition(" ")[0] for name in kinds(aten.view.default, empty(4, 6), [24])]
     assert found == ["sum", "avg", "max", "min", "product"]
 
@@ -163,7 +163,7 @@ def test_products_and_extremes_do_not_go_by_real_and_imaginary_part():
     assert kinds(aten.view_as_complex.default, empty(3, 2)) == ["sum -> sum", "avg -> avg"]
 
 
-def test_nothing_pending_is_read_as_another_dtype():
+def test_nothing_partial_is_read_as_another_dtype():
     assert kinds(aten.view.dtype, empty(4), torch.int32) == []
 
 

@@ -188,7 +188,7 @@ def redistributed(x, w):
     return (x @ w).redistribute(placements=[Shard(1)]).relu()
 
 
-def pending_out(x, w):
+def partial_out(x, w):
     return x.redistribute(placements=[Shard(1)]) @ w.redistribute(placements=[Shard(0)])
 
 
@@ -246,7 +246,7 @@ def of_input(x, w):
 
 
 PROGRAMS = [
-    redistributed, pending_out, local_part, gathered_whole, in_and_out, by_layout, made_inside, viewed, split_in_two,
+    redistributed, partial_out, local_part, gathered_whole, in_and_out, by_layout, made_inside, viewed, split_in_two,
     reduced, in_place, with_numbers, of_input,
 ]  # fmt: skip
 

@@ -191,7 +191,7 @@ def test_like_shards_every_dim_but_the_whole_ones(shape, whole):
     ("ops", "notation", "options", "found"),
     [
         (aten.mm.default, "m k, k n -> m n", {}, "'k' of the inputs is missing in an output"),
-        (aten.mm.default, "m k, k n -> m n", {"reduce": {"k": "mean"}}, "'mean' is no pending kind"),
+        (aten.mm.default, "m k, k n -> m n", {"reduce": {"k": "mean"}}, "'mean' is no reduction"),
         (
             aten.mm.default,
             "m k, k n -> m n",
@@ -275,12 +275,12 @@ def test_a_mapping_describes_one_operand_per_name():
 
 def test_a_row_that_asks_something_of_an_absent_operand_alone_is_no_row():
     """Without the bias `R, R, sum -> sum` would count the product once per rank."""
-    pending = ["R, R, sum -> sum", "R, sum, sum -> sum"]
-    made = rule(aten.linear.default, "b k, n k, n -> b n", replicate=["k"], partial=pending)
+    partials = ["R, R, sum -> sum", "R, sum, sum -> sum"]
+    made = rule(aten.linear.default, "b k, n k, n -> b n", replicate=["k"], partial=partials)
     x, weight, bias = meta(4, 3), meta(5, 3), meta(5)
 
     def names(*operands):
         return [row.partition(":")[0] for row in rows(made, aten.linear.default, *operands, outputs=[meta(4, 5)])]
 
-    assert names(x, weight, bias) == ["shard b", "shard n", *pending, "R"]
+    assert names(x, weight, bias) == ["shard b", "shard n", *partials, "R"]
     assert names(x, weight) == ["shard b", "shard n", "R, sum, sum -> sum", "R"]

@@ -206,8 +206,8 @@ def test_a_flow_that_does_not_fit_the_call_is_refused():
         ("sum, R", "it has no '->'"),
         ("sum -> sum", "one side has 1 entries and the call has 2 tensors there"),
         ("sum, R, R -> sum", "one side has 3 entries and the call has 2 tensors there"),
-        ("n, R -> sum", "'n' is neither R, nor a pending kind, nor a dim of that tensor"),
-        ("mean, R -> sum", "'mean' is neither R, nor a pending kind, nor a dim of that tensor"),
+        ("n, R -> sum", "'n' is neither R, nor a reduction, nor a dim of that tensor"),
+        ("mean, R -> sum", "'mean' is neither R, nor a reduction, nor a dim of that tensor"),
     ],
 )
 def test_a_malformed_row_says_what_is_wrong(text, found):

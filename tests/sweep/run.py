@@ -105,15 +105,15 @@ def work(only, family, libraries, meshes, directions, base):
 @click.option("--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS[:2])
 @click.option("--samples", default=8, show_default=True, help="The most samples of an operator.")
 @click.option("--draws", default=3, show_default=True, help="Drawn placements per sample.")
-@click.option("--pending", is_flag=True, help="Let drawn placements hold pending sums.")
+@click.option("--partial", is_flag=True, help="Let drawn placements hold partial sums.")
 @click.option("--seed", default="0", show_default=True)
 @click.option("--page", type=click.Path(path_type=Path, exists=True), help="Write the tables into a page of the docs.")
 @click.option("--from", "sources", multiple=True, type=click.Path(path_type=Path), help="Add the lines of such a file.")
 @click.option("--json", "path", type=click.Path(path_type=Path), help="Write every operator's line there.")
-def main(only, family, libraries, meshes, directions, samples, draws, pending, seed, path, page, sources):
+def main(only, family, libraries, meshes, directions, samples, draws, partials, seed, path, page, sources):
     """Run the sweep, list what does not pass, and print the totals."""
     console = Console(width=None if sys.stdout.isatty() else 160)
-    base = Trial("", "", (), "", samples, draws, seed, pending)
+    base = Trial("", "", (), "", samples, draws, seed, partials)
     lines = [Line(**line) for source in sources for line in json.loads(source.read_text())]
     with WorkerPool(4) as pool:
         planned = work(only, family, libraries, meshes, directions, base)

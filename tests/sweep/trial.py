@@ -29,7 +29,7 @@ class Trial:
     """What every rank runs: an operator by name, in one library, on a mesh of this shape, in one direction.
 
     ``limit`` is the most samples, ``draws`` the number of drawn placements per sample beside the systematic ones,
-    which come from ``seed``; ``pending`` lets them hold pending sums.
+    which come from ``seed``; ``partial`` lets them hold partial sums.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Trial:
     limit: int
     draws: int
     seed: str
-    pending: bool = False
+    partials: bool = False
 
 
 def check(trial):
@@ -74,14 +74,14 @@ def placings(leaves, trial, number):
         found += [[w if w is None or t.ndim <= dim else cut for t, w in zip(tensors, whole, strict=True)]]
     draw = random.Random(zlib.crc32(f"{trial.seed}/{trial.name}/{number}".encode()))  # noqa: S311
     found += [
-        [None if t is None else tuple(_drawn(draw, t, trial.pending) for _ in range(mesh_ndim)) for t in tensors]
+        [None if t is None else tuple(_drawn(draw, t, trial.partials) for _ in range(mesh_ndim)) for t in tensors]
         for _ in range(trial.draws)
     ]
     return list({repr(p): p for p in found}.values())
 
 
-def _drawn(draw, tensor, pending):
-    index = draw.randrange(-1 - (pending and tensor.is_floating_point()), tensor.ndim)
+def _drawn(draw, tensor, partials):
+    index = draw.randrange(-1 - (partials and tensor.is_floating_point()), tensor.ndim)
     return Shard(index) if index >= 0 else Replicate() if index == -1 else Partial("sum")
 
 

@@ -48,7 +48,7 @@ def wrong_number_of_placements():
     return [x], lambda: x.redistribute(placements=[Shard(0), Replicate()])
 
 
-def unknown_pending_kind():
+def unknown_reduction():
     return [], lambda: sw.distribute_tensor(torch.ones(3), mesh((4,)), [Partial("mean")])
 
 
@@ -162,7 +162,7 @@ CASES = [
     (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
     (shard_dim_of_a_distributed_tensor, errors.PlacementError, "there is no dim 1"),
     (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dims"),
-    (unknown_pending_kind, errors.PlacementError, "Partial"),
+    (unknown_reduction, errors.PlacementError, "Partial"),
     (different_meshes, errors.MeshMismatchError, "'self'"),
     (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),
     (another_device_type, errors.DeviceMismatchError, "cuda"),

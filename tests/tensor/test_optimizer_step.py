@@ -261,11 +261,11 @@ def test_a_subclass_or_an_unnamed_optimizer_goes_the_long_way(mesh):
     assert one_step(Mine(parameters, lr=0.1), parameters) == 0
 
 
-def test_pending_parameters_and_plain_ones(mesh):
-    pending = sw.zeros(4, device_mesh=mesh, placements=[Replicate()]).redistribute(placements=[Partial()])
-    pending.requires_grad_()
-    pending.grad = sw.zeros(4, device_mesh=mesh, placements=[Replicate()])
-    optimizer = optim.SGD([pending], lr=0.1)
+def test_partial_parameters_and_plain_ones(mesh):
+    partials = sw.zeros(4, device_mesh=mesh, placements=[Replicate()]).redistribute(placements=[Partial()])
+    partials.requires_grad_()
+    partials.grad = sw.zeros(4, device_mesh=mesh, placements=[Replicate()])
+    optimizer = optim.SGD([partials], lr=0.1)
     assert not stepping._Twin(optimizer).take_gradients()
     parameters = placed(mesh)
     plain = torch.ones(3, requires_grad=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS, neutral, reduce_pieces
+from shardwise.kernel.reductions import REDUCE_OPS, neutral, reduce_pieces
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.tensor.shards import assemble, scatter_local
 
@@ -20,7 +20,7 @@ def spec_of(tensor, mesh_shape, *placements):
 def layouts(draw):
     mesh_shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
-    each = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *map(partial, PENDING_KINDS)])
+    each = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *map(partial, REDUCE_OPS)])
     placements = tuple(draw(each) for _ in mesh_shape)
     return TensorSpec(AbstractMesh(mesh_shape), placements, TensorMeta.contiguous(shape, torch.float64))
 
@@ -41,7 +41,7 @@ def test_a_dim_over_two_mesh_dims_is_split_from_left_to_right():
     assert parts == {(0, 0): [0, 1], (0, 1): [2], (1, 0): [3], (1, 1): [4]}
 
 
-def test_pending_kinds_are_reduced_from_the_last_mesh_dim_to_the_first():
+def test_reductions_are_reduced_from_the_last_mesh_dim_to_the_first():
     full = torch.zeros(1)
     parts = {c: torch.tensor([float(v)]) for c, v in zip(itertools.product((0, 1), (0, 1)), (1, 5, 7, 2), strict=True)}
     assert assemble(parts, spec_of(full, (2, 2), "P(sum)", "P(max)")).item() == max(1, 5) + max(7, 2)

@@ -379,7 +379,7 @@ def gradients_that_share_memory():
             data = sw.distribute_tensor(data, m, [Shard(1)])
         a, b, c = (t.requires_grad_() for t in leaves)
         for _ in range(3):
-            h = a + b  # one gradient for a, b and c at once, pending on the mesh
+            h = a + b  # one gradient for a, b and c at once, partial on the mesh
             s = h + c
             (data.t() @ s + data.t() @ h).square().mean().backward()
         results.append([t.grad.full_tensor() if distributed else t.grad for t in (a, b, c)])

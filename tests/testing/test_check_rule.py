@@ -210,12 +210,12 @@ QKV = [((made((2, 4, 8, 4)), made((2, 4, 8, 4), seed=1), made((2, 4, 8, 4), seed
 
 # What is wrong -> the rule, its samples, the row that must be named.
 WRONG = {
-    "pending kind of a contraction": (
+    "reduction of a contraction": (
         rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "avg"}),
         MATRICES,
         "shard k",
     ),
-    "two pending operands of a product": (
+    "two partial operands of a product": (
         rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "sum"}, partial=["sum, sum -> sum"]),
         MATRICES,
         "sum, sum -> sum",
@@ -235,26 +235,26 @@ WRONG = {
         [((made((8, 6)), 1, False), {})],
         "shard d",
     ),
-    "pending sum through relu": (rule(aten.relu.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
-    "pending sum through sqrt": (rule(aten.sqrt.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
-    "pending max through sqrt": (rule(aten.sqrt.default, "...->...", partial=["max -> max"]), None, "max -> max"),
-    "pending max through a negative factor": (
+    "partial sum through relu": (rule(aten.relu.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
+    "partial sum through sqrt": (rule(aten.sqrt.default, "...->...", partial=["sum -> sum"]), None, "sum -> sum"),
+    "partial max through sqrt": (rule(aten.sqrt.default, "...->...", partial=["max -> max"]), None, "max -> max"),
+    "partial max through a negative factor": (
         rule(aten.mul.Tensor, "..., ... -> ...", partial=["max, R -> max"]),
         None,
         "max, R -> max",
     ),
-    "pending sum plus a whole tensor": (
+    "partial sum plus a whole tensor": (
         rule(aten.add.Tensor, "..., ... -> ...", partial=["sum, R -> sum"]),
         None,
         "sum, R -> sum",
     ),
-    "pending product through add": (
+    "partial product through add": (
         rule(aten.add.Tensor, "..., ... -> ...", partial=["product, product -> product"]),
         None,
         "product, product -> product",
     ),
-    "pending max negated": (rule(aten.neg.default, "...->...", partial=["max -> max"]), None, "max -> max"),
-    "pending sum cut to integers": (
+    "partial max negated": (rule(aten.neg.default, "...->...", partial=["max -> max"]), None, "max -> max"),
+    "partial sum cut to integers": (
         rule(aten.trunc.default, "...->...", partial=["sum -> sum"]),
         None,
         "sum -> sum",
@@ -467,12 +467,12 @@ def test_the_report_is_a_table():
 
 
 def follows(*kinds):
-    """A rule for relu that leaves its operand where it is, if it is pending in one of these kinds or not at all."""
+    """A rule for relu that leaves its operand where it is, if it is partial in one of these kinds or not at all."""
 
     @full_mesh_rule(aten.relu.default)
     def FOLLOWS(mesh, schema):
         (x,) = schema.specs
-        if not set(x.pending.values()) <= set(kinds):
+        if not set(x.reductions.values()) <= set(kinds):
             raise NoStrategyError(asked="run it", found="it may not lie so", do="Move it.")
         return OpStrategy((strategy(schema, [x.placements], [x.placements], result_metas(schema)),))
 

@@ -90,17 +90,17 @@ def uproot():
 def test_a_wrong_number_is_found_and_named(pool):
     # tanh of a sum is not the sum of the tanhs.
     pool.run(plant, "... -> ...", {"partial": ["sum -> sum"]})
-    pending = Program((4,), (drawn(0, (6, 5), torch.float32, (Partial(),)), *TANH.lines[1:]))
+    partials = Program((4,), (drawn(0, (6, 5), torch.float32, (Partial(),)), *TANH.lines[1:]))
     try:
-        verdict = check_program(pending, pool)
+        verdict = check_program(partials, pool)
         assert verdict.at == 1
         assert "30 of 30 elements differ" in verdict.wrong
         # What is left is the call that is wrong.
-        small = shrunk(pending, lambda p: check_program(p, pool).at == len(p.lines) - 1 == 1, 12)
+        small = shrunk(partials, lambda p: check_program(p, pool).at == len(p.lines) - 1 == 1, 12)
         assert [call.op for call in small.calls] == ["aten.tanh.default"]
     finally:
         pool.run(uproot)
-    assert not check_program(pending, pool).wrong
+    assert not check_program(partials, pool).wrong
 
 
 def test_a_right_program_is_counted(pool):

@@ -45,7 +45,7 @@ def test_placements_fit_their_tensor(data, shape, ndim):
 def test_specs_fit_their_mesh(spec, given_spec):
     assert len(spec.placements) == spec.mesh.ndim
     assert given_spec.shape == (5, 7)
-    assert not given_spec.pending
+    assert not given_spec.reductions
 
 
 @pytest.mark.parametrize("op", [aten.mm.default, aten.add.Tensor, aten.embedding.default], ids=str)

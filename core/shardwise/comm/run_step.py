@@ -87,7 +87,7 @@ def _slice(src: TensorSpec, dst: TensorSpec) -> Run:
 
 
 def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:
-    kind = dst.pending[mesh_dim]
+    kind = dst.reductions[mesh_dim]
     where = src.coordinate()
     if isinstance(src.placements[mesh_dim], Shard):
         return _embed(src, dst, mesh_dim, kind)
@@ -116,12 +116,12 @@ def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Run:
 
 
 def _all_reduce(group: Group, src: TensorSpec, _dst: TensorSpec) -> Start:
-    kind = src.pending[group.mesh_dims[0]]
+    kind = src.reductions[group.mesh_dims[0]]
     return lambda local: group.start_all_reduce(local.clone(memory_format=torch.contiguous_format), kind)
 
 
 def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
-    kind = src.pending[group.mesh_dims[0]]
+    kind = src.reductions[group.mesh_dims[0]]
     dim = _shard_dim(dst, group)
     shape = dst.local_shape()
     shapes = [dst.local_shape(c) for c in _members(src, group)]

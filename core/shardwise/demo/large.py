@@ -51,7 +51,7 @@ def placed_step(
 
     model = GPT(layers=layers, width=width, heads=heads, context=context)
     sw.distribute_module(model, mesh, TENSOR_PARALLEL, src_data_rank=None)
-    # What tensor parallelism leaves pending is reduced where a half of a layer ends. Left to itself each op takes what
+    # What tensor parallelism leaves partial is reduced where a half of a layer ends. Left to itself each op takes what
     # is cheapest for it alone, and the next one pays.
     for module in model.modules():
         if isinstance(module, (nn.Embedding, Attention, FeedForward)):

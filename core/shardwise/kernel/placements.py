@@ -8,7 +8,7 @@ from functools import cache
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 
 __all__ = [
     "REPLICATE",
@@ -64,12 +64,12 @@ def parse_placement(text: str) -> Placement:
     inner = rest.rstrip(")").strip()
     if head == "S" and inner.isdigit():
         return shard(int(inner))
-    if head == "P" and (inner or "sum") in PENDING_KINDS:
+    if head == "P" and (inner or "sum") in REDUCE_OPS:
         return partial(inner or "sum")
     raise PlacementError(
         asked=f"read the placement {text!r}",
         found="it is none of S(d), R, P(kind)",
-        do=f"Write S(0), R or P(sum); the pending kinds are {', '.join(PENDING_KINDS)}.",
+        do=f"Write S(0), R or P(sum); the reductions are {', '.join(REDUCE_OPS)}.",
         placement=text,
     )
 
@@ -96,7 +96,7 @@ def _check_one(placement: Placement, ndim: int) -> Placement:
     # `type is`, not isinstance: torch's private strided shard is a Shard in some versions and splits differently.
     if type(placement) is Replicate:
         return REPLICATE
-    if type(placement) is Partial and placement.reduce_op in PENDING_KINDS:
+    if type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
         return partial(placement.reduce_op)
     if type(placement) is Shard:
         dim = placement.dim + ndim if placement.dim < 0 else placement.dim
@@ -112,6 +112,6 @@ def _check_one(placement: Placement, ndim: int) -> Placement:
     raise PlacementError(
         asked=f"place a tensor by {placement!r}",
         found=f"a {type(placement).__name__} that shardwise does not know",
-        do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(PENDING_KINDS)}.",
+        do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(REDUCE_OPS)}.",
         placement=placement,
     )

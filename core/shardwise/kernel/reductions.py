@@ -11,7 +11,7 @@ from shardwise.errors import LayoutError
 
 __all__ = [
     "CARRIED",
-    "PENDING_KINDS",
+    "REDUCE_OPS",
     "REAL",
     "average",
     "carrier",
@@ -26,7 +26,7 @@ IDEMPOTENT_KINDS = frozenset({"avg", "max", "min"})
 
 
 def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
-    """One tensor from the pending pieces of all ranks of one mesh dim, all of one shape and dtype.
+    """One tensor from the partial pieces of all ranks of one mesh dim, all of one shape and dtype.
 
     A bool sum is a logical or, a bool product a logical and; an integer average is cut towards zero. Max and min
     hand NaN on, as ``torch.amax`` does. Floating sums are taken in float64.
@@ -56,7 +56,7 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
 def _refuse_unless(legal: bool, kind: str, dtype: torch.dtype) -> None:
     if not legal:
         raise LayoutError(
-            asked=f"reduce a pending {kind} of {dtype}",
+            asked=f"reduce a partial {kind} of {dtype}",
             found=f"{dtype} has no {kind}",
             do="Cast the tensor first, or use another placement.",
             kind=kind,
@@ -65,7 +65,7 @@ def _refuse_unless(legal: bool, kind: str, dtype: torch.dtype) -> None:
 
 
 def neutral(kind: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing under a pending kind: 0 for sum, 1 for product, the lowest value for max.
+    """The value that changes nothing under a reduction: 0 for sum, 1 for product, the lowest value for max.
 
     Raises :class:`LayoutError` for avg, which has none, and for max or min of complex numbers.
     """
@@ -84,20 +84,20 @@ _LINEAR = frozenset({"sum", "avg"})
 
 
 def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether reducing by two pending kinds gives the same in either order: averages of integers are cut off."""
+    """Whether reducing by two reductions gives the same in either order: averages of integers are cut off."""
     if "avg" in (kind, other) and not (dtype.is_floating_point or dtype.is_complex):
         return False
     return kind == other or (kind in _LINEAR and other in _LINEAR)
 
 
 def reducible(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a pending kind can be reduced in a dtype: bools have no average, complex numbers no order."""
+    """Whether a reduction can be reduced in a dtype: bools have no average, complex numbers no order."""
     if dtype == torch.bool:
         return kind != "avg"
     return not (dtype.is_complex and kind in ("max", "min"))
 
 
-PENDING_KINDS: tuple[str, ...] = ("sum", "avg", "max", "min", "product")
+REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "max", "min", "product")
 
 CARRIED = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
@@ -109,7 +109,7 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction by a pending kind gives the right numbers; backends' max and min drop NaN."""
+    """Whether a backend's own reduction by a reduction gives the right numbers; backends' max and min drop NaN."""
     if dtype in REAL:
         return kind in ("sum", "avg")
     return dtype in CARRIED and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)

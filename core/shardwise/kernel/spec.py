@@ -253,8 +253,8 @@ class TensorSpec(metaclass=_Interned):
         return math.prod(self.shards_per_dim)
 
     @cached_property
-    def pending(self) -> dict[int, str]:
-        """Mesh dim -> pending kind, for each mesh dim with a ``Partial``."""
+    def reductions(self) -> dict[int, str]:
+        """Mesh dim -> reduction, for each mesh dim with a ``Partial``."""
         return {m: p.reduce_op for m, p in enumerate(self.placements) if isinstance(p, Partial)}
 
     @cached_property

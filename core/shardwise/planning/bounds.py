@@ -1,7 +1,7 @@
 """Lower bounds on what a transition costs, without a search: for one mesh dim, for the first few, and for a whole pair.
 
 All of them rest on the same facts. Each mesh dim that must communicate brings its latency. Reductions and gathers
-cannot share a start, nor can two pending kinds. In bytes, a rank must receive what it needs and lacks; of a pending
+cannot share a start, nor can two reductions. In bytes, a rank must receive what it needs and lacks; of a partial
 tensor it lacks all, and an element that is reduced over n ranks takes n - 1 messages. However the other mesh dims lie
 on the way, a rank holds at least its part of an even split over the whole mesh.
 """

@@ -82,11 +82,11 @@ def _why_dropped(problem: Problem, row: int, mesh_dim: int) -> str:
     for i, o in problem.same:
         if wanted.inputs[i] != wanted.outputs[o]:
             return f"{names[i]} would change from {show(here[i])} to {show(wanted.outputs[o])} in place"
-    deferred = next(i for i, c in enumerate(codes) if c is not None and c > 0 and _is_pending(problem, row, i))
-    return f"{names[deferred]} is {show(here[deferred])} there; to make it pending only puts communication off"
+    deferred = next(i for i, c in enumerate(codes) if c is not None and c > 0 and _is_partial(problem, row, i))
+    return f"{names[deferred]} is {show(here[deferred])} there; to make it partial only puts communication off"
 
 
-def _is_pending(problem: Problem, row: int, operand: int) -> bool:
+def _is_partial(problem: Problem, row: int, operand: int) -> bool:
     code = problem.table.inputs[row][operand]
     return code is not None and code < 0
 
@@ -130,7 +130,7 @@ class _Walk:
         problem = self._problem
         barred = problem.table.barred[choice[-1]]
         if any(barred >> r & 1 for r in choice):
-            return "pending kinds that do not commute would meet in one tensor"
+            return "reductions that do not commute would meet in one tensor"
         names = problem.operand_names
         for r in dict.fromkeys(choice):
             for i, d, n in problem.rows[r].divides:

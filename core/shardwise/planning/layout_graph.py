@@ -1,14 +1,14 @@
 """Moves: which single steps lead from one layout of a tensor to another, and what each costs.
 
 A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)``, ``-1 - k`` is a ``Partial`` of the
-``k``-th pending kind. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
+``k``-th reduction. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
 
 The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search starts or ends, so
-distances in it obey the triangle inequality. Only ``fills``, which make a mesh dim pending, leave out what never pays.
+distances in it obey the triangle inequality. Only ``fills``, which make a mesh dim partial, leave out what never pays.
 
 Legal steps follow from the two laws of ``shards``. Mesh dims split a tensor dim from left to right, so only the
 right-most mesh dims of a tensor dim can be gathered or exchanged, and a shard is only added right of those that are
-there. Pending kinds are reduced from the last mesh dim to the first, so a kind waits for later mesh dims whose kind it
+there. Reductions are reduced from the last mesh dim to the first, so a kind waits for later mesh dims whose kind it
 does not commute with.
 """
 
@@ -22,7 +22,7 @@ from itertools import combinations, product
 import torch
 
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS, commute, is_native, reducible
+from shardwise.kernel.reductions import REDUCE_OPS, commute, is_native, reducible
 from shardwise.kernel.spec import TensorMeta, TensorSpec, memory_order
 from shardwise.planning.cost import Links, StepCosts, step_costs
 
@@ -40,7 +40,7 @@ _MAX_WAYS = 64  # likewise
 _MAX_LAYOUTS = 4096  # per graph; about a kilobyte each
 
 
-_KIND_CODES = {kind: -1 - k for k, kind in enumerate(PENDING_KINDS)}
+_KIND_CODES = {kind: -1 - k for k, kind in enumerate(REDUCE_OPS)}
 
 
 def encode(placement: Placement) -> int:
@@ -56,7 +56,7 @@ def decode(code: int) -> Placement:
     """The inverse of :func:`encode`."""
     if code > 0:
         return shard(code - 1)
-    return partial(PENDING_KINDS[-1 - code]) if code else REPLICATE
+    return partial(REDUCE_OPS[-1 - code]) if code else REPLICATE
 
 
 class Graph:
@@ -119,7 +119,7 @@ class Graph:
         later: set[str] = set()
         for m in reversed(range(len(layout))):
             if layout[m] < 0:
-                kind = PENDING_KINDS[-1 - layout[m]]
+                kind = REDUCE_OPS[-1 - layout[m]]
                 if reducible(kind, self._dtype) and all(commute(kind, other, self._dtype) for other in later):
                     waiting.setdefault(kind, []).insert(0, m)
                 later.add(kind)
@@ -239,7 +239,7 @@ class Moves:
                 cost, nbytes = self._exchange(layout, after, dims, whole)
             elif kind == "all_reduce":
                 nbytes = self.nbytes(layout)
-                native = is_native(PENDING_KINDS[-1 - layout[dims[0]]], self.dtype)
+                native = is_native(REDUCE_OPS[-1 - layout[dims[0]]], self.dtype)
                 cost = (costs.all_reduce if native else costs.all_reduce_by_moving)(dims, nbytes)
             else:
                 nbytes = self.nbytes(after)
@@ -260,20 +260,20 @@ class Moves:
         return cost, piece
 
     def fills(self, layout: Layout, target: Layout) -> Iterator[Edge]:
-        """The local steps that make a mesh dim pending, as ``target`` has it, or to join a reduction to both its sides.
+        """The local steps that make a mesh dim partial, as ``target`` has it, or to join a reduction to both its sides.
 
-        A whole tensor costs its copy. A shard costs as much as if it were gathered first: that is what becoming pending
+        A whole tensor costs its copy. A shard costs as much as if it were gathered first: that is what becoming partial
         puts off, and so no reduction is cheaper for having made a shard part of it.
         """
-        pending = [code for code in layout if code < 0]
-        if len(pending) == len(set(pending)) and min(target, default=0) >= 0:
+        partials = [code for code in layout if code < 0]
+        if len(partials) == len(set(partials)) and min(target, default=0) >= 0:
             return
         for m, here in enumerate(layout):
             if here < 0 or self.mesh_shape[m] == 1:
                 continue
             joined = {code for code in layout[:m] if code < 0 and code in layout[m + 1 :]}
             for code in sorted(joined | {target[m]}):
-                if code < 0 and self._may_fill(layout, m, PENDING_KINDS[-1 - code]):
+                if code < 0 and self._may_fill(layout, m, REDUCE_OPS[-1 - code]):
                     after = _with(layout, (m,), code)
                     nbytes = self.nbytes(after)
                     cost = self.costs.copy(nbytes)
@@ -283,12 +283,12 @@ class Moves:
 
     def _may_fill(self, layout: Layout, m: int, kind: str) -> bool:
         rest = layout[m + 1 :]
-        later = {PENDING_KINDS[-1 - code] for code in rest if code < 0}
+        later = {REDUCE_OPS[-1 - code] for code in rest if code < 0}
         if layout[m] == 0:
             # Ranks that hold ones would add up; zeros, and the same value everywhere, are safe under every kind.
             return kind != "product" or "sum" not in later
         # The neutral values of max and min are extremes, which overflow or turn to NaN in the arithmetic that a
-        # pending tensor may still go through.
+        # partial tensor may still go through.
         embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
         return embeds and layout[m] not in rest and all(commute(kind, other, self.dtype) for other in later)
 

@@ -44,8 +44,8 @@ class Step:
         return tuple(sorted({p.dim for p in placements if isinstance(p, Shard)}))
 
     @property
-    def pending(self) -> str | None:
-        """The pending kind that the step reduces or makes."""
+    def reduction(self) -> str | None:
+        """The reduction that the step reduces or makes."""
         placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
         return next((p.reduce_op for p in placements if isinstance(p, Partial)), None)
 
@@ -67,16 +67,16 @@ class Transition:
 def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
     """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
 
-    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a pending
+    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a partial
     kind would have to be reduced that the dtype lacks (avg of bools, max and min of complex numbers).
     """
     found = _transition(src, dst)
     if found is None:
-        kinds = sorted({*src.pending.values(), *dst.pending.values()})
+        kinds = sorted({*src.reductions.values(), *dst.reductions.values()})
         raise LayoutError(
             asked=f"redistribute {src} to {show_all(dst.placements)}",
             found=f"{src.dtype} cannot be reduced by {', '.join(kinds)}",
-            do="Cast the tensor first, or keep its pending placements.",
+            do="Cast the tensor first, or keep its partial placements.",
             src=src,
             dst=dst,
         )

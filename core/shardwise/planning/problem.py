@@ -11,7 +11,7 @@ from attrs import frozen
 
 from shardwise.errors import InPlaceError, NoStrategyError, ShardingError
 from shardwise.kernel.placements import Placement, Shard, show_all
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
@@ -31,7 +31,7 @@ class Table:
     def __init__(self, rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> None:
         self.inputs = tuple(_codes(row.inputs, ndims) for row in rows)
         kinds = [[-1 if p is None else _class(encode(p)) for p in (*row.inputs, *row.outputs)] for row in rows]
-        #: Per row, the rows that it cannot go with, as bits: their pending kinds do not commute on some tensor.
+        #: Per row, the rows that it cannot go with, as bits: their reductions do not commute on some tensor.
         self.barred = tuple(
             sum(
                 1 << s
@@ -57,10 +57,10 @@ def _codes(placements: Sequence[Placement | None], ndims: Sequence[int | None]) 
 
 
 def _class(code: int) -> int:
-    """Pending kinds of one number commute; -1 for what is not pending."""
+    """Reductions of one number commute; -1 for what is not partial."""
     if code >= 0:
         return -1
-    kind = PENDING_KINDS[-1 - code]
+    kind = REDUCE_OPS[-1 - code]
     return 0 if kind in _COMMUTING else -code
 
 
@@ -110,7 +110,7 @@ class Problem:
         found = [i for i, wanted in enumerate(self.table.inputs) if self._keeps_written(i, here, wanted)]
         if not found:
             raise self._refusal(mesh_dim)
-        # Turning a shard into a pending tensor moves nothing now and more later, and fills memory with zeros meanwhile.
+        # Turning a shard into a partial tensor moves nothing now and more later, and fills memory with zeros meanwhile.
         sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
         return [r for r in found if not self._defers(r, sharded)] or found
 
@@ -146,7 +146,7 @@ class Problem:
     def allowed(self, choice: Choice) -> bool:
         """Whether the rows picked so far (a prefix of the mesh dims) go together, if all but the last do.
 
-        Pending kinds on several mesh dims must commute. A refused prefix stays refused.
+        Reductions on several mesh dims must commute. A refused prefix stays refused.
         """
         barred = self.table.barred[choice[-1]]
         if barred and any(barred >> r & 1 for r in choice):

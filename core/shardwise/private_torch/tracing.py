@@ -119,8 +119,8 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
     mode = _mode_of(part)
     for size in (*part.shape, *part.stride()):
         if isinstance(size, torch.SymInt):
-            pending = mode.shape_env.pending_fresh_unbacked_symbols
-            pending[:] = [s for s in pending if s not in size.node.expr.free_symbols]
+            fresh = mode.shape_env.pending_fresh_unbacked_symbols
+            fresh[:] = [s for s in fresh if s not in size.node.expr.free_symbols]
     with _outside_modes(), mode:
         return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
 

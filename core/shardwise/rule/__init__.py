@@ -12,7 +12,7 @@ from shardwise.kernel.placements import (
     show,
     show_all,
 )
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import FullMeshRule, Row, Rows, Rule
 from shardwise.kernel.schema import OpSchema, OpStrategy, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
@@ -38,7 +38,7 @@ __all__ = [
     "Op",
     "OpSchema",
     "OpStrategy",
-    "PENDING_KINDS",
+    "REDUCE_OPS",
     "Partial",
     "Placement",
     "PlacementStrategy",

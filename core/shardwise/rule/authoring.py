@@ -51,8 +51,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     ``notation`` is ``"m k, k n -> m n"`` (one operand per tensor argument in schema order, one per tensor result) or
     a mapping ``{"self other": "...", "lr": "R", "->": "..."}`` from argument names to operands (without ``"->"``,
     every result is like the first argument named). An operand with fewer dims than named is right-aligned; a size-1
-    dim broadcasts. ``reduce`` names the pending kind of a dim that vanishes, ``replicate`` the dims that must be
-    whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a pending kind, ``*`` (any kind) or a dim;
+    dim broadcasts. ``reduce`` names the reduction of a dim that vanishes, ``replicate`` the dims that must be
+    whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a reduction, ``*`` (any kind) or a dim;
     a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
     ``lowering``; all but ``R`` when it is not given. ``replaces`` names the distribution whose rules for these ops give
     way to this one (``"shardwise"`` for those that ship with it); without it, two rules for one op are a conflict.

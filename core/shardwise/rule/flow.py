@@ -1,7 +1,7 @@
 """From named dims to rows: the einop mechanism.
 
 A :class:`Flow` names each dim of every tensor of one call. Each name gives one row: the operands that have the dim are
-sharded on it, the others are whole, and an output that lacks it is pending. Explicit rows say what else is legal.
+sharded on it, the others are whole, and an output that lacks it is partial. Explicit rows say what else is legal.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from attrs import evolve, field, frozen
 
 from shardwise.errors import NotationError, RuleError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import TensorMeta
@@ -52,7 +52,7 @@ class Flow:
     """Named dims of the tensors of one call; see the module. ``None`` operands are whole (``R``).
 
     ``outputs`` with one entry serves every output, as ``inputs`` with one entry serves every operand. ``reduce`` maps
-    a name that an output lacks to the pending kind of that output. Names in ``replicate`` give no row. ``partial``
+    a name that an output lacks to the reduction of that output. Names in ``replicate`` give no row. ``partial``
     holds explicit rows (``"sum, R -> sum"``, ``"sum, k, k -> sum"``). ``lowered`` names the rows that run the rule's
     lowering (``True``: all but ``R``; ``*`` among the names: every row). ``nonempty`` names the dims of which every
     rank needs at least one element.
@@ -203,7 +203,7 @@ class Flow:
     def _explicit(self, text: str, operands: Sequence[TensorMeta | None]) -> Iterable[Row]:
         left, right = split_row(text)
         ins, outs = _repeat(left, len(self.inputs), text), _repeat(right, len(self.outputs), text)
-        for kind in PENDING_KINDS if "*" in left + right else ("",):
+        for kind in REDUCE_OPS if "*" in left + right else ("",):
             words = [word.replace("*", kind) for word in ins]
             inputs = tuple(
                 None if meta is None else self._entry(word, labels, text, meta, operands)
@@ -232,7 +232,7 @@ class Flow:
     ) -> Placement:
         if word == "R":
             return REPLICATE
-        if word in PENDING_KINDS:
+        if word in REDUCE_OPS:
             return partial(word)
         size = self._broadcast_size(word, operands)
         at = _find(labels, word) if meta is None else _position(labels, meta, word, size)
@@ -241,8 +241,8 @@ class Flow:
         if at is None or at == _BURIED:
             raise NotationError(
                 asked=f"read the row {text!r}",
-                found=f"{word!r} is neither R, nor a pending kind, nor a dim of that tensor",
-                do=f"Use R, * or one of {', '.join(PENDING_KINDS)}, or a dim named in the notation.",
+                found=f"{word!r} is neither R, nor a reduction, nor a dim of that tensor",
+                do=f"Use R, * or one of {', '.join(REDUCE_OPS)}, or a dim named in the notation.",
                 row=text,
             )
         return shard(at)

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorMeta
 from shardwise.rule.flow import Flow, Label, split_row
@@ -89,9 +89,9 @@ class Pattern:
             unknown = {n for n in given if n not in names and not n.startswith(ELLIPSIS)}
             if unknown:
                 raise self._error(f"{what}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
-        kinds = set(options.reduce.values()) - {*PENDING_KINDS, "R"}
+        kinds = set(options.reduce.values()) - {*REDUCE_OPS, "R"}
         if kinds:
-            raise self._error(f"{listed(kinds)} is no pending kind", f"Use one of {', '.join(PENDING_KINDS)}.")
+            raise self._error(f"{listed(kinds)} is no reduction", f"Use one of {', '.join(REDUCE_OPS)}.")
         if made - names:
             raise self._error(
                 f"the output dim {listed(made - names)} is in no input", "Write _ for a dim made by the op."
@@ -101,11 +101,11 @@ class Pattern:
 
     def _check_row(self, text: str, names: set[str]) -> None:
         left, right = split_row(text)
-        words = {w for w in left + right if w not in {*PENDING_KINDS, "R", "*", "..."}} - names
+        words = {w for w in left + right if w not in {*REDUCE_OPS, "R", "*", "..."}} - names
         if words:
             raise self._error(
                 f"the row {text!r} has {listed(words)}, which is no placement and no dim",
-                f"Use R, * or one of {', '.join(PENDING_KINDS)}, or a dim of the notation.",
+                f"Use R, * or one of {', '.join(REDUCE_OPS)}, or a dim of the notation.",
             )
         counts = tuple(map(len, self.operands)) if self.positional is not None else (len(left), len(right))
         for side, count in zip((left, right), counts, strict=True):

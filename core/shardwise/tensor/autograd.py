@@ -1,7 +1,7 @@
 """Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
 
 A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The
-default is the layout of the forward tensor, with pending read as replicated: each pending part has the whole
+default is the layout of the forward tensor, with partial read as replicated: each partial part has the whole
 gradient.
 """
 

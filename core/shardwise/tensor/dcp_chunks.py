@@ -32,11 +32,11 @@ def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Chunk
     A rank that is not on the mesh holds nothing, nor does one whose shard is empty: the place where an empty shard
     starts is that of another rank's shard, and a checkpoint tells chunks apart by where they start. Of a tensor
     without elements the ranks with the first shard hold a chunk, so that the checkpoint knows of it. Raises
-    :class:`LayoutError` for a pending tensor.
+    :class:`LayoutError` for a partial tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    _refuse_pending(spec)
+    _refuse_partial(spec)
     if coordinate is None and isinstance(spec.mesh, DeviceMesh) and spec.mesh.get_coordinate() is None:
         return None
     where = spec.coordinate() if coordinate is None else tuple(coordinate)
@@ -68,12 +68,12 @@ def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[Wri
     ]
 
 
-def _refuse_pending(spec: TensorSpec) -> None:
-    if spec.pending:
-        kinds = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.pending.items())
+def _refuse_partial(spec: TensorSpec) -> None:
+    if spec.reductions:
+        kinds = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.reductions.items())
         raise LayoutError(
             asked=f"save or load {spec} in a checkpoint",
-            found=f"it is pending ({kinds}): no rank holds the values of any part of it",
+            found=f"it is partial ({kinds}): no rank holds the values of any part of it",
             do="Call redistribute() with Replicate() or Shard(d) in place of Partial() first.",
             placements=spec.placements,
         )

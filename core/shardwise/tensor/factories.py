@@ -63,14 +63,14 @@ class _Values:
         if draw is None:
             comm.compare_generators()
             return None
-        # A pending tensor holds its value once, which is cut out of the whole.
-        region = Region.whole(spec.shape) if spec.pending else Region(spec.shape, offset, size)
+        # A partial tensor holds its value once, which is cut out of the whole.
+        region = Region.whole(spec.shape) if spec.reductions else Region(spec.shape, offset, size)
         made = torch.empty(region.size, dtype=spec.dtype if dtype is None else dtype, device=device)
         if draw.by_place or self.in_place is None:
             made.copy_(self.by_place(draw, region, made.dtype, made.device))
         elif made.numel():
             self.in_place(made, draw.generator(made.device, region.offset))
-        return scatter_local(made, spec) if spec.pending else made
+        return scatter_local(made, spec) if spec.reductions else made
 
 
 def _make(
@@ -91,8 +91,8 @@ def _make(
         part = values.part(spec, dtype)
         if part is not None:
             return MeshTensor(part, spec)
-    # All of torch's random numbers, so that they do not depend on the mesh; a pending tensor holds its value once.
-    whole = values is not None or bool(spec.pending)
+    # All of torch's random numbers, so that they do not depend on the mesh; a partial tensor holds its value once.
+    whole = values is not None or bool(spec.reductions)
     made = make(size if whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
     return MeshTensor(scatter_local(made, spec) if whole else made, spec)
 

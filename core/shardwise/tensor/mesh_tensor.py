@@ -89,7 +89,7 @@ class MeshTensor(torch.Tensor):
         return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
-        """What compiled code takes for the layout of an output's gradient: that of the output, pending replicated."""
+        """What compiled code takes for the layout of an output's gradient: that of the output, partial replicated."""
         return autograd.placed(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(
@@ -131,7 +131,7 @@ class MeshTensor(torch.Tensor):
         Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs
         ``shape``; ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and replicated
         copies over the ranks, with communication. The gradient comes back as ``grad_placements`` (default:
-        ``placements`` with pending read as replicated). Raises :class:`LayoutError` when the local shape does not
+        ``placements`` with partial read as replicated). Raises :class:`LayoutError` when the local shape does not
         fit.
         """
         made: MeshTensor = autograd.from_local(
@@ -143,7 +143,7 @@ class MeshTensor(torch.Tensor):
         """The part of this rank; shares memory and is differentiable.
 
         ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and
-        replicated where it is pending.
+        replicated where it is partial.
         """
         return autograd.to_local(self, grad_placements)
 
@@ -163,7 +163,7 @@ class MeshTensor(torch.Tensor):
         """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
 
         ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as
-        ``grad_placements`` (default: as this tensor lies, and replicated where it is pending). With ``async_op`` the
+        ``grad_placements`` (default: as this tensor lies, and replicated where it is partial). With ``async_op`` the
         call returns while the last collective is under way and the first use of the result waits for it; so it is for
         the autograd. The local tensor of a tensor that is redistributed so must not be written before that.
         """
@@ -185,7 +185,7 @@ class MeshTensor(torch.Tensor):
         Raises :class:`LayoutError` for a layout that splits a dim in another order than from left to right.
         """
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
-        # Said outright: what torch takes by default for a pending tensor differs between its releases.
+        # Said outright: what torch takes by default for a partial tensor differs between its releases.
         local = tensor.to_local(grad_placements=autograd.grad_layout(placements))
         return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 

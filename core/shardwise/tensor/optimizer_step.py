@@ -167,14 +167,16 @@ def _alike(one: TensorSpec, other: TensorSpec) -> bool:
 
 
 def _fits(parameter: Any, state: dict[str, Any]) -> bool:
-    """Whether a parameter and its states lie alike, with nothing pending; numbers and 0-dim tensors lie anywhere."""
+    """Whether a parameter and its states lie alike, with nothing partial; numbers and 0-dim tensors lie anywhere."""
     if not isinstance(parameter, MeshTensor):
         return not _has_mesh_tensor(state.values())
     spec = parameter._spec
     lying = [v._spec for v in state.values() if isinstance(v, MeshTensor)]
     # A state of a 0-dim parameter could not be told from a counter.
     return (
-        not spec.pending and spec.ndim > 0 and all(s.is_replicated if s.ndim == 0 else _alike(spec, s) for s in lying)
+        not spec.reductions
+        and spec.ndim > 0
+        and all(s.is_replicated if s.ndim == 0 else _alike(spec, s) for s in lying)
     )
 
 

@@ -3,7 +3,7 @@
 Pure functions of tensors and specs, without a process group; the running code in ``redistribute`` obeys the same laws:
 
 * mesh dims split a tensor dim from left to right, each split as ``torch.chunk`` does;
-* the pending kinds of a tensor are reduced from the last mesh dim to the first. The order matters where kinds differ
+* the reductions of a tensor are reduced from the last mesh dim to the first. The order matters where kinds differ
   (a sum of maxima is not a maximum of sums) and is the one under which rules compose mesh dim by mesh dim.
 """
 
@@ -28,8 +28,8 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
     """The local tensor of the rank at ``coordinate`` (default: this process) of a whole tensor.
 
     ``full`` has the spec's global shape; the result has ``spec.local_shape(coordinate)``, keeps the order of the
-    strides and owns its memory. A pending sum is the value at coordinate 0 of its mesh dim and zeros elsewhere, a
-    pending product the value and ones; pending avg, max and min hold the value on every rank.
+    strides and owns its memory. A partial sum is the value at coordinate 0 of its mesh dim and zeros elsewhere, a
+    partial product the value and ones; partial avg, max and min hold the value on every rank.
     """
     if full.shape != spec.shape:
         raise LayoutError(
@@ -45,7 +45,7 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
     for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         part = part.narrow(dim, start, size)
     # Later mesh dims are reduced first, so the last one that blanks this rank decides the fill.
-    blanked = [kind for m, kind in spec.pending.items() if where[m] and kind not in IDEMPOTENT_KINDS]
+    blanked = [kind for m, kind in spec.reductions.items() if where[m] and kind not in IDEMPOTENT_KINDS]
     if blanked:
         return torch.full_like(part, neutral(blanked[-1], spec.dtype))
     # A plain clone keeps the whole tensor's strides on dims of one element, which some kernels of torch trip over.

@@ -12,15 +12,15 @@ from attrs import evolve, frozen
 
 from shardwise.errors import NoStrategyError
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, shard
-from shardwise.kernel.placements import partial as pending_of
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.placements import partial as partial_of
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import AbstractMesh, TensorSpec
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.strategies import merged, problems
-from shardwise.testing.pending import can_be_pending
+from shardwise.testing.partials import can_be_partial
 from shardwise.testing.trial import Case
 
 __all__ = ["Listed", "Option", "list_cases"]
@@ -112,8 +112,8 @@ def _starts(schema: OpSchema, mesh: AbstractMesh, rng: random.Random, most: int)
 
 
 def _layouts(spec: TensorSpec, mesh_ndim: int) -> list[TensorSpec | None]:
-    """Every layout of a tensor whose pending kinds are alike."""
-    kinds = [p for kind in PENDING_KINDS if _can_lie(spec, p := pending_of(kind))]
+    """Every layout of a tensor whose reductions are alike."""
+    kinds = [p for kind in REDUCE_OPS if _can_lie(spec, p := partial_of(kind))]
     single = [REPLICATE, *map(shard, range(spec.ndim)), *kinds]
     return [
         spec.with_placements(placements)
@@ -143,8 +143,8 @@ def _fits(problem: Problem, row: int) -> bool:
 
 
 def _can_lie(spec: TensorSpec | None, placement: Placement | None) -> bool:
-    """Whether a tensor of this dtype can be pending in the way that is asked of it, if any is."""
-    return spec is None or not isinstance(placement, Partial) or can_be_pending(placement.reduce_op, spec.dtype)
+    """Whether a tensor of this dtype can be partial in the way that is asked of it, if any is."""
+    return spec is None or not isinstance(placement, Partial) or can_be_partial(placement.reduce_op, spec.dtype)
 
 
 def _legal(problem: Problem, choice: Choice) -> bool:

@@ -70,7 +70,7 @@ def check_gradients(
 
     ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made
     from the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a
-    pending sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
+    partial sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
     not installed, or rules) stand above the installed ones. ``meshes`` must have as many ranks as the pool.
     ``timeout`` is in seconds.
 

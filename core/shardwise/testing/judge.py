@@ -139,7 +139,7 @@ def difference(
         reduced, scale = _reduced(locals_, spec)
     except ShardingError as error:
         return str(error)
-    summed = spec is not None and not {"sum", "avg"}.isdisjoint(spec.pending.values())
+    summed = spec is not None and not {"sum", "avg"}.isdisjoint(spec.reductions.values())
     for at, tensor in reduced.items():
         wanted = _part(expected, spec, at)
         close = _close(tensor, wanted, tolerance, scale, either_non_finite=summed)
@@ -158,15 +158,15 @@ def _wrong_form(at: Coordinate, local: Tensor | None, spec: TensorSpec | None, e
 
 
 def _reduced(found: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tuple[dict[Coordinate, Tensor], float]:
-    """The local tensors with pending mesh dims reduced (their coordinate set to 0), and the largest value in play."""
+    """The local tensors with partial mesh dims reduced (their coordinate set to 0), and the largest value in play."""
     parts = dict(found)
-    if spec is None or not spec.pending:
+    if spec is None or not spec.reductions:
         return parts, 1.0
     parts = {at: _wide(t) for at, t in parts.items()}
     # A sum of large parts rounds as they do. The extreme one is what it is, and a lax look at it would take any other.
-    rounds = not {"max", "min"}.issuperset(spec.pending.values())
+    rounds = not {"max", "min"}.issuperset(spec.reductions.values())
     scale = max(1.0, *(_largest(t) for t in parts.values())) if rounds else 1.0
-    for mesh_dim, kind in reversed(spec.pending.items()):
+    for mesh_dim, kind in reversed(spec.reductions.items()):
         size = spec.mesh_shape[mesh_dim]
         heads = [at for at in parts if at[mesh_dim] == 0]
         parts = {

@@ -27,7 +27,7 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.judge import difference
 from shardwise.testing.meshes import mesh
-from shardwise.testing.pending import can_be_pending, place
+from shardwise.testing.partials import can_be_partial, place
 from shardwise.testing.trial import TOLERANCE, copied, flat_operands, split_results, with_operands
 from shardwise.testing.values import Sample, made
 
@@ -180,7 +180,7 @@ class _Attempt:
             if full is None:
                 found.append(None)
                 continue
-            kinds = ("sum",) if i not in written and can_be_pending("sum", full.dtype) else ()
+            kinds = ("sum",) if i not in written and can_be_partial("sum", full.dtype) else ()
             placed = _placements(full.ndim, device_mesh.ndim, kinds, rng)
             if i in written and self.case.write_whole:
                 placed = (REPLICATE,) * device_mesh.ndim

@@ -14,11 +14,11 @@ import torch
 
 from shardwise.errors import ShardingError
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.private_torch.ops import OpLike
-from shardwise.testing.pending import can_be_pending
+from shardwise.testing.partials import can_be_partial
 from shardwise.testing.schema_samples import SIZE_NAMES, Pattern, calls_of, patterns_of, redrawn
 from shardwise.testing.values import Sample, one_op
 
@@ -72,16 +72,16 @@ def placements(
     shape: Sequence[int],
     mesh_ndim: int,
     *,
-    kinds: Sequence[str] = PENDING_KINDS,
+    kinds: Sequence[str] = REDUCE_OPS,
     dtype: torch.dtype = torch.float32,
 ) -> SearchStrategy[tuple[Placement, ...]]:
-    """One placement per mesh dim for a tensor of this shape: replicated first, then sharded on a dim, then pending.
+    """One placement per mesh dim for a tensor of this shape: replicated first, then sharded on a dim, then partial.
 
-    ``kinds`` are the pending kinds that may come, of which those are left out that ``dtype`` cannot have; pass ``()``
+    ``kinds`` are the reductions that may come, of which those are left out that ``dtype`` cannot have; pass ``()``
     for none.
     """
-    pending = [partial(kind) for kind in kinds if can_be_pending(kind, dtype)]
-    one = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *pending])
+    partials = [partial(kind) for kind in kinds if can_be_partial(kind, dtype)]
+    one = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *partials])
     return st.lists(one, min_size=mesh_ndim, max_size=mesh_ndim).map(tuple)
 
 
@@ -92,7 +92,7 @@ def specs(
     shape: Sequence[int] | None = None,
     *,
     dtype: torch.dtype = torch.float32,
-    kinds: Sequence[str] = PENDING_KINDS,
+    kinds: Sequence[str] = REDUCE_OPS,
 ) -> TensorSpec:
     """Specs of a contiguous tensor on a mesh without devices; what is not given is drawn."""
     grid = AbstractMesh(draw(mesh_shapes())) if mesh is None else mesh

@@ -21,13 +21,13 @@ from shardwise.planning.results import UNKNOWN, output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.rng.generator import manual_seed, way
 from shardwise.rule.lowering import LocalCall
-from shardwise.testing.pending import place
+from shardwise.testing.partials import place
 from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, coordinates, run_ranks
 from shardwise.tools.one_device import on_one_device
 
 __all__ = ["TOLERANCE", "Answer", "Case", "Illegal", "Trial"]
 
-# Relative to the largest value in play; pending pieces round once more than one device does.
+# Relative to the largest value in play; partial pieces round once more than one device does.
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,

@@ -121,7 +121,7 @@ def each_by_itself(op_schema):
     for x in xs.children:
         there = x.strategies[0].output_spec
         if any(p.is_partial() and not p.is_partial("sum") for p in there.placements):
-            raise RuntimeError("in place on a tensor that is pending otherwise than as a sum")
+            raise RuntimeError("in place on a tensor that is partial otherwise than as a sum")
         whole = DTensorSpec(
             there.mesh, tuple(Replicate() for _ in there.placements), by.strategies[0].output_spec.tensor_meta
         )
@@ -155,7 +155,7 @@ wrong_rule = define("wrong_rule", "(Tensor x) -> Tensor", lambda x: x.softmax(-1
 
 
 @register_op_strategy(wrong_sum)
-def not_pending(op_schema):
+def not_partial(op_schema):
     (x,) = op_schema.args_schema
     return expand_to_full_mesh_op_strategy(x.mesh, op_schema, [[Replicate(), Shard(1)], [Replicate(), Replicate()]])
 

@@ -29,7 +29,7 @@ def made(*shape, seed=0, dtype=torch.float32):
 
 
 def placed(whole, on, placements):
-    """A DTensor with these placements, pending ones made of parts that differ between ranks."""
+    """A DTensor with these placements, partial ones made of parts that differ between ranks."""
     local = distribute_tensor(whole, on, [Replicate() if p.is_partial() else p for p in placements]).to_local()
     for mesh_dim, p in enumerate(placements):
         n, at = on.size(mesh_dim), on.get_local_rank(mesh_dim)
@@ -40,12 +40,12 @@ def placed(whole, on, placements):
     return DTensor.from_local(local, on, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def choices(ndim, pending):
-    return [Replicate(), *map(Shard, range(ndim)), *([Partial()] if pending else [])]
+def choices(ndim, partials):
+    return [Replicate(), *map(Shard, range(ndim)), *([Partial()] if partials else [])]
 
 
-def layouts(rng, wholes, mesh_ndim, pending):
-    return [[rng.choice(choices(w.ndim, pending)) for _ in range(mesh_ndim)] for w in wholes]
+def layouts(rng, wholes, mesh_ndim, partials):
+    return [[rng.choice(choices(w.ndim, partials)) for _ in range(mesh_ndim)] for w in wholes]
 
 
 def close(found, expected):
@@ -63,14 +63,14 @@ def norm_everywhere(load, shape, tries, seed):
     seen = set()
     with shardwise_dtensor.export([kernels.GATED_NORM, kernels.GATED_NORM_BACKWARD]):
         for _ in range(tries):
-            at = layouts(rng, wholes, len(shape), pending=False)
+            at = layouts(rng, wholes, len(shape), partials=False)
             given = [placed(w, on, p).requires_grad_() for w, p in zip(wholes, at, strict=True)]
             found = kernels.bridge.gated_norm(*given, 1e-5)
             close(found, expected)
             found.full_tensor().square().sum().backward()
             for mine, theirs in zip(given, leaves, strict=True):
                 close(mine.grad, theirs.grad)
-            at = layouts(rng, wholes, len(shape), pending=True)
+            at = layouts(rng, wholes, len(shape), partials=True)
             found = kernels.bridge.gated_norm(*(placed(w, on, p) for w, p in zip(wholes, at, strict=True)), 1e-5)
             close(found, expected)
             seen.add(found.placements)
@@ -127,15 +127,15 @@ def other_ops(load):
     with shardwise_dtensor.export(kernels.RULES) as done:
         for shape in MESHES * 4:
             on = mesh(shape)
-            (at,) = layouts(rng, [x], len(shape), pending=False)
+            (at,) = layouts(rng, [x], len(shape), partials=False)
             mine, whole = placed(x, on, at), x.clone()
             kernels.bridge.scale_rows_(mine, placed(s, on, [Replicate()] * len(shape)))
             kernels.bridge.scale_rows_(whole, s)
             close(mine, whole)
             assert list(mine.placements) == at
-            pending = [Partial("max") if rng.random() < 0.5 else p for p in at]
-            close(kernels.bridge.column_max(placed(x, on, pending)), x.amax(0))
-            parts = [placed(x, on, p) for p in layouts(rng, [x, x], len(shape), pending=True)]
+            partials = [Partial("max") if rng.random() < 0.5 else p for p in at]
+            close(kernels.bridge.column_max(placed(x, on, partials)), x.amax(0))
+            parts = [placed(x, on, p) for p in layouts(rng, [x, x], len(shape), partials=True)]
             close(kernels.bridge.total(parts), 2 * x)
             close(kernels.bridge.row_softmax(placed(x, on, at)), x.softmax(-1))
             for width in (2, 4):
@@ -195,9 +195,9 @@ def trained(shape, tries):
             model.load_state_dict(plain.state_dict())
             for module in model.modules():
                 for name, value in list(module.named_parameters(recurse=False)):
-                    (at,) = layouts(rng, [value], len(shape), pending=False)
+                    (at,) = layouts(rng, [value], len(shape), partials=False)
                     setattr(module, name, torch.nn.Parameter(distribute_tensor(value.detach(), on, at)))
-            found = model(distribute_tensor(x, on, layouts(rng, [x], len(shape), pending=False)[0]))
+            found = model(distribute_tensor(x, on, layouts(rng, [x], len(shape), partials=False)[0]))
             close(found, expected)
             (found.square().sum() + found.amax()).backward()
             for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):

@@ -120,7 +120,7 @@ def test_the_four_step_algorithm_is_as_exact_as_the_plain_one(pool):
     assert here < 3 * there
 
 
-# -- conjugates, pending tensors, short-time transforms ------------------------------------------------------------
+# -- conjugates, partial tensors, short-time transforms ------------------------------------------------------------
 
 
 def conjugated():
@@ -141,7 +141,7 @@ def test_conjugates(pool):
     assert found == [[True] * 6] * 4
 
 
-def pending():
+def partials():
     parts = [made((4, 6), torch.complex128, seed) for seed in range(4)]
     mine = parts[torch.distributed.get_rank()]
     x = sw.MeshTensor.from_local(mine, mesh(), [Partial("sum")])
@@ -149,8 +149,8 @@ def pending():
     return y.placements == (Partial("sum"),) and torch.allclose(y.full_tensor(), F.fft2(sum(parts)))
 
 
-def test_pending_sums_stay_pending(pool):
-    assert pool.run(pending) == [True] * 4
+def test_partial_sums_stay_partial(pool):
+    assert pool.run(partials) == [True] * 4
 
 
 def short_time():

@@ -22,7 +22,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds 
 
 
 def rows(op, *args):
-    """The rows of a call as text without those that have a pending operand; what must divide is behind them."""
+    """The rows of a call as text without those that have a partial operand; what must divide is behind them."""
     of = next(r for r in RULES if op in r.ops)
 
     def spec(value):

@@ -161,7 +161,7 @@ def _notes(found: Sequence[Found], fitted: Fit) -> Iterator[str]:
     if any(len(one.draws.trials) == 1 for one in found):
         yield "The op refuses other values for some samples: a row may hold by accident of the values."
     if any(_is_mixed(one.draws) for one in found):
-        yield "Integers and bools beside floats were taken for indices and masks and never made pending."
+        yield "Integers and bools beside floats were taken for indices and masks and never made partial."
     if any(_lacks_uneven(finding, found) for finding in findings(found)):
         yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
     if fitted.unsaid:

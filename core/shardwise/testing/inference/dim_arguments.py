@@ -8,7 +8,7 @@ from typing import Any
 
 from attrs import frozen
 
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.kernel.spec import TensorMeta
 
@@ -41,18 +41,18 @@ def _is_dim(value: Any, ndim: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -ndim <= value < ndim
 
 
-def by_dims(op: Op, tensor: Arg, name: str, dims: str, pending: Sequence[str]) -> Iterator[Body]:
-    """Functions that leave the named dims whole, or drop them from the result with each pending kind in turn."""
+def by_dims(op: Op, tensor: Arg, name: str, dims: str, partials: Sequence[str]) -> Iterator[Body]:
+    """Functions that leave the named dims whole, or drop them from the result with each reduction in turn."""
     x = f"{tensor.name}[0]" if tensor.kind is Kind.TENSORS else tensor.name
-    listed = ", ".join(f'"{text}"' for text in pending)
-    partial = [f"partial=[{listed}]"] if pending else []
+    listed = ", ".join(f'"{text}"' for text in partials)
+    partial = [f"partial=[{listed}]"] if partials else []
     dims = dims.format(x=x)
     whole = f"return like({', '.join((x, f'whole={dims}', *partial))})"
     yield Body((tensor.name, name), (whole,), f"Every dim may be sharded except those that {name} names.")
     keeps = tuple(a.name for a in signature(op).args if a.name == "keepdim")
     kept = f"{keeps[0]} or i not in gone" if keeps else "i not in gone"
-    for kind, nonempty in product((*PENDING_KINDS, None), (False, True)):
-        what = f"leaves a pending {kind}" if kind else "must be whole"
+    for kind, nonempty in product((*REDUCE_OPS, None), (False, True)):
+        what = f"leaves a partial {kind}" if kind else "must be whole"
         option = f'reduce={{names[i]: "{kind}" for i in gone}}' if kind else "replicate=[names[i] for i in gone]"
         options = [option, *(["nonempty=[names[i] for i in gone]"] if nonempty else []), *partial]
         yield Body(

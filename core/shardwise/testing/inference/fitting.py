@@ -13,7 +13,7 @@ from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.testing.inference.dim_arguments import by_dims, dims_expression
 from shardwise.testing.inference.draws import list_spans, out_count
 from shardwise.testing.inference.features import features, joined, telling
-from shardwise.testing.inference.naming import Named, name_dims, only_pending, with_ellipsis
+from shardwise.testing.inference.naming import Named, name_dims, only_partial, with_ellipsis
 from shardwise.testing.inference.search import may_lie
 from shardwise.testing.inference.sources import Case, Source, by_case, einop_call, from_function, plain, rows_call
 from shardwise.testing.inference.verdicts import Group, missing, static_args
@@ -111,16 +111,16 @@ class _Fitting:
     def _notations(self, group: Group) -> Iterator[Named]:
         draws = [one.draws for one in group.found]
         named = name_dims(group.rows, [(d.operands, d.outputs) for d in draws])
-        shared = evolve(named, partial=tuple(self._pending_everywhere(len(draws[0].operands))))
+        shared = evolve(named, partial=tuple(self._partial_everywhere(len(draws[0].operands))))
         for one in (named, shared) if named.partial != shared.partial else (named,):
             for form in _forms(one, self.groups):
                 yield from (form,) if self.zipped else _for_lists(self.op, form)
 
-    def _pending_everywhere(self, count: int) -> list[str]:
-        """Pending rows without shards that hold in all groups with as many operands."""
+    def _partial_everywhere(self, count: int) -> list[str]:
+        """Partial rows without shards that hold in all groups with as many operands."""
         alike = [g for g in self.groups if len(g.found[0].draws.operands) == count]
         rows = dict.fromkeys(row for group in alike for row in group.rows)
-        return only_pending(row for row in rows if all(_has(group, row) for group in alike))
+        return only_partial(row for row in rows if all(_has(group, row) for group in alike))
 
     # -- functions of the arguments --
     def by_argument(self, called: Sequence[str] = ("",)) -> Iterator[_Candidate]:
@@ -129,14 +129,14 @@ class _Fitting:
         if len(tensors) != 1 or self.zipped:
             return
         counts = {len(group.found[0].draws.operands) for group in self.groups}
-        pending = [
-            _repeated(t) if tensors[0].kind is Kind.TENSORS else t for t in self._pending_everywhere(max(counts))
+        partials = [
+            _repeated(t) if tensors[0].kind is Kind.TENSORS else t for t in self._partial_everywhere(max(counts))
         ]
         found = [one.draws for group in self.groups for one in group.found]
         for name in static_args(found[0]):
             values = [(static_args(d)[name], d.operands[0]) for d in found]
             dims = dims_expression(name, values) if any(word in name for word in called) else None
-            for body in by_dims(self.op, tensors[0], name, dims, pending) if dims else ():
+            for body in by_dims(self.op, tensors[0], name, dims, partials) if dims else ():
                 candidate = self.judged(lambda body=body: from_function(self.op, body.uses, body.lines, body.summary))  # type: ignore[misc]
                 if candidate is not None:
                     yield candidate

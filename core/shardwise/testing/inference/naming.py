@@ -8,11 +8,11 @@ from itertools import count
 from attrs import define, evolve, field, frozen
 
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.spec import TensorMeta
 
-__all__ = ["Metas", "Named", "collapsed", "name_dims", "only_pending", "with_ellipsis"]
+__all__ = ["Metas", "Named", "collapsed", "name_dims", "only_partial", "with_ellipsis"]
 
 # (operands, results) of one sample.
 Metas = tuple[Sequence[TensorMeta | None], Sequence[TensorMeta | None]]
@@ -66,15 +66,15 @@ def _preferred(rows: Iterable[Row]) -> list[Row]:
             -sum(isinstance(p, Shard) for p in row.inputs),
             -sum(isinstance(p, Shard) for p in row.outputs),
             [(p.dim if isinstance(p, Shard) else 99) for p in row.inputs],
-            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.inputs],
-            [PENDING_KINDS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.outputs],
+            [REDUCE_OPS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.inputs],
+            [REDUCE_OPS.index(p.reduce_op) if isinstance(p, Partial) else 9 for p in row.outputs],
         ),
     )
 
 
 @define
 class _Naming:
-    """Names in the making: numbers for now. ``kind`` maps a number to the pending kind of its row, or ``R``."""
+    """Names in the making: numbers for now. ``kind`` maps a number to the reduction of its row, or ``R``."""
 
     metas: Sequence[Metas]
     names: dict[Place, int] = field(factory=dict, init=False)
@@ -249,22 +249,22 @@ def collapsed(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[s
     known = set(listed)
     found: dict[str, None] = {}
     for inputs, outputs in listed:
-        kinds = {word for word in (*inputs, *outputs) if word in PENDING_KINDS}
+        kinds = {word for word in (*inputs, *outputs) if word in REDUCE_OPS}
         if len(kinds) == 1:
             starred = [tuple("*" if w in kinds else w for w in side) for side in (inputs, outputs)]
-            every = [tuple(tuple(k if w == "*" else w for w in side) for side in starred) for k in PENDING_KINDS]
+            every = [tuple(tuple(k if w == "*" else w for w in side) for side in starred) for k in REDUCE_OPS]
             if known.issuperset(every):
                 inputs, outputs = starred  # noqa: PLW2901
         found[f"{', '.join(inputs)} -> {', '.join(outputs)}".strip()] = None
     return list(found)
 
 
-def only_pending(rows: Iterable[Row]) -> list[str]:
-    """The rows without a shard that have a pending operand, as texts: they do not depend on the number of dims."""
+def only_partial(rows: Iterable[Row]) -> list[str]:
+    """The rows without a shard that have a partial operand, as texts: they do not depend on the number of dims."""
     plain = [row for row in rows if not any(isinstance(p, Shard) for p in (*row.inputs, *row.outputs))]
-    pending = [row for row in plain if any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
-    kinds = {kind: n for n, kind in enumerate(PENDING_KINDS)}
-    words = [(tuple(map(_word, row.inputs)), tuple(map(_word, row.outputs))) for row in pending]
+    partials = [row for row in plain if any(isinstance(p, Partial) for p in (*row.inputs, *row.outputs))]
+    kinds = {kind: n for n, kind in enumerate(REDUCE_OPS)}
+    words = [(tuple(map(_word, row.inputs)), tuple(map(_word, row.outputs))) for row in partials]
     return collapsed(sorted(words, key=lambda w: ([kinds.get(p, 9) for p in w[0]], w)))
 
 

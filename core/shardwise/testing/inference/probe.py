@@ -11,48 +11,50 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import out_count
 from shardwise.testing.judge import difference, judge
-from shardwise.testing.pending import can_be_pending, place
+from shardwise.testing.partials import can_be_partial, place
 from shardwise.testing.simulated import Coordinate
 from shardwise.testing.trial import Answer, Case, Trial
 
 __all__ = ["PARTS", "Probe", "placements_of", "tried", "written_results"]
 
 Locals = dict[Coordinate, Tensor]
-# Parts of a pending tensor as the oracle has them; far larger, so that thresholds and overflows show; whole steps away
+# Parts of a partial tensor as the oracle has them; far larger, so that thresholds and overflows show; whole steps away
 # from what they reduce to, so that zeros and ties show.
 Parts = Literal["plain", "wild", "near"]
 PARTS: tuple[Parts, ...] = ("plain", "wild", "near")
 _WILD = 64.0
 
 
-def placements_of(meta: TensorMeta | None, *, pending: bool) -> list[Placement | None]:
-    """How an operand may be tried: whole, on each dim of more than one element, and, if asked, pending."""
+def placements_of(meta: TensorMeta | None, *, partials: bool) -> list[Placement | None]:
+    """How an operand may be tried: whole, on each dim of more than one element, and, if asked, partial."""
     if meta is None:
         return [None]
-    kinds = [kind for kind in PENDING_KINDS if pending and can_be_pending(kind, meta.dtype)]
+    kinds = [kind for kind in REDUCE_OPS if partials and can_be_partial(kind, meta.dtype)]
     return [REPLICATE, *(shard(d) for d, n in enumerate(meta.shape) if n > 1), *map(partial, kinds)]
 
 
 def tried(operands: Sequence[TensorMeta | None]) -> list[list[Placement | None]]:
     """Per operand, the placements that are tried.
 
-    Integers and bools beside floats are taken for indices and masks and never made pending: pieces of an index may lie
+    Integers and bools beside floats are taken for indices and masks and never made partial: pieces of an index may lie
     outside of what it points into, and not every kernel looks.
     """
     floats = [m is not None and (m.dtype.is_floating_point or m.dtype.is_complex) for m in operands]
-    return [placements_of(m, pending=is_float or not any(floats)) for m, is_float in zip(operands, floats, strict=True)]
+    return [
+        placements_of(m, partials=is_float or not any(floats)) for m, is_float in zip(operands, floats, strict=True)
+    ]
 
 
 @define(eq=False)
 class Probe:
-    """One trial on a mesh of one dim. ``parts`` says how pending tensors are taken apart."""
+    """One trial on a mesh of one dim. ``parts`` says how partial tensors are taken apart."""
 
     trial: Trial
     ranks: int
@@ -170,7 +172,7 @@ def _near(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> li
 def _results(meta: TensorMeta | None) -> list[Placement | None]:
     if meta is None:
         return [None]
-    return placements_of(meta, pending=True)
+    return placements_of(meta, partials=True)
 
 
 def written_results(trial: Trial) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import torch
 from attrs import define, field, frozen
 
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.spec import TensorMeta, chunk
 from shardwise.testing.inference.draws import Draws
@@ -147,7 +147,7 @@ def _sharded_sizes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> lis
 
 
 def _undominated(rows: dict[Row, Evidence]) -> dict[Row, Evidence]:
-    """Without rows that say less than another: a whole result is a pending average, maximum and minimum too."""
+    """Without rows that say less than another: a whole result is a partial average, maximum and minimum too."""
     return {
         row: evidence
         for row, evidence in rows.items()
@@ -178,7 +178,7 @@ def _placings(operands: Sequence[TensorMeta | None]) -> tuple[list[Inputs], bool
 def _families(
     operands: Sequence[TensorMeta | None], choices: Sequence[Sequence[Placement | None]]
 ) -> Iterator[list[list[Placement | None]]]:
-    """Shards of dims of one size; one pending kind; shards of one size with the other operands of one kind."""
+    """Shards of dims of one size; one reduction; shards of one size with the other operands of one kind."""
     sizes = sorted({n for m in operands if m is not None for n in m.shape if n > 1})
     for size in sizes:
         shards = [
@@ -186,9 +186,9 @@ def _families(
             for m, c in zip(operands, choices, strict=True)
         ]
         yield [[c[0], *s] for s, c in zip(shards, choices, strict=True)]
-        for kind in PENDING_KINDS:
+        for kind in REDUCE_OPS:
             yield [[*s] or _whole_or(kind, c) for s, c in zip(shards, choices, strict=True)]
-    for kind in PENDING_KINDS:
+    for kind in REDUCE_OPS:
         yield [_whole_or(kind, c) for c in choices]
 
 

@@ -12,11 +12,11 @@ from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS
+from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.testing.judge import comparable
-from shardwise.testing.pending import can_be_pending
+from shardwise.testing.partials import can_be_partial
 from shardwise.testing.programs.machine import Machine, call_on, quietly, written_names
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, Value, op_called
 from shardwise.testing.samples import Samples, samples_of
@@ -190,10 +190,10 @@ class _Drawing:
         return leaves, chosen
 
     def _placements(self, value: Tensor) -> tuple[Placement, ...]:
-        """Sharded as often as replicated and pending together."""
-        pending = [partial(kind) for kind in PENDING_KINDS if can_be_pending(kind, value.dtype)]
+        """Sharded as often as replicated and partial together."""
+        partials = [partial(kind) for kind in REDUCE_OPS if can_be_partial(kind, value.dtype)]
         shards: list[Placement] = [shard(d) for d in range(value.ndim)] or [REPLICATE]
-        kind = self.rng.choice(pending) if pending else REPLICATE
+        kind = self.rng.choice(partials) if partials else REPLICATE
         return tuple(
             self.rng.choice([self.rng.choice(shards), self.rng.choice(shards), REPLICATE, kind])
             for _ in self.mesh_shape

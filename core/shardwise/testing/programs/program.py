@@ -32,7 +32,7 @@ class Value:
 
 @frozen(eq=False)
 class Leaf:
-    """A whole tensor that is put on the mesh: pending pieces are random, the same for the same name."""
+    """A whole tensor that is put on the mesh: partial pieces are random, the same for the same name."""
 
     name: int
     value: Tensor

@@ -18,7 +18,7 @@ from shardwise.private_torch.dispatch import memory_of
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.meshes import mesh
-from shardwise.testing.pending import place
+from shardwise.testing.partials import place
 from shardwise.testing.programs.machine import call_on, cotangents, flows, follow_back, written_names
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program
 

@@ -1,7 +1,7 @@
 """From what a classic rule answers to shardwise strategies.
 
 A strategy that shardwise cannot say or cannot run is dropped, as DTensor drops what it cannot shard: one with a private
-placement (a masked or strided one), one that moves what the op writes, one whose pending kinds do not commute.
+placement (a masked or strided one), one that moves what the op writes, one whose reductions do not commute.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Shardings:
         return not reason
 
     def _commuting(self, kept: Sequence[Row], given: _Given) -> list[Row]:
-        """Rows of which no two leave a tensor pending in ways that do not commute; those that fit the operands first.
+        """Rows of which no two leave a tensor partial in ways that do not commute; those that fit the operands first.
 
         Not every release of torch refuses such a combination by itself.
         """
@@ -107,7 +107,7 @@ class Shardings:
             if all(_commute(row, other) for other in found):
                 found.append(row)
             else:
-                self.left_out[row.name or str(row)] = "leaves a tensor pending in a way that clashes with another row's"
+                self.left_out[row.name or str(row)] = "leaves a tensor partial in a way that clashes with another row's"
         return [row for row in kept if row in found]
 
 
@@ -195,7 +195,7 @@ def _unplaceable(row: Row, given: _Given) -> str:
     if any(row.inputs[i] != REPLICATE for i in given.numbers):
         return "places a plain number"
     if any(p is not None and not _can_be_made(p, given.meta(i).dtype) for i, p in enumerate(row.inputs)):
-        return "asks for a pending operand that DTensor cannot make of a whole one"
+        return "asks for a partial operand that DTensor cannot make of a whole one"
     if any(isinstance(p, Shard) and p.dim < 0 for p in row.outputs):
         return "counts a dim of a result from the end"
     return ""
@@ -231,7 +231,7 @@ def _leaves_empty(size: int, parts: Sequence[int]) -> bool:
     return 0 in sizes
 
 
-# -- pending kinds -----------------------------------------------------------------------------------------------
+# -- reductions -----------------------------------------------------------------------------------------------
 
 
 def _kinds(placements: Sequence[Placement | None]) -> set[str]:
@@ -239,7 +239,7 @@ def _kinds(placements: Sequence[Placement | None]) -> set[str]:
 
 
 def _strangeness(asked: set[str], there: set[str]) -> int:
-    """How well the pending kinds that a row asks for fit the operands: 0 when they are there, 1 when it asks none."""
+    """How well the reductions that a row asks for fit the operands: 0 when they are there, 1 when it asks none."""
     return 1 if not asked else 0 if asked <= there else 2
 
 

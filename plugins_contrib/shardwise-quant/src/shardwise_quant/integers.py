@@ -41,7 +41,7 @@ def _int_mm(
     return made.contiguous() if out is None else out.copy_(made)
 
 
-# Integer sums are exact, so a sharded k gives the same bits. Nothing pending comes in: a pending sum of 8-bit
+# Integer sums are exact, so a sharded k gives the same bits. Nothing partial comes in: a partial sum of 8-bit
 # integers may wrap round, its 32-bit product does not.
 INT_MM = rule(
     [aten._int_mm.default, aten._int_mm.out],

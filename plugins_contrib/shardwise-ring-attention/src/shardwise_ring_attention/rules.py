@@ -237,7 +237,7 @@ def ATTENTION(call: Call) -> Rows:
     local_args=_local_lengths,
 )
 def ATTENTION_BACKWARD(call: Call) -> Rows:
-    """As forward; gradients of what every shard used whole are pending sums."""
+    """As forward; gradients of what every shard used whole are partial sums."""
     return _rows(call, _flow(call, _GRADIENTS, "sum", _LINEAR_BACKWARD), _BACKWARD_ROWS)
 
 

@@ -1,7 +1,7 @@
-"""Random decompositions: a whole tensor as the local tensors of simulated ranks, pending values in random pieces.
+"""Random decompositions: a whole tensor as the local tensors of simulated ranks, partial values in random pieces.
 
 Where :func:`shardwise.tensor.shards.scatter_local` makes the tamest pieces (the value and zeros), these are as wild
-as a pending tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
+as a partial tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.kernel.placements import Partial, Shard
 from shardwise.kernel.spec import TensorSpec, chunk
 from shardwise.testing.simulated import Coordinate
 
-__all__ = ["can_be_pending", "pieces", "place"]
+__all__ = ["can_be_partial", "pieces", "place"]
 
 
 def place(
@@ -45,8 +45,8 @@ def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:
     return part.narrow(dim, start, size)
 
 
-def can_be_pending(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype can be pending in this way at all.
+def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype can be partial in this way at all.
 
     Averages of narrow integers are left out: their sum, from which the average is taken, may not fit the dtype.
     """

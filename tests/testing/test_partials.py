@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.kernel.placements import REPLICATE, partial, shard
-from shardwise.kernel.reductions import PENDING_KINDS, reduce_pieces
+from shardwise.kernel.reductions import REDUCE_OPS, reduce_pieces
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.tensor.shards import assemble
-from shardwise.testing.pending import can_be_pending, pieces, place
+from shardwise.testing.partials import can_be_partial, pieces, place
 from shardwise.testing.values import made
 
 DTYPES = (
@@ -23,7 +23,7 @@ DTYPES = (
     torch.complex64,
 )
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.complex64: 2e-5}
-PAIRS = [(kind, dtype) for kind in PENDING_KINDS for dtype in DTYPES if can_be_pending(kind, dtype)]
+PAIRS = [(kind, dtype) for kind in REDUCE_OPS for dtype in DTYPES if can_be_partial(kind, dtype)]
 
 
 def generator(seed=0):
@@ -85,15 +85,15 @@ def test_nan_is_handed_on(kind):
         ("sum", torch.complex64, True),
     ],
 )
-def test_what_can_be_pending(kind, dtype, possible):
-    assert can_be_pending(kind, dtype) is possible
+def test_what_can_be_partial(kind, dtype, possible):
+    assert can_be_partial(kind, dtype) is possible
 
 
 @st.composite
 def specs(draw):
     shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
     mesh = AbstractMesh(tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))))
-    kind = partial(draw(st.sampled_from(PENDING_KINDS)))
+    kind = partial(draw(st.sampled_from(REDUCE_OPS)))
     placements = st.sampled_from([REPLICATE, kind, *(shard(d) for d in range(len(shape)))])
     return TensorSpec(mesh, tuple(draw(placements) for _ in mesh.shape), TensorMeta.contiguous(shape, torch.float64))
 
