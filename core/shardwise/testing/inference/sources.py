@@ -118,9 +118,9 @@ def by_case(op: Op, feature: str, uses: Sequence[str], cases: Sequence[Case], *,
 
 def _imports(body: str) -> list[str]:
     names = [n for n in ("Flow", "Row", "Rows", "einop", "like", "partial", "rule_from", "shard") if _has(body, n)]
+    constants = ["REPLICATE"] if "REPLICATE" in body else []
     names = sorted({*names, "rule_from"}, key=lambda n: (not n[0].isupper(), n))
-    found = [f"from shardwise.rule import {', '.join(names)}"]
-    return ["from shardwise.placements import REPLICATE", *found] if "REPLICATE" in body else found
+    return [f"from shardwise.rule import {', '.join([*constants, *names])}"]
 
 
 def _has(body: str, name: str) -> bool:
