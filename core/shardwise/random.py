@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from shardwise.rng.generator import get_state, manual_seed, set_state, using, way
+from shardwise.rng.generator import get_state, manual_seed, mode, set_state, using
 from shardwise.tools.one_device import on_one_device
 
-__all__ = ["get_state", "load_state_dict", "manual_seed", "on_one_device", "set_state", "state_dict", "using", "way"]
+__all__ = ["get_state", "load_state_dict", "manual_seed", "mode", "on_one_device", "set_state", "state_dict", "using"]
 
 _STATE = "state"
 

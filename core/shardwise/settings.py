@@ -32,11 +32,11 @@ from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
-__all__ = ["RANDOM_WAYS", "Settings", "normalised", "preferred", "read_settings"]
+__all__ = ["RANDOM_MODES", "Settings", "normalised", "preferred", "read_settings"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-RANDOM_WAYS = ("counter", "torch", "local")
+RANDOM_MODES = ("counter", "torch", "local")
 
 
 def normalised(name: str) -> str:
@@ -153,10 +153,10 @@ def _treatment(where: str, value: Any) -> str:
     raise _refusal(where, f"{value!r} is no way to treat ops without a rule", "Write refuse or replicate.")
 
 
-def _way(where: str, value: Any) -> str:
+def _random_mode(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
-    if word not in RANDOM_WAYS:
-        raise _refusal(where, f"{value!r} is no way to draw random numbers", f"Write {', '.join(RANDOM_WAYS)}.")
+    if word not in RANDOM_MODES:
+        raise _refusal(where, f"{value!r} is no way to draw random numbers", f"Write {', '.join(RANDOM_MODES)}.")
     return str(word)
 
 
@@ -188,5 +188,5 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "strict": ("strict", _flag, "SHARDWISE_STRICT"),
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
     "unknown-ops": ("unknown_ops", _treatment, "SHARDWISE_UNKNOWN_OPS"),
-    "random": ("random", _way, "SHARDWISE_RANDOM"),
+    "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
 }

@@ -8,7 +8,7 @@ from torch.nn.functional import one_hot
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.engine.composites import placing
+from shardwise.engine.composites import replicating
 from shardwise.errors import NoRuleError, PlainTensorError
 from shardwise.private_torch.ops import draws
 from shardwise.testing import mesh
@@ -62,7 +62,7 @@ def alone():
     x = sw.distribute_tensor(torch.ones(4, 4), grid, [Shard(0)])
     with pytest.raises(PlainTensorError):
         aten._scaled_dot_product_attention_math.default(x[None], x[None], torch.ones(1, 4, 4))
-    with placing(sw.MeshTensor, grid):
+    with replicating(sw.MeshTensor, grid):
         made = torch.arange(4.0).view(2, 2)
         whole = torch.zeros(())
         with pytest.raises(NoRuleError, match="random"):

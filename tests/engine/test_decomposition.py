@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry, use_registry
-from shardwise.engine.decomposition import Decomposition, Failed, find, stand_ins, ways
+from shardwise.engine.decomposition import Decomposition, Failed, find, formulas, stand_ins
 from shardwise.errors import InPlaceError, NoRuleError, PlainTensorError, UnknownOpWarning
 from shardwise.kernel import dispatcher
 from shardwise.kernel.precedence import Origin
@@ -151,7 +151,7 @@ def test_without_an_own_decomposition_an_in_place_op_is_its_functional_form_and_
 
 def test_an_in_place_view_is_no_copy():
     """The copy of a square's transpose over itself would have the shape and be wrong."""
-    assert all("copy" not in way.name for way in ways(aten.transpose_.default))
+    assert all("copy" not in formula.name for formula in formulas(aten.transpose_.default))
     assert functional_of(aten.mul_.Tensor) is aten.mul.Tensor
     assert functional_of(aten.max.dim_max) is aten.max.dim
 

@@ -10,7 +10,7 @@ FATES = """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         from shardwise.discovery.process import statuses
-        found = [(s.found.origin.plugin, s.status, s.reason) for s in statuses()]
+        found = [(s.plugin.origin.plugin, s.status, s.reason) for s in statuses()]
     said = [str(w.message) for w in caught if "shardwise" in str(w.message)]
     imported = sorted(m for m in sys.modules if m.startswith(("acme", "bolt")))
     acme = {name: [status, reason] for name, status, reason in found if name.startswith(("acme", "bolt"))}

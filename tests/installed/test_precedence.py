@@ -169,6 +169,6 @@ def test_the_order_of_installation_decides_nothing(environment, wheel, installed
         import json, torch
         from shardwise.discovery.process import default_registry, statuses
         winner = str(default_registry().lookup(torch.ops.aten._copy_from_and_resize.default).origin)
-        print(json.dumps([winner, [s.found.origin.plugin for s in statuses()][:2]]))
+        print(json.dumps([winner, [s.plugin.origin.plugin for s in statuses()][:2]]))
     """
     assert env.answer(code) == ["bolt-kernels 1.0", ["acme-kernels", "bolt-kernels"]]

@@ -7,7 +7,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sample]
 FATES = """
     import json, sys
     from shardwise.discovery.process import statuses
-    found = {s.found.origin.plugin: [s.status, s.reason] for s in statuses()}
+    found = {s.plugin.origin.plugin: [s.status, s.reason] for s in statuses()}
     names = ("acme-kernels", "bolt-kernels", "shardwise-conv")
     imported = [m for m in ("acme_kernels_plugin", "bolt_kernels_plugin", "shardwise_conv.plugin") if m in sys.modules]
     print(json.dumps([[found[n] for n in names], imported]))

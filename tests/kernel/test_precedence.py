@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.kernel.precedence import Entry, Origin, judge
+from shardwise.kernel.precedence import Entry, Origin, resolve
 from shardwise.rule.authoring import rule
 
 MM = torch.ops.aten.mm.default
@@ -17,7 +17,7 @@ def entry(name, replaces=None):
 
 
 def winner(entries, prefer=(), overrides=()):
-    found = judge(MM, overrides, entries, prefer).winner
+    found = resolve(MM, overrides, entries, prefer).winner
     return found and found.origin.plugin
 
 
@@ -39,10 +39,10 @@ def test_a_replacement_of_something_else_says_nothing():
 
 
 def test_every_loser_is_listed_with_the_reason():
-    verdict = judge(MM, [], [entry("shardwise"), entry("a", "shardwise")])
-    ((loser, why),) = verdict.losers
+    resolution = resolve(MM, [], [entry("shardwise"), entry("a", "shardwise")])
+    ((loser, why),) = resolution.losers
     assert (loser.origin.plugin, why) == ("shardwise-matmul", "replaced by a 1")
-    assert verdict.reason == "it declares replaces='shardwise'"
+    assert resolution.reason == "it declares replaces='shardwise'"
 
 
 NAMES = ["shardwise", "a", "b", "c"]
@@ -54,8 +54,8 @@ def test_the_order_of_entries_and_settings_decides_nothing(data):
     entries = [entry(n, data.draw(st.sampled_from([None, *(o for o in NAMES if o != n)]))) for n in names]
     keys = data.draw(st.lists(st.sampled_from(["*", "aten.m*", "aten.mm", "aten.mm.default", "aten.add"]), unique=True))
     prefer = [(key, data.draw(st.sampled_from(NAMES))) for key in keys]
-    one = judge(MM, [], entries, prefer)
-    other = judge(MM, [], data.draw(st.permutations(entries)), data.draw(st.permutations(prefer)))
+    one = resolve(MM, [], entries, prefer)
+    other = resolve(MM, [], data.draw(st.permutations(entries)), data.draw(st.permutations(prefer)))
     assert one.winner is other.winner
     assert one.reason == other.reason
     assert [e for e, _ in one.losers] == [e for e, _ in other.losers]

@@ -52,11 +52,11 @@ def test_while_rehearsing_fake_tensors_are_what_a_program_runs_on():
     with fake.fake_tensors():
         x = torch.ones(2)
         assert tracing.is_traced(x)
-        with tracing.rehearsing():
-            assert tracing.is_rehearsing()
+        with fake.rehearsing():
+            assert fake.is_rehearsing()
             assert tracing.is_without_data(x)
             assert not tracing.is_traced(x)
-        assert not tracing.is_rehearsing()
+        assert not fake.is_rehearsing()
     assert not tracing.is_without_data(torch.ones(2))
 
 

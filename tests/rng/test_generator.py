@@ -68,11 +68,11 @@ def test_a_distributed_checkpoint_takes_the_module_itself(tmp_path):
 
 def test_a_state_before_any_seed_is_one_too():
     assert sw.random.get_state().tolist() == UNSEEDED.tolist()
-    assert sw.random.way() == "torch"
+    assert sw.random.mode() == "torch"
     sw.manual_seed(0)
-    assert sw.random.way() == "counter"
+    assert sw.random.mode() == "counter"
     sw.random.set_state(UNSEEDED)
-    assert sw.random.way() == "torch"
+    assert sw.random.mode() == "torch"
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int64), torch.zeros(3), torch.get_rng_state()])
@@ -83,15 +83,15 @@ def test_what_is_no_state_is_refused(wrong):
 
 def test_ways_are_chosen_for_a_while_or_by_a_setting(monkeypatch):
     with sw.random.using("counter"):
-        assert sw.random.way() == "counter"
+        assert sw.random.mode() == "counter"
         with sw.random.using("local"):
-            assert sw.random.way() == "local"
+            assert sw.random.mode() == "local"
     with pytest.raises(SettingsError, match="'fast'"), sw.random.using("fast"):
         pass
     monkeypatch.setitem(os.environ, "SHARDWISE_RANDOM", "local")
     draws._setting.cache_clear()
     try:
-        assert sw.random.way() == "local"
+        assert sw.random.mode() == "local"
     finally:
         monkeypatch.undo()
         draws._setting.cache_clear()

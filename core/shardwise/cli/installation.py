@@ -13,9 +13,9 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.subject import editable_folder
 from shardwise.cli.survey import survey
-from shardwise.discovery.entry_points import FIRST_PARTY, Found, discover
+from shardwise.discovery.entry_points import FIRST_PARTY, InstalledPlugin, discover
 from shardwise.errors import LinksError, SettingsError
-from shardwise.kernel.precedence import resolving
+from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.planning.link_file import chosen_file, parse
 from shardwise.settings import Settings, normalised, read_settings
@@ -125,16 +125,16 @@ _ADVICE = {
 def _plugins() -> Iterator[Finding]:
     found = survey()
     for status in found.statuses:
-        name, shown = f"plugin {status.found.origin.plugin}", str(status.found.origin)
+        name, shown = f"plugin {status.plugin.origin.plugin}", str(status.plugin.origin)
         if status.status in _ADVICE:
-            do = _ADVICE[status.status].format(status.found.origin.plugin)
+            do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
         elif status.status == "loaded":
             yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
         else:
             yield Finding(name, OK, f"{shown} {status.status}: {status.reason}")
-        for copy in status.found.hides:
-            yield Finding(name, WARNING, f"{copy} is hidden by {status.found.location}", "Uninstall one of the two.")
+        for copy in status.plugin.hides:
+            yield Finding(name, WARNING, f"{copy} is hidden by {status.plugin.location}", "Uninstall one of the two.")
     if not found.statuses:
         yield Finding("plugins", FAILED, "there is none: no op has a rule", "Reinstall shardwise.")
     if found.refusal is not None:
@@ -145,12 +145,12 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _conflicts() -> Iterator[Finding]:
-    verdicts = survey().registry.conflicts()
-    for verdict in verdicts:
-        found = f"{op_name(verdict.op)}: {'; '.join(map(str, verdict.rivals))}; {verdict.reason}"
-        do = " or ".join(resolving(verdict.op, entry)["environment"] for entry in verdict.rivals)
+    resolutions = survey().registry.conflicts()
+    for resolution in resolutions:
+        found = f"{op_name(resolution.op)}: {'; '.join(map(str, resolution.rivals))}; {resolution.reason}"
+        do = " or ".join(prefer_settings(resolution.op, entry)["environment"] for entry in resolution.rivals)
         yield Finding("rules", FAILED, found, f"Set {do}.")
-    if not verdicts:
+    if not resolutions:
         yield Finding("rules", OK, "no op has rules in conflict")
 
 
@@ -171,7 +171,7 @@ def _dependencies() -> Iterator[Finding]:
             yield Finding("dependencies", OK, f"{name} {dist.version} has what it requires")
 
 
-def _third_party() -> Iterable[Found]:
+def _third_party() -> Iterable[InstalledPlugin]:
     return (found for found in discover(Settings()) if not found.first_party)
 
 

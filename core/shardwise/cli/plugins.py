@@ -12,7 +12,7 @@ from shardwise.cli.check import check
 from shardwise.cli.completing import offer_plugins
 from shardwise.cli.output import json_option, print_facts, print_json, print_rows
 from shardwise.cli.survey import Survey, called, no_such_plugin, survey
-from shardwise.discovery.entry_points import Found
+from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.discovery.loading import Status
 from shardwise.kernel.precedence import Entry, Origin
 from shardwise.kernel.registry import Registry
@@ -53,11 +53,11 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
     failure, its rules and what they replace.
     """
     found = survey()
-    known = [status.found for status in found.statuses]
+    known = [status.plugin for status in found.statuses]
     chosen = called(name, known)
     if not chosen:
         raise no_such_plugin(name, known)
-    shown = [_described(found, status) for status in found.statuses if status.found in chosen]
+    shown = [_described(found, status) for status in found.statuses if status.plugin in chosen]
     if as_json or _outer_json(ctx):
         print_json(shown)
         return
@@ -87,12 +87,12 @@ def _list(*, as_json: bool) -> None:
 
 
 def _row(status: Status) -> dict[str, object]:
-    origin = status.found.origin
+    origin = status.plugin.origin
     return {
         "plugin": origin.plugin,
         "distribution": origin.distribution,
         "version": origin.version,
-        "module": status.found.entry.value,
+        "module": status.plugin.entry.value,
         "status": status.status,
         "reason": status.reason,
         "ops": status.ops,
@@ -103,7 +103,7 @@ def _row(status: Status) -> dict[str, object]:
 
 
 def _described(known: Survey, status: Status) -> dict[str, Any]:
-    found, registry = status.found, known.registry
+    found, registry = status.plugin, known.registry
     rules = list(_rules(registry, found.origin))
     refusal = known.refusal
     return {
@@ -120,7 +120,7 @@ def _described(known: Survey, status: Status) -> dict[str, Any]:
     }
 
 
-def _metadata(found: Found) -> dict[str, object]:
+def _metadata(found: InstalledPlugin) -> dict[str, object]:
     dist = found.entry.dist
     if dist is None:
         return {"summary": "", "home_page": "", "requires": []}
@@ -143,8 +143,8 @@ def _entries(registry: Registry, origin: Origin) -> Iterator[Entry]:
 
 def _rules(registry: Registry, origin: Origin) -> Iterator[dict[str, object]]:
     for entry in _entries(registry, origin):
-        verdict = registry.judge(entry.op)
-        lost = next((reason for loser, reason in verdict.losers if loser is entry), "")
+        resolution = registry.resolve(entry.op)
+        lost = next((reason for loser, reason in resolution.losers if loser is entry), "")
         yield {
             "op": op_name(entry.op),
             "rule": entry.rule.text,
@@ -164,9 +164,9 @@ def _replaced(registry: Registry, origin: Origin) -> dict[str, list[str]]:
 
 def _conflicts(registry: Registry, origin: Origin) -> list[str]:
     return [
-        f"{op_name(verdict.op)} with {', '.join(str(e.origin) for e, _ in verdict.losers if e.origin != origin)}"
-        for verdict in registry.conflicts()
-        if any(entry.origin == origin for entry, _ in verdict.losers)
+        f"{op_name(resolution.op)} with {', '.join(str(e.origin) for e, _ in resolution.losers if e.origin != origin)}"
+        for resolution in registry.conflicts()
+        if any(entry.origin == origin for entry, _ in resolution.losers)
     ]
 
 

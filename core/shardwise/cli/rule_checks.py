@@ -16,10 +16,10 @@ from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
 from shardwise.cli.loading import run_file
 from shardwise.cli.subject import Subject
 from shardwise.cli.survey import load_each, readable_settings
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, Found, discover
+from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
-from shardwise.kernel.precedence import Origin, judge
+from shardwise.kernel.precedence import Origin, resolve
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
@@ -41,7 +41,7 @@ def register(subject: Subject) -> tuple[Registry, list[Finding]]:
     for entry in subject.entries:
         if entry.group != GROUP:
             continue
-        found = Found(Origin(entry.name, subject.name, subject.version), entry, "ready")
+        found = InstalledPlugin(Origin(entry.name, subject.name, subject.version), entry, "ready")
         try:
             (status,) = load([found], registry, strict=True)
         except PluginLoadError as error:
@@ -74,7 +74,7 @@ def check_conflicts(subject: Subject, own: Registry) -> Iterator[Finding]:
     idle: dict[str, list[str]] = {}
     for entry in own.ops():
         rivals = others.find(entry.op)
-        if judge(entry.op, (), [entry, *rivals]).winner is None:
+        if resolve(entry.op, (), [entry, *rivals]).winner is None:
             for rival in rivals:
                 clashes.setdefault(rival.origin, []).append(op_name(entry.op))
         if entry.replaces == FIRST_PARTY and not any(entry.replaces == rival.origin.distribution for rival in rivals):
@@ -101,7 +101,7 @@ def _others(subject: Subject) -> Registry:
     return registry
 
 
-def _is_own(found: Found, subject: Subject, names: set[str]) -> bool:
+def _is_own(found: InstalledPlugin, subject: Subject, names: set[str]) -> bool:
     same = found.origin.distribution == normalised(subject.name)
     return same and (subject.name != FIRST_PARTY or found.origin.plugin in names)
 

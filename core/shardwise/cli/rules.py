@@ -47,8 +47,8 @@ def _entries(registry: Registry, pattern: str, plugin: str | None) -> list[Entry
     if plugin is None:
         return list(registry.ops(pattern))
     if not any(origin.is_called(plugin) for origin in registry.origins):
-        known = [status.found for status in statuses()]
-        unused = next((s for s in statuses() if s.found in called(plugin, known) and s.status != "loaded"), None)
+        known = [status.plugin for status in statuses()]
+        unused = next((s for s in statuses() if s.plugin in called(plugin, known) and s.status != "loaded"), None)
         if unused is None:
             raise no_such_plugin(plugin, known)
         raise click.ClickException(f"the plugin {plugin} is not loaded: {unused.status}, {unused.reason}")

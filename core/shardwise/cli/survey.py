@@ -11,7 +11,7 @@ from difflib import get_close_matches
 import click
 from attrs import evolve, frozen
 
-from shardwise.discovery.entry_points import Found, discover
+from shardwise.discovery.entry_points import InstalledPlugin, discover
 from shardwise.discovery.loading import Status, load
 from shardwise.discovery.process import default_registry, statuses
 from shardwise.errors import PluginLoadError, SettingsError, ShardingError
@@ -70,7 +70,7 @@ def readable_settings() -> Settings:
     )
 
 
-def load_each(found: Iterable[Found], registry: Registry) -> list[Status]:
+def load_each(found: Iterable[InstalledPlugin], registry: Registry) -> list[Status]:
     """Load plugins, each whatever becomes of the others; also a first-party one that fails is only recorded."""
     outcome: list[Status] = []
     for one in found:
@@ -84,13 +84,13 @@ def load_each(found: Iterable[Found], registry: Registry) -> list[Status]:
     return outcome
 
 
-def called(name: str, known: Iterable[Found]) -> list[Found]:
+def called(name: str, known: Iterable[InstalledPlugin]) -> list[InstalledPlugin]:
     """The plugins of that name, or those of the distribution of that name."""
     known = list(known)
     return [f for f in known if f.origin.plugin == name] or [f for f in known if f.origin.is_called(name)]
 
 
-def no_such_plugin(name: str, known: Iterable[Found]) -> click.ClickException:
+def no_such_plugin(name: str, known: Iterable[InstalledPlugin]) -> click.ClickException:
     """The refusal of a name, with those that are close to it."""
     names = sorted({word for found in known for word in (found.origin.plugin, found.origin.distribution)})
     near = get_close_matches(name, names, 3)

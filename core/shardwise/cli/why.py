@@ -11,8 +11,8 @@ from shardwise.cli.loading import import_option
 from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.survey import Survey, readable_settings, survey
-from shardwise.engine.decomposition import ways as decomposition_ways
-from shardwise.kernel.precedence import Entry, Verdict, resolving
+from shardwise.engine.decomposition import formulas
+from shardwise.kernel.precedence import Entry, Resolution, prefer_settings
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.ops import is_composite
 from shardwise.settings import Settings, preferred
@@ -32,24 +32,24 @@ def why(*, op: str, as_json: bool) -> None:
     found = survey()
     if found.refusal is not None:
         click.echo(f"Programs cannot look up a rule now: {found.refusal}", err=True)
-    verdicts = _verdicts(op, found)
+    resolutions = _resolutions(op, found)
     settings = readable_settings()
-    shown = [_described(verdict, settings, found) for verdict in verdicts]
+    shown = [_described(resolution, settings, found) for resolution in resolutions]
     if as_json:
         print_json(shown)
     else:
         _print_all(shown)
-    if found.refusal is not None or any(verdict.winner is None for verdict in verdicts):
+    if found.refusal is not None or any(resolution.winner is None for resolution in resolutions):
         click.get_current_context().exit(1)
 
 
-def _verdicts(name: str, found: Survey) -> list[Verdict]:
+def _resolutions(name: str, found: Survey) -> list[Resolution]:
     registry = found.registry
     ops = ops_named(name, registry)
-    verdicts = [registry.judge(op) for op in ops if op in registry]
-    if not verdicts:
+    resolutions = [registry.resolve(op) for op in ops if op in registry]
+    if not resolutions:
         raise click.ClickException(" ".join(_without_rule(ops, found)))
-    return verdicts
+    return resolutions
 
 
 def _without_rule(ops: list[Op], found: Survey) -> list[str]:
@@ -57,8 +57,8 @@ def _without_rule(ops: list[Op], found: Survey) -> list[str]:
     said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
     if all(map(is_composite, ops)):
         said.append("torch writes it in terms of other ops, which need the rules.")
-    elif any(True for op in ops for _ in decomposition_ways(op)):
-        names = ", ".join(dict.fromkeys(way.name for op in ops for way in decomposition_ways(op)))
+    elif any(True for op in ops for _ in formulas(op)):
+        names = ", ".join(dict.fromkeys(formula.name for op in ops for formula in formulas(op)))
         said.append(
             f"It runs decomposed ({names}) where every part has a rule; "
             "that depends on the call: shardwise explain shows it."
@@ -70,19 +70,20 @@ def _without_rule(ops: list[Op], found: Survey) -> list[str]:
 
 
 def _unused(found: Survey) -> list[str]:
-    return [f"{s.found.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
+    return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
 
 
-def _described(verdict: Verdict, settings: Settings, found: Survey) -> dict[str, Any]:
-    winner = verdict.winner
+def _described(resolution: Resolution, settings: Settings, found: Survey) -> dict[str, Any]:
+    winner = resolution.winner
     return {
-        "op": op_name(verdict.op),
-        "winner": None if winner is None else _entry(winner, verdict.reason),
-        "reason": verdict.reason,
+        "op": op_name(resolution.op),
+        "winner": None if winner is None else _entry(winner, resolution.reason),
+        "reason": resolution.reason,
         "losers": [
-            {**_entry(entry, reason), "to_choose_it": resolving(verdict.op, entry)} for entry, reason in verdict.losers
+            {**_entry(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
+            for entry, reason in resolution.losers
         ],
-        "settings": _bearing(verdict, settings, found),
+        "settings": _bearing(resolution, settings, found),
         "not_loaded": _unused(found),
     }
 
@@ -98,12 +99,12 @@ def _entry(entry: Entry, reason: str) -> dict[str, Any]:
     }
 
 
-def _bearing(verdict: Verdict, settings: Settings, found: Survey) -> list[str]:
+def _bearing(resolution: Resolution, settings: Settings, found: Survey) -> list[str]:
     """The settings that bear on this op, and where they were read."""
-    pair = preferred(settings.prefer, op_name(verdict.op))
+    pair = preferred(settings.prefer, op_name(resolution.op))
     chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
     blocked = (s for s in found.statuses if s.status == "blocked")
-    return chosen + [f"{s.found.origin} is not asked: {s.reason}" for s in blocked]
+    return chosen + [f"{s.plugin.origin} is not asked: {s.reason}" for s in blocked]
 
 
 def _print_all(shown: list[dict[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from shardwise.comm.groups import broadcast_
 from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.kernel.placements import Replicate
 from shardwise.kernel.spec import Mesh, TensorSpec
-from shardwise.private_torch.tracing import is_rehearsing, is_traced, outside_modes
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import is_traced, outside_modes
 
 __all__ = ["agree_on_generator", "broadcast_whole", "check_agreement"]
 

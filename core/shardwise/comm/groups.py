@@ -14,7 +14,8 @@ from shardwise.comm.group import Group
 from shardwise.comm.silent_group import SilentGroup
 from shardwise.kernel.reductions import carrier
 from shardwise.kernel.world import OfThisStart
-from shardwise.private_torch.tracing import is_rehearsing, outside_modes
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["all_reduce", "backend_of", "broadcast_", "carrying_device", "forget", "group_of", "rank_at"]
 

@@ -17,8 +17,9 @@ from shardwise.comm.async_result import Flight
 from shardwise.comm.group import Group
 from shardwise.comm.groups import broadcast_, group_of
 from shardwise.kernel.world import generation
-from shardwise.private_torch.tracing import is_python_dispatched, is_rehearsing, outside_modes
-from shardwise.rng.generator import way
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import is_python_dispatched, outside_modes
+from shardwise.rng.generator import mode
 from shardwise.rule.lowering import MeshDims
 
 __all__ = ["MeshComm"]
@@ -88,7 +89,7 @@ class MeshComm:
         Draws by place are compared one by one on a CPU mesh. Elsewhere the answer would have to be waited for, and the
         fast way is to be fast: there it is done from time to time.
         """
-        turn = _turn(self.mesh, "draws", always=way() == "counter" and self.mesh.device_type == "cpu")
+        turn = _turn(self.mesh, "draws", always=mode() == "counter" and self.mesh.device_type == "cpu")
         if not turn:
             return seed, number
         words = [seed & _WORD, seed >> 32, number & _WORD, number >> 32]

@@ -107,9 +107,9 @@ def _agree(mesh: DeviceMesh) -> None:
 def summary(registry: Registry) -> Summary:
     """What decides a rank's answers: versions, plugins that are loaded or failed, and the rule that holds per op."""
     rules = {}
-    for verdict in map(registry.judge, {entry.op for entry in registry.ops()}):
-        winner = verdict.winner
-        rules[op_name(verdict.op)] = "conflict" if winner is None else f"{winner.origin}: {winner.rule.text}"
+    for resolution in map(registry.resolve, {entry.op for entry in registry.ops()}):
+        winner = resolution.winner
+        rules[op_name(resolution.op)] = "conflict" if winner is None else f"{winner.origin}: {winner.rule.text}"
     plugins = {o.plugin: f"{o.distribution} {o.version}" for o in registry.origins}
     plugins |= {f.origin.plugin: f"{f.origin.distribution} {f.origin.version}, failed" for f in registry.failures}
     return {

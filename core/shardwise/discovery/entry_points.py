@@ -11,7 +11,7 @@ from shardwise.errors import SettingsError
 from shardwise.kernel.precedence import Origin
 from shardwise.settings import Settings, normalised, read_settings
 
-__all__ = ["Found", "GROUP", "discover"]
+__all__ = ["InstalledPlugin", "GROUP", "discover"]
 
 GROUP = "shardwise.plugins.v1"
 _FAMILY = "shardwise.plugins.v"
@@ -19,7 +19,7 @@ FIRST_PARTY = "shardwise"
 
 
 @frozen
-class Found:
+class InstalledPlugin:
     """One plugin entry point, before anything is imported. ``status``: ready, blocked, needs upgrade or refused.
 
     ``location`` is the folder that it was installed to; ``hides`` tells of other copies of it, which are not used.
@@ -37,7 +37,7 @@ class Found:
         return self.origin.distribution == FIRST_PARTY
 
 
-def discover(settings: Settings | None = None) -> list[Found]:
+def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
     """All plugin entry points of the environment, by name, with what the settings say of each.
 
     Raises :class:`SettingsError` when the settings name a plugin that is not there.
@@ -79,12 +79,12 @@ def _entries() -> Iterator[Copy]:
                 yield dist, entry
 
 
-def _judge(settings: Settings, used: Copy, *others: Copy) -> Found:
+def _judge(settings: Settings, used: Copy, *others: Copy) -> InstalledPlugin:
     dist, entry = used
     place = _location(dist)
     hides = tuple(f"{dist.name} {dist.version} in {_location(dist)}" for dist, _ in others if _location(dist) != place)
     origin = Origin(entry.name, normalised(dist.name), dist.version)
-    found = Found(origin, entry, "ready", location=place, hides=hides)
+    found = InstalledPlugin(origin, entry, "ready", location=place, hides=hides)
     status, reason = _verdict(settings, found, dist)
     return evolve(found, status=status, reason=reason)
 
@@ -95,7 +95,7 @@ def _location(dist: Distribution) -> str:
     return str(Path(str(dist.locate_file(""))).resolve())
 
 
-def _verdict(settings: Settings, found: Found, dist: Distribution) -> tuple[str, str]:
+def _verdict(settings: Settings, found: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
     origin, group = found.origin, found.entry.group
     if any(origin.is_called(name) for name in settings.disabled):
         return "blocked", f"in {settings.source('disabled')}"
@@ -116,7 +116,7 @@ def _major(group: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _check_names(found: Iterable[Found], settings: Settings) -> None:
+def _check_names(found: Iterable[InstalledPlugin], settings: Settings) -> None:
     origins = [f.origin for f in found]
     named = {"plugins": settings.plugins or (), "disabled": settings.disabled, "prefer": dict(settings.prefer).values()}
     for setting, names in named.items():

@@ -17,7 +17,7 @@ import pluggy
 from attrs import frozen
 
 from shardwise import hookspecs
-from shardwise.discovery.entry_points import Found
+from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.errors import PluginLoadError
 from shardwise.kernel.registry import Failure, Registrar, Registry
 from shardwise.settings import read_settings
@@ -29,7 +29,7 @@ __all__ = ["Status", "load"]
 class Status:
     """What became of a plugin: loaded, failed, blocked, needs upgrade or refused."""
 
-    found: Found
+    plugin: InstalledPlugin
     status: str
     reason: str = ""
     ops: int = 0
@@ -39,7 +39,7 @@ class Status:
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(found: Iterable[Found], registry: Registry, *, strict: bool | None = None) -> list[Status]:
+def load(found: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None) -> list[Status]:
     """Import and register the ready ones. Third-party failures become a warning and a :class:`Status`.
 
     When ``strict`` (default: as the settings say) any problem raises :class:`PluginLoadError`.
@@ -50,7 +50,7 @@ def load(found: Iterable[Found], registry: Registry, *, strict: bool | None = No
     return [_load_one(manager, f, registry, strict=strict) for f in found]
 
 
-def _load_one(manager: pluggy.PluginManager, found: Found, registry: Registry, *, strict: bool) -> Status:
+def _load_one(manager: pluggy.PluginManager, found: InstalledPlugin, registry: Registry, *, strict: bool) -> Status:
     if found.status != "ready":
         if strict and found.status != "blocked":
             raise _fatal(found, found.reason)
@@ -65,7 +65,7 @@ def _load_one(manager: pluggy.PluginManager, found: Found, registry: Registry, *
     return Status(found, "loaded", ops=len(registrar.entries))
 
 
-def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar) -> None:
+def _register(manager: pluggy.PluginManager, found: InstalledPlugin, registrar: Registrar) -> None:
     name = f"{found.origin.distribution}:{found.origin.plugin}"
     module = found.entry.load()
     try:
@@ -82,7 +82,7 @@ def _register(manager: pluggy.PluginManager, found: Found, registrar: Registrar)
         raise
 
 
-def _required(manager: pluggy.PluginManager, found: Found, plugin: str) -> list[Any]:
+def _required(manager: pluggy.PluginManager, found: InstalledPlugin, plugin: str) -> list[Any]:
     impls = _implementations(manager, "shardwise_register", plugin)
     if not impls:
         raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
@@ -105,7 +105,7 @@ def _plain(impl: Any) -> Any:
     return lambda *given: impl.function(*(given[i] for i in wanted))
 
 
-def _failed(found: Found, error: BaseException, registry: Registry, *, strict: bool) -> Status:
+def _failed(found: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:
     cause = f"{type(error).__name__}: {error}"
     trace = traceback.format_exc()
     if found.first_party or strict:
@@ -120,7 +120,7 @@ def _failed(found: Found, error: BaseException, registry: Registry, *, strict: b
     return Status(found, "failed", cause, traceback=trace)
 
 
-def _fatal(found: Found, cause: str) -> PluginLoadError:
+def _fatal(found: InstalledPlugin, cause: str) -> PluginLoadError:
     return PluginLoadError(
         asked=f"load the plugin {found.origin}",
         found=cause,
@@ -130,5 +130,5 @@ def _fatal(found: Found, cause: str) -> PluginLoadError:
     )
 
 
-def _disable(found: Found) -> str:
+def _disable(found: InstalledPlugin) -> str:
     return f"SHARDWISE_DISABLE_PLUGINS={found.origin.plugin}"

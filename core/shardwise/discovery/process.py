@@ -69,8 +69,8 @@ def _fill(settings: Settings) -> None:
         registry = Registry(settings.prefer, settings.unknown_ops)
         found = load(discover(settings), registry, strict=settings.strict)
         if settings.strict:
-            for verdict in registry.conflicts():
-                registry.lookup(verdict.op)
+            for resolution in registry.conflicts():
+                registry.lookup(resolution.op)
         _process.statuses, _process.registry = found, registry
     finally:
         _process.loading = False

@@ -19,10 +19,10 @@ from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
 from shardwise.private_torch.dispatch import new_wrapper, put_above_autograd, watching
 from shardwise.private_torch.ops import draws, is_composite
 
-__all__ = ["intercept", "placed", "placing"]
+__all__ = ["intercept", "replicated_tensor", "replicating"]
 
 
-def placing(tensor_class: type, mesh: Mesh) -> Any:
+def replicating(tensor_class: type, mesh: Mesh) -> Any:
     """A context in which tensors that are made of no operand lie on the mesh, replicated.
 
     What torch's own code makes so follows from shapes and numbers, and is the same on every rank. Tensors without dims
@@ -50,10 +50,10 @@ def _wrapped(result: Any, tensor_class: type, mesh: Mesh, operands: Sequence[tor
         return type(result)(_wrapped(part, tensor_class, mesh, operands) for part in result)
     if not isinstance(result, torch.Tensor) or not result.dim() or any(result is t for t in operands):
         return result
-    return placed(tensor_class, mesh, result)
+    return replicated_tensor(tensor_class, mesh, result)
 
 
-def placed(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
+def replicated_tensor(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
     """A replicated MeshTensor of a tensor that every rank has alike."""
     spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(whole))
     return new_wrapper(tensor_class, whole, spec, False)
@@ -63,7 +63,7 @@ def placed(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
 
 
 def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
-    """Have a composite op run under :func:`placing` where all its tensors lie on a mesh, while what comes back lives.
+    """Run a composite op under :func:`replicating` where all its tensors lie on a mesh, for as long as the result lives.
 
     Torch runs a composite op above autograd, out of the dispatcher's sight, so what it makes there would be plain.
     ``wanted()`` maps the ops in force to what runs in their place: a function, or None for torch's own kernel.
@@ -80,7 +80,7 @@ def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Calla
         instead = in_force[op]
         if instead is not None:
             return instead(*args, **kwargs)
-        with placing(tensor_class, first._spec.mesh):
+        with replicating(tensor_class, first._spec.mesh):
             return below(*args, **kwargs)
 
     return put_above_autograd(op, run)

@@ -31,11 +31,11 @@ from shardwise.private_torch.ops import (
 )
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["Decomposition", "Failed", "Way", "answered", "find", "stand_ins", "ways"]
+__all__ = ["Decomposition", "Failed", "Formula", "answered", "find", "stand_ins", "formulas"]
 
 
 @frozen
-class Way:
+class Formula:
     """A function of an op's arguments that computes the op by others; ``name`` says whose it is."""
 
     name: str
@@ -51,7 +51,7 @@ class Decomposition:
     """
 
     op: Op
-    way: Way
+    formula: Formula
     parts: tuple[Op, ...]
     makes: bool
     metas: tuple[TensorMeta | None, ...] | None
@@ -59,7 +59,7 @@ class Decomposition:
     @property
     def text(self) -> str:
         """``decomposed into aten.a.default, aten.b.default (torch's decomposition)``."""
-        return f"decomposed into {', '.join(map(op_name, self.parts)) or 'nothing'} ({self.way.name})"
+        return f"decomposed into {', '.join(map(op_name, self.parts)) or 'nothing'} ({self.formula.name})"
 
 
 @frozen
@@ -79,24 +79,24 @@ class Failed:
         return "; ".join(self.faults)
 
 
-def ways(op: Op) -> Iterator[Way]:
+def formulas(op: Op) -> Iterator[Formula]:
     """The ways in which torch computes an op by others, the preferred one first; none for one that draws numbers."""
     if is_composite(op):
-        yield Way("torch runs it so", op.decompose)
+        yield Formula("torch runs it so", op.decompose)
         return
     if draws(op):
         # A decomposition draws other numbers than the op does on one device.
         return
     table = python_decomposition(op)
     if table is not None:
-        yield Way("torch's decomposition", table)
+        yield Formula("torch's decomposition", table)
     kernel = composite_kernel(op)
     if kernel is not None:
-        yield Way("torch's composite kernel", kernel)
+        yield Formula("torch's composite kernel", kernel)
     functional = functional_of(op)
     # A view in place leaves the memory alone; a copy would do the reverse.
     if functional is not None and not is_view_in_place(op):
-        yield Way(f"{op_name(functional)} and a copy", _written_from(op, functional))
+        yield Formula(f"{op_name(functional)} and a copy", _written_from(op, functional))
 
 
 def _written_from(op: Op, functional: Op) -> Callable[..., Any]:
@@ -153,18 +153,18 @@ def _find(
     """The first way that goes, and what it returned."""
     own = _run_itself(op, args, kwargs)
     failed = Failed(op)
-    for way in ways(op):
+    for formula in formulas(op):
         trial = _Trial(registry, (*above, op))
         try:
             with trial.watching():
-                result = answered(op, args, kwargs, way.run(*args, **kwargs))
+                result = answered(op, args, kwargs, formula.run(*args, **kwargs))
         except Exception as error:  # noqa: BLE001  # somebody's Python: it may raise anything
-            failed = _also(failed, trial, f"{way.name} does not run without data ({type(error).__name__}: {error})")
+            failed = _also(failed, trial, f"{formula.name} does not run without data ({type(error).__name__}: {error})")
             continue
         fault = trial.fault() or own.differs(op, args, kwargs, result, trial)
         if not fault:
-            return Decomposition(op, way, tuple(trial.parts), trial.makes, own.metas), result
-        failed = _also(failed, trial, f"{way.name} {fault}")
+            return Decomposition(op, formula, tuple(trial.parts), trial.makes, own.metas), result
+        failed = _also(failed, trial, f"{formula.name} {fault}")
     return failed, None
 
 

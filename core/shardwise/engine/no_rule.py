@@ -10,7 +10,7 @@ from attrs import define, field
 
 from shardwise.comm.redistribute import mover
 from shardwise.comm.rule_agreement import agree_on_asking
-from shardwise.engine.composites import placed, placing
+from shardwise.engine.composites import replicated_tensor, replicating
 from shardwise.engine.decomposition import Decomposition, Failed, answered, find, stand_ins
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
@@ -41,7 +41,7 @@ class DecomposedPlan(Plan):
     __slots__ = ("decomposition",)
 
     def __init__(self, schema: OpSchema, decomposition: Decomposition) -> None:
-        super().__init__(schema, decomposed_entry(decomposition), (), None, None, decomposition.way.run, True, ())
+        super().__init__(schema, decomposed_entry(decomposition), (), None, None, decomposition.formula.run, True, ())
         self.decomposition = decomposition
 
     @property
@@ -134,10 +134,10 @@ class UnknownOp:
     def _run(self, plan: DecomposedPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         decomposition, mesh = plan.decomposition, plan.schema.mesh
         if decomposition.makes:
-            with placing(self.tensor_class, mesh):
-                result = decomposition.way.run(*args, **kwargs)
+            with replicating(self.tensor_class, mesh):
+                result = decomposition.formula.run(*args, **kwargs)
         else:
-            result = decomposition.way.run(*args, **kwargs)
+            result = decomposition.formula.run(*args, **kwargs)
         result = answered(self.op, args, kwargs, result)
         return self._finished(result, plan, iter(decomposition.metas or ()))
 
@@ -149,7 +149,7 @@ class UnknownOp:
         if not isinstance(result, torch.Tensor):
             return result
         if not isinstance(result, self.tensor_class):
-            return placed(self.tensor_class, plan.schema.mesh, result)
+            return replicated_tensor(self.tensor_class, plan.schema.mesh, result)
         spec: TensorSpec = result._spec  # type: ignore[attr-defined]
         if meta is None or spec.tensor_meta.stride == meta.stride or spec.tensor_meta.is_symbolic:
             return result

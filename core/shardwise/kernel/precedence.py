@@ -15,7 +15,7 @@ from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
 from shardwise.settings import normalised, preferred
 
-__all__ = ["Entry", "Origin", "Verdict", "judge"]
+__all__ = ["Entry", "Origin", "Resolution", "resolve"]
 
 
 @frozen
@@ -47,13 +47,13 @@ class Entry:
     def __str__(self) -> str:
         return f"{self.origin} at {self.rule.source}"
 
-    def gives_way_to(self, other: Entry) -> bool:
+    def is_replaced_by(self, other: Entry) -> bool:
         """Whether the other rule declares that it replaces this one."""
         return other is not self and other.replaces == normalised(self.origin.distribution)
 
 
 @frozen(eq=False)
-class Verdict:
+class Resolution:
     """The rule that holds for an op (None: conflict, or none at all), why, and why each of the others does not."""
 
     op: Op
@@ -68,22 +68,22 @@ class Verdict:
         return (*first, *(entry for entry, _ in self.losers))
 
 
-def judge(
+def resolve(
     op: Op, overrides: Sequence[Entry], entries: Sequence[Entry], prefer: Sequence[tuple[str, str]] = ()
-) -> Verdict:
+) -> Resolution:
     """Settle which entry holds for an op; ``overrides`` in the order in which they were made."""
     known = sorted(entries, key=lambda e: (e.origin.plugin, e.origin.distribution))
     if overrides:
         *earlier, last = overrides
         losers = [(e, "a later override of this process") for e in reversed(earlier)]
         losers += [(e, "an override of this process goes before every plugin") for e in known]
-        return Verdict(op, last, "override of this process", tuple(losers))
+        return Resolution(op, last, "override of this process", tuple(losers))
     if not known:
-        return Verdict(op, None, "no plugin has a rule for it")
+        return Resolution(op, None, "no plugin has a rule for it")
     return _by_setting(op, known, prefer) or _by_declaration(op, known)
 
 
-def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]]) -> Verdict | None:
+def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]]) -> Resolution | None:
     pair = preferred(prefer, op_name(op))
     if pair is None:
         return None
@@ -91,7 +91,7 @@ def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]
     named = [e for e in known if e.origin.is_called(pair[1])]
     if len(named) == 1:
         losers = tuple((e, setting) for e in known if e is not named[0])
-        return Verdict(op, named[0], setting, losers)
+        return Resolution(op, named[0], setting, losers)
     if named:
         return _conflict(op, known, f"{setting} names several plugins; name one by its entry point")
     # A pattern is about the ops that the plugin has; an op named outright must be there.
@@ -100,26 +100,26 @@ def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]
     return None
 
 
-def _by_declaration(op: Op, known: Sequence[Entry]) -> Verdict:
+def _by_declaration(op: Op, known: Sequence[Entry]) -> Resolution:
     if len(known) == 1:
-        return Verdict(op, known[0], "the only rule")
-    left = [e for e in known if not any(e.gives_way_to(other) for other in known)]
+        return Resolution(op, known[0], "the only rule")
+    left = [e for e in known if not any(e.is_replaced_by(other) for other in known)]
     if len(left) != 1:
         return _conflict(op, known, "nothing says which one holds")
     winner = left[0]
     losers = tuple((e, f"replaced by {_replacers(e, known)}") for e in known if e is not winner)
-    return Verdict(op, winner, f"it declares replaces={winner.replaces!r}", losers)
+    return Resolution(op, winner, f"it declares replaces={winner.replaces!r}", losers)
 
 
 def _replacers(entry: Entry, known: Sequence[Entry]) -> str:
-    return ", ".join(str(other.origin) for other in known if entry.gives_way_to(other))
+    return ", ".join(str(other.origin) for other in known if entry.is_replaced_by(other))
 
 
-def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Verdict:
-    return Verdict(op, None, reason, tuple((e, "conflict") for e in known))
+def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Resolution:
+    return Resolution(op, None, reason, tuple((e, "conflict") for e in known))
 
 
-def resolving(op: Op, entry: Entry) -> dict[str, Any]:
+def prefer_settings(op: Op, entry: Entry) -> dict[str, Any]:
     """The settings that would make an entry's plugin win, as a person types them."""
     name = entry.origin.plugin
     return {

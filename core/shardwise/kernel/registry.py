@@ -10,7 +10,7 @@ import torch
 from attrs import field, frozen
 
 from shardwise.errors import NoRuleError, RuleConflictError, RuleError
-from shardwise.kernel.precedence import Entry, Origin, Verdict, judge, resolving
+from shardwise.kernel.precedence import Entry, Origin, Resolution, prefer_settings, resolve
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 from shardwise.kernel.signature import Op, as_op, op_name
 from shardwise.private_torch.ops import OpLike
@@ -156,7 +156,7 @@ class Registry:
         self.unknown_ops = unknown_ops
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
-        self._verdicts: dict[Op, Verdict] = {}
+        self._resolutions: dict[Op, Resolution] = {}
         self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
@@ -207,25 +207,25 @@ class Registry:
 
     def changed(self) -> None:
         """Tell the listeners that a look-up may answer differently now."""
-        self._verdicts.clear()
+        self._resolutions.clear()
         for listener in self._listeners:
             listener()
 
     # -- asking --
     def lookup(self, op: Op) -> Entry:
         """The rule that holds for an op; raises :class:`NoRuleError` or :class:`RuleConflictError`."""
-        verdict = self.judge(op)
-        if verdict.winner is not None:
-            return verdict.winner
-        raise self._conflict(verdict) if verdict.losers else self.missing(op)
+        resolution = self.resolve(op)
+        if resolution.winner is not None:
+            return resolution.winner
+        raise self._conflict(resolution) if resolution.losers else self.missing(op)
 
-    def judge(self, op: Op) -> Verdict:
+    def resolve(self, op: Op) -> Resolution:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
-        found = self._verdicts.get(op)
+        found = self._resolutions.get(op)
         if found is None:
             self._make_late(op)
             overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
-            found = self._verdicts[op] = judge(op, overrides, entries, self.prefer)
+            found = self._resolutions[op] = resolve(op, overrides, entries, self.prefer)
         return found
 
     def _make_late(self, op: Op) -> None:
@@ -235,9 +235,9 @@ class Registry:
             registrar.add(known[1](op))
             self._entries.setdefault(op, []).extend(registrar.entries)
 
-    def conflicts(self) -> list[Verdict]:
+    def conflicts(self) -> list[Resolution]:
         """The ops with several rules of which none holds, by name."""
-        found = (self.judge(op) for op in self._entries)
+        found = (self.resolve(op) for op in self._entries)
         return sorted((v for v in found if v.winner is None), key=lambda v: op_name(v.op))
 
     def find(self, op: Op) -> list[Entry]:
@@ -283,13 +283,14 @@ class Registry:
             missing=tuple(map(op_name, missing)),
         )
 
-    def _conflict(self, verdict: Verdict) -> RuleConflictError:
-        name, rivals = op_name(verdict.op), verdict.rivals
-        settings = resolving(verdict.op, rivals[0])
+    def _conflict(self, resolution: Resolution) -> RuleConflictError:
+        name, rivals = op_name(resolution.op), resolution.rivals
+        settings = prefer_settings(resolution.op, rivals[0])
         others = "".join(f" or ={e.origin.plugin}" for e in rivals[1:])
         return RuleConflictError(
             asked=f"find the rule for {name}",
-            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, and {verdict.reason}",
+            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, "
+            f"and {resolution.reason}",
             do=f"Set {settings['environment']}{others} (or the same under [tool.shardwise.prefer] in pyproject.toml), "
             f"or leave a plugin out with SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}",
             op=name,

@@ -23,7 +23,7 @@ from shardwise.kernel.world import OfThisStart, generation
 
 __all__ = [
     "AbstractMesh",
-    "Layout",
+    "SpecLayout",
     "Mesh",
     "SymbolicSpec",
     "TensorMeta",
@@ -306,7 +306,7 @@ class TensorSpec(metaclass=_Interned):
         return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> SpecLayout:
         """The spec without its meta."""
         return layout_of(self.mesh, self.placements, self.is_copy)
 
@@ -328,7 +328,7 @@ class TensorSpec(metaclass=_Interned):
 
 
 @frozen(eq=False)
-class Layout:
+class SpecLayout:
     """A spec without a tensor's meta: what a compiled graph is guarded by beside sizes. Equal ones are one object."""
 
     mesh: Mesh
@@ -351,7 +351,7 @@ class Layout:
     def _make(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
         return TensorSpec(self.mesh, self.placements, TensorMeta(shape, stride, dtype), self.is_copy)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpecLayout:
         return self
 
     def __reduce__(self) -> Any:
@@ -359,16 +359,16 @@ class Layout:
 
 
 _SPECS_PER_LAYOUT = 256
-_layouts: dict[Any, Layout] = {}
+_layouts: dict[Any, SpecLayout] = {}
 _of_this_start = OfThisStart(_layouts, _layouts.clear)
 
 
-def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> Layout:
+def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> SpecLayout:
     """The one layout of these parts."""
     known, key = _of_this_start.now(), (mesh, placements, is_copy)
     found = known.get(key)
     if found is None:
-        found = known[key] = Layout(mesh, placements, is_copy)
+        found = known[key] = SpecLayout(mesh, placements, is_copy)
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.private_torch.ops import _qualified, custom_op_of
+from shardwise.private_torch.ops import custom_op_of, qualified_name
 
 __all__ = [
     "disabled_torch_function",
@@ -40,7 +40,7 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
         torch.library.register_torch_dispatch(op, cls, handler, lib=library)
     elif hasattr(library, "_register_torch_dispatch_rule"):
         register: Any = library._register_torch_dispatch_rule
-        register(_qualified(op).partition("::")[2], cls, handler)
+        register(qualified_name(op).partition("::")[2], cls, handler)
     return library
 
 
@@ -147,7 +147,7 @@ def forward_traceback() -> list[str]:
 
 
 # torch.optim takes the names of its modules away again.
-_FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
+FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
 
 
 def support_foreach(cls: type) -> None:
@@ -155,7 +155,7 @@ def support_foreach(cls: type) -> None:
 
     There is no public way to say so. Where the lists are missing, users must ask with ``foreach=True``.
     """
-    for name in _FOREACH_MODULES:
+    for name in FOREACH_MODULES:
         types = getattr(import_module(name), "_foreach_supported_types", None)
         if types is not None and cls not in types:
             types.append(cls)

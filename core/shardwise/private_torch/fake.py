@@ -1,4 +1,4 @@
-"""Tensors and process groups without data."""
+"""Tensors without data, and process groups without other ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from attrs import define
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -14,9 +15,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from shardwise.private_torch.dispatch import _FOREACH_MODULES, support_foreach
+from shardwise.private_torch.dispatch import FOREACH_MODULES, support_foreach
 
-__all__ = ["fake_store", "fake_tensors", "is_unknowable"]
+__all__ = ["fake_store", "fake_tensors", "is_rehearsing", "is_unknowable", "rehearsing"]
 
 
 @contextmanager
@@ -26,7 +27,7 @@ def fake_tensors() -> Iterator[None]:
     Tensors on the meta device, the public way, take other kernels than those of a real device: no fused attention, no
     fused or foreach optimizer.
     """
-    known = [getattr(import_module(name), "_foreach_supported_types", []) for name in _FOREACH_MODULES]
+    known = [getattr(import_module(name), "_foreach_supported_types", []) for name in FOREACH_MODULES]
     before = [list(types) for types in known]
     support_foreach(FakeTensor)
     try:
@@ -40,6 +41,34 @@ def fake_tensors() -> Iterator[None]:
 def fake_store() -> Any:
     """The store of a process group in which only this rank is there; torch has it among its own tests."""
     return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+
+@define
+class _Process:
+    """What tensors without data are in this process. Backward runs in other threads, so it is not a thread's."""
+
+    is_rehearsing: bool = False
+
+
+_process = _Process()
+
+
+@contextmanager
+def rehearsing() -> Iterator[None]:
+    """A context in which a program runs on fake tensors, on a mesh without other ranks.
+
+    Outside it a fake tensor stands for a value of a graph (:func:`shardwise.private_torch.tracing.is_traced`).
+    """
+    before, _process.is_rehearsing = _process.is_rehearsing, True
+    try:
+        yield
+    finally:
+        _process.is_rehearsing = before
+
+
+def is_rehearsing() -> bool:
+    """Whether the program runs without data, on a mesh without other ranks."""
+    return _process.is_rehearsing
 
 
 def is_unknowable(error: BaseException) -> bool:

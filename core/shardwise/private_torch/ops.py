@@ -64,10 +64,10 @@ def known_custom_op(name: str) -> Any | None:
 
 def custom_op_of(op: OpOverload) -> Any | None:
     """What ``torch.library.custom_op`` returned for an op overload; ``None`` for an op that was made otherwise."""
-    return known_custom_op(_qualified(op).partition(".")[0])
+    return known_custom_op(qualified_name(op).partition(".")[0])
 
 
-def _qualified(op: OpOverload) -> str:
+def qualified_name(op: OpOverload) -> str:
     """``aten::add.Tensor``."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return name
@@ -151,7 +151,7 @@ def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
     """The C++ kernel that runs an op by others on every backend, with its own autograd formula, if it has one."""
     key = torch._C.DispatchKey.CompositeExplicitAutograd
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(_qualified(op), key.name):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key.name):
         return None
     return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
 
@@ -161,7 +161,7 @@ def functional_of(op: OpOverload) -> OpOverload | None:
 
     Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
     """
-    packet, _, overload = _qualified(op).partition("::")[2].partition(".")
+    packet, _, overload = qualified_name(op).partition("::")[2].partition(".")
     overloads = [overload or "default"]
     if any(a.is_out for a in op._schema.arguments):
         # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.

@@ -14,6 +14,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
 
+from shardwise.private_torch.fake import is_rehearsing
+
 __all__ = [
     "assert_when_run",
     "graph_calls",
@@ -22,13 +24,11 @@ __all__ = [
     "is_known",
     "is_open",
     "is_python_dispatched",
-    "is_rehearsing",
     "is_traced",
     "is_without_data",
     "let_vary",
     "make_known",
     "outside_modes",
-    "rehearsing",
     "retraced",
     "same_symbol",
     "seeing_graphs",
@@ -41,24 +41,6 @@ __all__ = [
 _TRACED = (FakeTensor, FunctionalTensor)
 
 
-_rehearsals: list[None] = []
-
-
-@contextmanager
-def rehearsing() -> Iterator[None]:
-    """A context in which fake tensors are what a program runs on, and not the values of a graph: see ``is_traced``."""
-    _rehearsals.append(None)
-    try:
-        yield
-    finally:
-        _rehearsals.pop()
-
-
-def is_rehearsing() -> bool:
-    """Whether the program runs without data, on a mesh without other ranks."""
-    return bool(_rehearsals)
-
-
 def is_without_data(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a value that is not there. Only these two private classes say so."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
@@ -66,7 +48,7 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a value of a graph that is being traced."""
-    return is_without_data(tensor) and not _rehearsals
+    return is_without_data(tensor) and not is_rehearsing()
 
 
 def is_compiled_now() -> bool:

@@ -19,9 +19,9 @@ from shardwise.errors import LayoutError, SettingsError, TracingError
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.tracing import is_traced
 from shardwise.rng.sampling import Draw
-from shardwise.settings import RANDOM_WAYS, read_settings
+from shardwise.settings import RANDOM_MODES, read_settings
 
-__all__ = ["Agree", "get_state", "kept", "manual_seed", "set_state", "take", "using", "way"]
+__all__ = ["Agree", "get_state", "kept", "manual_seed", "mode", "set_state", "take", "using"]
 
 # (seed, number) of this rank -> those that all ranks of the mesh take.
 Agree = Callable[[int, int], tuple[int, int]]
@@ -34,14 +34,14 @@ _FIELDS = 4
 
 @define
 class _Generator:
-    """``seed`` is ``None`` until somebody seeds it. ``ways`` are those of the contexts in force, innermost last.
+    """``seed`` is ``None`` until somebody seeds it. ``modes`` are those of the contexts in force, innermost last.
 
     ``taken`` has the draws that were made from each state of torch's CPU generator, by what that generator gave.
     """
 
     seed: int | None = None
     number: int = 0
-    ways: list[str] = field(factory=list)
+    modes: list[str] = field(factory=list)
     taken: dict[int, tuple[int, int]] = field(factory=dict)
 
 
@@ -78,10 +78,10 @@ def set_state(state: Tensor) -> None:
     _here.seed = seed % (1 << 64) if is_seeded else None
 
 
-def way() -> str:
+def mode() -> str:
     """How random ops draw here and now: ``counter``, ``torch`` or ``local``; see docs/random.md."""
-    if _here.ways:
-        return _here.ways[-1]
+    if _here.modes:
+        return _here.modes[-1]
     return _setting() or ("torch" if _here.seed is None else "counter")
 
 
@@ -93,18 +93,18 @@ def _setting() -> str | None:
 @contextmanager
 def using(chosen: str) -> Iterator[None]:
     """Draw in another way while the context lasts; every rank must do so alike."""
-    if chosen not in RANDOM_WAYS:
+    if chosen not in RANDOM_MODES:
         raise SettingsError(
             asked=f"draw random numbers in the way {chosen!r}",
-            found=f"the ways are {', '.join(RANDOM_WAYS)}",
+            found=f"the ways are {', '.join(RANDOM_MODES)}",
             do="Choose one of them.",
             setting="random",
         )
-    _here.ways.append(chosen)
+    _here.modes.append(chosen)
     try:
         yield
     finally:
-        _here.ways.pop()
+        _here.modes.pop()
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def take(agree: Agree) -> Draw | None:
 
     Raises :class:`TracingError` while a graph is traced: it would draw the same numbers each time it runs.
     """
-    chosen = way()
+    chosen = mode()
     if chosen == "torch":
         return None
     tag = _tag()

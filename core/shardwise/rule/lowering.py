@@ -16,7 +16,7 @@ from attrs import field, frozen
 from shardwise.kernel.placements import Placement, Shard
 from shardwise.kernel.signature import Call, Kind
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.tracing import is_rehearsing
+from shardwise.private_torch.fake import is_rehearsing
 from shardwise.rng import generator
 from shardwise.rng.sampling import Draw, Region
 
@@ -162,7 +162,7 @@ class LocalCall:
     @property
     def torch_draws(self) -> bool:
         """Whether :meth:`draw` would answer ``None``; asking takes no draw."""
-        return generator.way() == "torch"
+        return generator.mode() == "torch"
 
     def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
         """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""

@@ -30,10 +30,10 @@ from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import set_tensor_class as set_waiting_class
 from shardwise.tensor.waiting import source_of, waiting
 
-__all__ = ["PLACED", "from_local", "place_grad", "redistribute", "set_tensor_class", "to_local"]
+__all__ = ["HAS_GRAD_HOOK", "from_local", "keep_grad_layout", "redistribute", "set_tensor_class", "to_local"]
 
 # Marks a leaf whose gradients are already brought to its own layout.
-PLACED = "_shardwise_grad_placed"
+HAS_GRAD_HOOK = "_shardwise_has_grad_hook"
 
 _tensor_class: list[type] = []
 
@@ -239,23 +239,23 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
 
 
-def place_traced(stand_in: Any) -> None:
+def keep_grad_layout_in_graph(stand_in: Any) -> None:
     """Bring the gradient of what stands for a leaf in a traced program to the leaf's layout, inside the graph.
 
     torch runs a leaf's own hooks outside the graph. The stand-in gets its place in autograd's graph after it has been
     made; by the first op it is there, and can take a hook that becomes part of the graph.
     """
-    stand_in.__dict__[PLACED] = True
+    stand_in.__dict__[HAS_GRAD_HOOK] = True
     at_next_dispatch(partial(_register_if_there, ref(stand_in)))
 
 
 def _register_if_there(stand_in: Callable[[], Any]) -> None:
     tensor = stand_in()
     if tensor is not None and tensor.requires_grad:
-        _register_placing(tensor)
+        _hook_grad_layout(tensor)
 
 
-def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
+def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
     wanted = spec.with_placements(target)
@@ -265,15 +265,15 @@ def placed(grad: Any, target: tuple[Placement, ...]) -> Any:
 # -- into .grad --------------------------------------------------------------------------------------------------
 
 
-def place_grad(leaf: Any) -> None:
+def keep_grad_layout(leaf: Any) -> None:
     """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
-    if not leaf.is_leaf or PLACED in leaf.__dict__:
+    if not leaf.is_leaf or HAS_GRAD_HOOK in leaf.__dict__:
         return
-    _register_placing(leaf)
-    leaf.__dict__[PLACED] = True
+    _hook_grad_layout(leaf)
+    leaf.__dict__[HAS_GRAD_HOOK] = True
 
 
-def _register_placing(tensor: Any) -> None:
+def _hook_grad_layout(tensor: Any) -> None:
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
 
     def place(grad: Any) -> Any:

@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.private_torch.distributed import current_mesh
-from shardwise.private_torch.tracing import is_rehearsing
+from shardwise.private_torch.fake import is_rehearsing
 from shardwise.rng.generator import take
 from shardwise.rng.sampling import Draw, Region
 from shardwise.tensor.mesh_tensor import MeshTensor

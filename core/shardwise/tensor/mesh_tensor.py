@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardwise.engine.composites import placed
+from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.kernel.dispatcher import dispatch, rules_version, start, views
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
-from shardwise.kernel.spec import Layout, TensorMeta, TensorSpec
+from shardwise.kernel.spec import SpecLayout, TensorMeta, TensorSpec
 from shardwise.private_torch.dispatch import disabled_torch_function, new_wrapper, support_foreach
 from shardwise.private_torch.tracing import is_compiled_now, is_traced
 from shardwise.tensor import autograd, dcp_chunks, open_sizes
@@ -55,26 +55,26 @@ class MeshTensor(torch.Tensor):
         return dispatch(func, args, kwargs)
 
     # -- torch.compile --
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Layout, bool]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[SpecLayout, bool]]:
         """The local tensor, and what compiled code is guarded by beside sizes: how this one lies, and whether
         gradients are brought to it.
         """
         if is_compiled_now():
             open_sizes.leave_to_whole(self._local_tensor)
-        return ["_local_tensor"], (self._spec.layout, autograd.PLACED in self.__dict__)
+        return ["_local_tensor"], (self._spec.layout, autograd.HAS_GRAD_HOOK in self.__dict__)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], known: tuple[Layout, bool], size: Sequence[int], stride: Sequence[int]
+        inner: Mapping[str, torch.Tensor], known: tuple[SpecLayout, bool], size: Sequence[int], stride: Sequence[int]
     ) -> MeshTensor:
-        local, (layout, is_placed) = inner["_local_tensor"], known
+        local, (layout, has_grad_hook) = inner["_local_tensor"], known
         spec = layout.spec(size, stride, local.dtype)
         traced = is_traced(local)
         if traced:
             local = open_sizes.tied(local, spec)
         made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
-        if is_placed and traced:
-            autograd.place_traced(made)
+        if has_grad_hook and traced:
+            autograd.keep_grad_layout_in_graph(made)
         return made
 
     def _stable_hash_for_caching(self) -> str:
@@ -85,18 +85,25 @@ class MeshTensor(torch.Tensor):
         spec, local = self._spec, self._local_tensor
         layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
         part = (local.shape, local.stride(), local.dtype, local.device)
-        known = (_PROCESS, rules_version(), layout, part, autograd.PLACED in self.__dict__, self.requires_grad)
+        known = (
+            _PROCESS,
+            rules_version(),
+            layout,
+            part,
+            autograd.HAS_GRAD_HOOK in self.__dict__,
+            self.requires_grad,
+        )
         return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """What compiled code takes for the layout of an output's gradient: that of the output, partial replicated."""
-        return autograd.placed(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
+        return autograd.grad_under(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(
-        self, known: tuple[Layout, bool], expected: type | None = None
+        self, known: tuple[SpecLayout, bool], expected: type | None = None
     ) -> MeshTensor | None:
         """The gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
-        return None if expected is not None else autograd.placed(self, known[0].placements)
+        return None if expected is not None else autograd.grad_under(self, known[0].placements)
 
     # -- layout --
     @property
@@ -204,7 +211,7 @@ class MeshTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
-            autograd.place_grad(self)
+            autograd.keep_grad_layout(self)
         return self
 
     @property
@@ -251,7 +258,7 @@ class MeshTensor(torch.Tensor):
 
     def _numbers(self, index: Any) -> Any:
         numbers = torch.tensor(index, device=self.device, dtype=None if len(index) else torch.int64)
-        return placed(type(self), self._spec.mesh, numbers)
+        return replicated_tensor(type(self), self._spec.mesh, numbers)
 
     # -- one element --
     def item(self) -> Any:
@@ -319,7 +326,9 @@ class MeshTensor(torch.Tensor):
             raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
         local = self._local_tensor.clone()  # before the type is read: a waiting tensor changes it at its first use
         made: Self = new_wrapper(type(self), local, self._spec, False)
-        made.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.PLACED}, memo))
+        made.__dict__.update(
+            copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}, memo)
+        )
         memo[id(self)] = made
         if self.requires_grad:
             made.requires_grad_()
@@ -329,7 +338,7 @@ class MeshTensor(torch.Tensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         # One rank's part, and whose part it is: a checkpoint is what puts parts together.
-        kept = {k: v for k, v in self.__dict__.items() if k != autograd.PLACED}
+        kept = {k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
         where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None

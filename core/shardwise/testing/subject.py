@@ -11,7 +11,7 @@ import pluggy
 from attrs import frozen
 
 from shardwise import hookspecs
-from shardwise.discovery.entry_points import Found, discover
+from shardwise.discovery.entry_points import InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
 from shardwise.kernel.precedence import Origin
@@ -68,7 +68,7 @@ def _installed(name: str) -> Subject:
     return Subject(name, tuple(rules), meant.entry.module, installed=True)
 
 
-def _loaded(found: Found) -> list[AnyRule]:
+def _loaded(found: InstalledPlugin) -> list[AnyRule]:
     """The rules of one plugin, loaded by itself."""
     registry = Registry()
     with warnings.catch_warnings():

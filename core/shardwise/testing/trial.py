@@ -19,7 +19,7 @@ from shardwise.kernel.signature import Kind, Op, Signature, signature
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
 from shardwise.planning.results import UNKNOWN, output_metas
 from shardwise.planning.strategies import make_call
-from shardwise.rng.generator import manual_seed, way
+from shardwise.rng.generator import manual_seed, mode
 from shardwise.rule.lowering import LocalCall
 from shardwise.testing.partials import place
 from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, coordinates, run_ranks
@@ -90,7 +90,7 @@ class Trial:
         _seed()
         try:
             # In a way of shardwise's own, what one device draws is what it draws in that way.
-            with nullcontext() if way() == "torch" else on_one_device():
+            with nullcontext() if mode() == "torch" else on_one_device():
                 found = _run(run, op, with_operands(op, values, operands))
         except Exception as error:
             raise Illegal(str(error)) from error
@@ -207,7 +207,7 @@ class Trial:
 
 def _seed() -> None:
     """Let torch's generator and, where it is in use, shardwise's begin anew."""
-    if way() == "torch":
+    if mode() == "torch":
         torch.default_generator.manual_seed(_SEED)
     else:
         manual_seed(_SEED)

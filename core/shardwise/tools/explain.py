@@ -192,7 +192,7 @@ def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | Non
     for tensor, spec in zip(tensors_in(stand_in), flat, strict=True):
         placed.put(tensor, spec)
     with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, _is_taken_apart):
-        result = answered(op, *stand_in, found.way.run(*stand_in[0], **stand_in[1]))
+        result = answered(op, *stand_in, found.formula.run(*stand_in[0], **stand_in[1]))
     results = tuple(placed.spec(tensor) for tensor in tensors_in(result))
     return Explanation(schema, entry, (), (), (), None, results, tuple(placed.parts))
 

@@ -56,7 +56,7 @@ def on_one_device() -> Iterator[None]:
             return opened(*args, **kwargs)
 
     mode = watching(run, lambda _: False)
-    with generator.using("counter" if generator.way() == "torch" else generator.way()), mode:
+    with generator.using("counter" if generator.mode() == "torch" else generator.mode()), mode:
         yield
 
 

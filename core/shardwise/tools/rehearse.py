@@ -29,8 +29,7 @@ from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.dispatch import in_backward, memory_of, watching
-from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable
-from shardwise.private_torch.tracing import rehearsing
+from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import roots_of, step_of
 
