@@ -63,7 +63,7 @@ def replicated_tensor(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> An
 
 
 def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
-    """Run a composite op under :func:`replicating` where all its tensors lie on a mesh, for as long as the result lives.
+    """While the result lives, run a composite op under :func:`replicating` where all its tensors lie on a mesh.
 
     Torch runs a composite op above autograd, out of the dispatcher's sight, so what it makes there would be plain.
     ``wanted()`` maps the ops in force to what runs in their place: a function, or None for torch's own kernel.
