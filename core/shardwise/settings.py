@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -106,6 +105,8 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
 
 def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     """The nearest pyproject.toml with a table for shardwise, from ``folder`` upwards."""
+    import tomllib  # only here: `import shardwise` reads no file
+
     for path in (parent / "pyproject.toml" for parent in (folder, *folder.parents)):
         if not path.is_file():
             continue

@@ -6,12 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from shardwise.discovery.entry_points import discover
-from shardwise.discovery.loading import Status, load
 from shardwise.errors import PluginLoadError
 from shardwise.kernel.registry import Registry
 from shardwise.settings import Settings, read_settings
+
+if TYPE_CHECKING:
+    from shardwise.discovery.loading import Status
 
 __all__ = ["default_registry", "statuses", "use_registry"]
 
@@ -64,6 +66,10 @@ def _fill(settings: Settings) -> None:
             found="the plugins are just being loaded, and one of them asks",
             do="Let a plugin's module define rules and do nothing else; run ops on MeshTensors later.",
         )
+    # Only here: `import shardwise` needs neither pluggy nor entry points.
+    from shardwise.discovery.entry_points import discover
+    from shardwise.discovery.loading import load
+
     _process.loading = True
     try:
         registry = Registry(settings.prefer, settings.unknown_ops)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ from shardwise.tensor import autograd, dcp_chunks, open_sizes
 
 __all__ = ["MeshTensor"]
 
-_PROCESS = secrets.token_hex(16)
+_PROCESS = os.urandom(16).hex()
 
 
 class MeshTensor(torch.Tensor):
