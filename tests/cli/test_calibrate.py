@@ -63,7 +63,7 @@ def test_a_mesh_of_another_size_than_torchruns_is_refused(tmp_path, monkeypatch)
 def test_what_is_no_mesh_is_refused(mesh):
     done = CliRunner().invoke(main, ["calibrate", f"--mesh={mesh}"])
     assert done.exit_code == 2
-    assert "is no mesh" in done.output
+    assert "is not a mesh" in done.output
 
 
 def test_a_file_that_is_no_such_file_is_left_alone(tmp_path):

@@ -7,7 +7,8 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from shardwise.cli import completing, main
+from shardwise.cli import main
+from shardwise.cli.completion import _offering, _ops, _plugins
 
 
 def words(*typed):
@@ -37,15 +38,15 @@ def test_ops_as_people_type_them():
     assert words("why", "bm") == ["bmm"]
 
 
-@pytest.mark.parametrize("names", ["_plugins", "_ops"])
+@pytest.mark.parametrize("names", [_plugins, _ops])
 def test_what_is_broken_offers_nothing(monkeypatch, names):
     def broken():
         raise OSError("metadata is gone")
 
-    offer = completing._offering(broken)
+    offer = _offering(broken)
     assert offer(None, None, "") == []
     monkeypatch.setenv("SHARDWISE_STRICT", "perhaps")
-    assert getattr(completing, names)()
+    assert names()
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -7,7 +7,7 @@ import torch
 from click.testing import CliRunner
 
 from shardwise.cli import main
-from shardwise.cli.calls import find_op, parse_operand
+from shardwise.cli.call_text import find_op, parse_operand
 from shardwise.errors import CallError, PlacementCountError, PlacementError
 from shardwise.kernel.placements import Partial, Replicate, Shard
 from shardwise.kernel.signature import op_name
@@ -237,4 +237,4 @@ def test_refusals_are_messages(arguments, found):
 def test_what_is_no_mesh_is_refused(mesh):
     result = run("mm", f"--mesh={mesh}")
     assert result.exit_code == 2
-    assert "is no mesh" in result.output
+    assert "is not a mesh" in result.output

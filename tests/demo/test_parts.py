@@ -136,9 +136,9 @@ def test_the_exit_code_is_the_verdict(monkeypatch, parameter, code, text):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--mesh", "2x"], "'2x' is no mesh"),
-        (["--mesh", "2x2x2"], "'2x2x2' is no mesh"),
-        (["--mesh", "0"], "'0' is no mesh"),
+        (["--mesh", "2x"], "'2x' is not a mesh"),
+        (["--mesh", "2x2x2"], "'2x2x2' is not a mesh"),
+        (["--mesh", "0"], "'0' is not a mesh"),
         (["--width", "30", "--heads", "4"], "--width 30 does not divide into --heads 4"),
         (["--steps", "0"], "0 is not in the range x>=1"),
     ],

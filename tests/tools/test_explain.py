@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise.cli.calls import find_op
+from shardwise.cli.call_text import find_op
 from shardwise.comm import events
 from shardwise.discovery.process import default_registry, use_registry
 from shardwise.errors import CallError, InPlaceError, MeshMismatchError, NoRuleError
@@ -64,7 +64,7 @@ def test_what_is_taken_is_the_planners_choice_and_the_cheapest(op, data):
     assert costs == sorted(costs)
     assert decision.candidates[0].reason == ""
     assert all(c.reason for c in decision.candidates[1:])
-    paid = sum(move.transition.cost for move in found.moves)
+    paid = sum(r.path.cost for r in found.redistributions)
     assert paid == pytest.approx(decision.chosen.cost, rel=1e-9, abs=0)
 
 
@@ -133,7 +133,7 @@ def test_positions_of_lists_are_explained_one_by_one():
     found = explain(aten._foreach_add.List, [a, a, b], [a.with_placements([REPLICATE])] * 2 + [b])
     assert [d.positions for d in found.decisions] == [(0, 1), (2,)]
     assert [d.operands for d in found.decisions] == [("self", "other")] * 2
-    assert [move.operand for move in found.moves] == ["other[0]", "other[1]"]
+    assert [r.operand for r in found.redistributions] == ["other[0]", "other[1]"]
     assert [r.placements for r in found.results] == [(shard(0),), (shard(0),), (REPLICATE,)]
 
 

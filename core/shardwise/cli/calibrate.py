@@ -53,7 +53,7 @@ class Outcome:
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     shape = read_mesh_shape(value)
     if shape is None or math.prod(shape) == 1:
-        raise click.BadParameter(f"{value!r} is no mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
+        raise click.BadParameter(f"{value!r} is not a mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
     return shape
 
 

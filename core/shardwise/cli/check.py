@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 import click
 
-from shardwise.cli.completing import offer_plugins_and_paths
+from shardwise.cli.completion import offer_plugins_and_paths
 from shardwise.cli.findings import FAILED, WARNING, Finding, report
-from shardwise.cli.importing import imported_from
+from shardwise.cli.modules import imported_from
 from shardwise.cli.output import json_option, progress
 from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface

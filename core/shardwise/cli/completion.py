@@ -1,14 +1,15 @@
-"""``shardwise completion``: the script that lets a shell complete commands, options, plugins and ops."""
+"""Completion in a shell: the script of ``shardwise completion``, and the names of plugins and ops that it offers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 import click
-from click.shell_completion import BashComplete, FishComplete, ShellComplete, ZshComplete
+from click.shell_completion import BashComplete, CompletionItem, FishComplete, ShellComplete, ZshComplete
 
-__all__ = ["completion"]
+__all__ = ["completion", "offer_ops", "offer_plugins", "offer_plugins_and_paths"]
 
 VARIABLE = "_SHARDWISE_COMPLETE"
 SHELLS: dict[str, tuple[type[ShellComplete], str]] = {
@@ -34,3 +35,41 @@ def completion(ctx: click.Context, shell: str | None) -> None:
     maker = complete(ctx.find_root().command, {}, "shardwise", VARIABLE)
     click.echo(f"# Completion of shardwise for {chosen}. To install it, once:\n#   {install}")
     click.echo(maker.source_template % maker.source_vars())
+
+
+# -- what is offered -------------------------------------------------------------------------------------------------
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+
+
+def _offering(names: Callable[[], Iterable[str]], *more: CompletionItem) -> Complete:
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+        try:
+            found = sorted({name for name in names() if name.startswith(incomplete)})
+        except Exception:  # noqa: BLE001  a broken plugin must not break the shell's line
+            found = []
+        return [*map(CompletionItem, found), *more]
+
+    return complete
+
+
+def _plugins() -> list[str]:
+    from shardwise.discovery.entry_points import discover
+    from shardwise.settings import Settings
+
+    return [found.origin.plugin for found in discover(Settings())]
+
+
+def _ops() -> list[str]:
+    from shardwise.cli.plugin_states import plugin_states
+    from shardwise.kernel.signature import op_name
+
+    names = {op_name(entry.op) for entry in plugin_states().registry.ops()}
+    # As people type them: with and without namespace and overload.
+    packets = {name.rpartition(".")[0] for name in names}
+    return [*names, *packets, *(name.partition(".")[2] for name in packets)]
+
+
+offer_plugins = _offering(_plugins)
+offer_plugins_and_paths = _offering(_plugins, CompletionItem(None, type="file"))
+offer_ops = _offering(_ops)

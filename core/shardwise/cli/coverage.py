@@ -8,10 +8,11 @@ from typing import Any
 import click
 import torch
 
-from shardwise.cli.loading import load_function
+from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
 from shardwise.kernel.signature import op_name
-from shardwise.tools.coverage import PHASES, Coverage, Use, cover
+from shardwise.tools.coverage import Coverage, Use, cover
+from shardwise.tools.program import PHASES
 
 __all__ = ["coverage"]
 

@@ -11,12 +11,13 @@ from typing import Any
 import click
 from attrs import evolve
 
-from shardwise.cli.calls import arguments_of, find_op, parse_arguments, parse_operand
-from shardwise.cli.completing import offer_ops
-from shardwise.cli.explained import plain, print_explanation
-from shardwise.cli.loading import import_option
+from shardwise.cli.call_text import arguments_of, find_op, parse_arguments, parse_operand
+from shardwise.cli.completion import offer_ops
+from shardwise.cli.explanation_json import as_json_values
+from shardwise.cli.explanation_text import print_explanation
+from shardwise.cli.modules import import_option
 from shardwise.cli.output import json_option
-from shardwise.cli.tensor_text import read_mesh_shape
+from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import LinksFitError
 from shardwise.kernel.spec import AbstractMesh
 from shardwise.planning.cost import WIRES, Links, default_links, use_links
@@ -29,13 +30,6 @@ TOP = 10
 """Strategies that a person is shown unless told otherwise."""
 
 
-def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    shape = read_mesh_shape(value)
-    if shape is None:
-        raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 2x4x2", ctx, param)
-    return shape
-
-
 def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
     words = None if value is None else tuple(value.split(","))
     unknown = sorted(set(words or ()) - set(WIRES))
@@ -46,7 +40,9 @@ def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 
 @click.command()
 @click.argument("op", shell_complete=offer_ops)
-@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4.")
+@click.option(
+    "--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4."
+)
 @click.option("--input", "inputs", multiple=True, help="'f32[8,16] S(0),R', also 'name: ...'; '-' is None.")
 @click.option("--arg", "arguments", multiple=True, help="name=value, a Python literal or a dtype.")
 @click.option("--device", default="cpu", show_default=True, help="Device type of the mesh; decides what links cost.")
@@ -75,7 +71,7 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
     with _linked(mesh, links):
         found = _explanation(op, mesh, limit=listed or None, **call)
     if as_json:
-        click.echo(json.dumps({**plain(found), "figures": figures}, indent=1))
+        click.echo(json.dumps({**as_json_values(found), "figures": figures}, indent=1))
     else:
         print_explanation(found, figures)
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import click
 from torch import Tensor
 
-from shardwise.cli.completing import offer_ops
-from shardwise.cli.loading import import_option, load_function
+from shardwise.cli.completion import offer_ops
+from shardwise.cli.modules import import_option, load_function
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.output import json_option, print_json, print_rows, progress
+from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.sample_text import read_sample
-from shardwise.cli.survey import survey
 from shardwise.errors import CallError
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.signature import Kind, Op, op_name, signature
@@ -41,7 +41,7 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     """
     given: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
     given += load_function(function)() if function else []
-    overload = one_of(op, ops_named(op, survey().registry), lambda each: _fits(each, given))
+    overload = one_of(op, ops_named(op, plugin_states().registry), lambda each: _fits(each, given))
     with progress("searching") as tell:
         found = infer_rule(overload, given or None, seed=seed, tell=tell)
     if as_json:

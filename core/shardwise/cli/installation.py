@@ -11,8 +11,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
-from shardwise.cli.survey import survey
 from shardwise.discovery.entry_points import FIRST_PARTY, InstalledPlugin, discover
 from shardwise.errors import LinksError, SettingsError
 from shardwise.kernel.precedence import prefer_settings
@@ -123,7 +123,7 @@ _ADVICE = {
 
 
 def _plugins() -> Iterator[Finding]:
-    found = survey()
+    found = plugin_states()
     for status in found.statuses:
         name, shown = f"plugin {status.plugin.origin.plugin}", str(status.plugin.origin)
         if status.status in _ADVICE:
@@ -145,7 +145,7 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _conflicts() -> Iterator[Finding]:
-    resolutions = survey().registry.conflicts()
+    resolutions = plugin_states().registry.conflicts()
     for resolution in resolutions:
         found = f"{op_name(resolution.op)}: {'; '.join(map(str, resolution.rivals))}; {resolution.reason}"
         do = " or ".join(prefer_settings(resolution.op, entry)["environment"] for entry in resolution.rivals)

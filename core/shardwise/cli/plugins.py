@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from shardwise.cli.check import check
-from shardwise.cli.completing import offer_plugins
+from shardwise.cli.completion import offer_plugins
 from shardwise.cli.output import json_option, print_facts, print_json, print_rows
-from shardwise.cli.survey import Survey, called, no_such_plugin, survey
+from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
 from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.discovery.loading import Status
 from shardwise.kernel.precedence import Entry, Origin
@@ -52,9 +52,9 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
     """Show what is known of the plugin NAME, also of one that failed or is left out: its metadata, the traceback of its
     failure, its rules and what they replace.
     """
-    found = survey()
+    found = plugin_states()
     known = [status.plugin for status in found.statuses]
-    chosen = called(name, known)
+    chosen = plugins_named(name, known)
     if not chosen:
         raise no_such_plugin(name, known)
     shown = [_described(found, status) for status in found.statuses if status.plugin in chosen]
@@ -76,7 +76,7 @@ def _outer_json(ctx: click.Context) -> bool:
 
 
 def _list(*, as_json: bool) -> None:
-    found = survey()
+    found = plugin_states()
     rows = [_row(status) for status in found.statuses]
     if as_json:
         print_json(rows)
@@ -102,7 +102,7 @@ def _row(status: Status) -> dict[str, object]:
 # -- one plugin ------------------------------------------------------------------------------------------------------
 
 
-def _described(known: Survey, status: Status) -> dict[str, Any]:
+def _described(known: PluginStates, status: Status) -> dict[str, Any]:
     found, registry = status.plugin, known.registry
     rules = list(_rules(registry, found.origin))
     refusal = known.refusal

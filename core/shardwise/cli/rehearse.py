@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.cli.loading import load_function
+from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts
-from shardwise.cli.tensor_text import read_mesh_shape
-from shardwise.tools.rehearse import PHASES, CollectiveUse, Rehearsal
+from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.tools.program import PHASES
+from shardwise.tools.rehearse import CollectiveUse, Rehearsal
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
@@ -27,16 +28,9 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _EVERY = 25  # ops between two looks at the terminal
 
 
-def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    shape = read_mesh_shape(value)
-    if shape is None:
-        raise click.BadParameter(f"{value!r} is no mesh: write 4, 2x2, 8x16x8", ctx, param)
-    return shape
-
-
 @click.command()
 @click.argument("program", metavar="FILE.py:FUNCTION")
-@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
+@click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
 @click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank to play.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")

@@ -13,9 +13,9 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
-from shardwise.cli.loading import run_file
+from shardwise.cli.modules import run_file
+from shardwise.cli.plugin_states import load_each, readable_settings
 from shardwise.cli.subject import Subject
-from shardwise.cli.survey import load_each, readable_settings
 from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError

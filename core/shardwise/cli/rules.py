@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from shardwise.cli.completing import offer_ops, offer_plugins
+from shardwise.cli.completion import offer_ops, offer_plugins
 from shardwise.cli.output import json_option, print_json, print_rows
-from shardwise.cli.survey import called, no_such_plugin
+from shardwise.cli.plugin_states import no_such_plugin, plugins_named
 from shardwise.discovery.process import default_registry, statuses
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
@@ -48,7 +48,9 @@ def _entries(registry: Registry, pattern: str, plugin: str | None) -> list[Entry
         return list(registry.ops(pattern))
     if not any(origin.is_called(plugin) for origin in registry.origins):
         known = [status.plugin for status in statuses()]
-        unused = next((s for s in statuses() if s.plugin in called(plugin, known) and s.status != "loaded"), None)
+        unused = next(
+            (s for s in statuses() if s.plugin in plugins_named(plugin, known) and s.status != "loaded"), None
+        )
         if unused is None:
             raise no_such_plugin(plugin, known)
         raise click.ClickException(f"the plugin {plugin} is not loaded: {unused.status}, {unused.reason}")

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit
 import click
 from attrs import frozen
 
-from shardwise.cli.survey import called, no_such_plugin
+from shardwise.cli.plugin_states import no_such_plugin, plugins_named
 from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.settings import Settings, normalised
 
@@ -55,7 +55,7 @@ def find_subject(text: str, scratch: Path) -> Subject:
     """
     path = Path(text)
     known = discover(Settings())
-    chosen = called(text, known)
+    chosen = plugins_named(text, known)
     if chosen:
         return _installed([found.entry for found in chosen])
     if path.is_dir():

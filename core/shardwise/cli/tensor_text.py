@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+import click
 import torch
 
 from shardwise.errors import CallError
 from shardwise.kernel.spec import TensorMeta, dtype_name
 
-__all__ = ["DTYPES", "TENSOR", "read_mesh_shape", "read_tensor"]
+__all__ = ["DTYPES", "TENSOR", "mesh_option_shape", "read_mesh_shape", "read_tensor"]
 
 DTYPES: dict[str, torch.dtype] = {
     name: dtype
@@ -42,6 +43,14 @@ def read_tensor(text: str, asked: str) -> TensorMeta:
 
 
 def read_mesh_shape(text: str) -> tuple[int, ...] | None:
-    """The sizes of the mesh dims of ``2x4``; None for what is no mesh."""
+    """The sizes of the mesh dims of ``2x4``; None for what is not a mesh."""
     words = text.lower().split("x")
     return tuple(map(int, words)) if all(word.isdigit() and int(word) for word in words) else None
+
+
+def mesh_option_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """The value of a ``--mesh`` option."""
+    shape = read_mesh_shape(value)
+    if shape is None:
+        raise click.BadParameter(f"{value!r} is not a mesh: write 4, 2x2, 2x4x2", ctx, param)
+    return shape

@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from shardwise.cli.completing import offer_ops
-from shardwise.cli.loading import import_option
+from shardwise.cli.completion import offer_ops
+from shardwise.cli.modules import import_option
 from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
-from shardwise.cli.survey import Survey, readable_settings, survey
+from shardwise.cli.plugin_states import PluginStates, plugin_states, readable_settings
 from shardwise.engine.decomposition import formulas
 from shardwise.kernel.precedence import Entry, Resolution, prefer_settings
 from shardwise.kernel.signature import Op, op_name
@@ -29,7 +29,7 @@ def why(*, op: str, as_json: bool) -> None:
 
     Lists the rivals, why each lost, and the setting that would make it win. Exits with 1 where no rule holds.
     """
-    found = survey()
+    found = plugin_states()
     if found.refusal is not None:
         click.echo(f"Programs cannot look up a rule now: {found.refusal}", err=True)
     resolutions = _resolutions(op, found)
@@ -43,7 +43,7 @@ def why(*, op: str, as_json: bool) -> None:
         click.get_current_context().exit(1)
 
 
-def _resolutions(name: str, found: Survey) -> list[Resolution]:
+def _resolutions(name: str, found: PluginStates) -> list[Resolution]:
     registry = found.registry
     ops = ops_named(name, registry)
     resolutions = [registry.resolve(op) for op in ops if op in registry]
@@ -52,7 +52,7 @@ def _resolutions(name: str, found: Survey) -> list[Resolution]:
     return resolutions
 
 
-def _without_rule(ops: list[Op], found: Survey) -> list[str]:
+def _without_rule(ops: list[Op], found: PluginStates) -> list[str]:
     """Sentences on ops that have no rule."""
     said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
     if all(map(is_composite, ops)):
@@ -69,11 +69,11 @@ def _without_rule(ops: list[Op], found: Survey) -> list[str]:
     return said
 
 
-def _unused(found: Survey) -> list[str]:
+def _unused(found: PluginStates) -> list[str]:
     return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
 
 
-def _described(resolution: Resolution, settings: Settings, found: Survey) -> dict[str, Any]:
+def _described(resolution: Resolution, settings: Settings, found: PluginStates) -> dict[str, Any]:
     winner = resolution.winner
     return {
         "op": op_name(resolution.op),
@@ -99,7 +99,7 @@ def _entry(entry: Entry, reason: str) -> dict[str, Any]:
     }
 
 
-def _bearing(resolution: Resolution, settings: Settings, found: Survey) -> list[str]:
+def _bearing(resolution: Resolution, settings: Settings, found: PluginStates) -> list[str]:
     """The settings that bear on this op, and where they were read."""
     pair = preferred(settings.prefer, op_name(resolution.op))
     chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]

@@ -31,7 +31,9 @@ REPORT_WIDTH = 140
 def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     words = value.lower().split("x")
     if not all(word.isdigit() and int(word) for word in words) or len(words) not in MESH_NAMES:
-        raise click.BadParameter(f"{value!r} is no mesh: write 4 (tensor parallel) or 2x2 (data x tensor)", ctx, param)
+        raise click.BadParameter(
+            f"{value!r} is not a mesh: write 4 (tensor parallel) or 2x2 (data x tensor)", ctx, param
+        )
     return tuple(map(int, words))
 
 

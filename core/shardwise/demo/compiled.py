@@ -91,7 +91,7 @@ def main(shape: str, batches: str, layers: int) -> None:
     """Compile the demo's model on local processes, and say what graphs it takes."""
     mesh = tuple(map(int, shape.split("x")))
     if len(mesh) not in MESH_NAMES:
-        raise click.BadParameter(f"{shape!r} is no mesh: write 4 or 2x2")
+        raise click.BadParameter(f"{shape!r} is not a mesh: write 4 or 2x2")
     settings = evolve(Settings(), mesh=mesh, layers=layers, width=32, context=16)
     with WorkerPool(settings.world_size) as pool:
         steps = pool.run(prove, settings, tuple(map(int, batches.split(","))), timeout=None)[0]

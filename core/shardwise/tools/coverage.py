@@ -20,7 +20,6 @@ from attrs import define, field, frozen
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.discovery.process import default_registry
 from shardwise.engine.decomposition import Decomposition, find, stand_ins
@@ -29,19 +28,21 @@ from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.dispatch import forward_traceback, in_backward, watching
 from shardwise.private_torch.fake import fake_tensors, is_unknowable
-from shardwise.private_torch.ops import is_composite
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tools.program import roots_of, step_of
+from shardwise.tools.program import Phases, is_split_first, run_returned, stand_in_number
 
-__all__ = ["Coverage", "PHASES", "Use", "cover"]
-
-PHASES = ("forward", "backward", "optimizer")
-"""``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
+__all__ = ["Coverage", "Use", "cover"]
 
 # Where a frame is never the user's: torch, this package's own parts that stand around the program.
 _CORE = Path(__file__).parents[1]
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, str(_CORE / "private_torch"), str(_CORE / "cli"))
+_NOT_THE_USERS = (
+    str(Path(torch.__file__).parent),
+    __file__,
+    run_returned.__code__.co_filename,
+    str(_CORE / "private_torch"),
+    str(_CORE / "cli"),
+)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -115,48 +116,20 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
     watch = _Watch()
     stopped = ""
     # The stack of each forward call stays with its node, so that a backward op can be traced to a line.
-    with fake_tensors(), torch.autograd.set_detect_anomaly(True, check_nan=False), torch.device(device), watch.phases():
+    with (
+        fake_tensors(),
+        torch.autograd.set_detect_anomaly(True, check_nan=False),
+        torch.device(device),
+        watch.installed(),
+    ):
         program = make()
         try:
             with watch.watching():
                 returned = program()
-            _run(returned, watch)
+            run_returned(returned, "run the program", watch)
         except Exception as error:  # noqa: BLE001  # it is the user's program: what it raises is told
             stopped = _why_stopped(error, watch)
     return Coverage(tuple(watch.seen()), stopped)
-
-
-# -- running what was returned ---------------------------------------------------------------------------------------
-
-
-def _run(returned: Any, watch: _Watch) -> None:
-    step = step_of(returned, "run the program")
-    if step is None:
-        if not watch.saw_backward:
-            _backward(returned, watch)
-        return
-    # What built the model and its inputs runs on plain tensors, before anything is placed on a mesh.
-    watch.restart()
-    with watch.watching():
-        outputs = step.model(*step.args, **step.kwargs)
-    _backward(outputs, watch)
-    parameters = [p for p in step.model.parameters() if p.requires_grad]
-    optimizer = step.optimizer
-    if optimizer is None and parameters:
-        optimizer = torch.optim.AdamW(parameters)
-    if optimizer is not None:
-        with watch.watching():
-            optimizer.step()
-
-
-def _backward(outputs: Any, watch: _Watch) -> None:
-    roots = roots_of(outputs)
-    if not roots:
-        return
-    # Outside: the program has not called this op.
-    ones = [torch.ones_like(t) for t in roots]
-    with watch.watching():
-        torch.autograd.backward(roots, ones)
 
 
 # -- watching --------------------------------------------------------------------------------------------------------
@@ -169,8 +142,7 @@ class _Watch:
         self._setup: dict[Op, Use] = {}
         self._uses: dict[Op, Use] = {}
         self._called_a_module = False
-        self._in_step = 0
-        self.saw_backward = False
+        self.phases = Phases()
         self.last = ""
 
     def seen(self) -> Iterable[Use]:
@@ -186,34 +158,32 @@ class _Watch:
         """Forget what was seen."""
         self._setup.clear()
         self._uses.clear()
-        self._called_a_module = self.saw_backward = False
+        self._called_a_module = self.phases.saw_backward = False
 
     @contextmanager
-    def phases(self) -> Iterator[None]:
-        """Know of calls of modules and of optimizer steps while the context lasts."""
-        hooks = [
-            register_module_forward_pre_hook(self._entered_module),
-            register_optimizer_step_pre_hook(self._entered_step),
-            register_optimizer_step_post_hook(self._left_step),
-        ]
+    def installed(self) -> Iterator[None]:
+        """Observe calls of modules and optimizer steps while the context lasts."""
+
+        def module_called(*_: Any) -> None:
+            self._called_a_module = True
+
+        hook = register_module_forward_pre_hook(module_called)
         try:
-            yield
+            with self.phases.followed():
+                yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            hook.remove()
 
     def watching(self) -> Any:
         """A context whose ops are noted."""
-        return watching(self._see, _is_taken_apart)
+        return watching(self._see, is_split_first)
 
-    def _entered_module(self, *_: Any) -> None:
-        self._called_a_module = True
+    def first_gradients(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Ones, made outside: the program has not called this op."""
+        return [torch.ones_like(t) for t in roots]
 
-    def _entered_step(self, *_: Any) -> None:
-        self._in_step += 1
-
-    def _left_step(self, *_: Any) -> None:
-        self._in_step -= 1
+    def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Nothing to note."""
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operands = list(tensors_in([args, kwargs]))
@@ -236,8 +206,7 @@ class _Watch:
                 do="Give the program as it is for one device; where it lies on a mesh does not decide its ops.",
                 op=op_name(op),
             )
-        self.saw_backward = self.saw_backward or in_backward()
-        phase = "backward" if in_backward() else "optimizer" if self._in_step else "forward"
+        phase = self.phases.of_op()
         uses = self._uses if self._called_a_module or phase != "forward" else self._setup
         use = uses.get(op)
         if use is None:
@@ -250,14 +219,13 @@ class _Watch:
         try:
             return op(*args, **kwargs)
         except Exception as error:
-            # One number is as good as another, and a program rarely stops at a 1: a loss to print, a count of steps.
-            if is_unknowable(error) and not any(r.is_tensor for r in signature(op).results):
-                for uses in (self._uses, self._setup):
-                    if op in uses:
-                        uses[op].data = True
-                dtype = next(tensors_in([args, kwargs])).dtype
-                return _one(dtype)
-            raise
+            number = stand_in_number(op, args, kwargs) if is_unknowable(error) else None
+            if number is None:
+                raise
+            for uses in (self._uses, self._setup):
+                if op in uses:
+                    uses[op].data = True
+            return number
 
 
 def _parts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
@@ -270,17 +238,6 @@ def _parts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, 
         found = find(registry, op, stand_ins(args, known), stand_ins(kwargs, known))
         return found.parts if isinstance(found, Decomposition) else ()
     return ()
-
-
-def _is_taken_apart(op: Op) -> bool:
-    """Whether the dispatcher would run the op as others: under inference mode torch hands composite ops over whole."""
-    return op.namespace != "prim" and op not in default_registry() and is_composite(op)
-
-
-def _one(dtype: torch.dtype) -> bool | int | float | complex:
-    if dtype == torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1
 
 
 def _on_mesh(tensor: torch.Tensor) -> bool:

@@ -37,6 +37,7 @@ from shardwise.private_torch.dispatch import recorded_ops, watching
 from shardwise.private_torch.ops import is_composite, schema_of
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tools.program import is_split_first
 from shardwise.tools.traffic import Collective, Issued, in_lowering, in_transition
 
 __all__ = [
@@ -44,7 +45,7 @@ __all__ = [
     "Decision",
     "Explanation",
     "LISTED",
-    "Move",
+    "Redistribution",
     "bind_call",
     "call_error",
     "explain",
@@ -91,34 +92,34 @@ class Decision:
 
 
 @frozen
-class Move:
+class Redistribution:
     """The redistribution of one operand before the op runs."""
 
     operand: str
     source: TensorSpec
     target: TensorSpec
-    transition: Transition
+    path: Transition
 
     @property
     def collectives(self) -> list[Collective]:
         """What it issues, in order."""
-        return in_transition(self.source, self.transition, self.operand)
+        return in_transition(self.source, self.path, self.operand)
 
 
 @frozen
 class Explanation:
     """What happens to one call, and why.
 
-    ``moves`` come in the order in which they run, ``lowering`` is what the rule's lowering issues behind them (None:
-    the op runs on the shards as it is). ``others`` are rules for the op that are not in force. An op without a rule has
-    ``parts``, the calls that it is decomposed into, and no decisions of its own.
+    ``redistributions`` come in the order in which they run, ``lowering`` is what the rule's lowering issues after them
+    (None: the op runs on the shards as it is). ``others`` are rules for the op that are not in force. An op without a
+    rule has ``parts``, the calls that it is decomposed into, and no decisions of its own.
     """
 
     schema: OpSchema
     entry: Entry
     others: tuple[Entry, ...]
     decisions: tuple[Decision, ...]
-    moves: tuple[Move, ...]
+    redistributions: tuple[Redistribution, ...]
     lowering: Issued | None
     results: tuple[TensorSpec | None, ...]
     parts: tuple[Explanation, ...] = ()
@@ -127,8 +128,8 @@ class Explanation:
     def collectives(self) -> list[Collective]:
         """All that the call issues, in order; see ``lowering.complete``."""
         inside = () if self.lowering is None else self.lowering.collectives
-        moved = [c for move in self.moves for c in move.collectives]
-        return moved + list(inside) + [c for part in self.parts for c in part.collectives]
+        before = [c for redistribution in self.redistributions for c in redistribution.collectives]
+        return before + list(inside) + [c for part in self.parts for c in part.collectives]
 
 
 def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
@@ -167,7 +168,12 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     lowered = entry.rule.lowering is not None and any(d.chosen.lowered for d in decisions)
     inside = in_lowering(entry, schema, described, call, inputs, results) if lowered else None
     others = tuple(e for e in registry.find(op) if e is not entry)
-    return Explanation(schema, entry, others, tuple(decisions), tuple(_moves(schema, inputs)), inside, tuple(results))
+    redistributions = tuple(
+        Redistribution(name, src, dst, transition(src, dst))
+        for name, src, dst in zip(schema.operand_names, schema.specs, inputs, strict=True)
+        if src is not None and dst is not None and src.placements != dst.placements
+    )
+    return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results))
 
 
 def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | None = LISTED) -> Explanation:
@@ -191,14 +197,10 @@ def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | Non
     flat = [spec for spec in _flat([args, kwargs]) if isinstance(spec, TensorSpec)]
     for tensor, spec in zip(tensors_in(stand_in), flat, strict=True):
         placed.put(tensor, spec)
-    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, _is_taken_apart):
+    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, is_split_first):
         result = answered(op, *stand_in, found.formula.run(*stand_in[0], **stand_in[1]))
     results = tuple(placed.spec(tensor) for tensor in tensors_in(result))
     return Explanation(schema, entry, (), (), (), None, results, tuple(placed.parts))
-
-
-def _is_taken_apart(op: Op) -> bool:
-    return op not in default_registry() and is_composite(op)
 
 
 def _flat(value: Any) -> list[Any]:
@@ -254,14 +256,6 @@ def _taken(decisions: Sequence[Decision]) -> list[PlacementStrategy]:
     """The chosen strategies by list position."""
     by_position = {i: d.chosen for d in decisions for i in d.positions}
     return [by_position[i] for i in sorted(by_position)]
-
-
-def _moves(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> list[Move]:
-    found = []
-    for name, src, dst in zip(schema.operand_names, schema.specs, inputs, strict=True):
-        if src is not None and dst is not None and src.placements != dst.placements:
-            found.append(Move(name, src, dst, transition(src, dst)))
-    return found
 
 
 # -- the call --------------------------------------------------------------------------------------------------------

@@ -1,23 +1,84 @@
-"""What a function under study returns: a model with its inputs, and perhaps an optimizer, for one step of training."""
+"""A program under study: the step of training that it returns, run phase by phase, and what stands in for its data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
-from attrs import frozen
+from attrs import define, evolve, frozen
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
 from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.signature import Op, signature
+from shardwise.private_torch.dispatch import in_backward
+from shardwise.private_torch.ops import is_composite
 
-__all__ = ["Step", "roots_of", "step_of"]
+__all__ = ["PHASES", "Phases", "TrainingStep", "Watch", "is_split_first", "run_returned", "stand_in_number"]
+
+PHASES = ("forward", "backward", "optimizer")
+"""``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
+
+
+@define
+class Phases:
+    """The phase that the program is in."""
+
+    saw_backward: bool = False
+    """Whether an op has run in a backward pass."""
+    _open_steps: int = 0
+
+    @property
+    def current(self) -> str:
+        """One of :data:`PHASES`."""
+        return "backward" if in_backward() else "optimizer" if self._open_steps else "forward"
+
+    def of_op(self) -> str:
+        """The phase of the op that runs now; a backward pass is remembered."""
+        self.saw_backward = self.saw_backward or in_backward()
+        return self.current
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Count optimizer steps while the context lasts."""
+
+        def step_begins(*_: Any) -> None:
+            self._open_steps += 1
+
+        def step_ends(*_: Any) -> None:
+            self._open_steps -= 1
+
+        with ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(step_begins).remove)
+            stack.callback(register_optimizer_step_post_hook(step_ends).remove)
+            yield
+
+
+class Watch(Protocol):
+    """What observes a program while :func:`run_returned` runs it."""
+
+    phases: Phases
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """A context whose ops are observed."""
+
+    def restart(self) -> None:
+        """Forget what was observed: the step begins here."""
+
+    def first_gradients(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Ones for the tensors that the backward pass starts from. The forward pass is over."""
+
+    def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
+        """The parameters have their gradients, and the optimizer has not run."""
 
 
 @frozen
-class Step:
-    """A step that is still to be run; ``optimizer`` is None where none was returned."""
+class TrainingStep:
+    """A model, its inputs, and its optimizer; ``optimizer`` is None where there is not one."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -25,10 +86,35 @@ class Step:
     optimizer: torch.optim.Optimizer | None
 
 
-def step_of(returned: Any, asked: str) -> Step | None:
-    """The step that ``(model, inputs)`` or ``(model, inputs, optimizer)`` asks for; None for other results, the outputs
-    of a program that ran by itself. Raises :class:`CallError` for a model without inputs.
+def run_returned(returned: Any, asked: str, watch: Watch, *, fused: bool | None = None) -> TrainingStep | None:
+    """Run the step that ``(model, inputs)`` or ``(model, inputs, optimizer)`` asks for; without an optimizer, AdamW's.
+
+    Any other result is the output of a program that ran by itself. Its backward pass follows, unless one ran already,
+    and None is returned. Raises :class:`CallError` for a model without inputs.
     """
+    step = _step_of(returned, asked)
+    if step is None:
+        if not watch.phases.saw_backward:
+            _run_backward(returned, watch)
+        return None
+    # What built the model and its inputs is not part of the step.
+    watch.restart()
+    with watch.watching():
+        outputs = step.model(*step.args, **step.kwargs)
+    _run_backward(outputs, watch)
+    del outputs
+    parameters = [p for p in step.model.parameters() if p.requires_grad]
+    watch.backward_ended(parameters)
+    optimizer = step.optimizer
+    if optimizer is None and parameters:
+        optimizer = torch.optim.AdamW(parameters, fused=fused)
+    if optimizer is not None:
+        with watch.watching():
+            optimizer.step()
+    return evolve(step, optimizer=optimizer)
+
+
+def _step_of(returned: Any, asked: str) -> TrainingStep | None:
     if isinstance(returned, nn.Module):
         raise CallError(
             asked=asked,
@@ -39,11 +125,35 @@ def step_of(returned: Any, asked: str) -> Step | None:
         return None
     model, inputs, optimizer = (*returned, None, None)[:3]
     if isinstance(inputs, Mapping):
-        return Step(model, (), inputs, optimizer)
+        return TrainingStep(model, (), inputs, optimizer)
     args = tuple(inputs) if isinstance(inputs, (tuple, list)) else () if inputs is None else (inputs,)
-    return Step(model, args, {}, optimizer)
+    return TrainingStep(model, args, {}, optimizer)
 
 
-def roots_of(outputs: Any) -> list[torch.Tensor]:
-    """The tensors of an output that require grad: where its backward pass starts."""
-    return [t for t in tensors_in(outputs) if t.requires_grad]
+def _run_backward(outputs: Any, watch: Watch) -> None:
+    roots = [t for t in tensors_in(outputs) if t.requires_grad]
+    gradients = watch.first_gradients(roots)
+    if roots:
+        with watch.watching():
+            torch.autograd.backward(roots, gradients)
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def is_split_first(op: Op) -> bool:
+    """Whether the dispatcher would run the op as others: under inference mode torch hands composite ops over whole."""
+    return op.namespace != "prim" and op not in default_registry() and is_composite(op)
+
+
+def stand_in_number(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | int | float | complex | None:
+    """A number for an op whose result data decides: a loss to print, a count of steps. None for an op with tensors as
+    results.
+    """
+    if any(result.is_tensor for result in signature(op).results):
+        return None
+    # One number is as good as another, and a program rarely stops at a 1.
+    dtype = next(tensors_in([args, kwargs])).dtype
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1j if dtype.is_complex else 1

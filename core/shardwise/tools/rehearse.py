@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 from weakref import finalize
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from attrs import define, field, frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.comm.events import Event, observe
 from shardwise.engine.shutdown import let_go
@@ -27,16 +26,13 @@ from shardwise.errors import CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
-from shardwise.kernel.signature import Op, op_name, signature
-from shardwise.private_torch.dispatch import in_backward, memory_of, watching
+from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tools.program import roots_of, step_of
+from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
 
-__all__ = ["CollectiveUse", "Memory", "NO_OP", "PHASES", "Rehearsal", "rehearse"]
-
-PHASES = ("forward", "backward", "optimizer")
-"""``forward`` is all that runs neither in a backward pass nor in an optimizer's step."""
+__all__ = ["CollectiveUse", "Memory", "NO_OP", "Rehearsal", "rehearse"]
 
 NO_OP = "redistribute"
 """What stands in place of an op for collectives that none needs: the program asks for them, or a gradient's layout."""
@@ -167,9 +163,10 @@ def _fake_ranks(count: int, rank: int) -> Iterator[None]:
 def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watch) -> Rehearsal:
     with watch.watching():
         returned = program(mesh)
-    model, optimizer = _run(returned, watch)
-    parameters = list(model.parameters()) if model is not None else []
-    buffers = list(model.buffers()) if model is not None else []
+    step = run_returned(returned, "rehearse the program", watch, fused=True)
+    parameters = list(step.model.parameters()) if step is not None else []
+    buffers = list(step.model.buffers()) if step is not None else []
+    optimizer = step.optimizer if step is not None else None
     states = [] if optimizer is None else [t for s in optimizer.state.values() for t in tensors_in(s)]
     memory = Memory(
         parameters=_bytes(parameters),
@@ -194,40 +191,6 @@ def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watc
     )
 
 
-# -- running what was returned ---------------------------------------------------------------------------------------
-
-
-def _run(returned: Any, watch: _Watch) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-    step = step_of(returned, "rehearse the program")
-    if step is None:
-        if not watch.saw_backward:
-            _backward(returned, watch)
-        return None, None
-    # What has placed the model and its inputs is no part of a step.
-    watch.restart()
-    with watch.watching():
-        outputs = step.model(*step.args, **step.kwargs)
-    _backward(outputs, watch)
-    del outputs
-    parameters = [p for p in step.model.parameters() if p.requires_grad]
-    watch.gradients = _bytes(p.grad for p in parameters if p.grad is not None)
-    optimizer = step.optimizer
-    if optimizer is None and parameters:
-        optimizer = torch.optim.AdamW(parameters, fused=True)
-    if optimizer is not None:
-        with watch.watching():
-            optimizer.step()
-    return step.model, optimizer
-
-
-def _backward(outputs: Any, watch: _Watch) -> None:
-    roots = roots_of(outputs)
-    watch.forward_ended()
-    if roots:
-        with watch.watching():
-            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-
-
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of this rank's parts, of each memory once."""
     local = [t.to_local() if isinstance(t, MeshTensor) else t for t in tensors]
@@ -248,11 +211,10 @@ class _Watch:
     peaks: dict[str, int] = field(factory=dict)
     gradients: int = 0
     kept: int = 0
-    saw_backward: bool = False
+    phases: Phases = field(factory=Phases)
     _before: int = 0
     _alive: dict[int, int] = field(factory=dict)
     _total: int = 0
-    _in_step: int = 0
     _op: str = NO_OP
     _running: Op | None = None
 
@@ -262,50 +224,37 @@ class _Watch:
         self.nbytes.clear()
         self.ops.clear()
         self.peaks = {"forward": self._total}
-        self._before, self.saw_backward = self._total, False
+        self._before, self.phases.saw_backward = self._total, False
 
-    def forward_ended(self) -> None:
-        """Note what is kept for the backward pass."""
+    def first_gradients(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Ones, which take memory too. What is alive before them is kept for the backward pass."""
         self.kept = self._total - self._before
+        with self.watching():
+            return [torch.ones_like(t) for t in roots]
 
-    @property
-    def phase(self) -> str:
-        return "backward" if in_backward() else "optimizer" if self._in_step else "forward"
+    def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Note the bytes of the gradients."""
+        self.gradients = _bytes(p.grad for p in parameters if p.grad is not None)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hear of plans, collectives and optimizer steps while the context lasts."""
-        hooks = [
-            register_optimizer_step_pre_hook(self._entered_step),
-            register_optimizer_step_post_hook(self._left_step),
-        ]
-        with ExitStack() as stack:
-            for hook in hooks:
-                stack.callback(hook.remove)
-            stack.enter_context(dispatcher.observe(self._saw_plan))
-            stack.enter_context(observe(self._saw_collective))
+        """Observe plans, collectives and optimizer steps while the context lasts."""
+        with self.phases.followed(), dispatcher.observe(self._saw_plan), observe(self._saw_collective):
             yield
 
     def watching(self) -> Any:
         """A context whose memory is followed."""
         return watching(self._see, lambda _: False)
 
-    def _entered_step(self, *_: Any) -> None:
-        self._in_step += 1
-
-    def _left_step(self, *_: Any) -> None:
-        self._in_step -= 1
-
     def _saw_plan(self, plan: Plan) -> None:
         self._op = op_name(plan.schema.op)
         lowered = any(strategy.lowered for strategy in plan.strategies)
         self._running = None if lowered else plan.schema.op
         self.ops[self._op] += 1
-        self.saw_backward = self.saw_backward or in_backward()
-        self.tell(self.phase, self.ops.total())
+        self.tell(self.phases.of_op(), self.ops.total())
 
     def _saw_collective(self, event: Event) -> None:
-        use = CollectiveUse(self.phase, event.kind, event.mesh_dims, event.group_size, self._op)
+        use = CollectiveUse(self.phases.current, event.kind, event.mesh_dims, event.group_size, self._op)
         self.counts[use] += 1
         self.nbytes[use] += event.nbytes
 
@@ -329,7 +278,7 @@ class _Watch:
         self._alive[key] = size = storage.nbytes()
         self._total += size
         finalize(storage, self._freed, key)
-        phase = self.phase
+        phase = self.phases.current
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._total)
 
     def _freed(self, key: int) -> None:
@@ -342,16 +291,12 @@ def _result(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     except Exception as error:
         if not is_unknowable(error):
             raise
-        if not any(r.is_tensor for r in signature(op).results):
-            return _one(next(tensors_in([args, kwargs])).dtype)
+        number = stand_in_number(op, args, kwargs)
+        if number is not None:
+            return number
         raise CallError(
             asked=f"rehearse {op_name(op)}",
             found="the shape of its result depends on data, which is not there",
             do="Give the program a branch without it.",
             op=op_name(op),
         ) from error
-
-
-def _one(dtype: torch.dtype) -> bool | int | float:
-    """What is taken for a number that data decides: a loss to print, a norm to compare."""
-    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1

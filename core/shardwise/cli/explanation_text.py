@@ -1,4 +1,4 @@
-"""How an explanation is shown: tables and sentences for people, plain values for programs."""
+"""An explanation as text: tables and sentences."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -22,10 +21,10 @@ from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.exclusion import Exclusion
 from shardwise.planning.path import Step
-from shardwise.tools.explain import Candidate, Decision, Explanation, Move
+from shardwise.tools.explain import Candidate, Decision, Explanation, Redistribution
 from shardwise.tools.traffic import Collective
 
-__all__ = ["plain", "print_explanation"]
+__all__ = ["print_explanation"]
 
 MOST_OPERANDS = 4
 """Beyond this many operands only those that move somewhere have a column."""
@@ -95,7 +94,7 @@ def _parts(found: Explanation) -> Iterator[RenderableType]:
         operands = ", ".join(_places(spec) for spec in part.schema.specs if spec is not None)
         results = ", ".join(map(_places, part.results))
         rows = "; ".join(" | ".join(d.chosen.names) for d in part.decisions) or part.entry.rule.text
-        paid = ", ".join(f"{m.operand} {_microseconds(m.transition.cost)}" for m in part.moves)
+        paid = ", ".join(f"{r.operand} {_microseconds(r.path.cost)}" for r in part.redistributions)
         table.add_row(*map(Text, (op_name(part.schema.op), operands, results, rows, paid)))
     yield Group(
         Text("runs as these calls, in this order (explain one by itself for its rivals):"), Padding(table, (1, 0, 0, 0))
@@ -203,7 +202,7 @@ def _excluded(excluded: Exclusion, *, exact: bool) -> str:
 
 
 def _issued(found: Explanation) -> RenderableType:
-    rows = [(m.operand, s, c) for m in found.moves for s, c in _steps(m)]
+    rows = [(r.operand, s, c) for r in found.redistributions for s, c in _steps(r)]
     inside = found.lowering
     parts: list[RenderableType] = []
     if rows or (inside is not None and inside.collectives):
@@ -216,11 +215,11 @@ def _issued(found: Explanation) -> RenderableType:
     return Group(*parts)
 
 
-def _steps(move: Move) -> Iterator[tuple[Step, Collective | None]]:
-    """The steps of a move, each with the collective that it issues."""
-    issued = iter(move.collectives)
+def _steps(redistribution: Redistribution) -> Iterator[tuple[Step, Collective | None]]:
+    """The steps of a redistribution, each with the collective that it issues."""
+    issued = iter(redistribution.collectives)
     following = next(issued, None)
-    for step in move.transition.steps:
+    for step in redistribution.path.steps:
         if following is not None and (step.kind, step.mesh_dims) == (following.kind, following.mesh_dims):
             yield step, following
             following = next(issued, None)
@@ -248,107 +247,3 @@ def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: S
 
 def _collective(found: Collective) -> tuple[str, str, str, str]:
     return found.kind, ", ".join(map(str, found.mesh_dims)), str(found.ranks), f"{found.nbytes:,}"
-
-
-# -- plain values ----------------------------------------------------------------------------------------------------
-
-
-def plain(found: Explanation) -> dict[str, Any]:
-    """Everything, in values that JSON has; seconds, bytes, and placements as shardwise prints them."""
-    schema = found.schema
-    tensors = {a.name for a in schema.signature.tensor_args}
-    return {
-        "op": op_name(schema.op),
-        "mesh": list(schema.mesh.shape),
-        "device_type": schema.mesh.device_type,
-        "inputs": [{"name": n, **_plain_spec(s)} for n, s in zip(schema.operand_names, schema.specs, strict=True)],
-        "arguments": {n: _plain_value(v) for n, v in schema.args.items() if n not in tensors},
-        "rule": _plain_entry(found.entry),
-        "other_rules": [_plain_entry(entry) for entry in found.others],
-        "decisions": [_plain_decision(decision) for decision in found.decisions],
-        "moves": [_plain_move(move) for move in found.moves],
-        "collectives": [_plain_collective(collective) for collective in found.collectives],
-        "collectives_are_complete": found.lowering is None or found.lowering.complete,
-        "results": [_plain_spec(spec) for spec in found.results],
-        "parts": [plain(part) for part in found.parts],
-    }
-
-
-def _plain_value(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return [_plain_value(v) for v in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
-
-
-def _plain_spec(spec: TensorSpec | None) -> dict[str, Any]:
-    if spec is None:
-        return {"meta": None, "placements": None}
-    return {"meta": str(spec.tensor_meta), "placements": list(map(show, spec.placements))}
-
-
-def _plain_entry(entry: Entry) -> dict[str, str]:
-    return {
-        "text": entry.rule.text,
-        "plugin": entry.origin.plugin,
-        "distribution": entry.origin.distribution,
-        "version": entry.origin.version,
-        "source": entry.rule.source,
-    }
-
-
-def _plain_decision(decision: Decision) -> dict[str, Any]:
-    return {
-        "positions": list(decision.positions),
-        "operands": list(decision.operands),
-        "legal": decision.legal,
-        "legal_is_exact": decision.counted,
-        "combinations": decision.combinations,
-        "strategies": [_plain_candidate(candidate) for candidate in decision.candidates],
-        "not_considered": [
-            {"reason": e.reason, "mesh_dim": e.mesh_dim, "rows": list(e.rows), "count": e.count}
-            for e in decision.exclusions
-        ],
-    }
-
-
-def _plain_candidate(candidate: Candidate) -> dict[str, Any]:
-    strategy = candidate.strategy
-    return {
-        "rows": list(strategy.names),
-        "inputs": [_plain_spec(spec)["placements"] for spec in strategy.input_specs],
-        "outputs": [_plain_spec(spec)["placements"] for spec in strategy.output_specs],
-        "costs": list(map(_plain_cost, strategy.redistribute_cost)),
-        "cost": _plain_cost(strategy.cost),
-        "lowered": strategy.lowered,
-        "taken": not candidate.reason,
-        "reason": candidate.reason,
-    }
-
-
-def _plain_cost(seconds: float) -> float | None:
-    """JSON has no infinity: None where there is no way."""
-    return None if math.isinf(seconds) else seconds
-
-
-def _plain_move(move: Move) -> dict[str, Any]:
-    steps = [
-        {
-            "kind": step.kind,
-            "mesh_dims": list(step.mesh_dims),
-            "from": list(map(show, step.source)),
-            "to": list(map(show, step.target)),
-            "cost": step.cost,
-        }
-        for step in move.transition.steps
-    ]
-    return {"operand": move.operand, "cost": move.transition.cost, "steps": steps}
-
-
-def _plain_collective(found: Collective) -> dict[str, Any]:
-    return {
-        "kind": found.kind,
-        "mesh_dims": list(found.mesh_dims),
-        "ranks": found.ranks,
-        "bytes": found.nbytes,
-        "purpose": found.purpose,
-    }

@@ -18,11 +18,11 @@ from shardwise.errors import PluginLoadError, SettingsError, ShardingError
 from shardwise.kernel.registry import Failure, Registry
 from shardwise.settings import Settings, read_settings
 
-__all__ = ["Survey", "called", "load_each", "no_such_plugin", "readable_settings", "survey"]
+__all__ = ["PluginStates", "plugins_named", "load_each", "no_such_plugin", "readable_settings", "plugin_states"]
 
 
 @frozen(eq=False)
-class Survey:
+class PluginStates:
     """The plugins, the registry of those that load, and why this process would refuse to look up rules, if it would."""
 
     statuses: tuple[Status, ...]
@@ -30,16 +30,16 @@ class Survey:
     refusal: ShardingError | None = None
 
 
-def survey() -> Survey:
+def plugin_states() -> PluginStates:
     """Load the plugins as a program would; where that raises, each plugin by itself."""
     with _without_warnings():
         try:
             registry = default_registry()
-            return Survey(tuple(statuses()), registry)
+            return PluginStates(tuple(statuses()), registry)
         except ShardingError as refusal:
             settings = readable_settings()
             registry = Registry(settings.prefer, settings.unknown_ops)
-            return Survey(tuple(load_each(discover(settings), registry)), registry, refusal)
+            return PluginStates(tuple(load_each(discover(settings), registry)), registry, refusal)
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def load_each(found: Iterable[InstalledPlugin], registry: Registry) -> list[Stat
     return outcome
 
 
-def called(name: str, known: Iterable[InstalledPlugin]) -> list[InstalledPlugin]:
+def plugins_named(name: str, known: Iterable[InstalledPlugin]) -> list[InstalledPlugin]:
     """The plugins of that name, or those of the distribution of that name."""
     known = list(known)
     return [f for f in known if f.origin.plugin == name] or [f for f in known if f.origin.is_called(name)]

@@ -1,18 +1,20 @@
-"""Importing what a user names on the command line: a module, a file, a function in one."""
+"""Modules that a user names on the command line, and those of a plugin that is imported from where it lies."""
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import click
 
-__all__ = ["import_option", "load_function", "load_module", "run_file"]
+__all__ = ["import_option", "imported_from", "load_function", "load_module", "run_file"]
 
 
 def load_module(text: str) -> ModuleType:
@@ -98,3 +100,35 @@ import_option = click.option(
     help="Import this first: it defines the op, and perhaps its rule. Repeatable.",
 )
 """The option of every command that takes an op: modules and files are imported before the op is looked for."""
+
+
+# -- a plugin from where it lies -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def imported_from(roots: Sequence[Path], packages: Sequence[str]) -> Iterator[None]:
+    """Import these top-level packages from ``roots`` for a while, whatever of that name was imported before."""
+    path, before = list(sys.path), dict(sys.modules)
+    _forget(packages)
+    sys.path[:0] = map(str, roots)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        if roots:
+            _forget(packages)
+            _restore(before, packages)
+
+
+def _forget(packages: Sequence[str]) -> None:
+    forgotten = [name for name in sys.modules if name.partition(".")[0] in packages]
+    for name in forgotten:
+        del sys.modules[name]
+    if forgotten:
+        # A custom op that is freed takes the ops of its name with it, later ones too: so let it be freed now.
+        gc.collect()
+
+
+def _restore(before: dict[str, Any], packages: Sequence[str]) -> None:
+    sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in packages})
