@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, chunk, dtype_name
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, dtype_name
+from shardwise.kernel.symbols import chunk
 
 MESH = AbstractMesh((2, 3))
 

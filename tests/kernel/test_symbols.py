@@ -13,7 +13,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from shardwise import Replicate, Shard
 from shardwise.kernel import symbols as sizes
-from shardwise.kernel.spec import AbstractMesh, SymbolicSpec, TensorMeta, TensorSpec, chunk, hinted, in_numbers
+from shardwise.kernel.spec import AbstractMesh, SymbolicSpec, TensorMeta, TensorSpec, hinted, in_numbers
+from shardwise.kernel.symbols import chunk
 
 LENGTHS = st.integers(2, 40)
 

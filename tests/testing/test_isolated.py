@@ -62,7 +62,7 @@ def test_a_new_registry_at_the_address_of_an_old_one_is_listened_to():
     """Plans were bound to the id of a registry, which the next one may be given."""
     for _ in range(20):
         with isolated_registry(RELU) as registry:
-            dispatcher._engine[0].registry()
+            dispatcher._state.engine.registry()
             before = dispatcher.rules_version()
             registry.override(UNRULED)
             assert dispatcher.rules_version() > before

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from shardwise.errors import RankDisagreementError
-from shardwise.testing.simulated import RankError, SilentComm, coordinates, run_ranks
+from shardwise.kernel.spec import coordinates
+from shardwise.testing.simulated import RankError, SilentComm, run_ranks
 
 
 def numbered(at):

@@ -22,7 +22,7 @@ from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.planning.results import UNKNOWN
 from shardwise.planning.strategies import cheapest, make_call, merged
-from shardwise.private_torch.ops import direct_call
+from shardwise.private_torch.ops import direct_call, draws
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
@@ -46,7 +46,7 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = che
     if outputs is UNKNOWN:
         check_unknown(schema, inputs)
     check_written(schema, metas)
-    if torch.Tag.nondeterministic_seeded in schema.op.tags:
+    if draws(schema.op):
         agree_on_generator(schema.mesh)
     local = _local_call(entry, schema, call, inputs, results)
     static = local_statics(entry, schema, local)
@@ -143,7 +143,7 @@ def _marked_copies(
     for result in views:
         count = len(results) - len(views) + 1 if result.is_list else 1
         if result.alias is not None and not result.written:
-            source = _flat_index(schema, result.alias)
+            source = schema.starts[result.alias]
             before = schema.specs[source]
             moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
             if moved or (before is not None and before.is_copy):
@@ -164,13 +164,6 @@ def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -
 
 def _as_copy(spec: TensorSpec | None) -> TensorSpec | None:
     return None if spec is None else TensorSpec(spec.mesh, spec.placements, spec.tensor_meta, True)
-
-
-def _flat_index(schema: OpSchema, arg_index: int) -> int:
-    at = 0
-    for arg, value in zip(schema.signature.args[:arg_index], schema.values[:arg_index], strict=True):
-        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
-    return at
 
 
 def check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
@@ -200,7 +193,7 @@ def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
     tensor_results = [r for r in schema.signature.results if r.is_tensor]
     for result, meta in zip(tensor_results, metas, strict=False):
         if result.written and result.alias is not None and not result.is_list:
-            before = schema.specs[_flat_index(schema, result.alias)]
+            before = schema.specs[schema.starts[result.alias]]
             if before is not None and meta is not None and before.shape != meta.shape:
                 raise InPlaceError(
                     asked=f"run {op_name(schema.op)} on {before}",

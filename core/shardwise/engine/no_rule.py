@@ -16,7 +16,7 @@ from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
 from shardwise.errors import InPlaceError, NoRuleError
-from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, observers, operand_of
+from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -80,8 +80,7 @@ class UnknownOp:
         known = self._known(args, kwargs)
         if isinstance(known, Failed):
             return self._replicate(known, args, kwargs)
-        for callback in tuple(observers):
-            callback(known)
+        tell_observers(known)
         return self._run(known, args, kwargs)
 
     # -- decomposed --

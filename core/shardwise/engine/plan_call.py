@@ -117,12 +117,8 @@ def _is_number_operand(arg: Arg, value: Any) -> bool:
 
 def _number_operands(op: Op, values: Sequence[Any]) -> tuple[int, ...]:
     """Flat indices of the tensor operands that were given as Python numbers."""
-    found, at = [], 0
-    for arg, value in zip(signature(op).args, values, strict=True):
-        if _is_number_operand(arg, value):
-            found.append(at)
-        at += 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
-    return tuple(found)
+    arguments = zip(signature(op).args, values, signature(op).starts(values), strict=True)
+    return tuple(start for arg, value, start in arguments if _is_number_operand(arg, value))
 
 
 def _to_specs(cls: type, op: Op, mesh: Mesh, values: Sequence[Any]) -> Iterator[Any]:

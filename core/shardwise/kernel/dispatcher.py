@@ -12,6 +12,7 @@ import torch
 
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.kernel.handlers import defaults, handler_source
+from shardwise.kernel.nested import freeze
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
@@ -28,12 +29,16 @@ __all__ = [
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
+    "is_observed",
     "is_zeros_or_ones",
+    "listen",
     "observe",
-    "observed",
     "rules_version",
     "start",
+    "tell_observers",
+    "tensor_class",
     "views",
+    "wrap",
 ]
 
 Handler = Callable[..., Any]
@@ -43,16 +48,6 @@ NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBoo
 
 # Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
 PLANS_PER_OP = 4096
-
-# By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs Python
-# code, and overloads live as long as the process.
-_handlers: dict[Any, Handler] = {}
-# The libraries that hold the first handler of each op; to drop one is to take its handler back from torch.
-_entries: dict[int, torch.library.Library] = {}
-_plan_stores: list[_PlanStore] = []
-observers: list[Callable[[Plan], None]] = []
-_tensor_class: list[type] = []
-_times_cleared = [0]
 
 
 class Engine(Protocol):
@@ -79,29 +74,55 @@ class Engine(Protocol):
         """Some rule changed."""
 
 
-_engine: list[Engine] = []
+class _State:
+    """What the dispatcher of this process holds."""
+
+    tensor_class: type
+    engine: Engine
+
+    def __init__(self) -> None:
+        # By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs
+        # Python code, and overloads live as long as the process.
+        self.handlers: dict[Any, Handler] = {}
+        # By op, the library that holds its first handler; to drop it is to take the handler back from torch.
+        self.libraries: dict[int, torch.library.Library] = {}
+        self.stores: list[_PlanStore] = []
+        self.observers: list[Callable[[Plan], None]] = []
+        self.rules_version = 0
+
+
+_state = _State()
 
 
 def start(tensor_class: type, engine: Engine) -> None:
     """Dispatch ops on a tensor class by the plans of an engine; ``shardwise.tensor`` calls this once."""
-    _tensor_class[:] = [tensor_class]
-    _engine[:] = [engine]
+    _state.tensor_class, _state.engine = tensor_class, engine
+
+
+def tensor_class() -> Any:
+    """The class of tensors that lie on a mesh."""
+    return _state.tensor_class
+
+
+def wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
+    """A tensor on a mesh, of this rank's part and its spec."""
+    return new_wrapper(_state.tensor_class, local, spec, False)
 
 
 def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """Run one op on local tensors by its plan and wrap what it returns.
 
-    The first call shape that an op is seen with has its handler put where torch looks before ``__torch_dispatch__``,
-    so most calls never come here.
+    At the first call shape of an op its handler is put where torch looks before ``__torch_dispatch__``, so most calls
+    never reach this function.
     """
     key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
-    handle = _handlers.get(key)
+    handle = _state.handlers.get(key)
     if handle is None:
         _meet(args, kwargs)
-        handle = _handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
-        if id(op) not in _entries:
+        handle = _state.handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
+        if id(op) not in _state.libraries:
             # From now on torch calls it for exactly a MeshTensor; subclasses come by __torch_dispatch__.
-            _entries[id(op)] = put_before_dispatch(op, _tensor_class[0], handle)
+            _state.libraries[id(op)] = put_before_dispatch(op, _state.tensor_class, handle)
     return handle(None, op, (), args, kwargs)
 
 
@@ -115,26 +136,33 @@ def observe(callback: Callable[[Plan], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        observers.remove(callback)
+        _state.observers.remove(callback)
 
 
-def observed() -> bool:
-    """Whether anybody listens."""
-    return bool(observers)
+def is_observed() -> bool:
+    """Whether an observer listens."""
+    return bool(_state.observers)
 
 
 def listen(callback: Callable[[Plan], None]) -> None:
-    # Nobody is told on a hit: while anybody listens, there are no hits.
-    for store in _plan_stores:
+    """Call ``callback(plan)`` at each dispatch from now on."""
+    # A hit calls no observer, so there are no hits while one listens.
+    for store in _state.stores:
         store.retire()
-    observers.append(callback)
+    _state.observers.append(callback)
+
+
+def tell_observers(plan: Plan) -> None:
+    """Call ``callback(plan)`` of each observer, which may end its observation there."""
+    for callback in tuple(_state.observers):
+        callback(plan)
 
 
 def at_next_dispatch(callback: Callable[[], None]) -> None:
     """Call ``callback()`` once, at the next dispatch."""
 
     def call(_: Plan) -> None:
-        observers.remove(call)
+        _state.observers.remove(call)
         callback()
 
     listen(call)
@@ -179,7 +207,7 @@ def _new_normal(*parts: Any) -> Any:
 def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor the view of itself that an op in place makes: ``x.t_()``."""
     # Setting `data` takes over sizes and strides, which are torch's own, and leaves autograd's notes alone.
-    tensor.data = new_wrapper(_tensor_class[0], local, spec, False)
+    tensor.data = new_wrapper(_state.tensor_class, local, spec, False)
     tensor._local_tensor, tensor._spec = local, spec
     return tensor
 
@@ -188,12 +216,12 @@ def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
 
 
 def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler:
-    registry = _engine[0].registry()
+    registry = _state.engine.registry()
     if op not in registry and is_composite(op):
         # Under inference mode torch hands composite ops over whole; their parts have the rules.
         return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
     if op not in registry:
-        return _engine[0].without_rule(op)
+        return _state.engine.without_rule(op)
     return handler_of(registry.lookup(op), positional, keywords)
 
 
@@ -203,7 +231,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     store = _PlanStore(entry, info)
     scope: dict[str, Any] = {
-        "MT": _tensor_class[0],
+        "MT": _state.tensor_class,
         "new": new_wrapper,
         "plans": store.hot,
         "miss": store.miss,
@@ -212,7 +240,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "guard": _guard,
         "inference": torch.is_inference_mode_enabled,
         "new_view_of": _new_view_of,
-        "freeze": _freeze,
+        "freeze": freeze,
         "PLAIN": _PLAIN,
         "spec_of": attrgetter("_spec"),
         "local_of": attrgetter("_local_tensor"),
@@ -225,15 +253,12 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
     source = handler_source(op, positional, keywords, info)
     exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
     made: Handler = scope["handle"]
-    _plan_stores.append(store)
+    _state.stores.append(store)
     return made
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
-
-
 _PLAIN = frozenset({*NUMBERS, type(None)})
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
@@ -242,13 +267,15 @@ def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     """
     if value is None or isinstance(value, NUMBERS):
         return type(value), value
-    if isinstance(value, _tensor_class[0]):
+    if isinstance(value, _state.tensor_class):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and _is_plain(value):
-        return value.dtype, value
-    if isinstance(value, torch.Tensor) and in_backward() and not _writes(op, name) and is_zeros_or_ones(value):
-        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod), alike everywhere.
-        return TensorMeta.of(value), value
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 and (type(value) in _TENSORS or is_without_data(value)):
+            return value.dtype, value
+        if in_backward() and not _writes(op, name) and is_zeros_or_ones(value):
+            # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod); they are the
+            # same on every rank.
+            return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(
         asked=f"run {op_name(op)} on MeshTensors",
@@ -276,10 +303,6 @@ def _writes(op: Op, name: str) -> bool:
     return any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
 
 
-def _is_plain(value: torch.Tensor) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter) or is_without_data(value)
-
-
 def is_zeros_or_ones(value: torch.Tensor) -> bool:
     """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
     if is_traced(value):
@@ -297,7 +320,7 @@ def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
 
     def wrap(local: torch.Tensor | None) -> Any:
         spec = next(specs)
-        return None if local is None else new_wrapper(_tensor_class[0], local, spec, False)
+        return None if local is None else new_wrapper(_state.tensor_class, local, spec, False)
 
     answered: list[Any] = []
     for result, value in zip(plan.schema.signature.results, out, strict=True):
@@ -314,7 +337,7 @@ def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
         return None
     mesh = plan.schema.mesh
     spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(local))
-    return new_wrapper(_tensor_class[0], local, spec, False)
+    return new_wrapper(_state.tensor_class, local, spec, False)
 
 
 # -- the slow path -----------------------------------------------------------------------------------------------
@@ -327,26 +350,26 @@ def _meet(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     """
     for value in (*args, *(kwargs or {}).values()):
         for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, _tensor_class[0]):
-                _engine[0].meet(part._spec.mesh)  # type: ignore[attr-defined]
+            if isinstance(part, _state.tensor_class):
+                _state.engine.meet(part._spec.mesh)  # type: ignore[attr-defined]
                 return
 
 
 def clear_plans() -> None:
     """Forget all plans and handlers: some rule changed."""
-    _handlers.clear()
-    _entries.clear()
-    for store in _plan_stores:
+    _state.handlers.clear()
+    _state.libraries.clear()
+    for store in _state.stores:
         store.clear()
-    _plan_stores.clear()
-    if _engine:
-        _engine[0].forget()
-    _times_cleared[0] += 1
+    _state.stores.clear()
+    if hasattr(_state, "engine"):
+        _state.engine.forget()
+    _state.rules_version += 1
 
 
 def rules_version() -> int:
-    """A number that changes when some rule does; what was made with other rules must not be used again."""
-    return _times_cleared[0]
+    """A number that changes when some rule does; what was made by other rules must not be used again."""
+    return _state.rules_version
 
 
 class _PlanStore:
@@ -378,9 +401,8 @@ class _PlanStore:
     def symbolic(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
         """The plan of a call with symbols for sizes, which have no hash: made for this call alone."""
         _meet(args, kwargs)
-        plan = _engine[0].plan_symbolic(_engine[0].registry().lookup(self.op), self.info, args, kwargs or {})
-        for callback in tuple(observers):
-            callback(plan)
+        plan = _state.engine.plan_symbolic(_state.engine.registry().lookup(self.op), self.info, args, kwargs or {})
+        tell_observers(plan)
         return plan
 
     def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
@@ -389,13 +411,12 @@ class _PlanStore:
         if plan is None:
             _meet(args, kwargs)
             with outside_modes():
-                plan = _engine[0].plan(self.entry, self.info, args, kwargs or {})
-        if observers:
+                plan = _state.engine.plan(self.entry, self.info, args, kwargs or {})
+        if _state.observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()
             self.cold[key] = plan
-            for callback in tuple(observers):
-                callback(plan)
+            tell_observers(plan)
             return plan
         if len(self.hot) >= PLANS_PER_OP // 2:
             self.retire()

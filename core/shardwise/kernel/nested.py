@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["tensors_in"]
+__all__ = ["freeze", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -20,3 +20,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from tensors_in(part)
+
+
+def freeze(value: Any) -> Any:
+    """Nested lists as tuples, so that they can be keys."""
+    return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value

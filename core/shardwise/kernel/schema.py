@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import field, frozen
 
+from shardwise.kernel.nested import freeze
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.signature import Kind, Op, Signature, op_name, scalar_type, signature
 from shardwise.kernel.spec import Mesh, TensorSpec
@@ -40,10 +41,6 @@ class RuntimeSchemaInfo:
         )
 
 
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value
-
-
 @frozen(eq=False)
 class OpSchema:
     """One call: the op and, per schema argument, a :class:`TensorSpec`, a tuple of them, ``None`` or a static value.
@@ -54,7 +51,7 @@ class OpSchema:
     """
 
     op: Op
-    values: tuple[Any, ...] = field(converter=_freeze)
+    values: tuple[Any, ...] = field(converter=freeze)
     info: RuntimeSchemaInfo
     fixed: tuple[int, ...] = ()
 
@@ -66,6 +63,11 @@ class OpSchema:
     @property
     def signature(self) -> Signature:
         return signature(self.op)
+
+    @property
+    def starts(self) -> list[int]:
+        """Per argument, the index in :attr:`specs` of its first tensor."""
+        return self.signature.starts(self.values)
 
     @property
     def args(self) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
 from shardwise.kernel.spec import TensorMeta
-from shardwise.private_torch.ops import overload_of, schema_of
+from shardwise.private_torch.ops import is_view_in_place, overload_of, schema_of
 
 __all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
 
@@ -84,6 +85,11 @@ class Signature:
     def index(self, name: str) -> int | None:
         return next((i for i, a in enumerate(self.args) if a.name == name), None)
 
+    def starts(self, values: Sequence[Any]) -> list[int]:
+        """Per argument, the index of its first tensor among all tensor operands of a call, lists flattened."""
+        counts = (_operands(arg, value) for arg, value in zip(self.args, values, strict=True))
+        return list(accumulate(counts, initial=0))[:-1]
+
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """One value per schema argument, defaults filled in."""
         return [*args, *(kwargs.get(arg.name, arg.default) for arg in self.args[len(args) :])]
@@ -92,6 +98,12 @@ class Signature:
         """The inverse of :meth:`bind`: positional arguments and keyword-only ones."""
         positional = tuple(v for v, a in zip(values, self.args, strict=True) if not a.kwarg_only)
         return positional, {a.name: v for v, a in zip(values, self.args, strict=True) if a.kwarg_only}
+
+
+def _operands(arg: Arg, value: Any) -> int:
+    if arg.kind is Kind.TENSORS:
+        return len(value or ())
+    return int(arg.kind is Kind.TENSOR)
 
 
 # Types whose value seldom changes how an op may be sharded; all other non-tensor arguments are keyed by value.
@@ -111,7 +123,7 @@ def _kind(type_text: str) -> Kind:
 def signature(op: Op) -> Signature:
     """The signature of an op, cached for the life of the process."""
     schema = schema_of(op)
-    reseats = torch.Tag.inplace_view in op.tags
+    reseats = is_view_in_place(op)
     returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
     args = tuple(
         Arg(

@@ -7,9 +7,9 @@ The layout is DTensor's, bit for bit: mesh dims split a tensor dim from left to 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -18,7 +18,7 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.kernel.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
-from shardwise.kernel.symbols import hint, is_symbolic, numbers, place, settled_sizes
+from shardwise.kernel.symbols import chunk, hint, is_symbolic, numbers, place, settled_sizes
 from shardwise.kernel.world import OfThisStart, generation
 
 __all__ = [
@@ -28,8 +28,9 @@ __all__ = [
     "SymbolicSpec",
     "TensorMeta",
     "TensorSpec",
-    "chunk",
+    "coordinates",
     "dtype_name",
+    "ints",
     "memory_order",
 ]
 
@@ -44,7 +45,8 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...]:
     return tuple(sorted(dims, key=lambda d: (-meta.stride[d], d)))
 
 
-def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
+def ints(sizes: Iterable[int]) -> tuple[int, ...]:
+    """A converter for attrs: any sizes as a tuple."""
     return tuple(sizes)
 
 
@@ -56,7 +58,7 @@ def _size(sizes: Sequence[int]) -> torch.Size:
 class AbstractMesh:
     """The shape of a mesh without devices: for planning, explaining and the oracle. No process group."""
 
-    shape: tuple[int, ...] = field(converter=_ints)
+    shape: tuple[int, ...] = field(converter=ints)
     device_type: str = "cpu"
     mesh_dim_names: tuple[str, ...] | None = None
 
@@ -70,20 +72,15 @@ class AbstractMesh:
 
     def coordinates(self) -> list[tuple[int, ...]]:
         """Coordinates of all ranks, in row-major order."""
-        grid: list[tuple[int, ...]] = [()]
-        for n in self.shape:
-            grid = [(*head, i) for head in grid for i in range(n)]
-        return grid
+        return coordinates(self.shape)
+
+
+def coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
+    """Coordinates of all ranks of a mesh, in row-major order."""
+    return list(product(*map(range, mesh_shape)))
 
 
 Mesh = DeviceMesh | AbstractMesh
-
-
-def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` does."""
-    step = -(-size // parts)
-    start = min(size, step * index)
-    return min(size, start + step) - start, start
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -100,7 +97,7 @@ class TensorMeta:
     """Global shape, stride (in elements) and dtype of a tensor."""
 
     shape: torch.Size = field(converter=_size)
-    stride: tuple[int, ...] = field(converter=_ints)
+    stride: tuple[int, ...] = field(converter=ints)
     dtype: torch.dtype
 
     @property

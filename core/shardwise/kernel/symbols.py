@@ -16,7 +16,17 @@ import torch
 
 from shardwise.private_torch.tracing import hint_of, is_known, settled
 
-__all__ = ["common_factor", "hint", "is_symbolic", "lengths", "numbers", "place", "settled_sizes", "symbolic_chunk"]
+__all__ = [
+    "chunk",
+    "common_factor",
+    "hint",
+    "is_symbolic",
+    "lengths",
+    "numbers",
+    "place",
+    "settled_sizes",
+    "symbolic_chunk",
+]
 
 
 def is_symbolic(sizes: Sequence[Any]) -> bool:
@@ -58,8 +68,15 @@ def numbers(value: Any) -> Any:
     return tuple(map(numbers, value)) if isinstance(value, (tuple, list)) else value
 
 
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` does."""
+    step = -(-size // parts)
+    start = min(size, step * index)
+    return min(size, start + step) - start, start
+
+
 def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
-    """:func:`shardwise.kernel.spec.chunk` of a symbol: size and offset of one piece."""
+    """:func:`chunk` of a symbol: size and offset of one piece."""
     if size % parts == 0:
         piece = size // parts
         return piece, piece * index
@@ -93,14 +110,6 @@ def place(size: Any, parts: Sequence[int], where: Sequence[int]) -> tuple[Any, A
     sizes = [size]
     for n, index in zip(parts, where, strict=True):
         sizes = [length for one in sizes for length in (lengths(one, n) if isinstance(one, torch.SymInt) else ())]
-        size, offset = _chunk(size, n, index)
+        size, offset = (symbolic_chunk if isinstance(size, torch.SymInt) else chunk)(size, n, index)
         start = start + offset
     return size, start
-
-
-def _chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
-    if isinstance(size, torch.SymInt):
-        return symbolic_chunk(size, parts, index)
-    step = -(-size // parts)
-    start = min(size, step * index)
-    return min(size, start + step) - start, start

@@ -15,6 +15,7 @@ from typing import Any
 from attrs import asdict, evolve, field, frozen
 
 from shardwise.errors import LinksFileError, LinksVersionError
+from shardwise.kernel.spec import ints
 from shardwise.planning.cost import KINDS, Connection, Link, Links
 
 __all__ = ["Calibration", "ENVIRONMENT", "Site", "chosen_file", "default_file", "find", "parse", "show", "store"]
@@ -24,10 +25,6 @@ ENVIRONMENT = "SHARDWISE_LINKS"
 """The environment variable that names the file; ``off`` for none."""
 
 
-def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
-
-
 @frozen
 class Site:
     """Where a mesh lies: its shape, its devices, what carries its collectives, and over how many hosts.
@@ -35,11 +32,11 @@ class Site:
     ``device`` is the device's name, ``hosts`` has one number per mesh dim: how many hosts its ranks are spread over.
     """
 
-    mesh_shape: tuple[int, ...] = field(converter=_ints)
+    mesh_shape: tuple[int, ...] = field(converter=ints)
     device_type: str
     device: str
     backend: str
-    hosts: tuple[int, ...] = field(converter=_ints)
+    hosts: tuple[int, ...] = field(converter=ints)
     total_hosts: int = 1
 
     def __str__(self) -> str:

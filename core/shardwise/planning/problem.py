@@ -15,7 +15,8 @@ from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
-from shardwise.kernel.spec import TensorMeta, TensorSpec, chunk
+from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.symbols import chunk
 from shardwise.planning.layout_graph import encode
 from shardwise.planning.path import transition_cost
 

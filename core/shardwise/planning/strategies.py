@@ -76,14 +76,7 @@ def _problem(
 
 def _result_arguments(schema: OpSchema) -> list[int | None]:
     """Per tensor result, the flat operand that it is (for written results), as in-place and ``out=`` ops return."""
-    starts: list[int] = []
-    at = 0
-    for arg, value in zip(schema.signature.args, schema.values, strict=True):
-        starts.append(at)
-        if arg.kind is Kind.TENSOR:
-            at += 1
-        elif arg.kind is Kind.TENSORS:
-            at += len(value or ())
+    starts = schema.starts
     return [
         starts[r.alias] if r.alias is not None and r.written and not r.is_list else None
         for r in schema.signature.results
@@ -111,16 +104,13 @@ def check_lengths(schema: OpSchema) -> None:
 
 def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
     """Flat operand indices of one list position; an operand that is no list is shared by all positions."""
-    found: list[int | None] = []
-    at = 0
-    for arg, value in zip(schema.signature.args, schema.values, strict=True):
+    indices: list[int | None] = []
+    for arg, value, start in zip(schema.signature.args, schema.values, schema.starts, strict=True):
         if arg.kind is Kind.TENSOR:
-            found.append(at)
-            at += 1
+            indices.append(start)
         elif arg.kind is Kind.TENSORS:
-            found.append(at + i if value else None)
-            at += len(value or ())
-    return found
+            indices.append(start + i if value else None)
+    return indices
 
 
 # -- solving it --------------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import FullMeshRule, Row, Rows, Rule
 from shardwise.kernel.schema import OpSchema, OpStrategy, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
-from shardwise.kernel.spec import AbstractMesh, Mesh, TensorMeta, TensorSpec, chunk
-from shardwise.kernel.symbols import common_factor
+from shardwise.kernel.spec import AbstractMesh, Mesh, TensorMeta, TensorSpec
+from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
 from shardwise.rule.flow import Flow

@@ -20,32 +20,18 @@ from shardwise.comm.async_result import Flight, Window
 from shardwise.comm.redistribute import Route, redistribute_local, route
 from shardwise.comm.rule_agreement import agree_on_rules
 from shardwise.errors import DeviceMismatchError, LayoutError
-from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones
+from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tensor_class, wrap
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
 from shardwise.kernel.spec import TensorMeta, TensorSpec
-from shardwise.private_torch.dispatch import new_wrapper
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.traceable import traceable
-from shardwise.tensor.waiting import set_tensor_class as set_waiting_class
 from shardwise.tensor.waiting import source_of, waiting
 
-__all__ = ["HAS_GRAD_HOOK", "from_local", "keep_grad_layout", "redistribute", "set_tensor_class", "to_local"]
+__all__ = ["HAS_GRAD_HOOK", "from_local", "keep_grad_layout", "redistribute", "to_local"]
 
 # Marks a leaf whose gradients are already brought to its own layout.
 HAS_GRAD_HOOK = "_shardwise_has_grad_hook"
-
-_tensor_class: list[type] = []
-
-
-def set_tensor_class(cls: type) -> None:
-    """Tell these functions what to wrap in; ``shardwise.tensor`` calls this once."""
-    _tensor_class[:] = [cls]
-    set_waiting_class(cls)
-
-
-def _wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
-    return new_wrapper(_tensor_class[0], local, spec, False)
 
 
 def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -115,10 +101,10 @@ def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
     local = tensor._local_tensor
     if way.stays:
         # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
-        return _wrap(local.view_as(local), way.target)
+        return wrap(local.view_as(local), way.target)
     if async_op and way.start is not None and not is_traced(local):
         return waiting(way.start(local).keep(tensor, local), way.target, local.device)
-    return _wrap(way.run(local), way.target)
+    return wrap(way.run(local), way.target)
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -151,7 +137,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.spec, ctx.grad = spec, grad
-        return _wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+        return wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -259,7 +245,7 @@ def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
     wanted = spec.with_placements(target)
-    return grad if wanted is spec else _wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
+    return grad if wanted is spec else wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
 
 
 # -- into .grad --------------------------------------------------------------------------------------------------
@@ -292,10 +278,10 @@ def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
     """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where nothing flows back (through a
     comparison in place, say), alike everywhere.
     """
-    if isinstance(grad, _tensor_class[0]):
+    if isinstance(grad, tensor_class()):
         return grad
     if grad.shape == spec.shape and is_zeros_or_ones(grad):
-        return _wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
+        return wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
     raise LayoutError(
         asked=asked,
         found=f"a hook returned a plain {type(grad).__name__}",

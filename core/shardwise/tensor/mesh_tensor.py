@@ -405,4 +405,3 @@ def _check_same_place(
 torch.serialization.add_safe_globals([_rebuild, MeshTensor])
 support_foreach(MeshTensor)
 start(MeshTensor, PlanningEngine(MeshTensor))
-autograd.set_tensor_class(MeshTensor)

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.discovery.process import default_registry
-from shardwise.kernel.dispatcher import observed
+from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.spec import TensorSpec
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -58,7 +58,7 @@ def _may_step_locally(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
         and len(args) == 1
         and all(value is None for value in kwargs.values())
         and type(optimizer) in default_registry().optimizers
-        and not observed()
+        and not is_observed()
         and not torch.compiler.is_compiling()
         and not any(group.get("differentiable") for group in optimizer.param_groups)
         and not _has_mesh_tensor(chain(optimizer.__dict__.values(), *(g.values() for g in optimizer.param_groups)))

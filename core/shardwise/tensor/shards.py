@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.errors import LayoutError
 from shardwise.kernel.placements import Partial, Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral, reduce_pieces
-from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.spec import TensorSpec, coordinates
 
 __all__ = ["assemble", "scatter_local"]
 
@@ -61,7 +61,7 @@ def assemble(locals_by_coordinate: Mapping[Coordinate, Tensor], spec: TensorSpec
     """
     for coordinate, local in locals_by_coordinate.items():
         _check_local(coordinate, local, spec)
-    expected = _grid(spec.mesh_shape)
+    expected = coordinates(spec.mesh_shape)
     missing = [c for c in expected if c not in locals_by_coordinate]
     if missing:
         raise LayoutError(
@@ -77,13 +77,6 @@ def assemble(locals_by_coordinate: Mapping[Coordinate, Tensor], spec: TensorSpec
         placement = spec.placements[mesh_dim]
         parts = {head: _join([parts[(*head, i)] for i in range(size)], placement) for head in heads}
     return parts[()]
-
-
-def _grid(shape: Sequence[int]) -> list[Coordinate]:
-    grid: list[Coordinate] = [()]
-    for n in shape:
-        grid = [(*head, i) for head in grid for i in range(n)]
-    return grid
 
 
 def _check_local(coordinate: Coordinate, local: Tensor, spec: TensorSpec) -> None:

@@ -20,14 +20,14 @@ import torch
 
 from shardwise.discovery.process import default_registry
 from shardwise.errors import ViewError
-from shardwise.kernel.dispatcher import dispatch, views
+from shardwise.kernel.dispatcher import dispatch, tensor_class, views, wrap
+from shardwise.kernel.nested import freeze
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec, memory_order
-from shardwise.private_torch.dispatch import new_wrapper
 from shardwise.private_torch.ops import is_composite
 
-__all__ = ["Source", "set_tensor_class", "source_of", "waiting"]
+__all__ = ["Source", "source_of", "waiting"]
 
 
 class Source(Protocol):
@@ -61,22 +61,14 @@ class _Seen:
         return local.as_strided(shape, stride, local.storage_offset() + offset)
 
 
-_classes: list[type] = []
-
-
-def set_tensor_class(cls: type) -> None:
-    """Make the waiting form of the tensor class; ``shardwise.tensor.autograd`` calls this once."""
-    _classes[:] = [cls, _waiting_form(cls)]
-
-
 def waiting(source: Source, spec: TensorSpec, device: torch.device) -> Any:
     """A MeshTensor that asks ``source`` for its local tensor, on ``device``, when that is first needed.
 
     The local tensor will be dense, its dims in the order of the global tensor's memory, as redistribution leaves it.
     """
-    plain, form = _classes
-    made = new_wrapper(plain, _nothing(device, spec.dtype), spec, False)
-    _slot(plain).__set__(made, source)
+    made = wrap(_nothing(device, spec.dtype), spec)
+    form, slot = _waiting_form()
+    slot.__set__(made, source)
     made.__class__ = form
     return made
 
@@ -88,18 +80,18 @@ def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 def source_of(tensor: Any) -> Source | None:
     """What a waiting tensor waits for; None for any other tensor."""
-    source = _slot(_classes[0]).__get__(tensor) if type(tensor) is _classes[1] else None
+    form, slot = _waiting_form()
+    source = slot.__get__(tensor) if type(tensor) is form else None
     return None if isinstance(source, torch.Tensor) else source
 
 
-def _slot(cls: Any) -> Any:
-    return cls.__dict__["_local_tensor"]
+@cache
+def _waiting_form() -> tuple[type, Any]:
+    """The waiting form of the tensor class, and the slot of that class in which the source lies meanwhile."""
+    plain = tensor_class()
+    slot = plain.__dict__["_local_tensor"]
 
-
-def _waiting_form(plain: Any) -> type:
-    slot = _slot(plain)
-
-    class Waiting(plain):  # type: ignore[misc]  # its base is handed up from a higher floor
+    class Waiting(plain):  # type: ignore[misc, valid-type]  # its base is the class that the dispatcher was started with
         """A MeshTensor until whose first use a collective may still be under way."""
 
         __slots__ = ()
@@ -129,7 +121,7 @@ def _waiting_form(plain: Any) -> type:
                     return seen
             return dispatch(func, args, kwargs)
 
-    return Waiting
+    return Waiting, slot
 
 
 # -- views of what is not here yet -------------------------------------------------------------------------------
@@ -157,7 +149,7 @@ def _seen(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return None
     form = source.form if isinstance(source, _Seen) else _dense_form(spec)
     try:
-        seen = _outcome(op, spec, form, tuple(map(_freeze, rest)), tuple(kwargs.items()))
+        seen = _outcome(op, spec, form, freeze(rest), tuple(kwargs.items()))
     except (TypeError, ViewError):  # an argument that cannot be a key, or data that would have to move
         return None
     return None if seen is None else waiting(_Seen(source, seen[1]), seen[0], base.device)
@@ -174,7 +166,7 @@ def _outcome(op: Op, spec: TensorSpec, form: Form, rest: Any, kwargs: Any) -> tu
     local = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
     before, views.must_share = views.must_share, True
     try:
-        made = dispatch(op, (new_wrapper(_classes[0], local, spec, False), *rest), dict(kwargs))
+        made = dispatch(op, (wrap(local, spec), *rest), dict(kwargs))
     finally:
         views.must_share = before
     found = made._local_tensor
@@ -196,7 +188,3 @@ def _dense_form(spec: TensorSpec) -> Form:
     for outer, inner in reversed(list(pairwise(order))):
         stride[outer] = stride[inner] * max(shape[inner], 1)
     return shape, tuple(stride), 0
-
-
-def _freeze(value: Any) -> Any:
-    return tuple(map(_freeze, value)) if isinstance(value, (list, tuple)) else value

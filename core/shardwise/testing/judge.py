@@ -10,7 +10,6 @@ from torch import Tensor
 from shardwise.engine.make_plan import is_joined
 from shardwise.errors import ShardingError
 from shardwise.kernel.reductions import reduce_pieces
-from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import TensorSpec
 from shardwise.testing.simulated import Coordinate
 from shardwise.testing.trial import Answer, Case, Trial
@@ -89,7 +88,7 @@ def _judge_views(trial: Trial, case: Case, answers: Mapping[Coordinate, Answer])
     described = [r for r in trial.signature.results if r.is_tensor]
     if len(described) != 1 or described[0].alias is None or described[0].written:
         return None
-    source = _flat_index(trial, described[0].alias)
+    source = trial.signature.starts(trial.values)[described[0].alias]
     if case.lowered and is_joined(case.inputs[source], case.outputs):
         return None
     for k, whole in enumerate(trial.expected.tensors):
@@ -99,14 +98,6 @@ def _judge_views(trial: Trial, case: Case, answers: Mapping[Coordinate, Answer])
             if not _share(answer.tensors[k], answer.operands[source]):
                 return f"rank {at} has a copy as result {k}, which must be a view of its operand"
     return None
-
-
-def _flat_index(trial: Trial, arg: int) -> int:
-    """The index among the flat operands of the tensor argument at ``arg`` of the schema."""
-    at = 0
-    for described, value in zip(trial.signature.args[:arg], trial.values[:arg], strict=True):
-        at += 1 if described.kind is Kind.TENSOR else len(value or ()) if described.kind is Kind.TENSORS else 0
-    return at
 
 
 def _share(tensor: Tensor | None, other: Tensor | None) -> bool:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from shardwise.kernel.placements import Partial, Shard
-from shardwise.kernel.spec import TensorSpec, chunk
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.symbols import chunk
 from shardwise.testing.simulated import Coordinate
 
 __all__ = ["can_be_partial", "pieces", "place"]

@@ -18,17 +18,13 @@ from torch import Tensor
 
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel.reductions import reduce_pieces
+from shardwise.kernel.spec import coordinates
 from shardwise.rng.generator import get_state, set_state
 from shardwise.rule.lowering import MeshDims
 
-__all__ = ["Coordinate", "RankError", "SilentComm", "SimulatedComm", "coordinates", "run_ranks"]
+__all__ = ["Coordinate", "RankError", "SilentComm", "SimulatedComm", "run_ranks"]
 
 Coordinate = tuple[int, ...]
-
-
-def coordinates(mesh_shape: Sequence[int]) -> list[Coordinate]:
-    """Coordinates of all ranks, in row-major order."""
-    return list(product(*map(range, mesh_shape)))
 
 
 class RankError(Exception):

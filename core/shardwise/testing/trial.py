@@ -16,13 +16,13 @@ from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, Signature, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, coordinates
 from shardwise.planning.results import UNKNOWN, output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.rng.generator import manual_seed, mode
 from shardwise.rule.lowering import LocalCall
 from shardwise.testing.partials import place
-from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, coordinates, run_ranks
+from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, run_ranks
 from shardwise.tools.one_device import on_one_device
 
 __all__ = ["TOLERANCE", "Answer", "Case", "Illegal", "Trial"]

@@ -23,7 +23,7 @@ from shardwise.kernel.spec import AbstractMesh, TensorSpec
 from shardwise.planning.results import UNKNOWN, output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.private_torch.dispatch import watching
-from shardwise.private_torch.ops import composite_kernel
+from shardwise.private_torch.ops import composite_kernel, draws
 from shardwise.rng import generator
 from shardwise.rule.lowering import LocalCall
 
@@ -43,7 +43,7 @@ def on_one_device() -> Iterator[None]:
     """
 
     def run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded not in op.tags or not _is_ours(op, args, kwargs):
+        if not draws(op) or not _is_ours(op, args, kwargs):
             return op(*args, **kwargs)
         if _has_rule(op, args, kwargs):
             # Where no lowering draws, a mesh leaves the op alone, too.

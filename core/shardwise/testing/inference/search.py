@@ -12,7 +12,8 @@ from attrs import define, field, frozen
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
-from shardwise.kernel.spec import TensorMeta, chunk
+from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.symbols import chunk
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import PARTS, Probe, tried
 

@@ -10,14 +10,13 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from shardwise.errors import WorkerError
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, memory_order
+from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, coordinates, memory_order
 from shardwise.tensor.shards import assemble
 from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, op_called
 from shardwise.testing.programs.replay import BACKWARD, Held, Outcome, replay
-from shardwise.testing.simulated import coordinates
 
 __all__ = ["Verdict", "check_program"]
 
