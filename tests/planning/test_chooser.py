@@ -194,7 +194,6 @@ def test_strategies_are_listed_cheapest_first():
     assert len(listed.strategies) >= 25
     assert listed.shape == (8, 6)
     assert listed.mesh_shape == (2, 2)
-    assert listed.max_num_shards == 4
 
 
 def test_zipped_lists_choose_per_position():

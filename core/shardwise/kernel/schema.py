@@ -198,13 +198,6 @@ class OpStrategy:
     def mesh_shape(self) -> tuple[int, ...]:
         return self._spec().mesh_shape
 
-    @property
-    def max_num_shards(self) -> int:
-        """The most shards that any of the choices gives that tensor."""
-        return max(
-            next(s for s in (*p.output_specs, *p.input_specs) if s is not None).num_shards for p in self.strategies
-        )
-
 
 @frozen
 class TupleStrategy:

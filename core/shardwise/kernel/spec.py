@@ -272,10 +272,6 @@ class TensorSpec(metaclass=_Interned):
         """Shape of the local tensor of the rank at ``coordinate`` (default: this process)."""
         return self.local_shape_and_offset(coordinate)[0]
 
-    def local_offset(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Where that rank's shard starts in the global tensor, per tensor dim."""
-        return self.local_shape_and_offset(coordinate)[1]
-
     def local_shape_and_offset(
         self, coordinate: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
