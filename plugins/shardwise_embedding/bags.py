@@ -103,7 +103,7 @@ def forward(call: Call) -> Flow:
         reduce={"d": "R"},
         replicate={"v"},
         partial=by_row,
-        lowered={"*"},
+        lowered=("*", "R"),
         nonempty={"d"},
     )
 

@@ -31,8 +31,7 @@ EMBEDDING = rule(
     "v d, ... -> ... d",
     reduce={"v": "sum"},
     partial=["*, R -> *"],
-    lowering=_masked_lookup,
-    lowered=["v"],
+    lowering={"v": _masked_lookup},
 )
 
 

@@ -42,14 +42,14 @@ def on_batches(
     def describe(call: Call) -> Flow:
         if unless and call.args[unless]:
             return Flow([None], [None])
-        return matrices(call, notation, partial=partial, lowered=lowering is not None)
+        return matrices(call, notation, partial=partial, lowered=() if lowering is None else "*")
 
     describe.__doc__ = f"Batch dims pass; behind them {notation}." + "".join(f" {row};" for row in partial).rstrip(";")
     return rule_from(ops(of), lowering=lowering, results=results, meta=meta)(describe)
 
 
 def matrices(
-    call: Call, notation: str, *, partial: Iterable[str] = (), lowered: bool = False, nonempty: Iterable[str] = ()
+    call: Call, notation: str, *, partial: Iterable[str] = (), lowered: Iterable[str] = (), nonempty: Iterable[str] = ()
 ) -> Flow:
     """The named dims of one call. A result without the batch dims of the call does not depend on what is sharded."""
     left, _, right = notation.partition("->")

@@ -78,7 +78,7 @@ def LEAST_SQUARES(self: TensorMeta, b: TensorMeta, call: Call) -> Flow:
     assert solution is not None
     shared = self.shape[:-2] != solution.shape[: solution.ndim - len(right.split())]
     nonempty = ["n", *(f"b{i + 1}" for i in range(solution.ndim) if shared)]
-    return matrices(call, f"_ _, {right} -> {right}, {sums}, (), _", lowered=True, nonempty=nonempty)
+    return matrices(call, f"_ _, {right} -> {right}, {sums}, (), _", lowered="*", nonempty=nonempty)
 
 
 RULES = (LEAST_SQUARES,)

@@ -61,7 +61,7 @@ def _flow(call: Call, outputs: list[Any]) -> Flow:
         "neg_log_likelihood": ("n",),
         "log_alpha": ("n", None, None),
     }
-    return Flow([dims[name] for name in call.operand_names], outputs, lowered=True)
+    return Flow([dims[name] for name in call.operand_names], outputs, lowered="*")
 
 
 @rule_from(aten._ctc_loss.default, lowering=_aligned)

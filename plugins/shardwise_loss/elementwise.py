@@ -48,7 +48,7 @@ def forward(call: Call) -> Flow:
     flow = einop("... -> ...")(call)
     if reduction == NONE:
         return flow
-    return Flow(flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=dims if reduction == MEAN else False)
+    return Flow(flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=dims if reduction == MEAN else ())
 
 
 @rule_from(
@@ -72,7 +72,7 @@ def backward(call: Call) -> Flow:
     if not _alike(call):
         return Flow([None] * len(call.operands), [None], partial=LINEAR)
     flow = einop("... -> ...")(call)
-    return Flow(flow.inputs, flow.outputs, partial=LINEAR, lowered=dims if reduction == MEAN else False)
+    return Flow(flow.inputs, flow.outputs, partial=LINEAR, lowered=dims if reduction == MEAN else ())
 
 
 RULES = (forward, backward)

@@ -32,7 +32,7 @@ def _reduced(call: Call, outputs: list[Any]) -> Flow:
         [dims.get(name) for name in call.operand_names],
         outputs if dims else [None] * len(outputs),
         reduce={} if reduction == NONE else {"n": "sum"},
-        lowered=["n"] if reduction == MEAN else False,
+        lowered="n" if reduction == MEAN else (),
         nonempty=["n"] if dims else [],
     )
 
@@ -82,7 +82,7 @@ def backward(call: Call) -> Flow:
         inputs,
         [dims.get("self")],
         partial=LINEAR,
-        lowered=["n"] if reduction == MEAN else False,
+        lowered="n" if reduction == MEAN else (),
         nonempty=["n"] if dims else [],
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, LocalCall, Row, Rows, TensorMeta, rule_from
+from shardwise.rule import Call, Facts, Flow, LocalCall, Row, Rows, TensorMeta, linear, rule_from
 
 __all__ = ["RULES"]
 
@@ -85,7 +85,7 @@ def _named(meta: TensorMeta | None, last: str, labels: Mapping[str, _Label]) -> 
     return [None if n in absent else label for label, n in zip(found, meta.shape, strict=True)]
 
 
-def _flow(call: Call, made: Sequence[str], *, reduce: str, partial: Sequence[str]) -> Flow:
+def _flow(call: Call, made: Sequence[str], *, reduce: str, facts: Facts) -> Flow:
     """The flow of one attention call; ``reduce`` says how a result that lacks a sharded dim comes about."""
     query, key = call.args["query"], call.args["key"]
     many, few = _heads(query, key)
@@ -104,7 +104,7 @@ def _flow(call: Call, made: Sequence[str], *, reduce: str, partial: Sequence[str
         outputs,
         reduce=dict.fromkeys(names, reduce),
         replicate=names | {"w", "r"} if random else {"w", "r"},
-        partial=() if random else partial,
+        partial=() if random else [facts],
         nonempty=names,
     )
 
@@ -169,8 +169,8 @@ def _local_lengths(local: LocalCall) -> Mapping[str, Any]:
 # -- rules -------------------------------------------------------------------------------------------------------
 
 # Linear in the values, and the gradients in the incoming one; the weights do not depend on the values.
-_LINEAR = ("R, R, sum, R, ... -> sum, R, ...", "R, R, avg, R, ... -> avg, R, ...")
-_LINEAR_BACKWARD = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
+_LINEAR = linear("value", results=[0])
+_LINEAR_BACKWARD = linear("grad_out|grad_out_")
 
 
 @rule_from(
@@ -185,13 +185,13 @@ _LINEAR_BACKWARD = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
 )
 def ATTENTION(call: Call) -> Callable[[Call], Rows]:
     """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; s is whole, q too when causal."""
-    return _rows(_flow(call, _MADE, reduce="R", partial=_LINEAR))
+    return _rows(_flow(call, _MADE, reduce="R", facts=_LINEAR))
 
 
 @rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_drawn)
 def MATH(call: Call) -> Callable[[Call], Rows]:
     """Named dims ... h q e, ... h s e, ... h s v -> ... h q v, ... h q s; s is whole, q too when causal."""
-    return _rows(_flow(call, _MADE_BY_MATH, reduce="R", partial=_LINEAR))
+    return _rows(_flow(call, _MADE_BY_MATH, reduce="R", facts=_LINEAR))
 
 
 @rule_from(
@@ -207,7 +207,7 @@ def MATH(call: Call) -> Callable[[Call], Rows]:
 )
 def ATTENTION_BACKWARD(call: Call) -> Callable[[Call], Rows]:
     """As forward; gradients of what every shard used whole (keys and values of a sharded q) are partial sums."""
-    return _rows(_flow(call, _GRADIENTS, reduce="sum", partial=_LINEAR_BACKWARD))
+    return _rows(_flow(call, _GRADIENTS, reduce="sum", facts=_LINEAR_BACKWARD))
 
 
 RULES = (ATTENTION, MATH, ATTENTION_BACKWARD)

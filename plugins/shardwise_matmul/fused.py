@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, rule_from, whole
 
 __all__ = ["RULES"]
 
@@ -25,9 +25,8 @@ def _results(call: Call, _: str) -> list[TensorMeta | None]:
 
 def _batched(call: Call) -> Flow:
     mask, kind = call.args["mask"], call.args["mask_type"]
-    whole = Flow([None] * len(call.operands), [None] * len(call.outputs))
     if mask is not None and kind not in (_PAIRS, _PADDING):
-        return whole
+        return whole(call)
     inputs: list[Any] = []
     for name, meta in zip(call.operand_names, call.operands, strict=True):
         follows = name in _SEQUENCES or (name == "mask" and kind == _PADDING)

@@ -17,7 +17,6 @@ aten = torch.ops.aten
 
 # Strides are multiples of this many bytes (aten/src/ATen/native/GroupedMMUtils.h).
 ALIGNMENT = 16
-BILINEAR = ("sum, R, R -> sum", "R, sum, R -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 MATRIX, BATCH = 2, 3
 
 
@@ -134,13 +133,12 @@ def GROUPED_MM(self: TensorMeta, mat2: TensorMeta, offs: TensorMeta | None, call
     made = ["g", "m", "n"] if self.ndim == mat2.ndim else ["m", "n"]
     given = [None if meta is None else [None] * meta.ndim for meta in call.operands[2:]]
     summed = {"k": "sum"} if "g" in made else {"k": "sum", "g": "sum"}
-    partial = BILINEAR if call.operands[3] is None else ()
     return Flow(
         [left, right, *given],
         [made],
         reduce=summed,
-        partial=[row.replace(", R ->", ", R, R ->") for row in partial],
-        lowered={"*"},
+        linear=("self", "mat2") if call.operands[3] is None else (),
+        lowered=("*", "R"),
     )
 
 

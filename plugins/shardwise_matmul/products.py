@@ -8,33 +8,32 @@ import torch
 
 from shardwise.rule import Call, Flow, TensorMeta, einop, rule, rule_from
 
-__all__ = ["BILINEAR", "RULES"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
-BILINEAR = ("sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg")
 
 # Without dtype_out: bmm's has no meta kernel in torch 2.11, so no call of it can be planned.
 MM = rule(
     [aten.mm.default, aten.mm.out, aten.mm.dtype],
     "m k, k n -> m n",
     reduce={"k": "sum"},
-    partial=BILINEAR,
+    linear=("self", "mat2"),
 )
 
 BMM = rule(
     [aten.bmm.default, aten.bmm.out, aten.bmm.dtype],
     "b m k, b k n -> b m n",
     reduce={"k": "sum"},
-    partial=BILINEAR,
+    linear=("self", "mat2"),
 )
 
-MV = rule([aten.mv.default, aten.mv.out], "m k, k -> m", reduce={"k": "sum"}, partial=BILINEAR)
+MV = rule([aten.mv.default, aten.mv.out], "m k, k -> m", reduce={"k": "sum"}, linear=("self", "vec"))
 
 DOT = rule(
     [aten.dot.default, aten.dot.out, aten.vdot.default, aten.vdot.out],
     "k, k -> ()",
     reduce={"k": "sum"},
-    partial=BILINEAR,
+    linear=("self", "tensor|other"),
 )
 
 
@@ -44,7 +43,7 @@ def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     left, m = ("... m k", " m") if self.ndim > 1 else ("k", "")
     right, n = ("... k n", " n") if other.ndim > 1 else ("k", "")
     made = f"...{m}{n}" if m or n else "()"
-    return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, partial=BILINEAR)
+    return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, linear=("self", "other"))
 
 
 @rule_from([aten._trilinear.default, aten._trilinear.out])
@@ -54,10 +53,8 @@ def TRILINEAR(call: Call) -> Flow:
     gone = args["sumdim"]
     labels = [_inserted(args[f"i{i}"], args[f"expand{i}"]) for i in (1, 2, 3)]
     ndim = args["i1"].ndim + len(args["expand1"])
-    kinds = [["R", "R", kind] for kind in ("sum", "avg")]
-    rows = [f"{', '.join(kind[i:] + kind[:i])} -> {kind[-1]}" for kind in kinds for i in range(3)]
     made = [f"d{d}" for d in range(ndim) if d not in gone]
-    return Flow(labels, [made], reduce={f"d{d}": "sum" for d in gone}, partial=rows)
+    return Flow(labels, [made], reduce={f"d{d}": "sum" for d in gone}, linear=("i3", "i2", "i1"))
 
 
 def _inserted(x: TensorMeta, new: Sequence[int]) -> list[str]:
@@ -68,7 +65,7 @@ def _inserted(x: TensorMeta, new: Sequence[int]) -> list[str]:
 BLOCK_DIAG = rule(
     [aten.block_diag.default, aten.block_diag.out],
     "R -> R",
-    partial=["sum, ... -> sum", "avg, ... -> avg"],
+    linear="tensors",
 )
 
 RULES = (MM, BMM, MV, DOT, MATMUL, TRILINEAR, BLOCK_DIAG)

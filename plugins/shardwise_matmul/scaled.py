@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, rule, rule_from
+from shardwise.rule import Call, Flow, rule, rule_from, whole
 
 __all__ = ["RULES"]
 
@@ -46,13 +46,13 @@ def SCALED_MM(call: Call) -> Flow:
     """Rows pass where the first factor has one scale, or one for each of them; all else is whole."""
     first, scale = call.args["self"], call.args["scale_a"]
     if scale.dtype != torch.float32:  # blocks, in layouts of their own
-        return Flow([None] * len(call.operands), [None])
+        return whole(call)
     if scale.shape == (first.shape[0], 1) and first.shape[0] > 1:
         scaled: list[str | None] = ["m", None]
     elif all(n == 1 for n in scale.shape):
         scaled = [None] * scale.ndim
     else:
-        return Flow([None] * len(call.operands), [None])
+        return whole(call)
     rest = [None] * (len(call.operands) - 3)
     return Flow([["m", None], None, scaled, *rest], [["m", None]], nonempty={"m"})
 
@@ -60,7 +60,7 @@ def SCALED_MM(call: Call) -> Flow:
 @rule_from(aten._scaled_mm_v2.default, meta=_meta_v2)
 def SCALED_MM_V2(call: Call) -> Flow:
     """All is whole."""
-    return Flow([None] * len(call.operands), [None])
+    return whole(call)
 
 
 INT_MM = rule([aten._int_mm.default, aten._int_mm.out], "R, R -> R")

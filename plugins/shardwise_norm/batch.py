@@ -15,8 +15,6 @@ __all__ = ["RULES", "backward_rows", "forward_rows"]
 
 aten = torch.ops.aten
 
-# The backward is linear in the gradient of the output.
-LINEAR: tuple[str, ...] = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
 PER_CHANNEL = frozenset({"weight", "bias", *RUNNING})
 SAVED = frozenset({"save_mean", "save_invstd", "save_var"})
 
@@ -71,7 +69,7 @@ def forward_rows(call: Call, *, writes: bool) -> Rows:
         inputs,
         [labels, saved, saved, *rest, *back],
         reduce=dict.fromkeys((*_pooled(call), "c"), "R"),
-        lowered=_pooled(call) if training else False,
+        lowered=_pooled(call) if training else (),
         nonempty=labels,
     )
     rows = [row for plain in flow.bind(call).rows for row in _with_empty(plain)]
@@ -101,8 +99,8 @@ def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
                 yield evolve(row, inputs=tuple(inputs), name=f"{row.name}, statistics apart")
 
 
-def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
-    """Channels, batch and positions; ``linear`` are rows with a partial gradient."""
+def backward_rows(call: Call) -> Flow:
+    """Channels, batch and positions; linear in the gradient."""
     labels, training = _labels(call), is_training(call)
     saved = ("c",) if training else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}
@@ -112,8 +110,8 @@ def backward_rows(call: Call, linear: tuple[str, ...] = LINEAR) -> Flow:
         [dims.get(name) for name in call.operand_names],
         [labels, ("c",), ("c",)],
         reduce=dict.fromkeys(pooled, "R" if training else "sum"),
-        partial=linear,
-        lowered=pooled if training else False,
+        linear="grad_out|grad_output",
+        lowered=pooled if training else (),
         nonempty={"c"} if training else labels,
     )
 

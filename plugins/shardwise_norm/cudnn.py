@@ -21,9 +21,6 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# Linear in the gradient, which comes second.
-LINEAR = ("R, sum, R, ... -> sum, ...", "R, avg, R, ... -> avg, ...")
-
 
 def _normalise(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
     training = local.arg("training")
@@ -58,7 +55,7 @@ def forward(call: Call) -> Rows:
 @rule_from(aten.cudnn_batch_norm_backward.default, lowering=_differentiate)
 def backward(call: Call) -> Rows:
     """Channels; batch and positions by sums over all shards."""
-    return _lowered(backward_rows(call, LINEAR).bind(call))
+    return _lowered(backward_rows(call).bind(call))
 
 
 RULES = (forward, backward)

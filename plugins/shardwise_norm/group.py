@@ -13,9 +13,6 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# The backward is linear in grad_out, its first operand.
-LINEAR = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
-
 
 def _local_sizes(local: LocalCall) -> Mapping[str, int]:
     """The sizes that the op is told beside its tensors, of this rank's shard."""
@@ -56,7 +53,7 @@ def backward(call: Call) -> Flow:
         [dims[name] for name in ("input", "weight", "bias")],
         reduce={"n": "sum"},
         replicate={"c"},
-        partial=LINEAR,
+        linear="grad_out",
     )
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Flow, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, Labels, TensorMeta, labels, rule_from
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# The backward is linear in grad_out, its first operand.
-LINEAR = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
 
-
-def _labels(call: Call) -> tuple[str | None, ...]:
-    batch = call.args["input"].ndim - len(call.args["normalized_shape"])
-    return tuple(f"b{d}" if d < batch else None for d in range(call.args["input"].ndim))
+def _labels(call: Call) -> Labels:
+    ndim = call.args["input"].ndim
+    return labels(ndim, range(ndim - len(call.args["normalized_shape"]), ndim), "b")
 
 
 def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
@@ -33,9 +30,9 @@ def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
 @rule_from([aten.native_layer_norm.default, aten.native_layer_norm.out, aten._fused_rms_norm.default], results=_results)
 def forward(call: Call) -> Flow:
     """Batch dims; mean and rstd, which keep the normalised dims as size 1, follow."""
-    labels = _labels(call)
+    names = _labels(call)
     others = [None] * (len(call.operands) - 1)
-    return Flow([labels, *others], [labels])
+    return Flow([names, *others], [names])
 
 
 @rule_from(
@@ -47,14 +44,13 @@ def forward(call: Call) -> Flow:
 )
 def backward(call: Call) -> Flow:
     """Batch dims; the gradients of weight and bias are then partial sums."""
-    labels = _labels(call)
+    names = _labels(call)
     follows = ("grad_out", "input", "mean", "rstd")
-    batch = [label for label in labels if label]
     return Flow(
-        [labels if name in follows else None for name in call.operand_names],
-        [labels, *[None] * (len(call.outputs) - 1)],
-        reduce=dict.fromkeys(batch, "sum"),
-        partial=LINEAR,
+        [names if name in follows else None for name in call.operand_names],
+        [names, *[None] * (len(call.outputs) - 1)],
+        reduce={name: "sum" for name in names if name},
+        linear="grad_out",
     )
 
 

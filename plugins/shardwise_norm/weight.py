@@ -18,8 +18,8 @@ def weight_norm(call: Call) -> Flow:
     first = call.operands[0]
     assert first is not None
     dim = call.args["dim"] % first.ndim
-    labels = tuple("d" if d == dim else None for d in range(first.ndim))
-    return Flow([labels], [labels], nonempty={"d"})
+    names = tuple("d" if d == dim else None for d in range(first.ndim))
+    return Flow([names], [names], nonempty={"d"})
 
 
 RULES = (weight_norm,)

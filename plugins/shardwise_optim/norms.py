@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
 
 
-def _reduced(x: TensorMeta, kind: str, *, lowered: bool, partial: Sequence[str] = ()) -> Flow:
+def _reduced(x: TensorMeta, kind: str, *, lowered: Iterable[str] = (), partial: Sequence[str] = ()) -> Flow:
     """Any dim may be sharded; the result has none and is partial, or whole (``R``)."""
     dims = [f"d{d}" for d in range(x.ndim)]
     return Flow([dims], [()], reduce=dict.fromkeys(dims, kind), lowered=lowered, partial=partial)
@@ -111,7 +111,7 @@ def _arithmetic(order: float) -> tuple[str, Elementwise, Elementwise]:
 @rule_from(aten._foreach_norm.Scalar, zip_lists=True, lowering=norms)
 def NORM(self: TensorMeta) -> Flow:
     """[...] -> [()], whole."""
-    return _reduced(self, "R", lowered=True)
+    return _reduced(self, "R", lowered="*")
 
 
 def _into(lowering: Lowering) -> Lowering:
@@ -133,7 +133,7 @@ def _without_results(flow: Flow, call: Call) -> Rows:
 @rule_from(aten._foreach_norm.Scalar_out, zip_lists=True, lowering=_into(norms))
 def NORM_INTO(self: TensorMeta, *, call: Call) -> Rows:
     """[...] -> [()], whole."""
-    return _without_results(_reduced(self, "R", lowered=True), call)
+    return _without_results(_reduced(self, "R", lowered="*"), call)
 
 
 # -- maxima and sums of powers -----------------------------------------------------------------------------------
@@ -156,13 +156,13 @@ def _lowest(dtype: torch.dtype) -> float:
 @rule_from(aten._foreach_max.default, zip_lists=True, lowering=maxima)
 def MAX(self: TensorMeta) -> Flow:
     """[...] -> [()], partial max; max -> max."""
-    return _reduced(self, "max", lowered=True, partial=("max -> max",))
+    return _reduced(self, "max", lowered="*", partial=("max -> max",))
 
 
 @rule_from(aten._foreach_max.out, zip_lists=True, lowering=_into(maxima))
 def MAX_INTO(self: TensorMeta, *, call: Call) -> Rows:
     """[...] -> [()], partial max; max -> max."""
-    return _without_results(_reduced(self, "max", lowered=True, partial=("max -> max",)), call)
+    return _without_results(_reduced(self, "max", lowered="*", partial=("max -> max",)), call)
 
 
 def _power_sums() -> tuple[Rule, ...]:
@@ -174,7 +174,7 @@ def _power_sums() -> tuple[Rule, ...]:
     @rule_from(packet.Scalar, zip_lists=True)
     def POWER_SUM(self: TensorMeta) -> Flow:
         """[...] -> [()], partial sum."""
-        return _reduced(self, "sum", lowered=False)
+        return _reduced(self, "sum")
 
     return (POWER_SUM,)
 

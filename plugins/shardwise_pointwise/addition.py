@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import LocalCall, TensorSpec
+from shardwise.rule import LocalCall
 
 __all__ = ["ADDED_ONCE", "add_once"]
 
@@ -17,16 +17,8 @@ ADDED_ONCE = {1: ("sum -> sum",), 2: ("sum, R -> sum", "R, sum -> sum")}
 def add_once(local: LocalCall, x: torch.Tensor, y: Any, *rest: Any, **named: Any) -> Any:
     """``x + y`` or ``x - y`` where one is a partial sum: the other counts on the first rank only."""
     x_spec, y_spec = (*local.inputs, None)[:2]
-    if _is_left_out(local, x_spec, y_spec):
+    if x_spec is not None and not local.counts(x_spec, y_spec):
         y = torch.zeros_like(y) if isinstance(y, torch.Tensor) else type(y)(0)
-    if y_spec is not None and _is_left_out(local, y_spec, x_spec):
+    if y_spec is not None and not local.counts(y_spec, x_spec):
         x = torch.zeros_like(x)
     return local.call.op(x, y, *rest, **named)
-
-
-def _is_left_out(local: LocalCall, partials: TensorSpec | None, other: TensorSpec | None) -> bool:
-    """Whether this rank is not the first along some mesh dim on which only the first of the two is partial."""
-    if partials is None:
-        return False
-    also = {} if other is None else other.reductions
-    return any(local.coordinate[m] != 0 for m, kind in partials.reductions.items() if kind == "sum" and m not in also)

@@ -6,64 +6,62 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from shardwise.rule import Call, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
+from shardwise.rule import Call, Facts, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PartialRows", "elementwise", "elementwise_of", "overloads"]
 
 aten = torch.ops.aten
 
-# Rows with a partial operand, by the number of tensors in the call.
-PartialRows = Mapping[int, Sequence[str]]
+# Rows with a partial operand that no fact states, by the number of tensors in the call.
+PartialRows = Mapping[int, Sequence[str | Facts]]
 Condition = Callable[[Call], bool]
 
 
 def elementwise(
     names: str,
-    partials: PartialRows | None = None,
-    *,
+    *facts: Facts,
+    partial: PartialRows | None = None,
     when: Condition | None = None,
-    lowering: Lowering | None = None,
-    lowered: PartialRows | None = None,
+    lowering: tuple[PartialRows, Lowering] | None = None,
     resolves: bool = False,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
-    return elementwise_of(ops, partials, when=when, lowering=lowering, lowered=lowered, resolves=resolves)
+    return elementwise_of(ops, *facts, partial=partial, when=when, lowering=lowering, resolves=resolves)
 
 
 def elementwise_of(
     ops: Sequence[Op],
-    partials: PartialRows | None = None,
-    *,
+    *facts: Facts,
+    partial: PartialRows | None = None,
     when: Condition | None = None,
-    lowering: Lowering | None = None,
-    lowered: PartialRows | None = None,
+    lowering: tuple[PartialRows, Lowering] | None = None,
     resolves: bool = False,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
-    ``partial`` rows hold for all finite values, in calls for which ``when`` holds; those whose dtypes make them wrong
-    for a call are left out of it. ``lowered`` rows are such rows that run ``lowering``. ``resolves``, in place of a
-    lowering, lets the in-place ops among them take every partial tensor (see ``resolving``).
+    ``facts`` and ``partial`` rows hold for all finite values, in calls for which ``when`` holds; rows that the dtypes
+    of a call make wrong are left out of it. ``lowering`` is the function with rows that it runs. ``resolves``, in place
+    of one, lets the in-place ops among them take every partial tensor (see ``resolving``).
     """
-    plain, own = partials or {}, lowered or {}
-    table = {count: (*plain.get(count, ()), *own.get(count, ())) for count in sorted({*plain, *own})}
+    plain, (own, function) = partial or {}, lowering or ({}, None)
+    for op in ops:
+        for fact in facts:
+            fact.check(op)
 
     def describe(call: Call) -> Rows:
         present = sum(meta is not None for meta in call.operands)
-        rows = table.get(present, ()) if when is None or when(call) else ()
-        more = RESOLVED if resolves and call.signature.args[0].written else ()
-        flow = einop("... -> ...", partial=(*rows, *more), lowered=(*own.get(present, ()), *more))(call)
+        holds = when is None or when(call)
+        rows = (*facts, *plain.get(present, ())) if holds else ()
+        lowered = own.get(present, ()) if holds else ()
+        more: tuple[str | Facts, ...] = (*facts, *RESOLVED) if resolves and call.signature.args[0].written else ()
+        flow = einop("... -> ...", partial=rows, lowered=(*lowered, *more))(call)
         return Rows(tuple(row for row in flow.bind(call).rows if _stays(row, call) and _is_exact(row, call)))
 
-    describe.__doc__ = "..., ... -> ..." + _shown(table)
-    return rule_from(ops, lowering=resolve if resolves else lowering)(describe)
-
-
-def _shown(table: PartialRows) -> str:
-    rows = dict.fromkeys(row.replace(", ...", "") for rows in table.values() for row in rows)
-    return f" | {'; '.join(rows)}" if rows else ""
+    texts = dict.fromkeys(str(row) for rows in (facts, *plain.values(), *own.values()) for row in rows)
+    describe.__doc__ = "..., ... -> ..." + (f" | {'; '.join(texts)}" if texts else "")
+    return rule_from(ops, lowering=resolve if resolves else function)(describe)
 
 
 # -- which ops ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def GLU(self: TensorMeta, dim: int) -> Flow:
 @rule_from([aten.glu_backward.default, aten.glu_backward.grad_input])
 def GLU_BACKWARD(self: TensorMeta, dim: int) -> Flow:
     """Every dim but the one whose halves gate each other; linear in the gradient."""
-    return like(self, whole={dim}, partial=["sum, R -> sum", "avg, R -> avg"])
+    return like(self, whole={dim}, linear="grad_output")
 
 
 IS_IN = rule(

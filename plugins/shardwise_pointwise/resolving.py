@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import REDUCE_OPS, LocalCall
+from shardwise.rule import REDUCE_OPS, LocalCall, neutral
 
 __all__ = ["RESOLVED", "resolve"]
 
 RESOLVED = tuple(f"{kind}, R, ... -> {kind}, ..." for kind in REDUCE_OPS)
-# What leaves a reduction as it is, by kind; a kind that is not here takes the same value from every rank.
-_NEUTRAL = {"sum": 0, "product": 1}
+# Every rank's piece counts in these; the others take the same value from every rank.
+_ONCE = ("sum", "product")
 
 
 def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
     """The in-place op on the whole of a partial ``x``, put back so that reducing it gives the result."""
-    partials = local.spec("self").reductions
+    spec = local.spec("self")
     whole = x
-    for mesh_dim, kind in reversed(partials.items()):
+    for mesh_dim, kind in reversed(spec.reductions.items()):
         whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
     local.call.op(x.copy_(whole), *rest, **named)
-    for mesh_dim, kind in partials.items():
-        if kind in _NEUTRAL and local.coordinate[mesh_dim] != 0:
-            x.fill_(_NEUTRAL[kind])
+    for kind in _ONCE:
+        if not local.counts(spec, kind=kind):
+            x.fill_(neutral(kind, x.dtype))
     return x

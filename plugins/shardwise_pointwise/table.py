@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from shardwise.rule import UNMOVED, Facts, affine, decreasing, linear, monotone, moves
 from shardwise_pointwise.addition import ADDED_ONCE, add_once
 from shardwise_pointwise.division import by_one_number, divide
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
@@ -49,14 +50,8 @@ POLYNOMIALS = """
 
 # -- some do -----------------------------------------------------------------------------------------------------
 
-LINEAR = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
-AFFINE = "avg, R, ... -> avg"
-RISING = ("max, R, ... -> max, ...", "min, R, ... -> min, ...")
 # x + y and x - y, where `alpha` may have either sign: only the first operand is sure to rise.
-ADDITIVE = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg", *RISING)
-REVERSED = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg", "R, max -> max", "R, min -> min")
-BILINEAR = (*LINEAR, "R, sum -> sum", "R, avg -> avg", "product, product -> product")
-EXTREME = (*RISING, "R, max -> max", "R, min -> min")
+ADDITIVE = linear("self other") + affine("self", "other")
 
 BACKWARD = """
     sigmoid_backward tanh_backward threshold_backward hardtanh_backward hardsigmoid_backward
@@ -65,25 +60,14 @@ BACKWARD = """
 """
 
 # x + w (y - x): linear in x and y together, affine in each of the three.
-LERP = {
-    2: ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg"),
-    3: ("sum, sum, R -> sum", "avg, avg, R -> avg", "avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg"),
-}
+LERP = linear("self end") + affine("self", "end", "weight")
 # x + v y z: linear in x with one of y and z, affine in each of the three.
-ADDCMUL = {
-    3: (
-        *("sum, sum, R -> sum", "sum, R, sum -> sum", "avg, avg, R -> avg", "avg, R, avg -> avg"),
-        *("avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg"),
-    )
-}
-# x + v y / z: where z is zero, an infinity is added, which an average passes on and parts of y would not agree on.
-ADDCDIV = {3: ("avg, R, R -> avg",)}
-WHERE = {
-    3: (
-        *(f"R, {kind}, {kind} -> {kind}" for kind in ("sum", "avg", "max", "min", "product")),
-        *(row for kind in ("avg", "max", "min") for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
-    )
-}
+ADDCMUL = linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")
+# A value that is whole may stand beside one that is partial in such a way that equal pieces are the value.
+WHERE: tuple[str | Facts, ...] = (
+    moves("self other"),
+    *(row for kind in UNMOVED for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
+)
 
 # Ops that torch makes when it compiles: an optimizer's addcmul with a tensor for its factor, say, is traced as one.
 MADE_LATE = ("prims::fma",)
@@ -96,27 +80,28 @@ RULES = (
     elementwise(ACTIVATIONS),
     elementwise(SPECIAL),
     elementwise(POLYNOMIALS),
-    elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", {1: RISING}),
-    elementwise("relu relu6 hardtanh ceil floor trunc round", {1: RISING}),
-    elementwise("clamp clip clamp_min clamp_max", {1: RISING, 2: RISING, 3: RISING}, resolves=True),
-    elementwise("deg2rad rad2deg", {1: (*LINEAR, *RISING)}),
-    elementwise("neg", {1: (*LINEAR, "max -> min", "min -> max")}),
-    elementwise("positive conj_physical _conj_physical", {1: LINEAR}),
-    elementwise("add sub", {1: (AFFINE, *RISING), 2: ADDITIVE}, lowering=add_once, lowered=ADDED_ONCE),
-    elementwise("rsub", {1: (AFFINE,), 2: REVERSED}, lowering=add_once, lowered=ADDED_ONCE),
-    elementwise("mul", {1: LINEAR, 2: BILINEAR}),
-    # Linear in the first; by name, since ATen lists an overload of ldexp that it lacks.
-    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], {2: LINEAR}),
-    elementwise("div true_divide", when=by_one_number, lowering=divide, lowered={1: LINEAR, 2: LINEAR}),
-    elementwise("maximum", {2: ("max, max -> max", *EXTREME)}),
-    elementwise("minimum", {2: ("min, min -> min", *EXTREME)}),
+    elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", monotone("self")),
+    elementwise("relu relu6 hardtanh ceil floor trunc round", monotone("self")),
+    elementwise("clamp clip clamp_min clamp_max", monotone("self"), resolves=True),
+    elementwise("deg2rad rad2deg", linear("self"), monotone("self")),
+    elementwise("neg", linear("self"), decreasing("self")),
+    elementwise("positive conj_physical _conj_physical", linear("self")),
+    elementwise("add sub", ADDITIVE, monotone("self"), lowering=(ADDED_ONCE, add_once)),
+    elementwise("rsub", ADDITIVE, monotone("other"), lowering=(ADDED_ONCE, add_once)),
+    elementwise("mul", linear("self"), linear("other"), partial={2: ("product, product -> product",)}),
+    # By name, since ATen lists an overload of ldexp that it lacks.
+    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], partial={2: (linear("self"),)}),
+    elementwise("div true_divide", when=by_one_number, lowering=(dict.fromkeys((1, 2), (linear("self"),)), divide)),
+    elementwise("maximum", partial={2: ["max, max -> max", monotone("self"), monotone("other")]}),
+    elementwise("minimum", partial={2: ["min, min -> min", monotone("self"), monotone("other")]}),
     elementwise("lerp", LERP),
     elementwise("addcmul", ADDCMUL),
-    elementwise("addcdiv", ADDCDIV),
-    elementwise("where", WHERE),
-    elementwise(BACKWARD, dict.fromkeys((2, 3), LINEAR)),
+    # x + v y / z: where z is zero, an infinity is added, which an average passes on and parts of y would not agree on.
+    elementwise("addcdiv", affine("self")),
+    elementwise("where", partial={3: WHERE}),
+    elementwise(BACKWARD, linear("grad_output|grad_out")),
     # gelu.out and gelu_backward.grad_input are left out: on a CPU they silently leave an out= tensor as it was when
     # its strides differ from the input's (oneDNN, torch 2.11 to 2.13), as local strides may where global ones do not.
     elementwise_of([aten.gelu.default, aten.gelu_.default]),
-    elementwise_of([aten.gelu_backward.default], {2: LINEAR}),
+    elementwise_of([aten.gelu_backward.default], linear("grad_output")),
 )

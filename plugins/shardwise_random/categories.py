@@ -82,7 +82,7 @@ def _check(local: LocalCall, weights: Tensor, count: int, *, replacement: bool) 
 def MULTINOMIAL(self: TensorMeta) -> Flow:
     """Rows may be sharded; the categories are whole."""
     labels = ("b", None) if self.ndim == 2 else (None,)  # noqa: PLR2004  # rows of categories
-    return Flow([labels], [labels], lowered="*")
+    return Flow([labels], [labels], lowered=("*", "R"))
 
 
 # -- random orders ---------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def _permute(local: LocalCall, n: int, *, generator: torch.Generator | None = No
 @rule_from(aten.randperm.generator_out, lowering=_permute)
 def PERMUTATION() -> Flow:
     """The order may be cut, for every rank works all of it out."""
-    return Flow([], [("n",)], reduce={}, lowered="*")
+    return Flow([], [("n",)], reduce={}, lowered=("*", "R"))
 
 
 RULES = (MULTINOMIAL, PERMUTATION)

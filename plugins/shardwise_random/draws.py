@@ -103,11 +103,10 @@ FILL = rule(
         getattr(aten.random_, "from"),
     ],
     "... -> ...",
-    lowering=fill_part,
-    lowered="*",
+    lowering={("*", "R"): fill_part},
 )
 
-FILL_BY_PROBABILITY = rule(aten.bernoulli_.Tensor, "..., ... -> ...", lowering=fill_part, lowered="*")
+FILL_BY_PROBABILITY = rule(aten.bernoulli_.Tensor, "..., ... -> ...", lowering={("*", "R"): fill_part})
 
 LIKE = rule(
     [
@@ -131,8 +130,7 @@ LIKE = rule(
         getattr(aten.random, "from"),
     ],
     "... -> ...",
-    lowering=draw_part,
-    lowered="*",
+    lowering={("*", "R"): draw_part},
 )
 
 RULES = (FILL, FILL_BY_PROBABILITY, LIKE)

@@ -33,7 +33,7 @@ def drop(
     return input.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
 
 
-DROPOUT = rule(aten.native_dropout.default, "... -> ..., ...", lowering=drop, lowered="*")
+DROPOUT = rule(aten.native_dropout.default, "... -> ..., ...", lowering={("*", "R"): drop})
 
 BACKWARD = rule(
     aten.native_dropout_backward.default,

@@ -56,8 +56,7 @@ def _as_torch_does(
 RECTIFY = rule(
     [aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default],
     "..., ... -> ...",
-    lowering=rectify,
-    lowered="*",
+    lowering={("*", "R"): rectify},
 )
 
 RULES = (RECTIFY,)

@@ -57,16 +57,15 @@ def _check(local: LocalCall, given: dict[str, Any]) -> None:
         raise RuntimeError(f"Expected {'p_in' if name == 'p' else name} >= {least:g} && <= {most:g}")
 
 
-ONE = rule(aten.bernoulli.default, "... -> ...", lowering=_of(distributions.bernoulli, "self"), lowered="*")
-PROBABILITIES = rule(aten.bernoulli.Tensor, "..., ... -> ...", lowering=_of(distributions.bernoulli, "p"), lowered="*")
+ONE = rule(aten.bernoulli.default, "... -> ...", lowering={("*", "R"): _of(distributions.bernoulli, "self")})
+PROBABILITIES = rule(aten.bernoulli.Tensor, "..., ... -> ...", lowering={("*", "R"): _of(distributions.bernoulli, "p")})
 NORMAL = rule(
     [aten.normal.Tensor_float, aten.normal.float_Tensor],
     "... -> ...",
-    lowering=_of(distributions.normal, "mean", "std"),
-    lowered="*",
+    lowering={("*", "R"): _of(distributions.normal, "mean", "std")},
 )
 NORMALS = rule(
-    aten.normal.Tensor_Tensor, "..., ... -> ...", lowering=_of(distributions.normal, "mean", "std"), lowered="*"
+    aten.normal.Tensor_Tensor, "..., ... -> ...", lowering={("*", "R"): _of(distributions.normal, "mean", "std")}
 )
 
 
@@ -89,9 +88,8 @@ REJECTED = rule(
         aten._sample_dirichlet.default,
     ],
     "R -> R",
-    lowering=_draw_whole,
-    lowered="*",
+    lowering={("*", "R"): _draw_whole},
 )
-BINOMIAL = rule(aten.binomial.default, "R, R -> R", lowering=_draw_whole, lowered="*")
+BINOMIAL = rule(aten.binomial.default, "R, R -> R", lowering={("*", "R"): _draw_whole})
 
 RULES = (ONE, PROBABILITIES, NORMAL, NORMALS, REJECTED, BINOMIAL)

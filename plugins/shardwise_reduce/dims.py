@@ -38,7 +38,7 @@ def reduction(call: Call, kind: str, *, partial: Iterable[str] = (), lowered: bo
     labels = tuple(f"d{d}" for d in range(x.ndim))
     result = tuple(None if d in dims else labels[d] for d in range(x.ndim) if keepdim or d not in dims)
     gone = {labels[d]: kind for d in dims}
-    return Flow([labels], [result], reduce=gone, partial=partial, lowered=gone if lowered else False)
+    return Flow([labels], [result], reduce=gone, partial=partial, lowered=gone if lowered else ())
 
 
 # -- for lowerings -----------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def TRANSFORM(call: Call) -> Flow:
     x = call.args["self"]
     dims = {d % x.ndim for d in call.args["dim"]}
     labels = tuple(None if d in dims else f"d{d}" for d in range(x.ndim))
-    return Flow([labels], [labels], partial=["sum -> sum", "avg -> avg"], lowered=True)
+    return Flow([labels], [labels], partial=["sum -> sum", "avg -> avg"], lowered="*")
 
 
 RULES = (TRANSFORM,)

@@ -7,9 +7,22 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import REDUCE_OPS, Call, Flow, LocalCall, TensorMeta, like, rule, rule_from
+from shardwise.rule import (
+    ANY,
+    REDUCE_OPS,
+    UNMOVED,
+    Call,
+    Flow,
+    LocalCall,
+    TensorMeta,
+    each,
+    labels,
+    like,
+    rule,
+    rule_from,
+)
 from shardwise_tensor.devices import stays_on_mesh
-from shardwise_tensor.dims import ANY, UNMOVED, each, kept_by_cast, labels, same_dtype
+from shardwise_tensor.dtypes import kept_by_cast, same_dtype
 
 __all__ = ["RULES"]
 
@@ -96,7 +109,7 @@ def EQUAL(x: TensorMeta, other: TensorMeta) -> Flow:
     if x.shape != other.shape:
         return Flow([None], [])
     names = labels(x.ndim)
-    return Flow([names], [], lowered=True)
+    return Flow([names], [], lowered="*")
 
 
 def _same_global_size(local: LocalCall, *_: Any) -> bool:
@@ -109,7 +122,7 @@ def SAME_SIZE(x: TensorMeta, other: TensorMeta) -> Flow:
     """Any placements: the global shapes answer."""
     left, right = [f"x{d}" for d in range(x.ndim)], [f"y{d}" for d in range(other.ndim)]
     pairs = product(["R", *REDUCE_OPS, *left], ["R", *REDUCE_OPS, *right])
-    return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered=True)
+    return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered="*")
 
 
 IS_PINNED = rule(aten.is_pinned.default, "... ->", partial=["* ->"])

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, TensorMeta, rule_from
-from shardwise_tensor.dims import labels
+from shardwise.rule import Flow, TensorMeta, labels, rule_from
 
 __all__ = ["RULES"]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, labels, like, rule, rule_from
 from shardwise_tensor.devices import stays_on_mesh
-from shardwise_tensor.dims import labels
 
 __all__ = ["RULES", "dense_strides"]
 

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, rule, rule_from
-from shardwise_tensor.dims import dim_of, labels, replaced
+from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, labels, replaced, rule, rule_from
 from shardwise_tensor.owning import look_up, never_empty
 
 __all__ = ["RULES"]

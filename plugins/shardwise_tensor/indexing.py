@@ -9,8 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, rule_from
-from shardwise_tensor.dims import Labels
+from shardwise.rule import Flow, Labels, LocalCall, TensorMeta, rule_from
 from shardwise_tensor.owning import Owned, look_up, never_empty
 
 __all__ = ["RULES", "Indexing", "is_mask", "owned_block"]

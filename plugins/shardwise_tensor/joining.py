@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, rule_from
-from shardwise_tensor.dims import dim_of, labels, same_dtype
+from shardwise.rule import Call, Flow, TensorMeta, dim_of, labels, rule_from
+from shardwise_tensor.dtypes import same_dtype
 
 __all__ = ["RULES"]
 

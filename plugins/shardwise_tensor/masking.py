@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, Partial, TensorMeta, rule, rule_from
-from shardwise_tensor.dims import UNMOVED, Labels, each, labels, same_dtype
+from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, each, labels, neutral, rule, rule_from
+from shardwise_tensor.dtypes import same_dtype
 
 __all__ = ["RULES"]
 
@@ -21,15 +21,15 @@ def _broadcast(x: TensorMeta, mask: TensorMeta) -> tuple[Labels, Labels, Labels]
     return names[ndim - x.ndim :], names[ndim - mask.ndim :], names
 
 
-# What an element of a partial tensor is on all ranks but one, so that the one alone says its value.
-SILENT = {"sum": 0, "product": 1}
+# Reductions in which every rank's piece counts: the first rank alone has the value.
+ONCE = ("sum", "product")
 
 
 def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: Any) -> Tensor:
     """The first rank of each partial mesh dim fills in the value, the others what it does not notice."""
-    for at, placement in zip(local.coordinate, local.spec("self").placements, strict=True):
-        if at and isinstance(placement, Partial) and placement.reduce_op in SILENT:
-            silent = SILENT[placement.reduce_op]
+    for kind in ONCE:
+        if not local.counts(local.spec("self"), kind=kind):
+            silent = neutral(kind, x.dtype)
             value = torch.full_like(value, silent) if isinstance(value, Tensor) else silent
     filled: Tensor = local.call.op(x, mask, value, **named)
     return filled
@@ -45,7 +45,7 @@ def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
     x_names, mask_names, names = _broadcast(x, mask)
     if value == 0:
         return Flow([x_names, mask_names], [names], partial=("*, R -> *",))
-    once = each(SILENT, "k, R -> k")
+    once = each(ONCE, "k, R -> k")
     return Flow([x_names, mask_names], [names], partial=[*each(UNMOVED, "k, R -> k"), *once], lowered=once)
 
 
@@ -54,7 +54,7 @@ def MASKED_FILL_FROM(x: TensorMeta, mask: TensorMeta, value: TensorMeta) -> Flow
     """..., ..., () -> ..."""
     x_names, mask_names, names = _broadcast(x, mask)
     partials = ("*, R, * -> *",) if same_dtype(x, value) else ()
-    once = each(SILENT, "k, R, R -> k")
+    once = each(ONCE, "k, R, R -> k")
     rows = [*partials, *each(UNMOVED, "k, R, R -> k"), *once]
     return Flow([x_names, mask_names, ()], [names], partial=rows, lowered=once)
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, rule_from
-from shardwise_tensor.dims import UNMOVED, Labels, labels
+from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, labels, rule_from
 from shardwise_tensor.indexing import Indexing, is_mask, owned_block
 from shardwise_tensor.scattering import ADDED
 

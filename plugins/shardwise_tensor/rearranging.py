@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
-from shardwise_tensor.dims import ANY, dim_of
+from shardwise.rule import ANY, Flow, LocalCall, TensorMeta, dim_of, like, rule, rule_from
 
 __all__ = ["RULES"]
 

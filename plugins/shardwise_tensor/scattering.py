@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
-from shardwise_tensor.dims import UNMOVED, dim_of, each, labels, replaced
+from shardwise.rule import UNMOVED, Call, Flow, LocalCall, TensorMeta, dim_of, each, labels, replaced, rule_from
 from shardwise_tensor.owning import look_up
 
 __all__ = ["ADDED", "RULES"]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, rule_from
-from shardwise_tensor.dims import Labels, dim_of
+from shardwise.rule import Call, Flow, Labels, TensorMeta, dim_of, rule_from
 
 __all__ = ["RULES"]
 

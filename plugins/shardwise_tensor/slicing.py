@@ -8,21 +8,28 @@ from typing import Any
 import torch
 
 from shardwise.rule import (
+    ANY,
     REDUCE_OPS,
     REPLICATE,
+    UNMOVED,
     Call,
     Flow,
+    Labels,
     LocalCall,
     Row,
     Rows,
     TensorMeta,
+    dim_of,
+    each,
+    labels,
     like,
     partial,
+    replaced,
     rule_from,
     shard,
     show,
 )
-from shardwise_tensor.dims import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, same_dtype
+from shardwise_tensor.dtypes import same_dtype
 
 __all__ = ["RULES"]
 

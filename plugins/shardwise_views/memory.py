@@ -45,7 +45,7 @@ def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int 
     if not _is_dense(x) or _reach(size, stride, offset or 0) > x.numel:
         return Rows(())
     names = [f"d{d}" for d in range(x.ndim)]
-    return Flow([names], [None], reduce=dict.fromkeys(names, "R"), partial=("* -> R",), lowered=("*",))
+    return Flow([names], [None], reduce=dict.fromkeys(names, "R"), partial=("* -> R",), lowered=("*", "R"))
 
 
 # -- the memory --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def AS_STRIDED_SCATTER(
     if not _is_dense(self) or _reach(size, stride, storage_offset or 0) > self.numel:
         return Rows(())
     names = [f"d{d}" for d in range(self.ndim)]
-    return Flow([names, None], [None], reduce=dict.fromkeys(names, "R"), partial=("*, R -> R",), lowered=("*",))
+    return Flow([names, None], [None], reduce=dict.fromkeys(names, "R"), partial=("*, R -> R",), lowered=("*", "R"))
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _resize(local: LocalCall, x: torch.Tensor, *_: Any, memory_format: torch.mem
 
 def _resized(x: TensorMeta, size: Sequence[int], memory_format: torch.memory_format | None) -> Flow | Rows:
     if tuple(size) == tuple(x.shape) and memory_format in (None, torch.preserve_format):
-        return like(x, partial=("* -> *",), lowered=("*",))
+        return like(x, partial=("* -> *",), lowered=("*", "R"))
     return Flow([None], [None], lowered=("R",)) if _is_dense(x) else Rows(())
 
 

@@ -109,7 +109,7 @@ def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     gone = _squeezed(self, dim)
     kept = [None if i in gone else f"d{i}" for i in range(self.ndim)]
     stay = [label for i, label in enumerate(kept) if i not in gone]
-    return Flow([kept], [stay], partial=ANY_PARTIAL, lowered=True)
+    return Flow([kept], [stay], partial=ANY_PARTIAL, lowered="*")
 
 
 RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)

@@ -88,8 +88,7 @@ def test_the_oracle_tells_an_unmasked_look_up():
         aten.embedding.default,
         "row column, n -> n column",
         reduce={"row": "sum"},
-        lowering=without_a_mask,
-        lowered=["row"],
+        lowering={"row": without_a_mask},
     )
     with pytest.raises(RuleRefuted, match="shard row"):
         check_rule(unmasked, [((torch.randn(12, 3), torch.tensor([0, 5, 7, 2])), {})])

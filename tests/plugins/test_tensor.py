@@ -28,7 +28,7 @@ from shardwise_tensor import (
     slicing,
 )
 from shardwise_tensor.creating import dense_strides
-from shardwise_tensor.dims import kept_by_cast
+from shardwise_tensor.dtypes import kept_by_cast
 
 aten = torch.ops.aten
 FAMILIES = (copying, creating, gathering, indexing, joining, masking, putting, rearranging, scattering, slicing)

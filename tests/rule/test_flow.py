@@ -59,7 +59,7 @@ def test_a_name_to_replicate_gives_no_row():
 
 
 def test_a_reduced_name_may_leave_the_whole_value():
-    flow = Flow([("a",)], [()], reduce={"a": "R"}, lowered=True)
+    flow = Flow([("a",)], [()], reduce={"a": "R"}, lowered="*")
     (row, whole) = flow.bind(call(aten.sum.default, meta(4), outputs=(meta(),))).rows
     assert (str(row), row.lowered, whole.lowered) == ("shard a: [S(0)] -> [R]", True, False)
 
@@ -121,7 +121,7 @@ def test_nonempty_names_are_passed_on():
 def test_lowered_rows_are_those_named_but_never_the_whole_one():
     some = Flow([("m", "k"), ("k", "n")], [("m", "n")], reduce={"k": "sum"}, lowered={"k"}).bind(mm(2, 3, 4))
     assert [r.lowered for r in some.rows] == [False, True, False, False]
-    every = Flow([("m", "k"), ("k", "n")], [("m", "n")], reduce={"k": "sum"}, lowered=True).bind(mm(2, 3, 4))
+    every = Flow([("m", "k"), ("k", "n")], [("m", "n")], reduce={"k": "sum"}, lowered="*").bind(mm(2, 3, 4))
     assert [r.lowered for r in every.rows] == [True, True, True, False]
 
 

@@ -298,7 +298,7 @@ def all_kinds_of_communication():
         return x + torch.rand(x.shape)
 
     op = find_op("aten.neg.default", (), {})
-    talking = rule(op, "m n -> m n", lowering=talk, lowered=["*"])
+    talking = rule(op, "m n -> m n", lowering={("*", "R"): talk})
     undo = default_registry().override(talking)
     try:
         x = sw.distribute_tensor(torch.ones(8, 6), worker_mesh((2, 2)), [shard(0), shard(1)])

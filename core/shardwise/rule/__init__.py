@@ -12,7 +12,7 @@ from shardwise.kernel.placements import (
     show,
     show_all,
 )
-from shardwise.kernel.reductions import REDUCE_OPS
+from shardwise.kernel.reductions import REDUCE_OPS, neutral
 from shardwise.kernel.rule import FullMeshRule, Row, Rows, Rule
 from shardwise.kernel.schema import OpSchema, OpStrategy, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
@@ -20,28 +20,33 @@ from shardwise.kernel.spec import AbstractMesh, Mesh, TensorMeta, TensorSpec
 from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
+from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
+from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
 from shardwise.rule.lowering import Coming, LocalCall, Lowering
 
 __all__ = [
+    "ANY",
     "AbstractMesh",
     "ByType",
     "Call",
     "Coming",
     "Draw",
+    "Facts",
     "Flow",
     "FullMeshRule",
     "Kind",
+    "Labels",
     "LocalCall",
     "Lowering",
     "Mesh",
     "Op",
     "OpSchema",
     "OpStrategy",
-    "REDUCE_OPS",
     "Partial",
     "Placement",
     "PlacementStrategy",
+    "REDUCE_OPS",
     "REPLICATE",
     "Region",
     "Replicate",
@@ -52,17 +57,29 @@ __all__ = [
     "Shard",
     "TensorMeta",
     "TensorSpec",
+    "UNMOVED",
+    "affine",
     "check_placements",
     "chunk",
     "common_factor",
+    "decreasing",
+    "dim_of",
+    "each",
     "einop",
     "full_mesh_rule",
+    "labels",
     "like",
+    "linear",
+    "monotone",
+    "moves",
+    "neutral",
     "partial",
+    "replaced",
     "rule",
     "rule_from",
     "shard",
     "show",
     "show_all",
     "signature",
+    "whole",
 ]

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 from shardwise.errors import RuleArgumentError, RuleError
 from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
 from shardwise.kernel.spec import TensorMeta
 from shardwise.private_torch.ops import OpLike
-from shardwise.rule.flow import Flow, Label, flag_or_names
+from shardwise.rule.facts import Facts, FactWords, stated
+from shardwise.rule.flow import Flow, RowNames, row_names
+from shardwise.rule.labels import labels
 from shardwise.rule.lowering import LocalArgs, Lowering
 from shardwise.rule.notation import parse
 from shardwise.rule.pattern import Options, Pattern, labelled, listed
@@ -37,14 +39,14 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     *,
     reduce: Mapping[str, str] | None = None,
     replicate: Iterable[str] = (),
-    partial: Iterable[str] = (),
+    partial: Iterable[str | Facts] = (),
     static: Iterable[str] = (),
     zip_lists: bool = False,
-    lowering: Lowering | None = None,
+    lowering: Lowering | Mapping[Any, Lowering] | None = None,
     local_args: LocalArgs | None = None,
-    lowered: bool | Iterable[str] | None = None,
     nonempty: Iterable[str] = (),
     replaces: str | None = None,
+    **facts: Unpack[FactWords],
 ) -> Rule:
     """A rule in einop notation.
 
@@ -52,33 +54,44 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     a mapping ``{"self other": "...", "lr": "R", "->": "..."}`` from argument names to operands (without ``"->"``,
     every result is like the first argument named). An operand with fewer dims than named is right-aligned; a size-1
     dim broadcasts. ``reduce`` names the reduction of a dim that vanishes, ``replicate`` the dims that must be
-    whole, ``partial`` further legal rows: an entry per tensor, each ``R``, a reduction, ``*`` (any kind) or a dim;
-    a trailing ``, ...`` repeats the last. ``lowered`` names the rows (by dim or row text; ``*``: every row) that run
-    ``lowering``; all but ``R`` when it is not given. ``replaces`` names the distribution whose rules for these ops give
-    way to this one (``"shardwise"`` for those that ship with it); without it, two rules for one op are a conflict.
+    whole.
+
+    Facts say by name which operands may be partial: ``linear="grad_out"``, ``linear=("self", "mat2")`` (one at a time),
+    ``linear="self other"`` (both together), and so ``affine``, ``monotone``, ``decreasing``, ``moves``; see
+    :mod:`shardwise.rule.facts`. ``partial`` has the rows that no fact states: an entry per tensor, each ``R``, a
+    reduction, ``*`` (any kind) or a dim; a trailing ``, ...`` repeats the last.
+
+    ``lowering`` is the rule's own way of running an op: a function for every row but the whole one, or a mapping that
+    attaches it to rows: ``{"k": add_once}``, ``{("k", "R, sum -> sum"): add_once}``. A row is named by its dim, its
+    text or its fact (which then need not stand in ``partial`` too); ``R`` is the whole row and ``*`` every other. It is
+    one function, since mesh dims may take different rows and one call runs once.
+
+    ``replaces`` names the distribution whose rules for these ops are replaced by this one (``"shardwise"`` for those
+    that ship with it); without it, two rules for one op are a conflict.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
     ops = _as_ops(ops)
     shape = Pattern.of(ops, notation)
+    function, lowered = _attached(lowering)
     options = Options(
         reduce=dict(reduce or {}),
         replicate=frozenset(replicate),
-        partial=tuple(partial),
-        lowered=lowering is not None if lowered is None else flag_or_names(lowered),
+        partial=(*stated(facts), *partial),
+        lowered=lowered,
         nonempty=frozenset(nonempty),
     )
-    shape.check(options)
+    shape.check(ops, options)
     return Rule(
         ops=ops,
         describe=lambda call: shape.flow(call, options),
         text=str(shape),
         static=_checked_static(ops, static),
         zip_lists=zip_lists,
-        lowering=lowering,
+        lowering=function,
         local_args=local_args,
         source=_caller(),
-        partial=options.partial,
+        partial=tuple(map(str, options.partial)),
         replaces=replaces,
     )
 
@@ -99,8 +112,9 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
 
     The function takes the op's arguments in schema order (as many as it declares; keyword-only ones by name; ``out=``
     never), with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or
-    :class:`Rows`. A parameter named ``call`` gets the whole :class:`Call`, output metas included. Arguments that are
-    keyed by type only (floats, scalars) must be named in ``static`` before the function may read their value.
+    :class:`Rows`. Their ``lowered=`` names the rows that run ``lowering``. A parameter named ``call`` gets the whole
+    :class:`Call`, output metas included. Arguments that are keyed by type only (floats, scalars) must be named in
+    ``static`` before the function may read their value.
 
     ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
@@ -163,13 +177,16 @@ def like(
     x: TensorMeta,
     *,
     whole: Iterable[int] = (),
-    partial: Iterable[str] = (),
-    lowered: bool | Iterable[str] = False,
+    partial: Iterable[str | Facts] = (),
+    lowered: RowNames = (),
+    **facts: Unpack[FactWords],
 ) -> Flow:
-    """Every operand and result has the dims of ``x``; each dim may be sharded but those in ``whole``."""
-    kept = {d % x.ndim for d in whole} if x.ndim else set()
-    labels: tuple[Label, ...] = tuple(None if d in kept else f"d{d}" for d in range(x.ndim))
-    return Flow([labels], [labels], partial=partial, lowered=lowered)
+    """Every operand and result has the dims of ``x``; each dim may be sharded but those in ``whole``.
+
+    Facts, ``partial`` and ``lowered`` are as in :class:`Flow`.
+    """
+    names = labels(x.ndim, whole if x.ndim else ())
+    return Flow([names], [names], partial=partial, lowered=lowered, **facts)
 
 
 def einop(
@@ -177,23 +194,46 @@ def einop(
     *,
     reduce: Mapping[str, str] | None = None,
     replicate: Iterable[str] = (),
-    partial: Iterable[str] = (),
-    lowered: bool | Iterable[str] = False,
+    partial: Iterable[str | Facts] = (),
+    lowered: RowNames = (),
     nonempty: Iterable[str] = (),
+    **facts: Unpack[FactWords],
 ) -> Callable[[Call], Flow]:
-    """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return."""
+    """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return.
+
+    ``lowered`` names the rows that run the rule's lowering, as in :class:`Flow`.
+    """
     parsed = parse(notation)
     options = Options(
         dict(reduce or {}),
         frozenset(replicate),
-        tuple(partial),
-        flag_or_names(lowered),
+        (*stated(facts), *partial),
+        row_names(lowered),
         frozenset(nonempty),
     )
     return lambda call: labelled(call, parsed.inputs, parsed.outputs, options)
 
 
 # -- small parts -------------------------------------------------------------------------------------------------
+
+
+def _attached(
+    lowering: Lowering | Mapping[Any, Lowering] | None,
+) -> tuple[Lowering | None, tuple[str | Facts, ...]]:
+    """A rule's lowering, and the names of the rows that run it."""
+    if lowering is None:
+        return None, ()
+    if not isinstance(lowering, Mapping):
+        return lowering, ("*",)
+    functions = list(dict.fromkeys(lowering.values()))
+    if len(functions) != 1:
+        raise RuleError(
+            asked="make a rule whose lowering is attached to rows",
+            found=f"the mapping has {len(functions)} functions",
+            do="Attach one function: mesh dims may take different rows, and it runs once for all of them. It reads "
+            "from the specs which ones.",
+        )
+    return functions[0], tuple(name for names in lowering for name in row_names(names))
 
 
 def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:

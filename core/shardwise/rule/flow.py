@@ -6,8 +6,8 @@ sharded on it, the others are whole, and an output that lacks it is partial. Exp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Unpack
 
 from attrs import evolve, field, frozen
 
@@ -17,8 +17,9 @@ from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import TensorMeta
+from shardwise.rule.facts import Facts, FactWords, stated
 
-__all__ = ["Factor", "Flow", "Label"]
+__all__ = ["Factor", "Flow", "Label", "RowNames", "row_names", "split_row"]
 
 Factor = tuple[str, int]
 # A dim of one tensor: a name, a compound of (name, size) factors, or None for a dim that is never sharded.
@@ -29,6 +30,21 @@ Dims = Sequence[Label] | None
 _bound: dict[tuple[Any, ...], Rows] = {}
 _MAX_BOUND = 1024
 
+# Rows by name: a dim, a row text, R, *, or facts.
+RowNames = str | Facts | Iterable[str | Facts]
+
+
+def row_names(names: RowNames) -> tuple[str | Facts, ...]:
+    """One name, or several; those of a set in an order that is the same in every process."""
+    if isinstance(names, (str, Facts)):
+        return (names,)
+    return tuple(sorted(names, key=str) if isinstance(names, (set, frozenset)) else names)
+
+
+def _is_row(name: str | Facts) -> bool:
+    """Whether a name of a row says what the row is, so that it need not be described elsewhere."""
+    return isinstance(name, Facts) or "->" in name
+
 
 def _operands(dims: Iterable[Dims]) -> tuple[Dims, ...]:
     return tuple(None if labels is None else tuple(labels) for labels in dims)
@@ -38,55 +54,79 @@ def _names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _texts(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(texts)
-
-
-def flag_or_names(value: bool | Iterable[str]) -> bool | frozenset[str]:
-    """A flag as it is, names as a set."""
-    return value if isinstance(value, bool) else frozenset(value)
-
-
-@frozen
+@frozen(init=False)
 class Flow:
     """Named dims of the tensors of one call; see the module. ``None`` operands are whole (``R``).
 
     ``outputs`` with one entry serves every output, as ``inputs`` with one entry serves every operand. ``reduce`` maps
-    a name that an output lacks to the reduction of that output. Names in ``replicate`` give no row. ``partial``
-    holds explicit rows (``"sum, R -> sum"``, ``"sum, k, k -> sum"``). ``lowered`` names the rows that run the rule's
-    lowering (``True``: all but ``R``; ``*`` among the names: every row). ``nonempty`` names the dims of which every
-    rank needs at least one element.
+    a name that an output lacks to the reduction of that output. Names in ``replicate`` give no row. Facts
+    (``linear="grad_out"``) say which operands may be partial, ``partial`` holds rows that no fact states
+    (``"product, product -> product"``, ``"sum, k, k -> sum"``) and, where order matters, facts as values.
+
+    ``lowered`` names the rows that run the rule's lowering: by dim, by row text or fact (which need not stand in
+    ``partial`` too), ``R`` for the whole row, ``*`` for every row but the whole one. ``nonempty`` names the dims of
+    which every rank needs at least one element.
     """
 
     inputs: tuple[Dims, ...] = field(converter=_operands)
     outputs: tuple[Dims, ...] = field(converter=_operands)
-    reduce: Mapping[str, str] = field(factory=dict)
-    replicate: frozenset[str] = field(factory=frozenset, converter=_names)
-    partial: tuple[str, ...] = field(default=(), converter=_texts)
-    lowered: bool | frozenset[str] = field(default=False, converter=flag_or_names)
-    nonempty: frozenset[str] = field(factory=frozenset, converter=_names)
+    reduce: Mapping[str, str]
+    replicate: frozenset[str] = field(converter=_names)
+    partial: tuple[str | Facts, ...]
+    lowered: tuple[str | Facts, ...]
+    nonempty: frozenset[str] = field(converter=_names)
+
+    def __init__(
+        self,
+        inputs: Iterable[Dims],
+        outputs: Iterable[Dims],
+        *,
+        reduce: Mapping[str, str] | None = None,
+        replicate: Iterable[str] = (),
+        partial: Iterable[str | Facts] = (),
+        lowered: RowNames = (),
+        nonempty: Iterable[str] = (),
+        **facts: Unpack[FactWords],
+    ) -> None:
+        names = row_names(lowered)
+        rows = (*stated(facts), *partial)
+        own = tuple(name for name in names if _is_row(name) and name not in rows)
+        self.__attrs_init__(inputs, outputs, reduce or {}, replicate, (*rows, *own), names, nonempty)
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
+        explicit = tuple(self._explicit_rows(call))
         try:
-            key = self._key(call.operands, call.outputs, len(call.out_operands))
-            found = _bound.get(key)
+            key = self._key(call.operands, call.outputs, len(call.out_operands), explicit)
+            rows = _bound.get(key)
         except TypeError:  # symbolic sizes have no hash
             return self._bind(call)
-        if found is None:
+        if rows is None:
             if len(_bound) >= _MAX_BOUND:
                 _bound.clear()
-            found = _bound[key] = self._bind(call)
-        return found
+            rows = _bound[key] = self._bind(call)
+        return rows
+
+    def _explicit_rows(self, call: Call) -> Iterator[tuple[str, bool]]:
+        """The texts of the rows that are not of a dim, facts written out, and whether they run the lowering."""
+        for stated_row in self.partial:
+            lowered = self._is_lowered(stated_row)
+            for text in (stated_row,) if isinstance(stated_row, str) else stated_row.rows(call):
+                yield text, lowered
 
     def _bind(self, call: Call) -> Rows:
-        rows = self._fitted(call)._rows(call.operands)  # noqa: SLF001  # a Flow too
+        explicit = tuple(self._explicit_rows(call))
+        rows = self._fitted(call)._rows(call.operands, explicit)  # noqa: SLF001  # a Flow too
         unique = {(r.inputs, r.outputs): r for r in reversed(rows)}
-        kept = [r for r in rows if unique[r.inputs, r.outputs] is r]
-        return Rows(tuple(_with_out(len(call.out_operands), row) for row in kept))
+        legal = [r for r in rows if unique[r.inputs, r.outputs] is r]
+        return Rows(tuple(_with_out(len(call.out_operands), row) for row in legal))
 
     def _key(
-        self, operands: Sequence[TensorMeta | None], outputs: Sequence[TensorMeta | None], outs: int
+        self,
+        operands: Sequence[TensorMeta | None],
+        outputs: Sequence[TensorMeta | None],
+        outs: int,
+        explicit: tuple[tuple[str, bool], ...],
     ) -> tuple[Any, ...]:
         """Everything that the rows depend on: of the sizes, which dims are broadcast; all of them where dims have
         factors.
@@ -108,7 +148,7 @@ class Flow:
             )
         made = tuple(None if meta is None else meta.ndim for meta in outputs)
         reduce = tuple(self.reduce.items())
-        options = (reduce, self.replicate, self.partial, self.lowered, self.nonempty)
+        options = (reduce, self.replicate, explicit, self.lowered, self.nonempty)
         return self.inputs, self.outputs, len(operands), made, outs, fits, options
 
     def _has_factors(self) -> bool:
@@ -118,9 +158,9 @@ class Flow:
             for label in labels or ()
         )
 
-    def _rows(self, operands: Sequence[TensorMeta | None]) -> list[Row]:
+    def _rows(self, operands: Sequence[TensorMeta | None], explicit: Sequence[tuple[str, bool]]) -> list[Row]:
         rows = [row for name in self._sharded_names() if (row := self._dim_row(name, operands)) is not None]
-        rows += [row for text in self.partial for row in self._explicit(text, operands)]
+        rows += [row for text, lowered in explicit for row in self._explicit(text, operands, lowered=lowered)]
         return [*rows, self._whole_row(operands)]
 
     # -- fitting to the call --
@@ -197,10 +237,10 @@ class Flow:
             tuple(None if m is None else REPLICATE for m in operands),
             tuple(REPLICATE for _ in self.outputs),
             "R",
-            self.lowered is not True and self._is_lowered("R"),
+            "R" in self.lowered,
         )
 
-    def _explicit(self, text: str, operands: Sequence[TensorMeta | None]) -> Iterable[Row]:
+    def _explicit(self, text: str, operands: Sequence[TensorMeta | None], *, lowered: bool) -> Iterable[Row]:
         left, right = split_row(text)
         ins, outs = _repeat(left, len(self.inputs), text), _repeat(right, len(self.outputs), text)
         for kind in REDUCE_OPS if "*" in left + right else ("",):
@@ -219,7 +259,7 @@ class Flow:
                 inputs,
                 outputs,
                 text.replace("*", kind),
-                self._is_lowered(text),
+                lowered,
                 nonempty=tuple(
                     (i, placement.dim)
                     for i, (word, placement) in enumerate(zip(words, inputs, strict=True))
@@ -252,8 +292,8 @@ class Flow:
         sizes = (_size(d, m, name) for d, m in zip(self.inputs, operands, strict=True))
         return next((n for n in sizes if n != 1), 1)
 
-    def _is_lowered(self, name: str) -> bool:
-        return self.lowered if isinstance(self.lowered, bool) else bool(self.lowered & {name, "*"})
+    def _is_lowered(self, name: str | Facts) -> bool:
+        return "*" in self.lowered or name in self.lowered
 
 
 def _asks_of_the_absent(words: Sequence[str], inputs: Sequence[Placement | None]) -> bool:

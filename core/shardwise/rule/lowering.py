@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from attrs import field, frozen
 
-from shardwise.kernel.placements import Placement, Shard
+from shardwise.kernel.placements import Placement, Replicate, Shard
 from shardwise.kernel.signature import Call, Kind
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.fake import is_rehearsing
@@ -142,6 +142,19 @@ class LocalCall:
     def region(self, spec: TensorSpec) -> Region:
         """The place of this rank's shard in the global tensor, for :class:`Draw`."""
         return Region(spec.shape, self.offset(spec), self.local_shape(spec))
+
+    def counts(self, partial: TensorSpec, operand: TensorSpec | None = None, *, kind: str = "sum") -> bool:
+        """Whether this rank counts a whole value beside a partial one: once a mesh dim, on the first rank along it.
+
+        The mesh dims are those on which ``partial`` is partial of that ``kind`` and ``operand`` (all that is not a
+        tensor, when none is given) is whole. A rank that does not count the value puts a neutral one in its place.
+        """
+        others = () if operand is None else operand.placements
+        return not any(
+            self.coordinate[m]
+            for m, reduction in partial.reductions.items()
+            if reduction == kind and (not others or isinstance(others[m], Replicate))
+        )
 
     def draw(self) -> Draw | None:
         """The random numbers of this call, to be taken once, on every rank alike.

@@ -3,10 +3,11 @@
 Grammar (blank-separated, operands by comma, one ``->``)::
 
     operand := "R" | "()" | dim+
-    dim     := name | "..." | "1" | "_" | "(" name+ ")"
+    dim     := name | "..." | "1" | "_" | "_*" | "(" name+ ")"
 
 ``R`` is a tensor that must be whole, ``()`` one without dims, ``...`` any number of leading broadcast dims, ``(h d)`` a
-compound dim, ``1`` a dim of size one and ``_`` a dim that is never sharded. Names are lower-case.
+compound dim, ``1`` a dim of size one, ``_`` a dim that is never sharded and ``_*``, which stands last, any number of
+them. Names are lower-case.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from attrs import frozen
 
 from shardwise.errors import NotationError
 
-__all__ = ["Dim", "ELLIPSIS", "Notation", "Operand", "WHOLE", "parse"]
+__all__ = ["Dim", "ELLIPSIS", "Notation", "Operand", "TRAILING", "WHOLE", "parse"]
 
 ELLIPSIS: Final = "..."
 WHOLE: Final = "_"
-_TOKEN = re.compile(r"\.\.\.|\(|\)|->|,|[A-Za-z_][A-Za-z0-9_]*|1|\S")
+TRAILING: Final = "_*"
+_TOKEN = re.compile(r"\.\.\.|_\*|\(|\)|->|,|[A-Za-z_][A-Za-z0-9_]*|1|\S")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 Dim = str | tuple[str, ...]
@@ -113,6 +115,14 @@ def _operand(text: str, tokens: list[str]) -> Operand:
         raise _error(text, f"{min(repeated)!r} stands twice in one operand", "Use a name once per operand.")
     if sum(d == ELLIPSIS for d in operand.dims or ()) > 1:
         raise _error(text, "one operand has two '...'", "Use '...' once per operand.")
+    if TRAILING in (operand.dims or ())[:-1]:
+        raise _error(text, "a '_*' is not the last of its operand", "Write it behind all other dims.")
+    if TRAILING in (operand.dims or ()) and operand.has_ellipsis:
+        raise _error(
+            text,
+            "one operand has '...' and '_*', so nothing says which dims are whole",
+            "Write a function (rule_from) that counts them: like(x, whole=...), or labels(x.ndim, whole=...).",
+        )
     return operand
 
 
@@ -132,7 +142,7 @@ def _dims(text: str, tokens: list[str]) -> list[Dim]:
         elif group is not None:
             group.append(_name(text, token))
         else:
-            dims.append(token if token in (ELLIPSIS, WHOLE, "1") else _name(text, token))
+            dims.append(token if token in (ELLIPSIS, WHOLE, TRAILING, "1") else _name(text, token))
     if group is not None:
         raise _error(text, "a '(' is not closed", "Write a compound dim as (h d).")
     return dims
@@ -141,7 +151,7 @@ def _dims(text: str, tokens: list[str]) -> list[Dim]:
 def _name(text: str, token: str) -> str:
     if _NAME.match(token):
         return token
-    hint = "R must stand alone." if token == "R" else "Dims are lower-case names; R, ..., 1, _ are the signs."
+    hint = "R must stand alone." if token == "R" else "Dims are lower-case names; R, ..., 1, _, _* are the signs."
     raise _error(text, f"{token!r} is not a dim", hint)
 
 

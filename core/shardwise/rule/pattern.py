@@ -11,8 +11,9 @@ from shardwise.errors import NotationError, RuleArgumentError, RuleError
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorMeta
+from shardwise.rule.facts import Facts
 from shardwise.rule.flow import Flow, Label, split_row
-from shardwise.rule.notation import ELLIPSIS, Notation, Operand, parse, parse_operand
+from shardwise.rule.notation import ELLIPSIS, TRAILING, Notation, Operand, parse, parse_operand
 
 __all__ = ["Options", "Pattern", "labelled", "listed"]
 
@@ -25,8 +26,8 @@ class Options:
 
     reduce: dict[str, str]
     replicate: frozenset[str]
-    partial: tuple[str, ...]
-    lowered: bool | frozenset[str]
+    partial: tuple[str | Facts, ...]
+    lowered: tuple[str | Facts, ...]
     nonempty: frozenset[str]
 
 
@@ -69,7 +70,7 @@ class Pattern:
             return self.positional.inputs, self.positional.outputs
         return tuple(self.named.values()), (self.result,) if self.result is not None else ()
 
-    def check(self, options: Options) -> None:
+    def check(self, ops: Sequence[Op], options: Options) -> None:
         """Every vanishing dim is accounted for, and every option speaks of something that is there."""
         inputs, outputs = self.operands
         names = {n for o in inputs for n in o.names}
@@ -96,8 +97,21 @@ class Pattern:
             raise self._error(
                 f"the output dim {listed(made - names)} is in no input", "Write _ for a dim made by the op."
             )
-        for text in options.partial:
-            self._check_row(text, names)
+        self._check_rows(ops, options, names)
+
+    def _check_rows(self, ops: Sequence[Op], options: Options, names: set[str]) -> None:
+        """Every row that is written out fits, every fact names operands, and what runs the lowering is a row."""
+        for row in (*options.partial, *options.lowered):
+            if isinstance(row, Facts):
+                for op in ops:
+                    row.check(op)
+            elif "->" in row or row in options.partial:
+                self._check_row(row, names)
+            elif row not in {*names, "R", "*"} and not row.startswith(ELLIPSIS):
+                raise self._error(
+                    f"lowering= names the row {row!r}, and no row is called so",
+                    "Name a dim of the inputs, a row with its arrow, a fact, R for the whole row or * for all others.",
+                )
 
     def _check_row(self, text: str, names: set[str]) -> None:
         left, right = split_row(text)
@@ -221,14 +235,17 @@ def labelled(call: Call, inputs: Sequence[Operand], outputs: Sequence[Operand], 
 def _expand(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any, ...] | None:
     if operand.dims is None or meta is None:
         return None
-    dims = list(operand.dims)
-    if ELLIPSIS in dims:
+    dims: list[Any] = list(operand.dims)
+    if TRAILING in dims:
+        extra = meta.ndim - (len(dims) - 1)
+        dims[-1:] = [None] * extra
+    elif ELLIPSIS in dims:
         at, extra = dims.index(ELLIPSIS), meta.ndim - (len(dims) - 1)
         dims[at : at + 1] = [f"{ELLIPSIS}{i}" for i in range(extra, 0, -1)]
     else:
         extra = meta.ndim - len(dims)
         dims = dims[-meta.ndim :] if meta.ndim else []
-    if (extra < 0 and operand.has_ellipsis) or len(dims) != meta.ndim:
+    if (extra < 0 and (operand.has_ellipsis or TRAILING in operand.dims)) or len(dims) != meta.ndim:
         raise RuleError(
             asked=f"apply a rule to {call}",
             found=f"the rule writes {str(operand)!r} for a tensor of {meta.ndim} dims: {meta}",

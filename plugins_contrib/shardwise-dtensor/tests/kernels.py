@@ -120,7 +120,7 @@ def softmax_over_ranks(local, x):
     return raised / local.comm.all_reduce(raised.sum(-1, keepdim=True), "sum", dims)
 
 
-ROW_SOFTMAX = rule(bridge.row_softmax.default, "m n -> m n", lowering=softmax_over_ranks, lowered=["n"])
+ROW_SOFTMAX = rule(bridge.row_softmax.default, "m n -> m n", lowering={"n": softmax_over_ranks})
 
 custom_op("bridge::fold", mutates_args=(), schema="(Tensor x, int width) -> Tensor")(
     lambda x, width: x.reshape(x.shape[0], x.shape[1] // width, width).clone()

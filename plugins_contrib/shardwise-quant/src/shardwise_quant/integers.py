@@ -47,8 +47,7 @@ INT_MM = rule(
     [aten._int_mm.default, aten._int_mm.out],
     "m k, k n -> m n",
     reduce={"k": "sum"},
-    lowering=_int_mm,
-    lowered=["*"],
+    lowering={("*", "R"): _int_mm},
     replaces="shardwise",
 )
 
@@ -71,8 +70,7 @@ INT8PACK = rule(
     reduce={"k": "sum"},
     # Linear in what is floating: the activations, and the scales.
     partial=["sum, R, R -> sum", "avg, R, R -> avg", "R, R, sum -> sum", "R, R, avg -> avg"],
-    lowering=_int8pack,
-    lowered=["*"],
+    lowering={("*", "R"): _int8pack},
 )
 
 RULES = (INT_MM, INT8PACK)

@@ -85,7 +85,7 @@ def BLOCKED_MM(
         [["m", rows]],
         reduce={"k": "sum"},
         partial=LINEAR,
-        lowered={"*"},
+        lowered=("*", "R"),
     )
 
 
@@ -134,7 +134,7 @@ def MM_FOR_CUDA(self: TensorMeta, mat2: TensorMeta, qGroupSize: int, qScaleAndZe
         [["m", rows]],
         reduce={"k": "sum"},
         partial=LINEAR,
-        lowered={"*"},
+        lowered=("*", "R"),
     )
 
 

@@ -47,7 +47,7 @@ def _labels(a: TensorMeta, b: TensorMeta, m: int, n: int) -> tuple[Any, Any] | N
 
 def _flow(call: Call, scales: tuple[Any, Any] | None, *, summed: bool) -> Flow:
     if scales is None or call.args["self"].dtype not in FLOAT8:
-        return Flow([None] * len(call.operands), [None], lowered={"*"})
+        return Flow([None] * len(call.operands), [None], lowered=("*", "R"))
     labels = {"self": ["m", "k"], "mat2": ["k", "n"], "bias": ["n"], "scale_a": scales[0], "scale_b": scales[1]}
     named = [labels.get(name.partition("[")[0]) for name in call.operand_names]
     return Flow(
@@ -55,7 +55,7 @@ def _flow(call: Call, scales: tuple[Any, Any] | None, *, summed: bool) -> Flow:
         [["m", "n"]],
         reduce={"k": "sum"} if summed else {},
         replicate=() if summed else {"k"},
-        lowered={"*"},
+        lowered=("*", "R"),
     )
 
 

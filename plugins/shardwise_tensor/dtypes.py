@@ -1,44 +1,14 @@
-"""The words that the rules here share: labels for dims, and reductions by what an op does to values."""
+"""Dtypes: which tensors are put together as they are, and which reductions a cast leaves as they are."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Iterable
 
 import torch
 
 from shardwise.rule import REDUCE_OPS, TensorMeta
 
-__all__ = ["ANY", "UNMOVED", "Labels", "dim_of", "each", "kept_by_cast", "labels", "replaced", "same_dtype"]
+__all__ = ["kept_by_cast", "same_dtype"]
 
-Labels = tuple[str | None, ...]
-
-# Each element of a result is one element of the operand; a list of results lies alike.
-ANY = ("* -> *, ...",)
 _LINEAR = ("sum", "avg")
-# Kinds under which equal pieces reduce to themselves: a value that is whole may join a tensor that is so partial.
-UNMOVED = ("avg", "max", "min")
-
-
-def dim_of(dim: int, ndim: int) -> int:
-    """A dim counted from the front; a tensor without dims has dim 0, as in torch."""
-    return dim % ndim if ndim else 0
-
-
-def labels(ndim: int, whole: Iterable[int] = ()) -> Labels:
-    """``d0 d1 ...`` with ``None`` for the dims that must be whole."""
-    kept = set(whole)
-    return tuple(None if d in kept else f"d{d}" for d in range(ndim))
-
-
-def replaced(names: Labels, dim: int, *by: str | None) -> Labels:
-    """The labels with one dim replaced by others, or dropped."""
-    return (*names[:dim], *by, *names[dim + 1 :])
-
-
-def each(kinds: Iterable[str], *rows: str) -> tuple[str, ...]:
-    """The row texts once for each reduction, which stands in them as ``k``."""
-    return tuple(re.sub(r"\bk\b", kind, row) for kind in kinds for row in rows)
 
 
 def same_dtype(*metas: TensorMeta | None) -> bool:

@@ -1,0 +1,193 @@
+"""Facts about an op by the names of its operands: linear, affine, monotone. They become rows with partial operands.
+
+Each word says which reductions commute with the op in that operand. Whoever states a fact states mathematics; which
+position the operand has, and how many rows that makes, follows from the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypedDict
+
+from attrs import frozen
+
+from shardwise.errors import RuleArgumentError
+from shardwise.kernel.reductions import REDUCE_OPS
+from shardwise.kernel.signature import Call, Op, op_name, signature
+from shardwise.kernel.spec import TensorMeta
+
+__all__ = ["Fact", "FactWords", "Facts", "affine", "decreasing", "linear", "monotone", "moves", "stated"]
+
+# Word -> reduction of the operands -> reduction of the results.
+_PASSED: Final[Mapping[str, Mapping[str, str]]] = {
+    "linear": {"sum": "sum", "avg": "avg"},
+    "affine": {"avg": "avg"},
+    "monotone": {"max": "max", "min": "min"},
+    "decreasing": {"max": "min", "min": "max"},
+    "moves": {kind: kind for kind in REDUCE_OPS},
+}
+
+
+class FactWords(TypedDict, total=False):
+    """The facts that ``rule``, ``like``, ``einop`` and ``Flow`` take as keyword arguments.
+
+    Each takes operands by name: ``"self"``, or several as in ``("self", "mat2")``, one partial at a time. Names in one
+    string are partial together: ``"self other"``. Where the ops of a rule call one operand by different names, ``|``
+    stands between them: ``"grad_output|grad_out"``.
+    """
+
+    linear: str | Iterable[str]
+    affine: str | Iterable[str]
+    monotone: str | Iterable[str]
+    decreasing: str | Iterable[str]
+    moves: str | Iterable[str]
+
+
+@frozen
+class Fact:
+    """One word about operands that are partial together; every other operand is whole.
+
+    ``results`` are the indices of the results that are then partial: all of them when it is ``None``. The others do
+    not depend on these operands.
+    """
+
+    word: str
+    operands: tuple[str, ...]
+    results: tuple[int, ...] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.word} in {' with '.join(self.operands)}"
+
+
+@frozen
+class Facts:
+    """Facts that give their rows together: by reduction, and for one reduction in the order in which they stand.
+
+    ``linear("self", "mat2")`` is linear in each of the two while the other is whole; ``linear("self other")`` in both
+    together. Facts are put together by ``+``.
+    """
+
+    facts: tuple[Fact, ...]
+
+    def __add__(self, other: Facts) -> Facts:
+        return Facts((*self.facts, *other.facts))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.facts))
+
+    def check(self, op: Op) -> None:
+        """Raise :class:`RuleArgumentError` for an operand that the op lacks."""
+        for fact in self.facts:
+            for name in fact.operands:
+                if _argument(op, name) is None:
+                    tensors = ", ".join(repr(a.name) for a in signature(op).tensor_args if not a.is_out)
+                    raise RuleArgumentError(
+                        asked=f"make a rule for {op_name(op)} that is {fact}",
+                        found=f"the op has no argument {name!r}; its tensor arguments are {tensors}",
+                        do=f"Correct the name in {fact.word}=.",
+                        op=op_name(op),
+                        argument=name,
+                    )
+
+    def rows(self, call: Call) -> tuple[str, ...]:
+        """The facts as explicit rows for one call.
+
+        An optional operand that is not given drops out. A number in place of a tensor is whole on every rank, so a
+        fact that has it partial says nothing of this call.
+        """
+        self.check(call.op)
+        rows: list[str] = []
+        for kind in REDUCE_OPS:
+            for fact in self.facts:
+                made = _PASSED[fact.word].get(kind)
+                positions = _positions(call, fact.operands)
+                if made is None or not positions:
+                    continue
+                left = [kind if i in positions else "R" for i in range(len(call.operands))]
+                count = len(call.outputs)
+                right = [made if fact.results is None or i in fact.results else "R" for i in range(count)]
+                rows.append(f"{_shortened(left)} -> {_shortened(right)}".rstrip())
+        return tuple(rows)
+
+
+def linear(*operands: str, results: Iterable[int] | None = None) -> Facts:
+    """Sums and averages pass: ``f(a + b) = f(a) + f(b)``."""
+    return _facts("linear", operands, results)
+
+
+def affine(*operands: str, results: Iterable[int] | None = None) -> Facts:
+    """Averages pass: linear but for something added."""
+    return _facts("affine", operands, results)
+
+
+def monotone(*operands: str, results: Iterable[int] | None = None) -> Facts:
+    """Maxima and minima pass: no result falls where the operand rises. It must hold for NaN too, which they hand on."""
+    return _facts("monotone", operands, results)
+
+
+def decreasing(*operands: str, results: Iterable[int] | None = None) -> Facts:
+    """Maxima become minima and minima maxima: no result rises where the operand does."""
+    return _facts("decreasing", operands, results)
+
+
+def moves(*operands: str, results: Iterable[int] | None = None) -> Facts:
+    """Every reduction passes: each element of a result is an element of these operands, whatever their values."""
+    return _facts("moves", operands, results)
+
+
+def stated(words: FactWords) -> tuple[Facts, ...]:
+    """Keyword arguments as facts, in the order in which they are written; nothing where there is none."""
+    given: Mapping[str, Any] = words
+    unknown = [word for word in given if word not in _PASSED]
+    if unknown:
+        raise TypeError(f"{unknown[0]!r} is not a fact or another option of a rule; facts are {', '.join(_PASSED)}")
+    facts = [
+        fact
+        for word, operands in given.items()
+        for fact in _facts(word, (operands,) if isinstance(operands, str) else tuple(operands), None).facts
+    ]
+    return (Facts(tuple(facts)),) if facts else ()
+
+
+def _facts(word: str, operands: Sequence[str], results: Iterable[int] | None) -> Facts:
+    which = None if results is None else tuple(results)
+    return Facts(tuple(Fact(word, tuple(names.split()), which) for names in operands))
+
+
+def _positions(call: Call, operands: Sequence[str]) -> set[int]:
+    """Where the operands stand among the call's tensors; nowhere where a number stands in place of one."""
+    positions: set[int] = set()
+    for name in (_argument(call.op, names) for names in operands):
+        assert name is not None
+        at = [
+            i
+            for i, (operand, meta) in enumerate(zip(call.operand_names, call.operands, strict=True))
+            if meta is not None and operand.partition("[")[0] == name
+        ]
+        value = call.args[name]
+        if not at and value is not None and not _is_of_tensors(value):
+            return set()
+        positions.update(at)
+    return positions
+
+
+def _argument(op: Op, names: str) -> str | None:
+    """The argument of an op that goes by one of these names, with ``|`` between them."""
+    described = signature(op)
+    return next((name for name in names.split("|") if described.index(name) is not None), None)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return isinstance(value, TensorMeta) or (
+        isinstance(value, tuple) and all(_is_of_tensors(v) for v in value if v is not None)
+    )
+
+
+_LONG: Final = 3
+
+
+def _shortened(words: Sequence[str]) -> str:
+    """Entries of a row; three or more that end it and are the same are written once, with ``...`` behind."""
+    run = next((i for i, word in enumerate(reversed(words)) if word != words[-1]), len(words))
+    shown = [*words[: len(words) - run + 1], "..."] if run >= _LONG else words
+    return ", ".join(shown)
