@@ -7,11 +7,11 @@ import torch
 
 from shardwise.comm import packing
 from shardwise.comm.events import Event, observe
-from shardwise.comm.redistribute import mover, redistribute_local
+from shardwise.comm.redistribute import redistribute_local, runner
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, reducible
 from shardwise.kernel.spec import TensorMeta, TensorSpec
-from shardwise.planning.path import transition
+from shardwise.planning.path import shortest_path
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.meshes import mesh
 
@@ -44,7 +44,7 @@ def all_pairs(mesh_shape, shape, dtype, kinds, every=1):
         # A local tensor in another order of memory than the global one could not be viewed as the global one can.
         fits = tuple(moved.shape) == dst.local_shape() and moved.is_contiguous()
         if not fits or not torch.equal(back, full) or not kept:
-            wrong.append(f"{src} -> {dst}: {transition(src, dst)}")
+            wrong.append(f"{src} -> {dst}: {shortest_path(src, dst)}")
     return len(pairs), wrong
 
 
@@ -320,8 +320,8 @@ def test_movers_are_made_once_and_not_kept_past_their_process_group(pool):
 
         full = numbers((8, 4), torch.float32)
         src, dst = (spec_of(full, mesh((2, 2)), text) for text in ("S(0) S(0)", "R R"))
-        first, group = mover(src, dst), groups.group_of(src.mesh, (0, 1))
-        assert mover(src, dst) is first
+        first, group = runner(src, dst), groups.group_of(src.mesh, (0, 1))
+        assert runner(src, dst) is first
         assert groups.group_of(src.mesh, (0, 1)) is group
         # As if the default process group had been another one until now.
         start._seen[0] = None

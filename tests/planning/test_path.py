@@ -11,11 +11,11 @@ from shardwise.errors import LayoutError, MeshMismatchError
 from shardwise.kernel.placements import REPLICATE, Partial, Shard, parse_placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, reduce_pieces
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
-from shardwise.planning import layout_graph as moves
+from shardwise.planning import layout_graph
 from shardwise.planning.bounds import Bounds
 from shardwise.planning.cost import Connection, Link, Links, links_of, use_links
-from shardwise.planning.layout_graph import decode, encode, moves_of
-from shardwise.planning.path import bound, transition, transition_cost
+from shardwise.planning.layout_graph import decode, encode, graph_of
+from shardwise.planning.path import bound, path_cost, shortest_path
 from shardwise.tensor.shards import assemble, scatter_local
 
 
@@ -25,7 +25,7 @@ def spec(mesh_shape, shape, text, dtype=torch.float32, device_type="cpu"):
 
 
 def steps(mesh_shape, shape, src, dst, **how):
-    found = transition(spec(mesh_shape, shape, src, **how), spec(mesh_shape, shape, dst, **how))
+    found = shortest_path(spec(mesh_shape, shape, src, **how), spec(mesh_shape, shape, dst, **how))
     return [(step.kind, step.mesh_dims) for step in found.steps]
 
 
@@ -93,7 +93,7 @@ def test_a_large_tensor_crosses_the_slow_link_in_parts():
     src, dst = (spec((2, 4), (4096, 4096), text, device_type="cuda") for text in ("S(0) R", "R R"))
     use_links(src.mesh, links)
     try:
-        first, *rest = transition(src, dst).steps
+        first, *rest = shortest_path(src, dst).steps
     finally:
         use_links(src.mesh, None)
     assert first.kind == "slice"
@@ -102,9 +102,9 @@ def test_a_large_tensor_crosses_the_slow_link_in_parts():
 
 
 def test_a_step_tells_its_tensor_dims_and_reduction():
-    (scatter,) = transition(spec((4,), (8, 8), "P(avg)"), spec((4,), (8, 8), "S(1)")).steps
+    (scatter,) = shortest_path(spec((4,), (8, 8), "P(avg)"), spec((4,), (8, 8), "S(1)")).steps
     assert (scatter.tensor_dims, scatter.reduction, scatter.nbytes) == ((1,), "avg", 64)
-    (exchange,) = transition(spec((4,), (8, 8), "S(1)"), spec((4,), (8, 8), "S(0)")).steps
+    (exchange,) = shortest_path(spec((4,), (8, 8), "S(1)"), spec((4,), (8, 8), "S(0)")).steps
     assert (exchange.tensor_dims, exchange.reduction, exchange.nbytes) == ((0, 1), None, 16)
     assert str(scatter) == "reduce_scatter[0] [P(avg)] -> [S(1)]"
 
@@ -114,21 +114,21 @@ def test_a_step_tells_its_tensor_dims_and_reduction():
 
 def test_specs_of_two_meshes_are_refused():
     with pytest.raises(MeshMismatchError, match="another mesh"):
-        transition(spec((4,), (8,), "R"), spec((2, 2), (8,), "R R"))
+        shortest_path(spec((4,), (8,), "R"), spec((2, 2), (8,), "R R"))
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((9,), torch.float32), ((8,), torch.float64)])
 def test_specs_of_two_tensors_are_refused(shape, dtype):
     with pytest.raises(LayoutError, match="another shape or dtype"):
-        transition(spec((4,), (8,), "R"), spec((4,), shape, "S(0)", dtype=dtype))
+        shortest_path(spec((4,), (8,), "R"), spec((4,), shape, "S(0)", dtype=dtype))
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("avg", torch.bool), ("max", torch.complex64)])
 def test_a_reduction_that_the_dtype_lacks_is_refused(kind, dtype):
     src, dst = (spec((4,), (8,), text, dtype=dtype) for text in (f"P({kind})", "R"))
     with pytest.raises(LayoutError, match=f"cannot be reduced by {kind}"):
-        transition(src, dst)
-    assert transition_cost(src, dst) == math.inf
+        shortest_path(src, dst)
+    assert path_cost(src, dst) == math.inf
 
 
 # -- laws -----------------------------------------------------------------------------------------------------------
@@ -180,9 +180,9 @@ def test_costs_are_distances(specs, data):
     a, b, c = specs
     use_links(a.mesh, data.draw(figures(a.mesh.ndim)))
     try:
-        assert at_most(transition_cost(a, c), transition_cost(a, b) + transition_cost(b, c))
-        assert (transition_cost(a, b) == 0) == (a is b)
-        assert transition_cost(a, b) >= 0
+        assert at_most(path_cost(a, c), path_cost(a, b) + path_cost(b, c))
+        assert (path_cost(a, b) == 0) == (a is b)
+        assert path_cost(a, b) >= 0
     finally:
         use_links(a.mesh, None)
 
@@ -194,7 +194,7 @@ def test_bounds_sum_to_at_most_the_cost(specs, data):
     use_links(src.mesh, data.draw(figures(src.mesh.ndim)))
     try:
         bounds = [bound(src, m, placement) for m, placement in enumerate(dst.placements)]
-        assert sum(bounds) <= transition_cost(src, dst)
+        assert sum(bounds) <= path_cost(src, dst)
         for b, here, there in zip(bounds, src.placements, dst.placements, strict=True):
             assert (b == 0) == (here == there)
     finally:
@@ -209,20 +209,20 @@ def test_no_bound_on_the_first_mesh_dims_exceeds_the_cost(specs, data):
     use_links(src.mesh, data.draw(figures(src.mesh.ndim)))
     try:
         source, goal = (tuple(map(encode, s.placements)) for s in (src, dst))
-        known = Bounds(moves_of(src, links_of(src.mesh)), source)
+        known = Bounds(graph_of(src, links_of(src.mesh)), source)
         steps = [known.step(m, code) for m, code in enumerate(goal)]
         for count in range(1, len(goal) + 1):
             moving, back = known.prefix(goal[:count])
             before = sum(fixed for fixed, _ in steps)
             summed = sum(fixed + bytewise for fixed, bytewise in steps)
-            assert max(before + moving, summed) + back <= transition_cost(src, dst)
+            assert max(before + moving, summed) + back <= path_cost(src, dst)
     finally:
         use_links(src.mesh, None)
 
 
 def cheapest_without_estimate(src, dst):
     """Dijkstra over the whole graph: every layout, and every reduction made and reduced anywhere."""
-    steps_of = moves_of(src, links_of(src.mesh))
+    steps_of = graph_of(src, links_of(src.mesh))
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
     partials = [-1 - k for k in range(len(REDUCE_OPS))]
     best, heap = {start: 0.0}, [(0.0, start)]
@@ -247,7 +247,7 @@ def test_the_search_finds_the_cheapest_way_there_is(specs, data):
     assume(1 not in src.mesh_shape)
     use_links(src.mesh, data.draw(figures(src.mesh.ndim)))
     try:
-        assert transition_cost(src, dst) == pytest.approx(cheapest_without_estimate(src, dst), rel=1e-9)
+        assert path_cost(src, dst) == pytest.approx(cheapest_without_estimate(src, dst), rel=1e-9)
     finally:
         use_links(src.mesh, None)
 
@@ -256,7 +256,7 @@ def test_the_search_finds_the_cheapest_way_there_is(specs, data):
 @given(some_specs(2))
 def test_steps_lead_from_one_layout_to_the_next(specs):
     src, dst = specs
-    found = transition(src, dst)
+    found = shortest_path(src, dst)
     at = src.placements
     for step in found.steps:
         assert step.source == at
@@ -272,10 +272,10 @@ def test_steps_lead_from_one_layout_to_the_next(specs):
 @given(some_specs(2))
 def test_the_answer_does_not_depend_on_what_was_asked_before(specs):
     src, dst = specs
-    first = transition(src, dst)
-    for cache in ("_moves", "_graph"):
-        getattr(moves, cache).cache_clear()
-    assert transition(src, dst) == first
+    first = shortest_path(src, dst)
+    for cache in ("_cached_graph", "_legal_steps"):
+        getattr(layout_graph, cache).cache_clear()
+    assert shortest_path(src, dst) == first
 
 
 @settings(deadline=None)
@@ -338,7 +338,7 @@ def test_the_steps_keep_the_tensor_what_it_is(specs):
     assume(src.tensor_meta.numel <= 1000)
     parts, at = random_locals(src), src
     full = assemble(parts, src)
-    for step in transition(src, dst).steps:
+    for step in shortest_path(src, dst).steps:
         parts = simulate(step, parts, at)
         at = at.with_placements(step.target)
         torch.testing.assert_close(assemble(parts, at), full, msg=lambda text, s=step: f"{s}: {text}")

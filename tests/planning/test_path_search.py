@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
-from shardwise.planning import layout_graph as moves
+from shardwise.planning import layout_graph
 from shardwise.planning.cost import links_of
-from shardwise.planning.layout_graph import moves_of
+from shardwise.planning.layout_graph import graph_of
 from shardwise.planning.path_search import Search
 
 
 @st.composite
 def ways(draw):
-    """The moves of one tensor, a layout to leave and one to reach; sizes are small and large, even and not."""
+    """The graph of one tensor, a layout to leave and one to reach; sizes are small and large, even and not."""
     mesh_shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     shape = [draw(st.sampled_from([1, 7, 64, 3000])) for _ in range(draw(st.integers(0, 3)))]
     code = st.integers(-len(REDUCE_OPS), len(shape))
@@ -27,10 +27,10 @@ def ways(draw):
 
 
 def fresh(mesh_shape, shape):
-    moves._moves.cache_clear()
+    layout_graph._cached_graph.cache_clear()
     meta = TensorMeta.contiguous(shape, torch.float32)
-    whole = TensorSpec(AbstractMesh(mesh_shape), [moves.decode(0)] * len(mesh_shape), meta)
-    return moves_of(whole, links_of(whole.mesh))
+    whole = TensorSpec(AbstractMesh(mesh_shape), [layout_graph.decode(0)] * len(mesh_shape), meta)
+    return graph_of(whole, links_of(whole.mesh))
 
 
 @settings(deadline=None)

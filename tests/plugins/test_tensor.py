@@ -12,7 +12,7 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.errors import DeviceMismatchError, InPlaceError
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
-from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_tensor import (
@@ -45,7 +45,7 @@ def bound(op, *args, **kwargs):
     schema = OpSchema.of(op, *specs, static=rule.static, **{name: _spec(v) for name, v in kwargs.items()})
     metas = output_metas(op, schema.values)
     count = sum(r.is_tensor for r in schema.signature.results)
-    return rule.rows(make_call(rule, schema, (None,) * count if metas is UNKNOWN else metas))
+    return rule.rows(make_call(rule, schema, (None,) * count if metas is None else metas))
 
 
 def _spec(value):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.comm.async_result import Flight, Window
+from shardwise.comm.async_result import AsyncResult, InFlightLimit
 from shardwise.comm.events import observe
 from shardwise.errors import PlacementError
 from shardwise.tensor.waiting import source_of
@@ -138,7 +138,7 @@ def test_bad_placements_raise_and_nothing_to_do_issues_nothing(pool):
 
 
 def gathered_together():
-    from shardwise.comm.coalescing import together
+    from shardwise.comm.coalescing import coalesced
 
     m = mesh((2, 2))
     tensors = [
@@ -148,7 +148,7 @@ def gathered_together():
     ]
 
     def run(log):
-        with together():
+        with coalesced():
             moved = [t.redistribute(placements=[Replicate()] * 2, async_op=True) for t in tensors]
             # Wanted before the end: what is there so far is issued.
             assert torch.equal(moved[1].to_local(), tensors[1].redistribute(placements=[Replicate()] * 2).to_local())
@@ -460,30 +460,30 @@ def dropped():
             gc.collect()
     gc.collect()
     assert torch.equal(x.full_tensor(), full)
-    return len([f for f in gc.get_objects() if isinstance(f, Flight)])
+    return len([f for f in gc.get_objects() if isinstance(f, AsyncResult)])
 
 
 def test_tensors_that_are_dropped_leave_nothing_behind(pool):
     assert pool.run(dropped) == [0] * 4
 
 
-def a_dropped_flight_has_waited():
+def a_dropped_result_has_waited():
     log = []
 
     class Work:
         def wait(self):
             log.append("wait")
 
-    Flight(Work(), torch.ones(2))
-    flight = Flight(Work(), torch.ones(2)).then(lambda t: t + 1)
-    taken = flight.wait(), flight.wait()
-    del flight
+    AsyncResult(Work(), torch.ones(2))
+    result = AsyncResult(Work(), torch.ones(2)).then(lambda t: t + 1)
+    taken = result.wait(), result.wait()
+    del result
     assert taken[0] is taken[1]
     return log
 
 
-def test_a_dropped_flight_waits_once():
-    assert a_dropped_flight_has_waited() == ["wait", "wait"]
+def test_a_dropped_result_waits_once():
+    assert a_dropped_result_has_waited() == ["wait", "wait"]
 
 
 def test_what_was_done_with_a_result_is_not_done_again_after_a_failure():
@@ -499,10 +499,10 @@ def test_what_was_done_with_a_result_is_not_done_again_after_a_failure():
             raise MemoryError
         return tensor
 
-    flight = Flight(Work(), torch.ones(2)).then(lambda t: t.mul_(2)).then(fails_once).then(lambda t: t + 1)
+    result = AsyncResult(Work(), torch.ones(2)).then(lambda t: t.mul_(2)).then(fails_once).then(lambda t: t + 1)
     with pytest.raises(MemoryError):
-        flight.wait()
-    assert flight.wait().tolist() == flight.wait().tolist() == [3, 3]
+        result.wait()
+    assert result.wait().tolist() == result.wait().tolist() == [3, 3]
 
 
 def failing_work():
@@ -510,19 +510,19 @@ def failing_work():
         def wait(self):
             raise RuntimeError("a peer is gone")
 
-    return Flight(Work(), torch.ones(2))
+    return AsyncResult(Work(), torch.ones(2))
 
 
 def test_a_failure_reaches_whoever_waits_and_nobody_else():
-    flight = failing_work()
+    result = failing_work()
     with pytest.raises(RuntimeError, match="a peer is gone"):
-        flight.wait()
-    del flight
+        result.wait()
+    del result
     failing_work()
     gc.collect()
 
 
-def test_a_window_waits_for_the_oldest_when_too_much_is_held():
+def test_a_limit_waits_for_the_oldest_when_too_much_is_held():
     waited = []
 
     class Work:
@@ -532,19 +532,19 @@ def test_a_window_waits_for_the_oldest_when_too_much_is_held():
         def wait(self):
             waited.append(self.name)
 
-    def flight(name, length):
-        return Flight(Work(name), torch.ones(length, dtype=torch.uint8), torch.ones(length, dtype=torch.uint8))
+    def result(name, length):
+        return AsyncResult(Work(name), torch.ones(length, dtype=torch.uint8), torch.ones(length, dtype=torch.uint8))
 
-    window, flights = Window(100), [flight(i, 20) for i in range(4)]
-    window.add(flights[0])
-    window.add(flights[1])
+    limit, results = InFlightLimit(100), [result(i, 20) for i in range(4)]
+    limit.add(results[0])
+    limit.add(results[1])
     assert waited == []
-    window.add(flights[2])
+    limit.add(results[2])
     assert waited == [0]
-    flights[1].wait()
-    window.add(flights[3])
+    results[1].wait()
+    limit.add(results[3])
     assert waited == [0, 1]
-    window.add(flight("large", 1000))
+    limit.add(result("large", 1000))
     assert waited == [0, 1, 2, 3, "large"], "all before it are waited for, and itself as it is dropped"
 
 

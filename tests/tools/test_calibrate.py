@@ -15,9 +15,9 @@ from shardwise.kernel.placements import parse_placement
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.planning.cost import KINDS, links_of
 from shardwise.planning.link_file import parse
-from shardwise.planning.path import transition
+from shardwise.planning.path import shortest_path
 from shardwise.testing import WorkerPool, mesh
-from shardwise.tools.calibrate import calibrate, try_transitions, typical_pairs
+from shardwise.tools.calibrate import calibrate, try_redistributions, typical_pairs
 
 SMALL = {"largest": 1 << 15, "rounds": 1}
 
@@ -84,7 +84,7 @@ def tried():
     found = mesh((2, 2))
     return [
         ([s.kind for s in trial.planned.steps], trial.predicted, trial.seconds)
-        for trial in try_transitions(found, typical_pairs(found, 4096), rounds=1)
+        for trial in try_redistributions(found, typical_pairs(found, 4096), rounds=1)
     ]
 
 
@@ -124,7 +124,7 @@ def executed(shape, size, src, dst):
     events = []
     with observe(events.append):
         redistribute_local(local, before, after)
-    return transition(before, after), events
+    return shortest_path(before, after), events
 
 
 def handed_in(step, mesh_shape):

@@ -21,7 +21,7 @@ from shardwise.planning.cost import KINDS, Link
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
-from shardwise.tools.calibrate import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_transitions, typical_pairs
+from shardwise.tools.calibrate import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_redistributions, typical_pairs
 from shardwise.tools.calibrate import calibrate as calibrate_mesh
 
 __all__ = ["calibrate"]
@@ -119,7 +119,7 @@ def run_rank(wish: Wish) -> Outcome | None:
     with progress("measuring", shown=first) as tell:
         calibration = calibrate_mesh(mesh, wish.out, largest=wish.largest, tell=tell)
     with progress("checking", shown=first) as tell:
-        trials = try_transitions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
+        trials = try_redistributions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
     return Outcome(wish, calibration, [_row(trial) for trial in trials]) if first else None
 
 

@@ -1,7 +1,7 @@
-"""Flights: collectives that are under way.
+"""Collectives that are under way.
 
-A :class:`Flight` is handed out when a collective is issued. Its result is there after :meth:`Flight.wait`, which also
-does the local work that follows, such as an average or a change of strides.
+Issuing a collective gives an :class:`AsyncResult`. :meth:`AsyncResult.wait` gives the tensor; it also does the local
+work that follows, such as an average or a change of strides.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.futures import Future
 
 from shardwise.private_torch.dispatch import memory_of
 
-__all__ = ["Flight", "Window", "Works"]
+__all__ = ["AsyncResult", "InFlightLimit", "SendReceive"]
 
 
-class Flight:
+class AsyncResult:
     """A collective under way and what is to be done with its result; waiting again gives the same tensor.
 
     ``work`` is the process group's, ``None`` for a result that is there already. ``out`` is the memory that it fills
-    and ``sent`` what it reads: both stay alive until the wait. A flight that is dropped waits on its way out, so that
+    and ``sent`` what it reads: both stay alive until the wait. A result that is dropped waits on its way out, so that
     no collective is left behind; it issues none, because when an object is dropped is no order that ranks share.
     """
 
@@ -48,14 +48,14 @@ class Flight:
             return 0
         return self._out.nbytes + self._sent.nbytes
 
-    def keep(self, tensor: Any, local: Tensor) -> Flight:
+    def keep(self, tensor: Any, local: Tensor) -> AsyncResult:
         """Keep ``tensor`` while its ``local`` memory is being sent: autograd writes to gradients that nobody holds."""
         if self.work is not None and self._sent is not None and _same_memory(self._sent, local):
             self._kept = tensor
         return self
 
-    def then(self, step: Callable[[Tensor], Tensor]) -> Flight:
-        """Do this with the result when it is waited for; local work only. The flight itself comes back."""
+    def then(self, step: Callable[[Tensor], Tensor]) -> AsyncResult:
+        """Do this with the result when it is waited for; local work only. The object itself comes back."""
         if self.work is None:
             self._out = step(self._out)
         else:
@@ -85,7 +85,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return memory_of(a) == memory_of(b)
 
 
-class Works:
+class SendReceive:
     """What sends and what receives, as one. Backends make no future of these: they are finished when waited for."""
 
     def __init__(self, works: Sequence[Any]) -> None:
@@ -103,25 +103,25 @@ class Works:
             self._finished.set_result(None)
 
 
-class Window:
-    """The flights of a backward pass: as many may be under way as hold ``limit`` bytes, and always one."""
+class InFlightLimit:
+    """The collectives of a backward pass: as many may be under way as hold ``limit`` bytes, and always one."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held = 0
-        self._flights: deque[tuple[ref[Flight], int]] = deque()
+        self._results: deque[tuple[ref[AsyncResult], int]] = deque()
 
-    def add(self, flight: Flight) -> None:
+    def add(self, result: AsyncResult) -> None:
         """Count one more in, and wait for the oldest where they hold too much."""
-        self._flights.append((ref(flight), flight.held))
-        self._held += flight.held
-        while len(self._flights) > 1 and (self._held > self._limit or _landed(self._flights[0][0]())):
-            oldest, held = self._flights.popleft()
+        self._results.append((ref(result), result.held))
+        self._held += result.held
+        while len(self._results) > 1 and (self._held > self._limit or _landed(self._results[0][0]())):
+            oldest, held = self._results.popleft()
             self._held -= held
             waited = oldest()
             if waited is not None:
                 waited.wait()
 
 
-def _landed(flight: Flight | None) -> bool:
-    return flight is None or flight.work is None
+def _landed(result: AsyncResult | None) -> bool:
+    return result is None or result.work is None

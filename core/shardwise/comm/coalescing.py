@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.events import Event, observers, tell
+from shardwise.comm.events import Event, emit, observers
 
-__all__ = ["together"]
+__all__ = ["coalesced"]
 
 # -- several at a time -----------------------------------------------------------------------------------------------
 
 
-class _Together:
-    """All-gathers of one group and dtype; the work of each of their flights."""
+class _CoalescedGather:
+    """All-gathers of one group and dtype; the work of each of their results."""
 
     def __init__(self, batch: _Batch, group: Any) -> None:
         self.outs: list[Tensor] = []
@@ -28,10 +28,10 @@ class _Together:
         self._event: Event | None = None
 
     def issue(self) -> None:
-        self._work = self._group.gather_together(self.outs, self.pieces)
+        self._work = self._group.gather_coalesced(self.outs, self.pieces)
         if observers:
-            self._event = self._group.tell_issued("all_gather", sum(p.nbytes for p in self.pieces), self._work)
-        self._batch, self.outs, self.pieces = None, [], []  # the flights hold what is theirs
+            self._event = self._group.emit_issued("all_gather", sum(p.nbytes for p in self.pieces), self._work)
+        self._batch, self.outs, self.pieces = None, [], []  # each result holds what is its own
 
     def wait(self) -> None:
         if self._batch is not None:  # wanted before the others are there
@@ -40,28 +40,28 @@ class _Together:
             self._work.wait()
             self._work = None
             if self._event is not None:
-                tell(self._event, "waited")
+                emit(self._event, "waited")
 
 
 class _Batch:
     """What was to be gathered since the last issue, in the order in which it came."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, _Together] = {}
+        self._waiting: dict[Any, _CoalescedGather] = {}
 
-    def add(self, group: Any, out: Tensor, piece: Tensor) -> _Together:
+    def add(self, group: Any, out: Tensor, piece: Tensor) -> _CoalescedGather:
         key = group, piece.dtype, piece.device
-        together = self._waiting.get(key)
-        if together is None:
-            together = self._waiting[key] = _Together(self, group)
-        together.outs.append(out)
-        together.pieces.append(piece)
-        return together
+        gather = self._waiting.get(key)
+        if gather is None:
+            gather = self._waiting[key] = _CoalescedGather(self, group)
+        gather.outs.append(out)
+        gather.pieces.append(piece)
+        return gather
 
     def issue(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for together in waiting.values():
-            together.issue()
+        for gather in waiting.values():
+            gather.issue()
 
 
 class _Here(threading.local):
@@ -74,7 +74,7 @@ _here = _Here()
 
 
 @contextmanager
-def together() -> Iterator[None]:
+def coalesced() -> Iterator[None]:
     """Issue the all-gathers that start in the block as one per group and dtype, at its end or at the first wait.
 
     One collective of many parts costs the latency of one. All ranks must start the same ones in the same order.

@@ -9,7 +9,7 @@ from itertools import count
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-__all__ = ["Event", "numbers", "observe", "observers", "taken", "tell", "wanted"]
+__all__ = ["Event", "numbers", "observe", "observers", "waited", "emit", "is_observed"]
 
 
 @frozen
@@ -47,19 +47,19 @@ def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issu
         observers.remove(observer)
 
 
-def wanted(phase: str) -> bool:
+def is_observed(phase: str) -> bool:
     """Whether anybody listens to a phase."""
     return any(phase in phases for _, phases in observers)
 
 
-def tell(event: Event, phase: str) -> None:
+def emit(event: Event, phase: str) -> None:
     """Tell those who listen to a phase."""
     for callback, phases in tuple(observers):
         if phase in phases:
             callback(evolve(event, phase=phase))
 
 
-def taken(event: Event, out: Tensor) -> Tensor:
+def waited(event: Event, out: Tensor) -> Tensor:
     """Tell that a result is taken, and give it."""
-    tell(event, "waited")
+    emit(event, "waited")
     return out

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.kernel.reductions import REAL, average, carrier, is_native, reduce_stacked
+from shardwise.kernel.reductions import REAL, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.distributed import (
     graph_all_gather,
     graph_all_reduce,
@@ -46,7 +46,7 @@ class FunctionalGroup:
 
     def all_gather(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
-        flat = carrier(piece.reshape(-1))
+        flat = as_sendable(piece.reshape(-1))
         blocks = graph_all_gather(flat, self.size, self.process_group).view(self.size, -1)
         if self.order:
             blocks = torch.stack([blocks[self.order.index(i)] for i in range(self.size)])
@@ -59,7 +59,7 @@ class FunctionalGroup:
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
-        bytes_ = carrier(flat)
+        bytes_ = as_sendable(flat)
         unit = flat.dtype.itemsize // bytes_.dtype.itemsize
         out, back = [n * unit for n in sent], [n * unit for n in received]
         moved = (

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.async_result import Flight, Works
+from shardwise.comm.async_result import AsyncResult, SendReceive
 from shardwise.comm.coalescing import _Batch, _here
-from shardwise.comm.events import Event, numbers, observers, taken, tell, wanted
+from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
 from shardwise.comm.graph_group import FunctionalGroup
-from shardwise.kernel.reductions import CARRIED, REAL, average, carrier, is_native, reduce_stacked
+from shardwise.kernel.reductions import REAL, SENDABLE, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.tracing import is_traced
 
 __all__ = ["Group"]
@@ -70,42 +70,42 @@ class Group:
 
     # -- movement --
 
-    def start_all_gather(self, out: Tensor, piece: Tensor) -> Flight:
+    def start_all_gather(self, out: Tensor, piece: Tensor) -> AsyncResult:
         """Fill ``out`` with the pieces of all ranks, one behind the other; the pieces are of one shape."""
         if is_traced(piece):
-            return Flight(None, self._functional.all_gather(piece).view(out.shape))
+            return AsyncResult(None, self._functional.all_gather(piece).view(out.shape))
         batch = _here.batch
-        flight = self._all_gather(out, piece, batch)
+        result = self._all_gather(out, piece, batch)
         # One of several that go together is told of with them.
-        return self._told(flight, "all_gather", piece) if observers and (batch is None or self._order) else flight
+        return self._observed(result, "all_gather", piece) if observers and (batch is None or self._order) else result
 
     def all_gather(self, piece: Tensor) -> Tensor:
         """The pieces of all ranks, stacked."""
         return self.start_all_gather(piece.new_empty((self.size, *piece.shape)), piece).wait()
 
-    def start_all_to_all(self, pieces: Tensor) -> Flight:
+    def start_all_to_all(self, pieces: Tensor) -> AsyncResult:
         """Send ``pieces[i]`` to rank ``i``; the result stacks what each rank sent here, all of one shape."""
         if is_traced(pieces):
-            return Flight(None, self._functional.all_to_all(pieces))
-        flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
-        return self._told(flight, "all_to_all", pieces) if observers else flight
+            return AsyncResult(None, self._functional.all_to_all(pieces))
+        result = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
+        return self._observed(result, "all_to_all", pieces) if observers else result
 
     def all_to_all(self, pieces: Tensor) -> Tensor:
         """:meth:`start_all_to_all`, and wait."""
         return self.start_all_to_all(pieces).wait()
 
-    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+    def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncResult:
         """Send consecutive runs of a flat tensor, ``sent[i]`` elements to rank ``i``; ``received`` likewise."""
         if is_traced(flat):
-            return Flight(None, self._functional.exchange(flat, sent, received))
-        flight = self._exchange(flat, sent, received)
-        return self._told(flight, "all_to_all", flat) if observers else flight
+            return AsyncResult(None, self._functional.exchange(flat, sent, received))
+        result = self._exchange(flat, sent, received)
+        return self._observed(result, "all_to_all", flat) if observers else result
 
     def exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """:meth:`start_exchange`, and wait."""
         return self.start_exchange(flat, sent, received).wait()
 
-    def start_shift(self, flat: Tensor, by: int, count: int) -> Flight:
+    def start_shift(self, flat: Tensor, by: int, count: int) -> AsyncResult:
         """Send a flat tensor to the rank ``by`` further, wrapping round; ``count`` elements come from the one before.
 
         Point to point, but where a backend cannot: then it is an exchange in which the others have no part.
@@ -116,59 +116,59 @@ class Group:
             sent[there], received[before] = flat.numel(), count
             return self.start_exchange(flat, sent, received)
         out = flat.new_empty(count)
-        flight = Flight(self._send_receive(carrier(flat), there, carrier(out), before), out, flat)
-        return self._told(flight, "shift", flat) if observers else flight
+        result = AsyncResult(self._send_receive(as_sendable(flat), there, as_sendable(out), before), out, flat)
+        return self._observed(result, "shift", flat) if observers else result
 
     # -- reduction --
 
-    def start_all_reduce(self, tensor: Tensor, kind: str) -> Flight:
+    def start_all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
         """The reduction over all ranks; may use ``tensor``'s memory for it."""
         if is_traced(tensor):
-            return Flight(None, self._functional.all_reduce(tensor, kind))
+            return AsyncResult(None, self._functional.all_reduce(tensor, kind))
         if is_native(kind, tensor.dtype):
-            flight = self._all_reduce(tensor, kind)
+            result = self._all_reduce(tensor, kind)
         else:
-            flight = self._reduce_by_moving(tensor, kind)
-        return self._told(flight, "all_reduce", tensor) if observers else flight
+            result = self._reduce_by_moving(tensor, kind)
+        return self._observed(result, "all_reduce", tensor) if observers else result
 
     def all_reduce_(self, tensor: Tensor, kind: str) -> Tensor:
         """:meth:`start_all_reduce`, and wait."""
         return self.start_all_reduce(tensor, kind).wait()
 
-    def start_reduce_scatter(self, pieces: Tensor, kind: str) -> Flight:
+    def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
         """The reduction of all ranks' ``pieces[position]``; the pieces are of one shape."""
         if is_traced(pieces):
-            return Flight(None, self._functional.reduce_scatter(pieces, kind))
+            return AsyncResult(None, self._functional.reduce_scatter(pieces, kind))
         # gloo's own is an all-reduce of everything.
         if self.is_gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
-            flight = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
-            flight.then(lambda stacked: self._reduce(stacked, kind))
+            result = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
+            result.then(lambda stacked: self._reduce(stacked, kind))
         else:
-            result = pieces.new_empty(pieces.shape[1:])
-            flat = [result.view(-1)], [pieces.view(-1)]
+            out = pieces.new_empty(pieces.shape[1:])
+            flat = [out.view(-1)], [pieces.view(-1)]
             work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
-            flight = self._averaged(Flight(work, result, pieces), kind)
-        return self._told(flight, "reduce_scatter", pieces) if observers else flight
+            result = self._averaged(AsyncResult(work, out, pieces), kind)
+        return self._observed(result, "reduce_scatter", pieces) if observers else result
 
-    def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Flight:
+    def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
         """As :meth:`start_reduce_scatter` for flat pieces of ``sent[i]`` elements; the result is flat."""
         if is_traced(flat):
-            return Flight(None, self._functional.reduce_scatter_uneven(flat, sent, kind))
+            return AsyncResult(None, self._functional.reduce_scatter_uneven(flat, sent, kind))
         here = sent[self.position]
-        flight = self._exchange(flat, sent, [here] * self.size)
-        flight.then(lambda received: self._reduce(received.view(self.size, here), kind))
-        return self._told(flight, "reduce_scatter", flat) if observers else flight
+        result = self._exchange(flat, sent, [here] * self.size)
+        result.then(lambda received: self._reduce(received.view(self.size, here), kind))
+        return self._observed(result, "reduce_scatter", flat) if observers else result
 
-    def _all_reduce(self, tensor: Tensor, kind: str) -> Flight:
+    def _all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
         flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
         staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
-        flight = Flight(self.process_group.allreduce([staged], self._sum_options[kind]), tensor, staged)
+        result = AsyncResult(self.process_group.allreduce([staged], self._sum_options[kind]), tensor, staged)
         if staged is not flat:
-            flight.then(lambda whole: _filled(flat, staged, whole))
-        return self._averaged(flight, kind)
+            result.then(lambda whole: _filled(flat, staged, whole))
+        return self._averaged(result, kind)
 
-    def _averaged(self, flight: Flight, kind: str) -> Flight:
-        return flight.then(lambda total: average(total, self.size)) if kind == "avg" else flight
+    def _averaged(self, result: AsyncResult, kind: str) -> AsyncResult:
+        return result.then(lambda total: average(total, self.size)) if kind == "avg" else result
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
         if not is_native(kind, stacked.dtype):
@@ -178,7 +178,7 @@ class Group:
         found = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
         return average(found, self.size) if kind == "avg" else found
 
-    def _reduce_by_moving(self, tensor: Tensor, kind: str) -> Flight:
+    def _reduce_by_moving(self, tensor: Tensor, kind: str) -> AsyncResult:
         """Every rank reduces its part of the elements and the parts are gathered; small tensors are gathered whole."""
         if tensor.nbytes * self.size <= _SMALL:
             gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -194,33 +194,33 @@ class Group:
 
     # -- the process group --
 
-    def _told(self, flight: Flight, kind: str, sent: Tensor) -> Flight:
-        event = self.tell_issued(kind, sent.nbytes, flight.work)
-        return flight.then(lambda out: taken(event, out)) if wanted("waited") else flight
+    def _observed(self, result: AsyncResult, kind: str, sent: Tensor) -> AsyncResult:
+        event = self.emit_issued(kind, sent.nbytes, result.work)
+        return result.then(lambda out: waited(event, out)) if is_observed("waited") else result
 
-    def tell_issued(self, kind: str, nbytes: int, work: Any) -> Event:
+    def emit_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Tell observers that a collective was issued, and later that it is finished."""
         event = Event(kind, nbytes, self.size, self.mesh_dims, number=next(numbers))
-        tell(event, "issued")
-        if wanted("finished"):
-            work.get_future().then(lambda _: tell(event, "finished"))
+        emit(event, "issued")
+        if is_observed("finished"):
+            work.get_future().then(lambda _: emit(event, "finished"))
         return event
 
-    def gather_together(self, outs: list[Tensor], pieces: list[Tensor]) -> Any:
+    def gather_coalesced(self, outs: list[Tensor], pieces: list[Tensor]) -> Any:
         """Issue several all-gathers of flat tensors as one; gives the process group's work."""
         return self.process_group.allgather_into_tensor_coalesced(outs, pieces)
 
-    def _all_gather(self, out: Tensor, piece: Tensor, batch: _Batch | None = None) -> Flight:
+    def _all_gather(self, out: Tensor, piece: Tensor, batch: _Batch | None = None) -> AsyncResult:
         # Flat, because backends compare the shapes of pieces and output.
-        flat, piece = carrier(out.view(-1)), carrier(piece.view(-1))
+        flat, piece = as_sendable(out.view(-1)), as_sendable(piece.view(-1))
         target, piece = self._staged(flat, piece)
         if self._order:
             blocks = target.view(self.size, -1)
             work = self.process_group.allgather([[blocks[i] for i in self._order]], [piece])
         else:
             work = self._gather(target, piece) if batch is None else batch.add(self, target, piece)
-        flight = Flight(work, out, piece)
-        return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
+        result = AsyncResult(work, out, piece)
+        return result if target is flat else result.then(lambda whole: _filled(flat, target, whole))
 
     def _stages(self, tensor: Tensor) -> bool:
         """Whether a tensor travels through CPU memory: gloo sees no other."""
@@ -232,13 +232,13 @@ class Group:
             return out, piece
         return out.new_empty(out.shape, device="cpu"), piece.to("cpu", copy=True)
 
-    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> Works:
+    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> SendReceive:
         """Both at once: a ring in which each rank first sends and then receives would wait for ever."""
         ops = [
             dist.P2POp(call, tensor, peer=self._global_rank(position), group=self.process_group)
             for call, tensor, position in ((dist.isend, sent, there), (dist.irecv, received, before))
         ]
-        return Works(dist.batch_isend_irecv(ops))
+        return SendReceive(dist.batch_isend_irecv(ops))
 
     def _global_rank(self, position: int) -> int:
         rank = self._order.index(position) if self._order else position
@@ -247,22 +247,22 @@ class Group:
     def _gather_coalesced(self, out: Tensor, piece: Tensor) -> Any:
         return self.process_group.allgather_into_tensor_coalesced([out], [piece])
 
-    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> Flight:
+    def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncResult:
         out = flat.new_empty(sum(received))
-        unit = 1 if flat.dtype in CARRIED else flat.dtype.itemsize
+        unit = 1 if flat.dtype in SENDABLE else flat.dtype.itemsize
         return self._all_to_all(out, flat, [n * unit for n in received], [n * unit for n in sent])
 
-    def _all_to_all(self, out: Tensor, pieces: Tensor, received: list[int], sent: list[int]) -> Flight:
+    def _all_to_all(self, out: Tensor, pieces: Tensor, received: list[int], sent: list[int]) -> AsyncResult:
         """Move runs of the given lengths; empty lists stand for equal parts."""
-        flat, given = carrier(out.view(-1)), carrier(pieces.view(-1))
+        flat, given = as_sendable(out.view(-1)), as_sendable(pieces.view(-1))
         target, given = self._staged(flat, given)
         if self._order:
-            flight = self._all_to_all_ordered(target, given, received, sent)
-            return flight.then(lambda moved: out if moved is flat else _filled(flat, moved, out))
-        flight = Flight(self.process_group.alltoall_base(target, given, received, sent), out, given)
-        return flight if target is flat else flight.then(lambda whole: _filled(flat, target, whole))
+            result = self._all_to_all_ordered(target, given, received, sent)
+            return result.then(lambda moved: out if moved is flat else _filled(flat, moved, out))
+        result = AsyncResult(self.process_group.alltoall_base(target, given, received, sent), out, given)
+        return result if target is flat else result.then(lambda whole: _filled(flat, target, whole))
 
-    def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> Flight:
+    def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> AsyncResult:
         """As the process group counts its ranks: bring the runs into that order, and back."""
         order: Any = self._order
         shares = [flat.numel() // self.size] * self.size
@@ -278,7 +278,7 @@ class Group:
                 places[i].copy_(run)
             return out
 
-        return Flight(self.process_group.alltoall_base(moved, given, *counts), moved, given).then(put)
+        return AsyncResult(self.process_group.alltoall_base(moved, given, *counts), moved, given).then(put)
 
 
 def _filled(part: Tensor, staged: Tensor, whole: Tensor) -> Tensor:

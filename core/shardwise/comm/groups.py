@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.group import Group
 from shardwise.comm.silent_group import SilentGroup
-from shardwise.kernel.reductions import carrier
-from shardwise.kernel.world import OfThisStart
+from shardwise.kernel.reductions import as_sendable
+from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 
@@ -29,7 +29,7 @@ def forget() -> bool:
     return by_gloo
 
 
-_of_this_start = OfThisStart(_groups, _groups.clear)
+_per_world = PerWorld(_groups, _groups.clear)
 
 
 def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
@@ -37,7 +37,7 @@ def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
 
     Made once. Over several mesh dims the first call makes a process group: all ranks of the group must make it alike.
     """
-    groups = _of_this_start.now()
+    groups = _per_world.now()
     dims = tuple(mesh_dims)
     known = groups.get((mesh, dims))
     if known is None:
@@ -92,8 +92,8 @@ def rank_at(mesh: DeviceMesh, mesh_dim: int, index: int) -> int:
 def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) -> Tensor:
     """Overwrite a contiguous tensor on all ranks along a mesh dim by that of the rank at ``index``."""
     if mesh.size(mesh_dim) > 1 and not is_rehearsing():
-        carried = carrier(tensor.view(-1))
-        dist.broadcast(carried, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
+        sendable = as_sendable(tensor.view(-1))
+        dist.broadcast(sendable, src=rank_at(mesh, mesh_dim, index), group=mesh.get_group(mesh_dim))
     return tensor
 
 

@@ -22,12 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.groups import backend_of, broadcast_, carrying_device
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.kernel.spec import Mesh
-from shardwise.kernel.world import OfThisStart
+from shardwise.kernel.world import PerWorld
 from shardwise.planning.cost import Links, are_chosen, default_links, links_of, use_agreed_links
 from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "survey"]
+__all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "locate"]
 
 
 @frozen
@@ -51,13 +51,13 @@ def agree_on_links(mesh: Mesh) -> bool:
     program has set. Raises :class:`LinksFileError`, :class:`LinksVersionError` or :class:`LinksFitError` on every rank
     when the first rank's file cannot be used.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh in _of_this_start.now():
+    if not isinstance(mesh, DeviceMesh) or mesh in _per_world.now():
         return False
     if mesh.size() > 1 and not are_chosen(mesh) and backend_of(mesh) != "fake":
         before = links_of(mesh)
         # Plans are made under tracing too, where a tensor made here would not be real.
         with outside_modes():
-            links = _links_on(survey(mesh, _read_file()), mesh)
+            links = _links_on(locate(mesh, _read_file()), mesh)
         agree_to(mesh, links)
         return links_of(mesh) != before
     _agreed.add(mesh)
@@ -66,7 +66,7 @@ def agree_on_links(mesh: Mesh) -> bool:
 
 def agree_to(mesh: DeviceMesh, links: Links) -> None:
     """Cost by figures that all ranks of the mesh already have alike."""
-    agreed = _of_this_start.now()
+    agreed = _per_world.now()
     # Planning asks for the figures often, and a mesh is slow to look up: plain defaults need no entry.
     use_agreed_links(mesh, None if links == default_links(mesh) else links)
     agreed.add(mesh)
@@ -79,7 +79,7 @@ def forget() -> None:
     _agreed.clear()
 
 
-_of_this_start = OfThisStart(_agreed, forget)
+_per_world = PerWorld(_agreed, forget)
 
 
 def _links_on(ground: Ground, mesh: DeviceMesh) -> Links:
@@ -120,7 +120,7 @@ def _read_file() -> dict[str, Any]:
 # -- where a mesh lies -----------------------------------------------------------------------------------------------
 
 
-def survey(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
+def locate(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
     """Find out together where a mesh lies; ``mine`` is what this rank tells if it is the first. All ranks must call."""
     backend = backend_of(mesh)
     hosts = _host_grid(mesh)

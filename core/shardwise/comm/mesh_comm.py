@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import groups
 from shardwise.comm.agreement import _generator_of, _raise_if_unlike, _refuse_traced, _shape_row
-from shardwise.comm.async_result import Flight
+from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.group import Group
 from shardwise.comm.groups import broadcast_, group_of
-from shardwise.kernel.world import generation
+from shardwise.kernel.world import world_number
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_python_dispatched, outside_modes
 from shardwise.rng.generator import mode
@@ -74,14 +74,14 @@ class MeshComm:
 
     def start_shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
-    ) -> Flight:
+    ) -> AsyncResult:
         """:meth:`shift` without waiting; while a graph is traced, what came is there at once."""
         group = group_of(self.mesh, _dims(mesh_dim))
         if by % group.size == 0:
-            return Flight(None, tensor)
+            return AsyncResult(None, tensor)
         coming = torch.Size(tensor.shape if shape is None else shape)
-        flight = group.start_shift(tensor.contiguous().view(-1), by, coming.numel())
-        return flight.then(lambda flat: flat.view(coming))
+        result = group.start_shift(tensor.contiguous().view(-1), by, coming.numel())
+        return result.then(lambda flat: flat.view(coming))
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
         """What the first rank would draw at the mesh's first draw; later ones are compared.
@@ -138,7 +138,7 @@ def _turn(mesh: DeviceMesh, what: str, *, always: bool = False) -> int:
     """
     if mesh.size() == 1:
         return 0
-    key = (generation(), hash(mesh), what)
+    key = (world_number(), hash(mesh), what)
     turn = _turns[key] = _turns.get(key, 0) + 1
     return turn if always or turn % _EVERY == 0 or turn & (turn - 1) == 0 else 0
 

@@ -23,14 +23,14 @@ from shardwise.errors import RankDisagreementError
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import Mesh
-from shardwise.kernel.world import OfThisStart
+from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["agree_on_asking", "agree_on_rules", "at_first_use", "forget", "summary"]
 
 # A new start of torch.distributed has other ranks, which agree anew.
 _meshes: set[DeviceMesh] = set()
-_agreed = OfThisStart(_meshes, _meshes.clear)
+_agreed = PerWorld(_meshes, _meshes.clear)
 # What must be there before the first op runs on a mesh.
 at_first_use: list[Callable[[], object]] = []
 Summary = dict[str, dict[str, str]]

@@ -1,7 +1,7 @@
-"""Movers: one per kind of step, which resolves the step for this rank ahead of its first run.
+"""Runners: one per kind of step, which resolves the step for this rank ahead of its first run.
 
 The tensors here are row-major: ``redistribute`` hands over locals whose dims are in the order of the global tensor's
-memory. A mover never modifies its input and its result is new memory. Pieces that differ in shape travel flat.
+memory. A runner never modifies its input and its result is new memory. Pieces that differ in shape travel flat.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.comm.async_result import Flight
+from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.group import Group
 from shardwise.comm.groups import group_of
 from shardwise.comm.packing import (
@@ -36,37 +36,37 @@ from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_traced
 
-__all__ = ["Mover", "Start", "make_mover"]
+__all__ = ["StepRunner", "Start", "step_runner"]
 
-Start = Callable[[Tensor], Flight]
+Start = Callable[[Tensor], AsyncResult]
 # Per tensor dim that is cut: the dim, where the part starts, how long it is.
 Cuts = tuple[tuple[int, int, int], ...]
 
 
 @frozen
-class Mover:
+class StepRunner:
     """``run`` gives this rank's local tensor as it lies afterwards; ``start``, where anything is communicated, issues
-    that and gives the flight.
+    that and gives the result.
     """
 
     run: Run
     start: Start | None = None
 
 
-def make_mover(kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> Mover:
-    """The mover of one step (see :class:`shardwise.planning.path.Step`) for this rank's local tensors."""
+def step_runner(kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> StepRunner:
+    """The runner of one step (see :class:`shardwise.planning.path.Step`) for this rank's local tensors."""
     if kind in ("slice", "relabel"):
-        return Mover(_slice(src, dst))
+        return StepRunner(_slice(src, dst))
     if kind == "fill":
-        return Mover(_fill(src, dst, mesh_dims[0]))
+        return StepRunner(_fill(src, dst, mesh_dims[0]))
     mesh: Any = src.mesh
     group = group_of(mesh, mesh_dims)
     # A rank whose part is empty still takes part where another's is not.
     if math.prod(src.shape) == 0 or _nothing_moves(kind, src, dst, group):
         shape = dst.local_shape()
-        return Mover(lambda local: local.new_empty(shape))
+        return StepRunner(lambda local: local.new_empty(shape))
     start = _COMMUNICATING[kind](group, src, dst)
-    return Mover(lambda local: start(local).wait(), start)
+    return StepRunner(lambda local: start(local).wait(), start)
 
 
 def _nothing_moves(kind: str, src: TensorSpec, dst: TensorSpec, group: Group) -> bool:
@@ -169,9 +169,9 @@ def _gather_in_place(group: Group, longest: int, whole: Shape) -> Start:
         return lambda local: group.start_all_gather(local.new_empty(whole), _row_major(local))
     padded_size = longest * group.size
 
-    def start(local: Tensor) -> Flight:
-        flight = group.start_all_gather(local.new_empty(padded_size), _padded(local, longest))
-        return flight.then(lambda padded: padded[:total].view(whole))
+    def start(local: Tensor) -> AsyncResult:
+        result = group.start_all_gather(local.new_empty(padded_size), _padded(local, longest))
+        return result.then(lambda padded: padded[:total].view(whole))
 
     return start
 

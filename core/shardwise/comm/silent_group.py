@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.futures import Future
 
-from shardwise.comm.async_result import Works
+from shardwise.comm.async_result import SendReceive
 from shardwise.comm.group import _REDUCE_OPS, Group
 
 __all__ = ["SilentGroup"]
@@ -42,5 +42,5 @@ class SilentGroup(Group):
         self._sum_options = dict.fromkeys(_REDUCE_OPS)
         self._scatter_options = dict.fromkeys(_REDUCE_OPS)
 
-    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> Works:  # noqa: ARG002  # nobody
-        return Works([])
+    def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> SendReceive:  # noqa: ARG002  # nobody
+        return SendReceive([])

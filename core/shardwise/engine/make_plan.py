@@ -11,7 +11,7 @@ import torch
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.link_agreement import agree_on_links
 from shardwise.comm.mesh_comm import MeshComm
-from shardwise.comm.redistribute import mover
+from shardwise.comm.redistribute import runner
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -20,20 +20,19 @@ from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorMeta, TensorSpec
-from shardwise.planning.results import UNKNOWN
 from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call, draws
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
 
-Mover = Callable[[torch.Tensor], torch.Tensor]
+Runner = Callable[[torch.Tensor], torch.Tensor]
 Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
 
 
 def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = cheapest) -> Plan:
     """Choose the strategy of a call and freeze it; raises before anything is communicated."""
-    metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is UNKNOWN else outputs
+    metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is None else outputs
     call = make_call(entry.rule, schema, metas)
     chosen = choose(entry.rule, schema, call)
     # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
@@ -43,7 +42,7 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = che
     inputs = list(map(_as_it_lies, schema.specs, inputs))
     lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
     results = _marked_copies(schema, inputs, results, lowered)
-    if outputs is UNKNOWN:
+    if outputs is None:
         check_unknown(schema, inputs)
     check_written(schema, metas)
     if draws(schema.op):
@@ -57,7 +56,7 @@ def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = che
     if any(r.reseats for r in schema.signature.results):
         run = partial(_on_alias, run)
     full = lowered or static is not None
-    return Plan(schema, entry, chosen, _moves(schema, inputs), static, run, full, tuple(results))
+    return Plan(schema, entry, chosen, _redistributes(schema, inputs), static, run, full, tuple(results))
 
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -75,22 +74,22 @@ def _tensor_results(schema: OpSchema) -> int:
     return sum(r.is_tensor for r in schema.signature.results)
 
 
-def _moves(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
+def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
     """Movers in the arrangement of the tensor arguments, or ``None`` when every operand stays."""
     if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
         return None
     flat = iter(
-        None if src is None or dst is None or src is dst else mover(src, dst)
+        None if src is None or dst is None or src is dst else runner(src, dst)
         for src, dst in zip(schema.specs, inputs, strict=True)
     )
-    moves: list[Any] = []
+    redistributes: list[Any] = []
     for arg, value in zip(schema.signature.args, schema.values, strict=True):
         if arg.kind is Kind.TENSOR:
-            moves.append(next(flat))
+            redistributes.append(next(flat))
         elif arg.kind is Kind.TENSORS:
             pairs = [(i, move) for i in range(len(value or ())) if (move := next(flat)) is not None]
-            moves.append(pairs or None)
-    return tuple(moves)
+            redistributes.append(pairs or None)
+    return tuple(redistributes)
 
 
 def _local_call(

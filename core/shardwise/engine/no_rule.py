@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from shardwise.comm.redistribute import mover
+from shardwise.comm.redistribute import runner
 from shardwise.comm.rule_agreement import agree_on_asking
 from shardwise.engine.composites import replicated_tensor, replicating
 from shardwise.engine.decomposition import Decomposition, Failed, answered, find, stand_ins
@@ -224,7 +224,7 @@ def _frozen(value: Any) -> Any:
 def _gathered(tensor: Any) -> Any:
     spec: TensorSpec = tensor._spec
     whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
-    return new_wrapper(type(tensor), mover(spec, whole)(tensor._local_tensor), whole, False)
+    return new_wrapper(type(tensor), runner(spec, whole)(tensor._local_tensor), whole, False)
 
 
 def _swapped(value: Any, taken: Mapping[int, Any]) -> Any:

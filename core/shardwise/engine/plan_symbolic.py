@@ -31,7 +31,7 @@ from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, hinted_meta,
 from shardwise.kernel.symbols import hint, is_symbolic, lengths
 from shardwise.planning.chooser import Chooser
 from shardwise.planning.problem import Choice, Problem
-from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import problems
 from shardwise.private_torch.tracing import make_known, outside_modes, without_data
 from shardwise.rule.lowering import LocalCall
@@ -97,7 +97,7 @@ def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
         raise NotImplementedError("data decides the shape of its result")
     with without_data(part):
         found = output_metas(entry.op, described, entry.rule.meta)
-    if found is UNKNOWN:
+    if found is None:
         raise NotImplementedError("the shape of its result is unknown")
     for meta in found:
         make_known(() if meta is None else (*meta.shape, *meta.stride))

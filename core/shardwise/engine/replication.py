@@ -23,7 +23,7 @@ from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, OpStrategy
 from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.spec import Mesh
-from shardwise.planning.results import UNKNOWN, schema_metas
+from shardwise.planning.results import schema_metas
 from shardwise.planning.strategies import strategy
 
 __all__ = ["is_asked_for", "replicate_unknown", "replicated_entry", "warn_once"]
@@ -65,7 +65,7 @@ def replicated_entry(op: Op) -> Entry:
 def _whole(mesh: Mesh, schema: OpSchema) -> OpStrategy:
     whole = (REPLICATE,) * mesh.ndim
     metas = schema_metas(schema)
-    if metas is UNKNOWN:
+    if metas is None:
         metas = (None,) * sum(r.is_tensor for r in schema.signature.results)
     inputs = [None if spec is None else whole for spec in schema.specs]
     return OpStrategy((strategy(schema, inputs, [None if meta is None else whole for meta in metas], metas),))

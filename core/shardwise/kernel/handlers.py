@@ -149,9 +149,9 @@ def _move(given: Sequence[_Given]) -> list[str]:
     if not tensors:
         return []
     lines = [
-        "if plan.moves is not None:",
+        "if plan.redistributes is not None:",
         "    guard(plan)",
-        "    " + ", ".join(f"m{g.var[1:]}" for g in tensors) + ", = plan.moves",
+        "    " + ", ".join(f"m{g.var[1:]}" for g in tensors) + ", = plan.redistributes",
     ]
     for g in tensors:
         n = g.var[1:]

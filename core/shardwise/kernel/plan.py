@@ -16,21 +16,34 @@ __all__ = ["Plan"]
 class Plan:
     """Everything about one call signature that can be known ahead.
 
-    ``moves`` has an entry per tensor argument: ``None``, a mover, or for a list pairs of position and mover; it is
-    ``None`` when nothing moves, the usual case. ``static`` replaces the by-value arguments, in schema order, when not
+    ``redistributes`` has an entry per tensor argument: ``None``, a function that redistributes
+    the local tensor, or for a list pairs of position and function; it is ``None`` when nothing moves, the usual case.
+    ``static`` replaces the by-value arguments, in schema order, when not
     ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
     ``call`` where nothing moves and it takes the arguments as they were passed, else ``None``. ``outs`` holds the specs
     of the tensor results, flat; ``out`` the single one.
     """
 
-    __slots__ = ("call", "copies", "direct", "entry", "full", "moves", "out", "outs", "schema", "static", "strategies")
+    __slots__ = (
+        "call",
+        "copies",
+        "direct",
+        "entry",
+        "full",
+        "out",
+        "outs",
+        "redistributes",
+        "schema",
+        "static",
+        "strategies",
+    )
 
     def __init__(
         self,
         schema: OpSchema,
         entry: Entry,
         strategies: Sequence[PlacementStrategy],
-        moves: tuple[Any, ...] | None,
+        redistributes: tuple[Any, ...] | None,
         static: tuple[Any, ...] | None,
         call: Callable[..., Any],
         full: bool,
@@ -39,14 +52,14 @@ class Plan:
         self.schema = schema
         self.entry = entry
         self.strategies = tuple(strategies)
-        self.moves = moves
+        self.redistributes = redistributes
         self.static = static
         self.call = call
         self.full = full
-        self.direct = call if moves is None and not full else None
+        self.direct = call if redistributes is None and not full else None
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
-        self.copies = moves is not None and any(spec is not None and spec.is_copy for spec in outs)
+        self.copies = redistributes is not None and any(spec is not None and spec.is_copy for spec in outs)
 
     def run_by(self, call: Callable[..., Any]) -> None:
         """Run the local op by another callable that takes the same arguments."""

@@ -10,11 +10,11 @@ from torch import Tensor
 from shardwise.errors import LayoutError
 
 __all__ = [
-    "CARRIED",
+    "SENDABLE",
     "REDUCE_OPS",
     "REAL",
     "average",
-    "carrier",
+    "as_sendable",
     "is_native",
     "neutral",
     "reduce_pieces",
@@ -99,7 +99,7 @@ def reducible(kind: str, dtype: torch.dtype) -> bool:
 
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "max", "min", "product")
 
-CARRIED = frozenset(
+SENDABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
 """What gloo and NCCL both carry and add up."""
@@ -112,7 +112,7 @@ def is_native(kind: str, dtype: torch.dtype) -> bool:
     """Whether a backend's own reduction by a reduction gives the right numbers; backends' max and min drop NaN."""
     if dtype in REAL:
         return kind in ("sum", "avg")
-    return dtype in CARRIED and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
+    return dtype in SENDABLE and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
 
 
 def average(total: Tensor, size: int) -> Tensor:
@@ -122,6 +122,6 @@ def average(total: Tensor, size: int) -> Tensor:
     return total.div_(size, rounding_mode="trunc")
 
 
-def carrier(flat: Tensor) -> Tensor:
+def as_sendable(flat: Tensor) -> Tensor:
     """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in CARRIED else flat.view(torch.uint8)
+    return flat if flat.dtype in SENDABLE else flat.view(torch.uint8)

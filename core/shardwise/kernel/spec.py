@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.kernel.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
 from shardwise.kernel.symbols import chunk, hint, is_symbolic, numbers, place, settled_sizes
-from shardwise.kernel.world import OfThisStart, generation
+from shardwise.kernel.world import PerWorld, world_number
 
 __all__ = [
     "AbstractMesh",
@@ -156,7 +156,7 @@ class _Interned(type):
         # The class is in the key because attrs builds a slotted class from a first, slotless one.
         # The start is, because a mesh that is made after a new start equals the one before, whose
         # groups are gone.
-        start = generation() if isinstance(mesh, DeviceMesh) else None
+        start = world_number() if isinstance(mesh, DeviceMesh) else None
         place = (cls, mesh, is_copy, start)
         known = _Interned._known.get(place)
         if known is None:
@@ -353,12 +353,12 @@ class SpecLayout:
 
 _SPECS_PER_LAYOUT = 256
 _layouts: dict[Any, SpecLayout] = {}
-_of_this_start = OfThisStart(_layouts, _layouts.clear)
+_per_world = PerWorld(_layouts, _layouts.clear)
 
 
 def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> SpecLayout:
     """The one layout of these parts."""
-    known, key = _of_this_start.now(), (mesh, placements, is_copy)
+    known, key = _per_world.now(), (mesh, placements, is_copy)
     found = known.get(key)
     if found is None:
         found = known[key] = SpecLayout(mesh, placements, is_copy)

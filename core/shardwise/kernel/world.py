@@ -8,14 +8,14 @@ from weakref import ref
 
 import torch.distributed as dist
 
-__all__ = ["OfThisStart", "generation"]
+__all__ = ["PerWorld", "world_number"]
 
 Content = TypeVar("Content")
 
 _seen: list[Any] = [None, 0]  # a weak reference to the default process group, and how many there were
 
 
-def generation() -> int:
+def world_number() -> int:
     """A number that is another one whenever the default process group is. Specs and movers end with theirs."""
     now = dist.group.WORLD
     last = _seen[0]
@@ -24,7 +24,7 @@ def generation() -> int:
     return int(_seen[1])
 
 
-class OfThisStart(Generic[Content]):
+class PerWorld(Generic[Content]):
     """A set or dict whose content belongs to one start of torch.distributed; ``forget`` empties it when there is
     another.
     """
@@ -36,7 +36,7 @@ class OfThisStart(Generic[Content]):
 
     def now(self) -> Content:
         """The content, without what an earlier start left."""
-        start = generation()
+        start = world_number()
         if start != self._start:
             self._start = start
             self._forget()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from shardwise.planning.layout_graph import Layout, Moves
+from shardwise.planning.layout_graph import Codes, LayoutGraph
 
 __all__ = ["Bounds", "Estimate", "SAFETY"]
 
@@ -26,13 +26,13 @@ class Bounds:
     Seconds come in two parts, before the first byte and for the bytes, because bounds on bytes may replace each other.
     """
 
-    def __init__(self, moves: Moves, source: Layout) -> None:
+    def __init__(self, graph: LayoutGraph, source: Codes) -> None:
         self.source = source
-        self._moves = moves
-        self._settled = moves.settled(source) if moves.single else source
-        self._least = moves.numel / moves.ranks * moves.itemsize
+        self._graph = graph
+        self._settled = graph.settled(source) if graph.single else source
+        self._least = graph.numel / graph.ranks * graph.itemsize
         self._steps: dict[tuple[int, int], tuple[float, float]] = {}
-        self._prefixes: dict[Layout, tuple[float, float]] = {}
+        self._prefixes: dict[Codes, tuple[float, float]] = {}
 
     def step(self, mesh_dim: int, code: int) -> tuple[float, float]:
         """The least that a transition costs which makes the placement of a mesh dim ``code``; 0 when it is that.
@@ -47,15 +47,15 @@ class Bounds:
 
     def _step(self, mesh_dim: int, code: int) -> tuple[float, float]:
         here = self.source[mesh_dim]
-        costs = self._moves.costs
+        costs = self._graph.costs
         if here == code:
             return 0.0, 0.0
         local = costs.links.local_start
-        if self._moves.mesh_shape[mesh_dim] == 1:
+        if self._graph.mesh_shape[mesh_dim] == 1:
             return local * SAFETY, 0.0
         if here == 0:
             return local * SAFETY, self._least / costs.links.memory_bandwidth * SAFETY
-        n, start, latency, seconds_per_byte = self._moves.alone[mesh_dim]
+        n, start, latency, seconds_per_byte = self._graph.alone[mesh_dim]
         if here > 0:
             sharing = sum(other > 0 for other in self.source)
             rounds, received = 1, (n - 1) / n * self._least / sharing if code > 0 else (n - 1) * self._least
@@ -65,26 +65,26 @@ class Bounds:
             received = rounds * (n - 1) * self._least
         return (start / sharing + rounds * latency) * SAFETY, received * seconds_per_byte * SAFETY
 
-    def prefix(self, codes: Layout) -> tuple[float, float]:
+    def prefix(self, codes: Codes) -> tuple[float, float]:
         """Seconds for the bytes that some rank must receive until its first mesh dims lie as ``codes``; and seconds
         before the first byte for those of them that must leave and come back.
         """
         known = self._prefixes.get(codes)
         if known is None:
-            moves = self._moves
-            moving = received(moves, self._settled, codes) * moves.fastest * moves.itemsize * SAFETY
-            before = sum(self._return(m) for m in disturbed(moves.mesh_shape, self.source, codes))
+            graph = self._graph
+            moving = received(graph, self._settled, codes) * graph.fastest * graph.itemsize * SAFETY
+            before = sum(self._return(m) for m in disturbed(graph.mesh_shape, self.source, codes))
             known = self._prefixes[codes] = moving, before
         return known
 
     def _return(self, mesh_dim: int) -> float:
         """The least seconds before the first byte to leave a shard and to come back to it."""
-        _, _, latency, _ = self._moves.alone[mesh_dim]
+        _, _, latency, _ = self._graph.alone[mesh_dim]
         leave, _ = self.step(mesh_dim, _ANY_OTHER_SHARD)
-        return leave + min(latency, self._moves.costs.links.local_start) * SAFETY
+        return leave + min(latency, self._graph.costs.links.local_start) * SAFETY
 
 
-def disturbed(mesh_shape: Sequence[int], source: Layout, goal: Layout) -> list[int]:
+def disturbed(mesh_shape: Sequence[int], source: Codes, goal: Codes) -> list[int]:
     """The mesh dims that lie as the goal has it and must leave all the same.
 
     Only right-most mesh dims of a tensor dim may leave it, and only right of those that are there may one join.
@@ -105,16 +105,16 @@ def disturbed(mesh_shape: Sequence[int], source: Layout, goal: Layout) -> list[i
     return found
 
 
-def received(moves: Moves, source: Layout, goal: Layout) -> float:
+def received(graph: LayoutGraph, source: Codes, goal: Codes) -> float:
     """Elements that some rank must receive until the first mesh dims lie as ``goal``, the others as they may.
 
     Mesh dims split from left to right. So whatever becomes of the later ones, their ranks together cover what the first
     ones alone would leave to one rank, and what they hold lies in what they would hold by the first ones alone.
     """
-    later = math.prod(moves.mesh_shape[len(goal) :])
+    later = math.prod(graph.mesh_shape[len(goal) :])
     contributors = 1
-    before, after = list(moves.shape), list(moves.shape)
-    for n, here, there in zip(moves.mesh_shape, source, goal, strict=False):
+    before, after = list(graph.shape), list(graph.shape)
+    for n, here, there in zip(graph.mesh_shape, source, goal, strict=False):
         if here > 0:
             before[here - 1] = -(-before[here - 1] // n)
         elif here < 0 and here != there:
@@ -123,15 +123,15 @@ def received(moves: Moves, source: Layout, goal: Layout) -> float:
             after[there - 1] = -(-after[there - 1] // n)
     needed = math.prod(after)
     if contributors > 1:
-        return needed / later + (contributors - 2) * moves.numel / moves.ranks
+        return needed / later + (contributors - 2) * graph.numel / graph.ranks
     found = (needed - math.prod(map(min, before, after))) / later
-    late = apart(splits(moves.mesh_shape, goal), source[: len(goal)])
+    late = apart(splits(graph.mesh_shape, goal), source[: len(goal)])
     if late is None:
         return found
-    return max(found, (needed if moves.is_even else _needed_late(moves, goal, late)) / later)
+    return max(found, (needed if graph.is_even else _needed_late(graph, goal, late)) / later)
 
 
-def splits(mesh_shape: Sequence[int], layout: Layout) -> dict[int, list[int]]:
+def splits(mesh_shape: Sequence[int], layout: Codes) -> dict[int, list[int]]:
     """Per code of a shard in a layout, the mesh dims of several ranks that have it."""
     found: dict[int, list[int]] = {}
     for m, code in enumerate(layout):
@@ -140,7 +140,7 @@ def splits(mesh_shape: Sequence[int], layout: Layout) -> dict[int, list[int]]:
     return found
 
 
-def apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> int | None:
+def apart(goal: Mapping[int, Sequence[int]], layout: Codes) -> int | None:
     """A mesh dim on which the last rank, first on all others, holds nothing under ``layout`` of its part under ``goal``
     (see :func:`splits`); ``None`` when there is none.
 
@@ -159,10 +159,10 @@ def apart(goal: Mapping[int, Sequence[int]], layout: Layout) -> int | None:
     return None
 
 
-def _needed_late(moves: Moves, goal: Layout, late: int) -> int:
+def _needed_late(graph: LayoutGraph, goal: Codes, late: int) -> int:
     """Elements under ``goal`` of the rank that is last on the mesh dim ``late`` and first on all others."""
-    sizes = list(moves.shape)
-    for m, (n, there) in enumerate(zip(moves.mesh_shape, goal, strict=False)):
+    sizes = list(graph.shape)
+    for m, (n, there) in enumerate(zip(graph.mesh_shape, goal, strict=False)):
         if there > 0:
             size = sizes[there - 1]
             step = -(-size // n)
@@ -173,29 +173,29 @@ def _needed_late(moves: Moves, goal: Layout, late: int) -> int:
 class Estimate:
     """A lower bound on the cost from a layout to ``goal``, whose mesh dims of one rank are all 0."""
 
-    def __init__(self, moves: Moves, goal: Layout) -> None:
+    def __init__(self, graph: LayoutGraph, goal: Codes) -> None:
         self.goal = goal
-        self._moves = moves
-        self._alone = moves.alone
-        links = moves.costs.links
+        self._graph = graph
+        self._alone = graph.alone
+        links = graph.costs.links
         self._local_start = links.local_start
-        self._least = moves.numel / moves.ranks * moves.itemsize
+        self._least = graph.numel / graph.ranks * graph.itemsize
         self._copy = links.local_start + self._least / links.memory_bandwidth
-        self._seconds_per_element = moves.fastest * moves.itemsize
-        self._smallest = moves.numel / moves.ranks
-        self._sizes = moves.sizes(goal)
+        self._seconds_per_element = graph.fastest * graph.itemsize
+        self._smallest = graph.numel / graph.ranks
+        self._sizes = graph.sizes(goal)
         self._needed = math.prod(self._sizes)
-        self._goal_bytes = moves.nbytes(goal)
-        self._splits = splits(moves.mesh_shape, goal)
-        self._known: dict[Layout, float] = {goal: 0.0}
+        self._goal_bytes = graph.nbytes(goal)
+        self._splits = splits(graph.mesh_shape, goal)
+        self._known: dict[Codes, float] = {goal: 0.0}
 
-    def __call__(self, layout: Layout) -> float:
+    def __call__(self, layout: Codes) -> float:
         known = self._known.get(layout)
         if known is None:
             known = self._known[layout] = self._compute(layout) * SAFETY
         return known
 
-    def _compute(self, layout: Layout) -> float:
+    def _compute(self, layout: Codes) -> float:
         start_gather = latency = local = 0.0
         reduced: dict[int, float] = {}
         contributors = 1
@@ -223,28 +223,28 @@ class Estimate:
         received = self._received(layout, contributors) * self._seconds_per_element
         return sum(reduced.values()) + start_gather + latency + local + copies * self._copy + received
 
-    def _received(self, layout: Layout, contributors: int) -> float:
+    def _received(self, layout: Codes, contributors: int) -> float:
         """As :func:`received`, for a whole goal."""
         if contributors > 1:
             return self._needed + (contributors - 2) * self._smallest
         late = apart(self._splits, layout)
-        if late is not None and self._moves.is_even:
+        if late is not None and self._graph.is_even:
             return self._needed
         held = 1
-        for size, wanted in zip(self._moves.sizes(layout), self._sizes, strict=True):
+        for size, wanted in zip(self._graph.sizes(layout), self._sizes, strict=True):
             held *= min(size, wanted)
         found = self._needed - held
-        return found if late is None else max(found, _needed_late(self._moves, self.goal, late))
+        return found if late is None else max(found, _needed_late(self._graph, self.goal, late))
 
-    def _copied(self, layout: Layout, copies: int) -> float:
+    def _copied(self, layout: Codes, copies: int) -> float:
         """Slices and fills suffice: they write the less the earlier the most is cut away. Or a collective helps."""
         collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
-        nbytes: float = self._moves.nbytes(layout)
+        nbytes: float = self._graph.nbytes(layout)
         written = 0.0
-        cuts = [n for n, h, g in zip(self._moves.mesh_shape, layout, self.goal, strict=True) if h == 0 and g > 0]
+        cuts = [n for n, h, g in zip(self._graph.mesh_shape, layout, self.goal, strict=True) if h == 0 and g > 0]
         for n in sorted(cuts, reverse=True):
             nbytes /= n
             written += nbytes
         written += (copies - len(cuts)) * self._goal_bytes
-        local = copies * self._local_start + written / self._moves.costs.links.memory_bandwidth
+        local = copies * self._local_start + written / self._graph.costs.links.memory_bandwidth
         return min(local, collective + copies * self._copy)

@@ -15,7 +15,7 @@ from operator import itemgetter
 
 from shardwise.planning.bounds import Bounds
 from shardwise.planning.cost import links_of
-from shardwise.planning.layout_graph import Layout, Moves, moves_of
+from shardwise.planning.layout_graph import Codes, LayoutGraph, graph_of
 from shardwise.planning.path_search import Search
 from shardwise.planning.problem import Choice, Problem, no_choice
 
@@ -37,19 +37,19 @@ class Chooser:
         # Per operand, its code in each row.
         self._inputs = tuple(zip(*problem.table.inputs, strict=True))
         #: Per operand that there is: its index, its moves, the bounds on leaving where it lies.
-        self._operands: list[tuple[int, Moves, Bounds]] = []
-        known: dict[int, tuple[Moves, Bounds]] = {}
+        self._operands: list[tuple[int, LayoutGraph, Bounds]] = []
+        known: dict[int, tuple[LayoutGraph, Bounds]] = {}
         for i, (spec, source) in enumerate(zip(problem.specs, problem.sources, strict=True)):
             if spec is not None and source is not None:
                 if id(spec) not in known:
-                    moves = moves_of(spec, links_of(spec.mesh))
-                    known[id(spec)] = moves, Bounds(moves, source)
+                    graph = graph_of(spec, links_of(spec.mesh))
+                    known[id(spec)] = graph, Bounds(graph, source)
                 self._operands.append((i, *known[id(spec)]))
         self._steps = self._all_steps()
         # What the mesh dims from each on must cost.
         self._rest = self._sums(0)
         self._rest_before = self._sums(2)
-        self._searches: dict[tuple[int, Layout], Search] = {}
+        self._searches: dict[tuple[int, Codes], Search] = {}
         self._weighed: dict[Choice, list[Search]] = {}
         self._heap: list[_Entry] = []
 
@@ -91,8 +91,8 @@ class Chooser:
         choice = next(self.ranked(), None)
         if choice is None:
             raise no_choice(self._problem)
-        for _, moves, _ in self._operands:
-            moves.forget()
+        for _, graph, _ in self._operands:
+            graph.forget()
         return choice, self.costs(choice)
 
     def ranked(self) -> Iterator[Choice]:
@@ -147,7 +147,7 @@ class Chooser:
         heappush(self._heap, (found, _REFINED, choice, place, whole, before))
         return True
 
-    def _target(self, choice: Choice, operand: int) -> Layout:
+    def _target(self, choice: Choice, operand: int) -> Codes:
         codes = self._inputs[operand]
         return tuple([codes[r] for r in choice])
 
@@ -157,12 +157,12 @@ class Chooser:
         if found is not None:
             return found
         found = self._weighed[choice] = []
-        for i, moves, bounds in self._operands:
+        for i, graph, bounds in self._operands:
             target = self._target(choice, i)
             if target != bounds.source:
                 search = self._searches.get((i, target))
                 if search is None:
-                    search = self._searches[i, target] = Search(moves, bounds.source, target)
+                    search = self._searches[i, target] = Search(graph, bounds.source, target)
                 found.append(search)
         return found
 

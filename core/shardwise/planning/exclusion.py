@@ -14,7 +14,7 @@ from attrs import frozen
 from shardwise.kernel.placements import show
 from shardwise.planning.problem import Choice, Problem
 
-__all__ = ["Exclusion", "Survey", "survey"]
+__all__ = ["Exclusion", "ChoiceCount", "count_choices"]
 
 MOST_CHECKED = 50_000
 """Combinations that are looked at, at most: some 0.2 s. With many mesh dims there are millions."""
@@ -31,7 +31,7 @@ class Exclusion:
 
 
 @frozen
-class Survey:
+class ChoiceCount:
     """How many combinations of rows there are over the mesh dims, how many of those are legal, and what is not.
 
     ``complete`` is false where there are too many to look at each; then ``legal`` and the counts of combinations are
@@ -44,7 +44,7 @@ class Survey:
     exclusions: tuple[Exclusion, ...]
 
 
-def survey(problem: Problem) -> Survey:
+def count_choices(problem: Problem) -> ChoiceCount:
     """Look at every combination of the rows of a call, up to a limit; raises what the planner raises for no row."""
     ndim = len(problem.mesh_shape)
     rows = [problem.candidates(m) for m in range(ndim)]
@@ -55,7 +55,7 @@ def survey(problem: Problem) -> Survey:
     for reason, count in walk.refused.items():
         example = tuple(names[r] for r in walk.examples[reason])
         found.append(Exclusion(reason, None, example, count))
-    return Survey(len(problem.rows) ** ndim, walk.legal, walk.left > 0, tuple(found))
+    return ChoiceCount(len(problem.rows) ** ndim, walk.legal, walk.left > 0, tuple(found))
 
 
 # -- rows of one mesh dim --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Moves: which single steps lead from one layout of a tensor to another, and what each costs.
+"""The graph of layouts: which single steps lead from one layout of a tensor to another, and what each costs.
 
 A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)``, ``-1 - k`` is a ``Partial`` of the
 ``k``-th reduction. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
@@ -26,17 +26,15 @@ from shardwise.kernel.reductions import REDUCE_OPS, commute, is_native, reducibl
 from shardwise.kernel.spec import TensorMeta, TensorSpec, memory_order
 from shardwise.planning.cost import Links, StepCosts, step_costs
 
-__all__ = ["Edge", "Layout", "Moves", "Way", "decode", "encode", "moves_of"]
+__all__ = ["Edge", "Codes", "LayoutGraph", "decode", "encode", "graph_of"]
 
-Layout = tuple[int, ...]
+Codes = tuple[int, ...]
 Dims = tuple[int, ...]
 #: Cost in seconds, the layout that the step leads to, its kind, the mesh dims of its group, the bytes of a rank.
-Edge = tuple[float, Layout, str, Dims, int]
-_GraphStep = tuple[str, Layout, Dims, Layout]
-#: Cost in seconds of a whole way and its steps in order.
-Way = tuple[float, tuple[Edge, ...]]
+Edge = tuple[float, Codes, str, Dims, int]
+_GraphStep = tuple[str, Codes, Dims, Codes]
 _JUST_UNDER = 1 - 1e-9  # a fill of a shard wins over a gather and a fill
-_MAX_WAYS = 64  # likewise
+_MAX_PATHS = 64  # likewise
 _MAX_LAYOUTS = 4096  # per graph; about a kilobyte each
 
 
@@ -59,7 +57,7 @@ def decode(code: int) -> Placement:
     return partial(REDUCE_OPS[-1 - code]) if code else REPLICATE
 
 
-class Graph:
+class LegalSteps:
     """Which steps lead out of each layout of tensors with so many dims and such a dtype; what they cost is not here.
 
     A step is its kind, the layout that it leads to, its mesh dims, and the layout in which those mesh dims are whole.
@@ -69,9 +67,9 @@ class Graph:
         self._split = tuple(m for m, n in enumerate(mesh_shape) if n > 1)
         self._ndim = ndim
         self._dtype = dtype
-        self._steps: dict[Layout, tuple[_GraphStep, ...]] = {}
+        self._steps: dict[Codes, tuple[_GraphStep, ...]] = {}
 
-    def steps(self, layout: Layout) -> tuple[_GraphStep, ...]:
+    def steps(self, layout: Codes) -> tuple[_GraphStep, ...]:
         """Every step out of a layout but the fills."""
         known = self._steps.get(layout)
         if known is None:
@@ -89,14 +87,14 @@ class Graph:
             )
         return known
 
-    def _slices(self, layout: Layout, sharders: list[list[int]]) -> Iterator[_GraphStep]:
+    def _slices(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
         for m in self._split:
             if layout[m] == 0:
                 for d, there in enumerate(sharders):
                     if not there or there[-1] < m:
                         yield "slice", _with(layout, (m,), d + 1), (m,), layout
 
-    def _gathers(self, layout: Layout, sharders: list[list[int]]) -> Iterator[_GraphStep]:
+    def _gathers(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
         # Any right-most mesh dims of any tensor dims may go together: only like kinds share a collective.
         suffixes = [[there[i:] for i in range(len(there), -1, -1)] for there in sharders if there]
         for chosen in product(*suffixes):
@@ -105,7 +103,7 @@ class Graph:
                 after = _with(layout, dims, 0)
                 yield "all_gather", after, dims, after
 
-    def _exchanges(self, layout: Layout, sharders: list[list[int]]) -> Iterator[_GraphStep]:
+    def _exchanges(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
         for d, there in enumerate(sharders):
             for first in range(len(there)):
                 dims = tuple(there[first:])
@@ -114,7 +112,7 @@ class Graph:
                     if e != d and not (others and others[-1] > dims[0]):
                         yield "all_to_all", _with(layout, dims, e + 1), dims, whole
 
-    def _reductions(self, layout: Layout, sharders: list[list[int]]) -> Iterator[_GraphStep]:
+    def _reductions(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
         waiting: dict[str, list[int]] = {}
         later: set[str] = set()
         for m in reversed(range(len(layout))):
@@ -133,8 +131,8 @@ class Graph:
 
 
 @lru_cache(maxsize=32)
-def _graph(mesh_shape: Dims, ndim: int, dtype: torch.dtype) -> Graph:
-    return Graph(mesh_shape, ndim, dtype)
+def _legal_steps(mesh_shape: Dims, ndim: int, dtype: torch.dtype) -> LegalSteps:
+    return LegalSteps(mesh_shape, ndim, dtype)
 
 
 @lru_cache(maxsize=64)
@@ -146,7 +144,7 @@ def _mesh_figures(
     return math.prod(mesh_shape), single, alone, min((figures[3] for figures in alone), default=0.0)
 
 
-class Moves:
+class LayoutGraph:
     """The legal steps of one kind of tensor on one mesh; ``edges`` and ``fills`` are the graph."""
 
     def __init__(self, mesh_shape: Sequence[int], costs: StepCosts, meta: TensorMeta) -> None:
@@ -158,15 +156,15 @@ class Moves:
         self.numel = math.prod(self.shape)
         self._meta = meta
         # What searches of one problem share; see :meth:`forget`.
-        self._sizes: dict[Layout, Dims] = {}
-        self._nbytes: dict[Layout, int] = {}
-        self._edges: dict[Layout, list[Edge]] = {}
+        self._sizes: dict[Codes, Dims] = {}
+        self._nbytes: dict[Codes, int] = {}
+        self._edges: dict[Codes, list[Edge]] = {}
         figures = _mesh_figures(self.mesh_shape, costs)
         #: Ranks in all; the mesh dims of one rank; group size, start, latency and seconds per byte of each mesh dim
         #: alone; the least seconds per byte of all.
         self.ranks, self.single, self.alone, self.fastest = figures
-        #: Ways that a search found, ``None`` where there is none.
-        self.found: dict[tuple[Layout, Layout], Way | None] = {}
+        #: What searches found: the cost of a path and its steps, ``None`` where there is none.
+        self.found: dict[tuple[Codes, Codes], tuple[float, tuple[Edge, ...]] | None] = {}
 
     @cached_property
     def is_even(self) -> bool:
@@ -174,8 +172,8 @@ class Moves:
         return all(n % self.ranks == 0 for n in self.shape)
 
     @cached_property
-    def _graph(self) -> Graph:
-        return _graph(self.mesh_shape, len(self.shape), self.dtype)
+    def _legal(self) -> LegalSteps:
+        return _legal_steps(self.mesh_shape, len(self.shape), self.dtype)
 
     @cached_property
     def _outer(self) -> tuple[Dims, ...]:
@@ -183,17 +181,17 @@ class Moves:
         order = memory_order(self._meta)
         return tuple(order[: order.index(d)] for d in range(len(self.shape)))
 
-    def settled(self, layout: Layout) -> Layout:
+    def settled(self, layout: Codes) -> Codes:
         """The layout with 0 on the mesh dims of one rank."""
         return tuple(0 if m in self.single else code for m, code in enumerate(layout))
 
-    def remember(self, start: Layout, goal: Layout, way: Way | None) -> None:
-        """Keep a way; all are dropped when there are many."""
-        if len(self.found) >= _MAX_WAYS:
+    def remember(self, start: Codes, goal: Codes, path: tuple[float, tuple[Edge, ...]] | None) -> None:
+        """Keep a path; all are dropped when there are many."""
+        if len(self.found) >= _MAX_PATHS:
             self.found.clear()
-        self.found[start, goal] = way
+        self.found[start, goal] = path
 
-    def sizes(self, layout: Layout) -> Dims:
+    def sizes(self, layout: Codes) -> Dims:
         """The largest local shape: that of the rank at coordinate 0 of every mesh dim."""
         known = self._sizes.get(layout)
         if known is None:
@@ -204,14 +202,14 @@ class Moves:
             known = self._sizes[layout] = tuple(found)
         return known
 
-    def nbytes(self, layout: Layout) -> int:
+    def nbytes(self, layout: Codes) -> int:
         """Bytes of the largest local tensor."""
         known = self._nbytes.get(layout)
         if known is None:
             known = self._nbytes[layout] = math.prod(self.sizes(layout)) * self.itemsize
         return known
 
-    def edges(self, layout: Layout) -> list[Edge]:
+    def edges(self, layout: Codes) -> list[Edge]:
         """Every step out of a layout but the fills."""
         known = self._edges.get(layout)
         if known is None:
@@ -219,14 +217,14 @@ class Moves:
         return known
 
     def forget(self) -> None:
-        """Drop all but the ways that were found: the rest is soon made again, and there are many kinds of tensor."""
+        """Drop all but the paths that were found: the rest is soon made again, and there are many kinds of tensor."""
         self._sizes.clear()
         self._nbytes.clear()
         self._edges.clear()
 
-    def _costed(self, layout: Layout) -> Iterator[Edge]:
+    def _costed(self, layout: Codes) -> Iterator[Edge]:
         costs = self.costs
-        for kind, after, dims, whole in self._graph.steps(layout):
+        for kind, after, dims, whole in self._legal.steps(layout):
             if kind == "slice":
                 nbytes = self.nbytes(after)
                 cost = costs.copy(nbytes)
@@ -248,7 +246,7 @@ class Moves:
                     cost += costs.copy(self.nbytes(layout))
             yield cost, after, kind, dims, nbytes
 
-    def _exchange(self, layout: Layout, after: Layout, dims: Dims, whole: Layout) -> tuple[float, int]:
+    def _exchange(self, layout: Codes, after: Codes, dims: Dims, whole: Codes) -> tuple[float, int]:
         """Cost and bytes of a piece of an all-to-all."""
         before, e = self.sizes(layout), after[dims[0]] - 1
         piece = self.sizes(after)[e] * self.itemsize * math.prod(before[:e]) * math.prod(before[e + 1 :])
@@ -259,7 +257,7 @@ class Moves:
             cost += self.costs.copy(self.nbytes(after))
         return cost, piece
 
-    def fills(self, layout: Layout, target: Layout) -> Iterator[Edge]:
+    def fills(self, layout: Codes, target: Codes) -> Iterator[Edge]:
         """The local steps that make a mesh dim partial, as ``target`` has it, or to join a reduction to both its sides.
 
         A whole tensor costs its copy. A shard costs as much as if it were gathered first: that is what becoming partial
@@ -281,7 +279,7 @@ class Moves:
                         cost = (cost + self._gather_cost(layout, m)) * _JUST_UNDER
                     yield cost, after, "fill", (m,), nbytes
 
-    def _may_fill(self, layout: Layout, m: int, kind: str) -> bool:
+    def _may_fill(self, layout: Codes, m: int, kind: str) -> bool:
         rest = layout[m + 1 :]
         later = {REDUCE_OPS[-1 - code] for code in rest if code < 0}
         if layout[m] == 0:
@@ -292,12 +290,12 @@ class Moves:
         embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
         return embeds and layout[m] not in rest and all(commute(kind, other, self.dtype) for other in later)
 
-    def _gather_cost(self, layout: Layout, m: int) -> float:
+    def _gather_cost(self, layout: Codes, m: int) -> float:
         whole = _with(layout, (m,), 0)
         cost = self.costs.all_gather((m,), self.nbytes(layout))
         return cost if self._one_block(layout, whole, (m,)) else cost + self.costs.copy(self.nbytes(whole))
 
-    def _one_block(self, sharded: Layout, whole: Layout, dims: Dims) -> bool:
+    def _one_block(self, sharded: Codes, whole: Codes, dims: Dims) -> bool:
         """Whether the shards over ``dims`` lie one behind the other in the whole's memory."""
         d = sharded[dims[0]] - 1
         small = self.sizes(sharded)
@@ -312,7 +310,7 @@ class Moves:
         return small[d] * pieces == self.sizes(whole)[d]
 
 
-def _with(layout: Layout, dims: Iterable[int], code: int) -> Layout:
+def _with(layout: Codes, dims: Iterable[int], code: int) -> Codes:
     changed = list(layout)
     for m in dims:
         changed[m] = code
@@ -325,10 +323,10 @@ def _subsets(items: Sequence[int]) -> Iterator[Dims]:
 
 
 @lru_cache(maxsize=256)
-def _moves(mesh_shape: Dims, links: Links, meta: TensorMeta) -> Moves:
-    return Moves(mesh_shape, step_costs(mesh_shape, links), meta)
+def _cached_graph(mesh_shape: Dims, links: Links, meta: TensorMeta) -> LayoutGraph:
+    return LayoutGraph(mesh_shape, step_costs(mesh_shape, links), meta)
 
 
-def moves_of(spec: TensorSpec, links: Links) -> Moves:
-    """The moves of tensors of the spec's meta on the spec's mesh, by these links."""
-    return _moves(spec.mesh_shape, links, spec.tensor_meta)
+def graph_of(spec: TensorSpec, links: Links) -> LayoutGraph:
+    """The graph for tensors like the spec's on its mesh, with costs by these links."""
+    return _cached_graph(spec.mesh_shape, links, spec.tensor_meta)

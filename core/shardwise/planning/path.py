@@ -14,10 +14,10 @@ from shardwise.kernel.placements import Partial, Placement, Shard, show_all
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.bounds import Bounds
 from shardwise.planning.cost import links_of
-from shardwise.planning.layout_graph import Moves, decode, encode, moves_of
+from shardwise.planning.layout_graph import LayoutGraph, decode, encode, graph_of
 from shardwise.planning.path_search import Search
 
-__all__ = ["Step", "Transition", "bound", "transition", "transition_cost"]
+__all__ = ["Step", "Path", "bound", "shortest_path", "path_cost"]
 
 
 @frozen
@@ -54,7 +54,7 @@ class Step:
 
 
 @frozen
-class Transition:
+class Path:
     """The steps from one layout to another, and their cost in seconds."""
 
     steps: tuple[Step, ...]
@@ -64,7 +64,7 @@ class Transition:
         return "; ".join(map(str, self.steps)) or "nothing to do"
 
 
-def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
+def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
     """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
 
     Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a partial
@@ -83,30 +83,30 @@ def transition(src: TensorSpec, dst: TensorSpec) -> Transition:
     return found
 
 
-def transition_cost(src: TensorSpec, dst: TensorSpec) -> float:
-    """The cost of :func:`transition` in seconds, 0 when the specs place alike, infinite when there is no way."""
+def path_cost(src: TensorSpec, dst: TensorSpec) -> float:
+    """The cost of :func:`shortest_path` in seconds, 0 when the specs place alike, infinite when there is no way."""
     if src is dst:
         return 0.0
     _check_pair(src, dst)
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    moves = moves_of(src, links_of(src.mesh))
-    found = Search(moves, start, goal)
+    graph = graph_of(src, links_of(src.mesh))
+    found = Search(graph, start, goal)
     found.advance(math.inf)
-    moves.forget()
+    graph.forget()
     return found.lower
 
 
-def _transition(src: TensorSpec, dst: TensorSpec) -> Transition | None:
+def _transition(src: TensorSpec, dst: TensorSpec) -> Path | None:
     _check_pair(src, dst)
-    moves = moves_of(src, links_of(src.mesh))
+    graph = graph_of(src, links_of(src.mesh))
     start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    found = Search(moves, start, goal)
+    found = Search(graph, start, goal)
     found.advance(math.inf)
-    moves.forget()
+    graph.forget()
     if found.steps is None:
         return None
     renamed = [m for m, n in enumerate(src.mesh_shape) if n == 1 and start[m] != goal[m]]
-    steps = _relabel(src, dst, tuple(renamed), moves)
+    steps = _relabel(src, dst, tuple(renamed), graph)
     at = steps[-1].target if steps else src.placements
     for cost, after, kind, dims, nbytes in found.steps:
         changed = list(at)
@@ -115,15 +115,15 @@ def _transition(src: TensorSpec, dst: TensorSpec) -> Transition | None:
         target = tuple(changed)
         steps.append(Step(kind, dims, at, target, nbytes, cost))
         at = target
-    return Transition(tuple(steps), found.lower)
+    return Path(tuple(steps), found.lower)
 
 
-def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], moves: Moves) -> list[Step]:
+def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], graph: LayoutGraph) -> list[Step]:
     """The step for mesh dims of one rank: their placements change freely, the data stays."""
     if not mesh_dims:
         return []
     target = tuple(dst.placements[m] if m in mesh_dims else p for m, p in enumerate(src.placements))
-    return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * moves.costs.copy(0))]
+    return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * graph.costs.copy(0))]
 
 
 def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
@@ -153,4 +153,4 @@ def bound(src: TensorSpec, mesh_dim: int, target: Placement) -> float:
     Summed over the mesh dims, bounds never exceed the transition's cost.
     """
     source = tuple(map(encode, src.placements))
-    return sum(Bounds(moves_of(src, links_of(src.mesh)), source).step(mesh_dim, encode(target)))
+    return sum(Bounds(graph_of(src, links_of(src.mesh)), source).step(mesh_dim, encode(target)))

@@ -11,7 +11,7 @@ import math
 from heapq import heappop, heappush
 
 from shardwise.planning.bounds import Estimate
-from shardwise.planning.layout_graph import Edge, Layout, Moves, Way
+from shardwise.planning.layout_graph import Codes, Edge, LayoutGraph
 
 __all__ = ["Search"]
 
@@ -26,9 +26,9 @@ class Search:
         "_came",
         "_estimate",
         "_goal",
+        "_graph",
         "_heap",
         "_limit",
-        "_moves",
         "_renaming",
         "_start",
         "done",
@@ -36,23 +36,23 @@ class Search:
         "steps",
     )
 
-    def __init__(self, moves: Moves, start: Layout, goal: Layout) -> None:
-        self._moves = moves
+    def __init__(self, graph: LayoutGraph, start: Codes, goal: Codes) -> None:
+        self._graph = graph
         self._renaming = 0.0
-        if moves.single:
+        if graph.single:
             # The placements of mesh dims of one rank change freely, and the data stays.
-            self._renaming = sum(start[m] != goal[m] for m in moves.single) * moves.costs.copy(0)
-            start, goal = moves.settled(start), moves.settled(goal)
+            self._renaming = sum(start[m] != goal[m] for m in graph.single) * graph.costs.copy(0)
+            start, goal = graph.settled(start), graph.settled(goal)
         self._start, self._goal = start, goal
         self.done = False
         if start == goal:
             self._finish((0.0, ()))
-        elif (start, goal) in moves.found:
-            self._finish(moves.found[start, goal])
+        elif (start, goal) in graph.found:
+            self._finish(graph.found[start, goal])
         else:
-            self._estimate = Estimate(moves, goal)
+            self._estimate = Estimate(graph, goal)
             self._best = {start: 0.0}
-            self._came: dict[Layout, tuple[Layout, Edge]] = {}
+            self._came: dict[Codes, tuple[Codes, Edge]] = {}
             self._limit = math.inf
             first = self._estimate(start)
             self._heap = [(first, 0.0, start)]
@@ -79,9 +79,9 @@ class Search:
         self.lower = max(self.lower, self._renaming + self._heap[0][0])
         return False
 
-    def _follow(self, layout: Layout, so_far: float) -> None:
+    def _follow(self, layout: Codes, so_far: float) -> None:
         best, estimate, goal = self._best, self._estimate, self._goal
-        for edges in (self._moves.edges(layout), self._moves.fills(layout, goal)):
+        for edges in (self._graph.edges(layout), self._graph.fills(layout, goal)):
             for edge in edges:
                 after = edge[1]
                 cost = so_far + edge[0]
@@ -105,10 +105,10 @@ class Search:
             edges.append(edge)
         return tuple(edges[::-1])
 
-    def _finish(self, way: Way | None) -> None:
+    def _finish(self, path: tuple[float, tuple[Edge, ...]] | None) -> None:
         self.done = True
-        self.lower = math.inf if way is None else self._renaming + way[0]
+        self.lower = math.inf if path is None else self._renaming + path[0]
         #: The steps in order, ``None`` when there is no way.
-        self.steps = None if way is None else way[1]
+        self.steps = None if path is None else path[1]
         if self._start != self._goal:
-            self._moves.remember(self._start, self._goal, way)
+            self._graph.remember(self._start, self._goal, path)

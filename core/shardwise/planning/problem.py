@@ -18,7 +18,7 @@ from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.kernel.symbols import chunk
 from shardwise.planning.layout_graph import encode
-from shardwise.planning.path import transition_cost
+from shardwise.planning.path import path_cost
 
 __all__ = ["Choice", "Problem", "exhaustive", "no_choice"]
 
@@ -194,7 +194,7 @@ class Problem:
         )
         if costs is None:
             costs = [
-                0.0 if src is None or dst is None else transition_cost(src, dst)
+                0.0 if src is None or dst is None else path_cost(src, dst)
                 for src, dst in zip(self.specs, inputs, strict=True)
             ]
         names = _shared(tuple(self.rows[r].name for r in choice))

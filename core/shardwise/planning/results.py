@@ -11,16 +11,15 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Op, signature
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 
-__all__ = ["UNKNOWN", "output_metas"]
-
-# Stands for results whose shape depends on data: they are known only after the op has run.
-UNKNOWN = object()
+__all__ = ["output_metas"]
 
 
 def output_metas(
     op: Op, values: Sequence[Any], instead: Callable[..., Any] | None = None
-) -> tuple[TensorMeta | None, ...] | Any:
-    """Metas of the tensor results, lists flattened; ``None`` for one that is undefined; ``UNKNOWN`` when data decides.
+) -> tuple[TensorMeta | None, ...] | None:
+    """Metas of the tensor results, lists flattened, ``None`` for one that is undefined.
+
+    The answer as a whole is ``None`` where a shape depends on data: it is known only after the op has run.
 
     ``values`` are the schema arguments in order with a :class:`TensorSpec` for each tensor. An op that refuses the call
     raises here what torch raises for it. ``instead`` (a rule's ``meta``) is run in place of the op.
@@ -32,7 +31,7 @@ def output_metas(
     try:
         found = (instead or op)(*args, **kwargs)
     except NotImplementedError:
-        return UNKNOWN
+        return None
     return tuple(flat_metas(found))
 
 
@@ -57,6 +56,6 @@ def _to_meta(value: Any) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def schema_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...] | Any:
+def schema_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) -> tuple[TensorMeta | None, ...] | None:
     """:func:`output_metas` of a schema."""
     return output_metas(schema.op, schema.values, instead)

@@ -13,9 +13,9 @@ from shardwise.kernel.schema import OpSchema, OpStrategy, OutputSharding, Placem
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.planning.chooser import Chooser
-from shardwise.planning.path import transition_cost
+from shardwise.planning.path import path_cost
 from shardwise.planning.problem import Choice, Problem, exhaustive
-from shardwise.planning.results import UNKNOWN, schema_metas
+from shardwise.planning.results import schema_metas
 
 __all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "result_metas", "rows", "strategies", "strategy"]
 
@@ -201,7 +201,7 @@ def result_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) ->
     Raises :class:`NoStrategyError` when the shapes depend on data, and what the op itself raises for a wrong call.
     """
     found = schema_metas(schema, instead)
-    if found is UNKNOWN:
+    if found is None:
         raise NoStrategyError(
             asked=f"enumerate the strategies of {schema}",
             found="the shape of its result depends on data",
@@ -239,7 +239,7 @@ def strategy(
         for meta, places in zip(metas, outputs, strict=True)
     )
     costs = tuple(
-        0.0 if src is None or dst is None else transition_cost(src, dst)
+        0.0 if src is None or dst is None else path_cost(src, dst)
         for src, dst in zip(schema.specs, placed, strict=True)
     )
     return PlacementStrategy(placed, results, costs, (), lowered)

@@ -23,14 +23,14 @@ from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_fro
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
 from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
-from shardwise.rule.lowering import Coming, LocalCall, Lowering
+from shardwise.rule.lowering import AsyncResult, LocalCall, Lowering
 
 __all__ = [
     "ANY",
     "AbstractMesh",
+    "AsyncResult",
     "ByType",
     "Call",
-    "Coming",
     "Draw",
     "Facts",
     "Flow",

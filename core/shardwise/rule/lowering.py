@@ -20,7 +20,7 @@ from shardwise.private_torch.fake import is_rehearsing
 from shardwise.rng import generator
 from shardwise.rng.sampling import Draw, Region
 
-__all__ = ["Coming", "Comm", "LocalArgs", "LocalCall", "Lowering", "MeshDims"]
+__all__ = ["AsyncResult", "Comm", "LocalArgs", "LocalCall", "Lowering", "MeshDims"]
 
 Found = TypeVar("Found")
 
@@ -28,7 +28,7 @@ Found = TypeVar("Found")
 MeshDims = int | Sequence[int]
 
 
-class Coming(Protocol):
+class AsyncResult(Protocol):
     """A tensor on its way from another rank."""
 
     def wait(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class Comm(Protocol):
 
     def start_shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
-    ) -> Coming:
+    ) -> AsyncResult:
         """:meth:`shift`, under way while this rank does something else; ``wait()`` gives what came.
 
         Leave ``tensor`` as it is until then, and wait for every one that was started. Under ``torch.compile`` it is an

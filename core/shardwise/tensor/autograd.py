@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import check_agreement
-from shardwise.comm.async_result import Flight, Window
+from shardwise.comm.async_result import AsyncResult, InFlightLimit
 from shardwise.comm.redistribute import Route, redistribute_local, route
 from shardwise.comm.rule_agreement import agree_on_rules
 from shardwise.errors import DeviceMismatchError, LayoutError
@@ -84,14 +84,14 @@ def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
     """:func:`redistribute` for a gradient: its collective goes on while backward does, until its first use."""
     moved = redistribute(grad, placements, async_op=True)
     source = source_of(moved)
-    if isinstance(source, Flight):
+    if isinstance(source, AsyncResult):
         _backward.add(source)
     return moved
 
 
 # Beyond this many bytes that are only kept for collectives of gradients, the oldest is waited for: enough for a layer
 # of small parameters, and large ones are reduced one at a time.
-_backward = Window(1 << 26)
+_backward = InFlightLimit(1 << 26)
 
 # The class's own property is written in Python.
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.async_result import Flight
-from shardwise.comm.coalescing import together
+from shardwise.comm.async_result import AsyncResult
+from shardwise.comm.coalescing import coalesced
 from shardwise.comm.redistribute import Route, route
 from shardwise.errors import PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
@@ -80,7 +80,7 @@ class _Copy:
         self.way = way
         # Written to, it would not be the parameter: the spec says that it is a copy, and writing is refused.
         self.spec = TensorSpec(way.target.mesh, way.target.placements, way.target.tensor_meta, True)
-        self._flight: Flight | None = None
+        self._result: AsyncResult | None = None
         self._gathered: Versions | None = None
 
     def versions(self) -> Versions:
@@ -90,17 +90,17 @@ class _Copy:
     def start(self) -> None:
         """Gather, unless it is done or under way."""
         now = self.versions()
-        if self._flight is None or self._gathered != now:
+        if self._result is None or self._gathered != now:
             assert self.way.start is not None
-            self._flight, self._gathered = self.way.start(self.leaf._local_tensor), now
+            self._result, self._gathered = self.way.start(self.leaf._local_tensor), now
 
     def wait(self) -> torch.Tensor:
         self.start()
-        assert self._flight is not None
-        return self._flight.wait()
+        assert self._result is not None
+        return self._result.wait()
 
     def free(self) -> None:
-        self._flight = None
+        self._result = None
 
     def tensor(self, unit: _Unit) -> Any:
         """What stands for the parameter in its unit's forward."""
@@ -186,7 +186,7 @@ class _Unit:
         return None if way.start is None else _Copy(leaf, way)
 
     def start(self) -> None:
-        with together():
+        with coalesced():
             for copy in self.copies.values():
                 copy.start()
 

@@ -1,9 +1,9 @@
 """Waiting tensors: MeshTensors whose local tensor is not here yet.
 
-A waiting tensor knows its spec, and where its local tensor will come from: a :class:`Source`, most often a flight. The
-first look at ``_local_tensor`` asks the source; where its answer is final, the tensor is a plain ``MeshTensor`` from
-then on. So nothing on the hot path knows of waiting: a tensor that is not exactly a ``MeshTensor`` takes the
-dispatcher's slow way once.
+A waiting tensor knows its spec, and where its local tensor will come from: a :class:`Source`, most often an
+``AsyncResult``. The first look at ``_local_tensor`` asks the source; where its answer is final, the tensor is a plain
+``MeshTensor`` from then on. So nothing on the hot path knows of waiting: a tensor that is not exactly a ``MeshTensor``
+takes the dispatcher's slow way once.
 
 An op that only aliases its operand (its schema says so: a view, a detach) does not wait. Its result waits for the same
 source, which is what lets autograd put a gradient away while its collective is under way.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
-from shardwise.planning.results import UNKNOWN, flat_metas, output_metas
+from shardwise.planning.results import flat_metas, output_metas
 from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
 
@@ -298,7 +298,7 @@ def accepts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, fake: boo
         known = output_metas(op, [_spec(v) for v in values])
     except Exception:  # noqa: BLE001  an op may refuse a guess with anything
         return False
-    return known is UNKNOWN or list(map(_form, known)) == list(map(_form, metas))
+    return known is None or list(map(_form, known)) == list(map(_form, metas))
 
 
 _DATA_DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -310,7 +310,7 @@ def lacks_fake(op: Op, samples: Sequence[Sample]) -> bool:
         return False
     for args, kwargs in samples:
         try:
-            return output_metas(op, [_spec(v) for v in signature(op).bind(args, kwargs)]) is UNKNOWN
+            return output_metas(op, [_spec(v) for v in signature(op).bind(args, kwargs)]) is None
         except Exception:  # noqa: BLE001, S112  a fake that raises is for the oracle to judge
             continue
     return False

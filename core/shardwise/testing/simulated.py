@@ -61,7 +61,7 @@ class _Request:
 
 
 @define(eq=False)
-class _Coming:
+class _Started:
     """What a shift that was started brings, and what must not change meanwhile: a real one may still be sending it."""
 
     request: _Request
@@ -70,7 +70,7 @@ class _Coming:
     waited: bool = field(default=False, init=False)
 
     def wait(self) -> Tensor:
-        """See :class:`shardwise.rule.lowering.Coming`."""
+        """See :class:`shardwise.rule.lowering.AsyncResult`."""
         before = self.request.tensors[0]
         if not self.waited and not torch.allclose(self.sent, before, rtol=0, atol=0, equal_nan=True):
             raise _misuse(self.request, "the tensor that it sends was changed before it was waited for")
@@ -83,7 +83,7 @@ class SimulatedComm:
 
     def __init__(self, ask: Callable[[_Request], Any]) -> None:
         self._ask = ask
-        self._started: list[_Coming] = []
+        self._started: list[_Started] = []
 
     def all_reduce(self, tensor: Tensor, kind: str, mesh_dims: Sequence[int]) -> Tensor:
         """See :class:`shardwise.rule.lowering.Comm`."""
@@ -114,12 +114,12 @@ class SimulatedComm:
 
     def start_shift(
         self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
-    ) -> _Coming:
+    ) -> _Started:
         """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("shift", _dims(mesh_dim), by, (tensor.clone(),))
         answer: Tensor = self._ask(request)
         _check_shapes(request, [tensor.shape if shape is None else shape], [answer])
-        self._started.append(_Coming(request, tensor, answer))
+        self._started.append(_Started(request, tensor, answer))
         return self._started[-1]
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
@@ -131,9 +131,9 @@ class SimulatedComm:
 
     def check_waited(self) -> None:
         """Raise for a shift that was started and never waited for."""
-        for coming in self._started:
-            if not coming.waited:
-                raise _misuse(coming.request, "it was started and never waited for")
+        for one in self._started:
+            if not one.waited:
+                raise _misuse(one.request, "it was started and never waited for")
 
 
 def _dims(mesh_dim: MeshDims) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, Signature, signature
 from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, coordinates
-from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.rng.generator import manual_seed, mode
 from shardwise.rule.lowering import LocalCall
@@ -292,7 +292,7 @@ def _planned(
         found = output_metas(op, schema.values, rule.meta)
     except Exception as error:  # noqa: BLE001  a meta kernel may raise anything
         return metas, f"on the meta device it raises {type(error).__name__}: {error}"
-    if found is UNKNOWN:
+    if found is None:
         return (None,) * len(metas), None
     found = make_call(rule, schema, found).outputs
     shown, real = ([None if m is None else (tuple(m.shape), m.dtype) for m in which] for which in (found, metas))

@@ -13,18 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.group import Group
 from shardwise.comm.groups import group_of
-from shardwise.comm.link_agreement import Ground, agree_to, from_first, survey
+from shardwise.comm.link_agreement import Ground, agree_to, from_first, locate
 from shardwise.comm.packing import copied
-from shardwise.comm.redistribute import mover
+from shardwise.comm.redistribute import runner
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, store
-from shardwise.planning.path import Transition, transition
+from shardwise.planning.path import Path as LayoutPath
+from shardwise.planning.path import shortest_path
 from shardwise.tools.fit import Point, fit_links
 from shardwise.tools.timing import Tell, time_together
 
-__all__ = ["Trial", "calibrate", "try_transitions", "typical_pairs"]
+__all__ = ["Trial", "calibrate", "try_redistributions", "typical_pairs"]
 
 ROUNDS = 3
 SMALLEST = 4096
@@ -69,7 +70,7 @@ def calibrate(
             asked="calibrate a mesh", found="it has one rank, which never communicates", do="Calibrate a larger mesh."
         )
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__}
-    ground = survey(mesh, about)
+    ground = locate(mesh, about)
     probes = list(_probes(mesh, largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)))
     times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
     collectives, copies = _points(probes, times, ground)
@@ -165,7 +166,7 @@ class Trial:
 
     src: TensorSpec
     dst: TensorSpec
-    planned: Transition
+    planned: LayoutPath
     seconds: float
 
     @property
@@ -173,18 +174,18 @@ class Trial:
         return self.planned.cost
 
 
-def try_transitions(
+def try_redistributions(
     mesh: DeviceMesh, pairs: Sequence[tuple[TensorSpec, TensorSpec]], rounds: int = ROUNDS, tell: Tell | None = None
 ) -> list[Trial]:
     """Run redistributions and hold the model against them; all ranks of the mesh must call alike."""
     runs = [_redistribution(src, dst) for src, dst in pairs]
     times = time_together(mesh, runs, rounds, tell)
-    return [Trial(src, dst, transition(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)]
+    return [Trial(src, dst, shortest_path(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)]
 
 
 def _redistribution(src: TensorSpec, dst: TensorSpec) -> Callable[[], object]:
     local = torch.ones(src.local_shape(), dtype=src.dtype, device=src.mesh.device_type)
-    move = mover(src, dst)
+    move = runner(src, dst)
     return lambda: move(local)
 
 

@@ -28,17 +28,17 @@ from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaIn
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
 from shardwise.planning.chooser import Chooser
-from shardwise.planning.exclusion import Exclusion, survey
-from shardwise.planning.path import Transition, transition
+from shardwise.planning.exclusion import Exclusion, count_choices
+from shardwise.planning.path import Path, shortest_path
 from shardwise.planning.problem import Choice, Problem, no_choice
-from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import cheapest, make_call, merged, problems
 from shardwise.private_torch.dispatch import recorded_ops, watching
 from shardwise.private_torch.ops import is_composite, schema_of
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import is_split_first
-from shardwise.tools.traffic import Collective, Issued, in_lowering, in_transition
+from shardwise.tools.traffic import Collective, Issued, in_lowering, in_path
 
 __all__ = [
     "Candidate",
@@ -98,12 +98,12 @@ class Redistribution:
     operand: str
     source: TensorSpec
     target: TensorSpec
-    path: Transition
+    path: Path
 
     @property
     def collectives(self) -> list[Collective]:
         """What it issues, in order."""
-        return in_transition(self.source, self.path, self.operand)
+        return in_path(self.source, self.path, self.operand)
 
 
 @frozen
@@ -154,7 +154,7 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
     outputs = _outputs(entry, described)
-    unknown = outputs is UNKNOWN
+    unknown = outputs is None
     metas: Metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if unknown else outputs
     call = make_call(entry.rule, schema, metas)
     if isinstance(entry.rule, FullMeshRule):
@@ -169,7 +169,7 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     inside = in_lowering(entry, schema, described, call, inputs, results) if lowered else None
     others = tuple(e for e in registry.find(op) if e is not entry)
     redistributions = tuple(
-        Redistribution(name, src, dst, transition(src, dst))
+        Redistribution(name, src, dst, shortest_path(src, dst))
         for name, src, dst in zip(schema.operand_names, schema.specs, inputs, strict=True)
         if src is not None and dst is not None and src.placements != dst.placements
     )
@@ -360,7 +360,7 @@ def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -
     chosen = ranked[0][1]
     candidates = [Candidate(chosen, "")]
     candidates += [Candidate(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
-    around = survey(problem)
+    around = count_choices(problem)
     return Decision(
         positions,
         names,

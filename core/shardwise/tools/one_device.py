@@ -20,7 +20,7 @@ from shardwise.kernel.rule import Rule
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Call, Op, signature
 from shardwise.kernel.spec import AbstractMesh, TensorSpec
-from shardwise.planning.results import UNKNOWN, output_metas
+from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.ops import composite_kernel, draws
@@ -89,7 +89,7 @@ def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     schema, described = describe_call(_NoTensor, entry, info, _ALONE, values)
     metas = output_metas(op, described, rule.meta)
-    if metas is UNKNOWN:
+    if metas is None:
         metas = (None,) * sum(result.is_tensor for result in schema.signature.results)
     call = make_call(rule, schema, metas)
     if not _draws_whole(rule, call):

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
-from shardwise.comm.async_result import Flight
+from shardwise.comm.async_result import AsyncResult
 from shardwise.engine.make_plan import local_statics
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import Mesh, TensorSpec, memory_order
 from shardwise.planning.cost import KINDS
-from shardwise.planning.path import Transition
+from shardwise.planning.path import Path
 from shardwise.rng.generator import kept
 from shardwise.rule.lowering import LocalCall, MeshDims
 
-__all__ = ["Collective", "Issued", "in_lowering", "in_transition"]
+__all__ = ["Collective", "Issued", "in_lowering", "in_path"]
 
 # A shape travels ahead of tensors whose shape only their rank knows: see shardwise.comm.agreement.
 _SHAPE_BYTES = 63 * 8
@@ -46,7 +46,7 @@ class Collective:
         return f"{self.kind} over mesh dim {dims} of {self.ranks} ranks, {self.nbytes:,} bytes a rank ({self.purpose})"
 
 
-def in_transition(src: TensorSpec, found: Transition, operand: str) -> list[Collective]:
+def in_path(src: TensorSpec, found: Path, operand: str) -> list[Collective]:
     """The collectives of a redistribution, in order."""
     issued = []
     for step in found.steps:
@@ -187,8 +187,8 @@ class _Comm:
 
     def start_shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
-    ) -> Flight:
-        return Flight(None, self.shift(tensor, mesh_dim, by, shape))
+    ) -> AsyncResult:
+        return AsyncResult(None, self.shift(tensor, mesh_dim, by, shape))
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
         return seed, number

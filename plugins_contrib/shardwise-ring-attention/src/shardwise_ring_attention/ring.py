@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from shardwise.rule import Coming, LocalCall
+from shardwise.rule import AsyncResult, LocalCall
 from shardwise_ring_attention.exchange import cut, exchange
 from shardwise_ring_attention.geometry import Piece, Range, length
 from shardwise_ring_attention.place import SEQUENCE, Place, place
@@ -54,7 +54,7 @@ def ring_backward(local: LocalCall, kernel: Backward, operands: Operands) -> tup
     grad, query, key, value, out, lse = operands
     rows = [exchange(local, at, x, home, work) for x in (grad, query, out, lse.unsqueeze(-1))]
     sums: list[Tensor | None] = [None, None, None]
-    coming: list[Coming] = []
+    coming: list[AsyncResult] = []
     for step, columns in enumerate(_blocks(local, at, key, value)):
         sums[1:] = None, None
         for piece in at.steps[step] if rows[1].numel() else ():
@@ -86,7 +86,7 @@ def _add_gradients(
             cut(total, where).add_(part)
 
 
-def _add_coming(parts: list[Tensor], coming: list[Coming]) -> None:
+def _add_coming(parts: list[Tensor], coming: list[AsyncResult]) -> None:
     """Add what the ranks before have found for the same keys; nothing comes in the first step."""
     for total, one in zip(parts, coming, strict=False):
         total.add_(one.wait())
@@ -117,7 +117,7 @@ def _blocks(local: LocalCall, at: Place, key: Tensor, value: Tensor) -> Iterator
     yield key, value
 
 
-def _start(local: LocalCall, at: Place, tensor: Tensor, step: int) -> Coming:
+def _start(local: LocalCall, at: Place, tensor: Tensor, step: int) -> AsyncResult:
     """Send a tensor of keys to the next rank; what comes is of the size that this rank has in ``step``."""
     count = length(at.work.keys[at.source(step)])
     shape = [count if d == SEQUENCE else n for d, n in enumerate(tensor.shape)]
