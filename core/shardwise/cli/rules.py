@@ -63,7 +63,7 @@ def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None
     for entry in registry.ops(pattern):
         if plugin is not None and not entry.origin.is_called(plugin):
             continue
-        found = groups.setdefault((entry.origin.plugin, id(entry.rule)), (entry.rule.text, []))
+        found = groups.setdefault((entry.origin.plugin, id(entry.rule)), (_stated(entry.rule), []))
         name = op_name(entry.op).removeprefix("aten.").partition(".")[0]
         if name not in found[1]:
             found[1].append(name)
@@ -71,6 +71,12 @@ def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None
     rows = sorted((plugin, " ".join(f"`{n}`" for n in names), text) for (plugin, _), (text, names) in groups.items())
     lines += [f"| {plugin} | {names} | {_escaped(text)} |" for plugin, names, text in rows]
     return "\n".join(lines) + "\n"
+
+
+def _stated(rule: AnyRule) -> str:
+    """The text of a rule, and the facts and rows that it states beside it."""
+    beside = getattr(rule, "partial", ())
+    return f"{rule.text} | {'; '.join(beside)}" if beside else rule.text
 
 
 def _escaped(text: str) -> str:

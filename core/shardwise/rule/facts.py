@@ -13,7 +13,7 @@ from attrs import frozen
 
 from shardwise.errors import RuleArgumentError
 from shardwise.kernel.reductions import REDUCE_OPS
-from shardwise.kernel.signature import Call, Op, op_name, signature
+from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorMeta
 
 __all__ = ["Fact", "FactWords", "Facts", "affine", "decreasing", "linear", "monotone", "moves", "stated"]
@@ -83,7 +83,7 @@ class Facts:
                     tensors = ", ".join(repr(a.name) for a in signature(op).tensor_args if not a.is_out)
                     raise RuleArgumentError(
                         asked=f"make a rule for {op_name(op)} that is {fact}",
-                        found=f"the op has no argument {name!r}; its tensor arguments are {tensors}",
+                        found=f"the op has no operand {name!r}; its tensor arguments are {tensors}",
                         do=f"Correct the name in {fact.word}=.",
                         op=op_name(op),
                         argument=name,
@@ -162,7 +162,7 @@ def _positions(call: Call, operands: Sequence[str]) -> set[int]:
         at = [
             i
             for i, (operand, meta) in enumerate(zip(call.operand_names, call.operands, strict=True))
-            if meta is not None and operand.partition("[")[0] == name
+            if isinstance(meta, TensorMeta) and operand.partition("[")[0] == name
         ]
         value = call.args[name]
         if not at and value is not None and not _is_of_tensors(value):
@@ -172,9 +172,9 @@ def _positions(call: Call, operands: Sequence[str]) -> set[int]:
 
 
 def _argument(op: Op, names: str) -> str | None:
-    """The argument of an op that goes by one of these names, with ``|`` between them."""
-    described = signature(op)
-    return next((name for name in names.split("|") if described.index(name) is not None), None)
+    """The operand of an op that goes by one of these names, with ``|`` between them; a number may stand for one."""
+    operands = {a.name for a in signature(op).args if a.kind is not Kind.BY_VALUE and not a.is_out}
+    return next((name for name in names.split("|") if name in operands), None)
 
 
 def _is_of_tensors(value: Any) -> bool:
