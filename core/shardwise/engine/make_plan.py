@@ -1,4 +1,4 @@
-"""A plan: the chosen strategy of one call signature, compiled for this rank and ready to run."""
+"""From a call that is described to its plan: the strategy is chosen and compiled for this rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.link_agreement import agree_on_links
@@ -24,54 +25,72 @@ from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call, draws
 from shardwise.rule.lowering import LocalCall
 
-__all__ = ["check_unknown", "check_written", "is_joined", "local_statics", "make_plan"]
+__all__ = ["DescribedCall", "check_written", "is_joined", "local_statics", "make_plan"]
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
 Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
 
 
-def make_plan(entry: Entry, schema: OpSchema, outputs: Any, choose: Choose = cheapest) -> Plan:
+@frozen
+class DescribedCall:
+    """One call as its rule sees it, before anything is chosen.
+
+    ``metas`` are those of the results, all None where data decides their shapes (``is_known`` is false).
+    """
+
+    entry: Entry
+    schema: OpSchema
+    call: Call
+    metas: tuple[TensorMeta | None, ...]
+    is_known: bool
+
+    @classmethod
+    def of(cls, entry: Entry, schema: OpSchema, outputs: tuple[TensorMeta | None, ...] | None) -> DescribedCall:
+        """From what :func:`shardwise.planning.results.output_metas` says of the call."""
+        metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if outputs is None else outputs
+        return cls(entry, schema, make_call(entry.rule, schema, metas), metas, outputs is not None)
+
+    def check(self, inputs: Sequence[TensorSpec | None]) -> None:
+        """Refuse to run on operands under these specs what cannot be: a write, or a result that nobody can place."""
+        if not self.is_known:
+            _check_unknown(self.schema, inputs)
+        check_written(self.schema, self.metas)
+
+
+def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
     """Choose the strategy of a call and freeze it; raises before anything is communicated."""
-    metas: tuple[TensorMeta | None, ...] = (None,) * _tensor_results(schema) if outputs is None else outputs
-    call = make_call(entry.rule, schema, metas)
+    entry, schema, call = described.entry, described.schema, described.call
     chosen = choose(entry.rule, schema, call)
     # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
     if any(strategy.cost for strategy in chosen) and agree_on_links(schema.mesh):
         chosen = choose(entry.rule, schema, call)
-    inputs, results = merged(schema, chosen)
-    inputs = list(map(_as_it_lies, schema.specs, inputs))
-    lowered = entry.rule.lowering is not None and any(s.lowered for s in chosen)
-    results = _marked_copies(schema, inputs, results, lowered)
-    if outputs is None:
-        check_unknown(schema, inputs)
-    check_written(schema, metas)
+    targets, results = merged(schema, chosen)
+    # An operand that stays keeps its own spec, which may be marked as a copy.
+    inputs = [
+        src if src is not None and dst is not None and src.placements == dst.placements else dst
+        for src, dst in zip(schema.specs, targets, strict=True)
+    ]
+    lowering = entry.rule.lowering if any(s.lowered for s in chosen) else None
+    results = _marked_copies(schema, inputs, results, lowering is not None)
+    described.check(inputs)
     if draws(schema.op):
         agree_on_generator(schema.mesh)
-    local = _local_call(entry, schema, call, inputs, results)
+    local = None
+    if entry.rule.lowering is not None or entry.rule.local_args is not None:
+        first = next(s for s in schema.specs if s is not None)
+        operands = tuple(inputs[: len(call.operands)])
+        local = LocalCall(call, operands, tuple(results), first.coordinate(), MeshComm(first.mesh))
     static = local_statics(entry, schema, local)
-    run: Callable[..., Any] = direct_call(schema.op)
-    if lowered:
-        assert entry.rule.lowering is not None
-        run = partial(entry.rule.lowering, local)
+    run: Callable[..., Any] = direct_call(schema.op) if lowering is None else partial(lowering, local)
     if any(r.reseats for r in schema.signature.results):
         run = partial(_on_alias, run)
-    full = lowered or static is not None
+    full = lowering is not None or static is not None
     return Plan(schema, entry, chosen, _redistributes(schema, inputs), static, run, full, tuple(results))
 
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run an op that makes a tensor a view of itself on an alias: whoever holds the local tensor keeps it as it is."""
     return run(local.view_as(local), *args, **kwargs)
-
-
-def _as_it_lies(before: TensorSpec | None, wanted: TensorSpec | None) -> TensorSpec | None:
-    """The spec of an operand that stays where it is, with its mark when it is a copy: nothing moves."""
-    stays = before is not None and wanted is not None and before.placements == wanted.placements
-    return before if stays else wanted
-
-
-def _tensor_results(schema: OpSchema) -> int:
-    return sum(r.is_tensor for r in schema.signature.results)
 
 
 def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
@@ -90,20 +109,6 @@ def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tup
             pairs = [(i, move) for i in range(len(value or ())) if (move := next(flat)) is not None]
             redistributes.append(pairs or None)
     return tuple(redistributes)
-
-
-def _local_call(
-    entry: Entry,
-    schema: OpSchema,
-    call: Call,
-    inputs: Sequence[TensorSpec | None],
-    results: Sequence[TensorSpec | None],
-) -> LocalCall | None:
-    if entry.rule.lowering is None and entry.rule.local_args is None:
-        return None
-    first = next(s for s in schema.specs if s is not None)
-    operands = tuple(inputs[: len(call.operands)])
-    return LocalCall(call, operands, tuple(results), first.coordinate(), MeshComm(first.mesh))
 
 
 def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
@@ -134,21 +139,21 @@ def _marked_copies(
 
     An operand moves in a lowering, too, when it lies in parts and the result is whole.
     """
-    views = [r for r in schema.signature.results if r.is_tensor]
-    if all(r.alias is None or r.written for r in views):
+    declared = [r for r in schema.signature.results if r.is_tensor]
+    if all(r.alias is None or r.written for r in declared):
         return results
-    found = list(results)
+    specs = list(results)
     at = 0
-    for result in views:
-        count = len(results) - len(views) + 1 if result.is_list else 1
+    for result in declared:
+        count = len(results) - len(declared) + 1 if result.is_list else 1
         if result.alias is not None and not result.written:
             source = schema.starts[result.alias]
             before = schema.specs[source]
-            moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
-            if moved or (before is not None and before.is_copy):
-                found[at : at + count] = [_as_copy(spec) for spec in found[at : at + count]]
+            is_moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
+            if is_moved or (before is not None and before.is_copy):
+                specs[at : at + count] = [None if s is None else s.as_copy() for s in specs[at : at + count]]
         at += count
-    return found
+    return specs
 
 
 def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -> bool:
@@ -161,11 +166,7 @@ def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -
     )
 
 
-def _as_copy(spec: TensorSpec | None) -> TensorSpec | None:
-    return None if spec is None else TensorSpec(spec.mesh, spec.placements, spec.tensor_meta, True)
-
-
-def check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
+def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
     """An op whose result's shape depends on data must have whole operands."""
     if all(s is None or s.is_replicated for s in inputs):
         return

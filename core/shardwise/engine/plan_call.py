@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.engine.c_functions import binding
-from shardwise.engine.make_plan import make_plan
+from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.dispatcher import NUMBERS
 from shardwise.kernel.placements import REPLICATE
@@ -32,8 +32,8 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     """
     op = entry.op
     values = signature(op).bind(args, kwargs)
-    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), map(_number, values))
-    plan = make_plan(entry, schema, output_metas(op, described, entry.rule.meta))
+    schema, arguments = describe_call(cls, entry, info, common_mesh(cls, op, values), map(_number, values))
+    plan = make_plan(DescribedCall.of(entry, schema, output_metas(op, arguments, entry.rule.meta)))
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return plan

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.engine.make_plan import make_plan
+from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
@@ -68,7 +68,7 @@ def _plan(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any],
         hash(schema.key)  # raises, and says of what
     try:
         outputs = _outputs(entry, described, _a_part(cls, values))
-        plan = make_plan(entry, schema, outputs, _cheapest)
+        plan = make_plan(DescribedCall.of(entry, schema, outputs), _cheapest)
     except Exception as error:  # noqa: BLE001  # whatever a rule or a kernel does with a symbol
         _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
         return _plan_of_numbers(entry, schema, described)
@@ -178,7 +178,7 @@ def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -
     """The plan with numbers in place of all symbols, which the graph is guarded by from here on."""
     stated = OpSchema(schema.op, in_numbers(schema.values), schema.info, schema.fixed)
     given = in_numbers(tuple(described))
-    return make_plan(entry, stated, output_metas(entry.op, given, entry.rule.meta))
+    return make_plan(DescribedCall.of(entry, stated, output_metas(entry.op, given, entry.rule.meta)))
 
 
 def _or_by_numbers(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

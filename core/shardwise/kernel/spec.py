@@ -303,6 +303,10 @@ class TensorSpec(metaclass=_Interned):
         """The spec without its meta."""
         return layout_of(self.mesh, self.placements, self.is_copy)
 
+    def as_copy(self) -> TensorSpec:
+        """The same, marked as a copy that may not be written."""
+        return TensorSpec(self.mesh, self.placements, self.tensor_meta, True)
+
     def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
         return TensorSpec(self.mesh, self.placements, tensor_meta)
 

@@ -22,7 +22,6 @@ from shardwise.comm.coalescing import coalesced
 from shardwise.comm.redistribute import Route, route
 from shardwise.errors import PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
-from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
 from shardwise.tensor.autograd import grad_layout, reduce_later
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -79,7 +78,7 @@ class _Copy:
         self.leaf = leaf
         self.way = way
         # Written to, it would not be the parameter: the spec says that it is a copy, and writing is refused.
-        self.spec = TensorSpec(way.target.mesh, way.target.placements, way.target.tensor_meta, True)
+        self.spec = way.target.as_copy()
         self._result: AsyncResult | None = None
         self._gathered: Versions | None = None
 

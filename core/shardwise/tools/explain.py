@@ -16,7 +16,7 @@ from attrs import frozen
 
 from shardwise.discovery.process import default_registry
 from shardwise.engine.decomposition import Failed, answered, find, stand_ins
-from shardwise.engine.make_plan import check_unknown, check_written
+from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.no_rule import decomposed_entry
 from shardwise.engine.plan_call import describe_call
 from shardwise.errors import CallError, MeshMismatchError
@@ -55,8 +55,6 @@ __all__ = [
 
 LISTED = 100
 """Strategies of one decision that are listed when nobody says how many."""
-
-Metas = Sequence[TensorMeta | None]
 
 
 @frozen
@@ -153,20 +151,15 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
-    outputs = _outputs(entry, described)
-    unknown = outputs is None
-    metas: Metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if unknown else outputs
-    call = make_call(entry.rule, schema, metas)
+    stated = DescribedCall.of(entry, schema, _outputs(entry, described))
     if isinstance(entry.rule, FullMeshRule):
         decisions = [_full_mesh(entry.rule, schema, limit)]
     else:
-        decisions = _decisions(problems(entry.rule, schema, call), limit)
+        decisions = _decisions(problems(entry.rule, schema, stated.call), limit)
     inputs, results = merged(schema, _taken(decisions))
-    if unknown:
-        check_unknown(schema, inputs)
-    check_written(schema, metas)
+    stated.check(inputs)
     lowered = entry.rule.lowering is not None and any(d.chosen.lowered for d in decisions)
-    inside = in_lowering(entry, schema, described, call, inputs, results) if lowered else None
+    inside = in_lowering(entry, schema, described, stated.call, inputs, results) if lowered else None
     others = tuple(e for e in registry.find(op) if e is not entry)
     redistributions = tuple(
         Redistribution(name, src, dst, shortest_path(src, dst))

@@ -13,6 +13,7 @@ import torch
 
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.discovery.process import default_registry
+from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.plan_call import describe_call
 from shardwise.kernel.placements import Replicate
 from shardwise.kernel.precedence import Entry
@@ -21,7 +22,6 @@ from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Call, Op, signature
 from shardwise.kernel.spec import AbstractMesh, TensorSpec
 from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.ops import composite_kernel, draws
 from shardwise.rng import generator
@@ -88,10 +88,7 @@ def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
     values = signature(op).bind(args, kwargs)
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     schema, described = describe_call(_NoTensor, entry, info, _ALONE, values)
-    metas = output_metas(op, described, rule.meta)
-    if metas is None:
-        metas = (None,) * sum(result.is_tensor for result in schema.signature.results)
-    call = make_call(rule, schema, metas)
+    call = DescribedCall.of(entry, schema, output_metas(op, described, rule.meta)).call
     if not _draws_whole(rule, call):
         return None
     outputs = tuple(None if meta is None else TensorSpec(_ALONE, (), meta) for meta in call.outputs)
