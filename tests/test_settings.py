@@ -30,8 +30,8 @@ def test_defaults(tmp_path):
     [
         ("SHARDWISE_AUTOLOAD", "maybe", "'maybe' is neither on nor off"),
         ("SHARDWISE_STRICT", "", "'' is neither on nor off"),
-        ("SHARDWISE_PREFER", "aten.mm", "'aten.mm' is no pair"),
-        ("SHARDWISE_PREFER", "=acme", "'=acme' is no pair"),
+        ("SHARDWISE_PREFER", "aten.mm", "'aten.mm' is not a pair"),
+        ("SHARDWISE_PREFER", "=acme", "'=acme' is not a pair"),
     ],
 )
 def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp_path):
@@ -44,11 +44,11 @@ def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp
     [
         ("[tool.shardwise]\nplugin = []", "there is no setting 'plugin'"),
         ("[tool.shardwise]\nplugins = 'a'\nstrict = 2", "2 is neither on nor off"),
-        ("[tool.shardwise]\nplugins = [1]", "is no list of names"),
+        ("[tool.shardwise]\nplugins = [1]", "is not a list of names"),
         ("[tool.shardwise]\nprefer = ['aten.mm']", "does not map ops to plugins"),
-        ("[tool.shardwise]\nrandom = 'fast'", "'fast' is no way to draw random numbers"),
+        ("[tool.shardwise]\nrandom = 'fast'", "'fast' is not a mode of drawing random numbers"),
         ("[tool.shardwise\n", "line 1"),
-        ("[tool]\nshardwise = 3", "is no table"),
+        ("[tool]\nshardwise = 3", "is not a table"),
     ],
 )
 def test_a_pyproject_that_cannot_be_read(text, found, tmp_path):

@@ -86,7 +86,7 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
     Raises :class:`SettingsError` for a value that cannot be read or a key that does not exist.
     """
     environ = os.environ if environ is None else environ
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     path, table = _pyproject(Path.cwd() if folder is None else folder)
     for key, value in table.items():
@@ -95,12 +95,12 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
             raise _refusal(f"[tool.shardwise] of {path}", f"there is no setting {key!r}", f"It has {', '.join(_KEYS)}.")
         attribute, parse_value, _ = _KEYS[name]
         where = f"{key!r} in [tool.shardwise] of {path}"
-        found[attribute], sources[attribute] = parse_value(where, value), where
+        values[attribute], sources[attribute] = parse_value(where, value), where
     for attribute, parse_value, variable in _KEYS.values():
         text = environ.get(variable)
         if text is not None:
-            found[attribute], sources[attribute] = parse_value(variable, text), variable
-    return Settings(**found, sources=sources)
+            values[attribute], sources[attribute] = parse_value(variable, text), variable
+    return Settings(**values, sources=sources)
 
 
 def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
@@ -113,18 +113,18 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("shardwise")
         except (OSError, ValueError) as error:
-            # Many a broken file in a folder above is none of ours; one that speaks of us is.
-            if _mentions_us(path):
+            # A broken file in a folder above is somebody else's, unless it has a table for shardwise.
+            if _mentions_shardwise(path):
                 raise _refusal(str(path), str(error), "Correct the file.") from error
             continue
         if table is not None:
             if not isinstance(table, dict):
-                raise _refusal(str(path), "tool.shardwise is no table", "Write [tool.shardwise] and keys under it.")
+                raise _refusal(str(path), "tool.shardwise is not a table", "Write [tool.shardwise] and keys under it.")
             return path, table
     return None, {}
 
 
-def _mentions_us(path: Path) -> bool:
+def _mentions_shardwise(path: Path) -> bool:
     try:
         return b"tool.shardwise" in path.read_bytes()
     except OSError:
@@ -134,7 +134,7 @@ def _mentions_us(path: Path) -> bool:
 def _names(where: str, value: Any) -> frozenset[str]:
     words = value.split(",") if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise _refusal(where, f"{value!r} is no list of names", 'Write a list, as in ["acme-kernels"].')
+        raise _refusal(where, f"{value!r} is not a list of names", 'Write a list, as in ["acme-kernels"].')
     return frozenset(normalised(word.strip()) for word in words if word.strip())
 
 
@@ -147,17 +147,17 @@ def _flag(where: str, value: Any) -> bool:
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
 
-def _treatment(where: str, value: Any) -> str:
+def _unknown_ops(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("refuse", "replicate"):
         return word
-    raise _refusal(where, f"{value!r} is no way to treat ops without a rule", "Write refuse or replicate.")
+    raise _refusal(where, f"{value!r} does not say what becomes of ops without a rule", "Write refuse or replicate.")
 
 
 def _random_mode(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
     if word not in RANDOM_MODES:
-        raise _refusal(where, f"{value!r} is no way to draw random numbers", f"Write {', '.join(RANDOM_MODES)}.")
+        raise _refusal(where, f"{value!r} is not a mode of drawing random numbers", f"Write {', '.join(RANDOM_MODES)}.")
     return str(word)
 
 
@@ -173,7 +173,9 @@ def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
 def _split(where: str, word: str) -> tuple[str, str]:
     op, equals, plugin = word.partition("=")
     if not (equals and op.strip() and plugin.strip()):
-        raise _refusal(where, f"{word!r} is no pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other.")
+        raise _refusal(
+            where, f"{word!r} is not a pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other."
+        )
     return op, plugin
 
 
@@ -188,6 +190,6 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "autoload": ("autoload", _flag, "SHARDWISE_AUTOLOAD"),
     "strict": ("strict", _flag, "SHARDWISE_STRICT"),
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
-    "unknown-ops": ("unknown_ops", _treatment, "SHARDWISE_UNKNOWN_OPS"),
+    "unknown-ops": ("unknown_ops", _unknown_ops, "SHARDWISE_UNKNOWN_OPS"),
     "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
 }

@@ -131,7 +131,7 @@ def _version():
     [
         ("SHARDWISE_STRICT", "perhaps", "neither on nor off"),
         ("SHARDWISE_PLUGINS", "nothing", "there is no plugin nothing"),
-        ("SHARDWISE_PREFER", "aten.mm", "is no pair"),
+        ("SHARDWISE_PREFER", "aten.mm", "is not a pair"),
     ],
 )
 def test_broken_settings_fail_and_the_rest_is_checked(fresh, monkeypatch, name, value, words):

@@ -77,7 +77,7 @@ def test_a_state_before_any_seed_is_one_too():
 
 @pytest.mark.parametrize("wrong", [torch.zeros(4, dtype=torch.int64), torch.zeros(3), torch.get_rng_state()])
 def test_what_is_no_state_is_refused(wrong):
-    with pytest.raises(LayoutError, match="no state of it"):
+    with pytest.raises(LayoutError, match="is not one of its states"):
         sw.random.set_state(wrong)
 
 
@@ -89,12 +89,12 @@ def test_ways_are_chosen_for_a_while_or_by_a_setting(monkeypatch):
     with pytest.raises(SettingsError, match="'fast'"), sw.random.using("fast"):
         pass
     monkeypatch.setitem(os.environ, "SHARDWISE_RANDOM", "local")
-    draws._setting.cache_clear()
+    draws._mode_of_settings.cache_clear()
     try:
         assert sw.random.mode() == "local"
     finally:
         monkeypatch.undo()
-        draws._setting.cache_clear()
+        draws._mode_of_settings.cache_clear()
 
 
 def test_without_a_seed_torchs_generator_seeds():
@@ -255,7 +255,7 @@ def test_the_fast_way_draws_each_part_by_itself(pool):
 def test_a_traced_draw_is_refused():
     sw.manual_seed(0)
     with torch._subclasses.FakeTensorMode(), pytest.raises(TracingError, match="a graph is being traced"):
-        draws.take(lambda seed, number: (seed, number))
+        draws.next_draw(lambda seed, number: (seed, number))
     assert sw.random.get_state().tolist() == [1, 1, 0, 0]
 
 

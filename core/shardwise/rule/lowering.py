@@ -163,7 +163,7 @@ class LocalCall:
         keeps its part. A draw with ``by_place`` gives an element's values by its place in the global tensor; one
         without seeds a generator of torch's for this rank's part.
         """
-        found = generator.take(self.comm.agree_on_draw)
+        found = generator.next_draw(self.comm.agree_on_draw)
         if found is None:
             self.comm.compare_generators()
         return found

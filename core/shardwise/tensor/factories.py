@@ -18,7 +18,7 @@ from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.rng.generator import take
+from shardwise.rng.generator import next_draw
 from shardwise.rng.sampling import Draw, Region
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
@@ -45,56 +45,66 @@ class Factory(Protocol):
 
 @frozen
 class _Values:
-    """How a random factory draws where torch does not draw the whole: by place, or in place by a generator of torch's
-    (``None`` where values depend on each other, and are drawn by place in any case).
+    """How a random factory fills a part where torch does not draw the whole.
+
+    ``by_place`` gives values by their place in the global tensor. ``in_place`` fills a part from a torch generator.
+    It is ``None`` where values depend on each other: those follow their place in any case.
     """
 
     by_place: Callable[[Draw, Region, torch.dtype, torch.device], torch.Tensor]
     in_place: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None
 
-    def part(self, spec: TensorSpec, dtype: torch.dtype | None) -> torch.Tensor | None:
+    def part(self, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor | None:
         """The local tensor of this rank; ``None`` where torch's generator is to draw the whole."""
         size, offset = spec.local_shape_and_offset()
         device = torch.device(spec.mesh.device_type)
         if is_rehearsing():
-            return torch.empty(size, dtype=spec.dtype if dtype is None else dtype, device=device)
+            return torch.empty(size, dtype=dtype, device=device)
         comm = MeshComm(spec.mesh)
-        draw = take(comm.agree_on_draw)
+        draw = next_draw(comm.agree_on_draw)
         if draw is None:
             comm.compare_generators()
             return None
         # A partial tensor holds its value once, which is cut out of the whole.
         region = Region.whole(spec.shape) if spec.reductions else Region(spec.shape, offset, size)
-        made = torch.empty(region.size, dtype=spec.dtype if dtype is None else dtype, device=device)
+        values = torch.empty(region.size, dtype=dtype, device=device)
         if draw.by_place or self.in_place is None:
-            made.copy_(self.by_place(draw, region, made.dtype, made.device))
-        elif made.numel():
-            self.in_place(made, draw.generator(made.device, region.offset))
-        return scatter_local(made, spec) if spec.reductions else made
+            values.copy_(self.by_place(draw, region, dtype, values.device))
+        elif values.numel():
+            self.in_place(values, draw.generator(values.device, region.offset))
+        return scatter_local(values, spec) if spec.reductions else values
 
 
 def _make(
     make: Callable[..., torch.Tensor],
     size: Sequence[int],
     dtype: torch.dtype | None,
+    layout: torch.layout,
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
     values: _Values | None = None,
 ) -> MeshTensor:
+    """A MeshTensor of what ``make(size, dtype=, device=)`` makes; only random factories have ``values``."""
+    if layout is not torch.strided:
+        raise LayoutError(
+            asked=f"make a MeshTensor with layout {layout}",
+            found="a shard of it could not be cut or sent",
+            do="Use torch.strided.",
+        )
     mesh = current_mesh() if device_mesh is None else device_mesh
-    wanted = [REPLICATE] * mesh.ndim if placements is None else placements
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
-    spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, len(size)), meta)
+    asked = [REPLICATE] * mesh.ndim if placements is None else placements
+    spec = TensorSpec(mesh, check_placements(asked, mesh.ndim, len(size)), meta)
     agree_on_rules(mesh)
     if values is not None:
         agree_on_generator(mesh)
-        part = values.part(spec, dtype)
+        part = values.part(spec, meta.dtype)
         if part is not None:
             return MeshTensor(part, spec)
     # All of torch's random numbers, so that they do not depend on the mesh; a partial tensor holds its value once.
-    whole = values is not None or bool(spec.reductions)
-    made = make(size if whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
-    return MeshTensor(scatter_local(made, spec) if whole else made, spec)
+    is_whole = values is not None or bool(spec.reductions)
+    tensor = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
+    return MeshTensor(scatter_local(tensor, spec) if is_whole else tensor, spec)
 
 
 def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | None = None) -> Factory:
@@ -106,24 +116,12 @@ def _factory(make: Callable[..., torch.Tensor], summary: str, values: _Values | 
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
-        check_layout(layout)
         sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-        made = _make(make, sizes, dtype, device_mesh, placements, values)
-        return made.requires_grad_(requires_grad)
+        return _make(make, sizes, dtype, layout, device_mesh, placements, values).requires_grad_(requires_grad)
 
     factory.__name__ = factory.__qualname__ = make.__name__
     factory.__doc__ = f"{summary} Takes the global size; replicated when no placements are given."
     return traceable(factory)
-
-
-def check_layout(layout: torch.layout) -> None:
-    """Only strided tensors lie on a mesh."""
-    if layout is not torch.strided:
-        raise LayoutError(
-            asked=f"make a MeshTensor with layout {layout}",
-            found="a shard of it could not be cut or sent",
-            do="Use torch.strided.",
-        )
 
 
 zeros = _factory(torch.zeros, "A MeshTensor of zeros.")
@@ -132,12 +130,12 @@ empty = _factory(torch.empty, "A MeshTensor of undefined values.")
 rand = _factory(
     torch.rand,
     "Uniform values on [0, 1), those that torch.rand gives on one device.",
-    _Values(Draw.uniform, lambda made, generator: made.uniform_(generator=generator)),
+    _Values(Draw.uniform, lambda part, generator: part.uniform_(generator=generator)),
 )
 randn = _factory(
     torch.randn,
     "Normal values, those that torch.randn gives on one device.",
-    _Values(Draw.normal, lambda made, generator: made.normal_(generator=generator)),
+    _Values(Draw.normal, lambda part, generator: part.normal_(generator=generator)),
 )
 
 
@@ -152,18 +150,17 @@ def randint(
     """Whole numbers from ``low`` (0 when it is not given) to ``high - 1``: ``randint([low,] high, size)``, as
     ``torch.randint``; replicated when no placements are given.
     """
-    check_layout(layout)
     *low, high, size = bounds_and_size
     least = low[0] if low else 0
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.randint(least, high, tuple(size), **options)
 
-    values = _Values(
-        lambda draw, region, dtype, device: draw.integers(region, least, high, device),  # noqa: ARG005
-        lambda made, generator: made.random_(least, high, generator=generator),
-    )
-    return _make(make, size, dtype, device_mesh, placements, values)
+    def by_place(draw: Draw, region: Region, _: torch.dtype, device: torch.device) -> torch.Tensor:
+        return draw.integers(region, least, high, device)
+
+    values = _Values(by_place, lambda part, generator: part.random_(least, high, generator=generator))
+    return _make(make, size, dtype, layout, device_mesh, placements, values)
 
 
 @traceable
@@ -177,22 +174,17 @@ def randperm(
 ) -> MeshTensor:
     """The numbers below ``n`` in a random order, as ``torch.randperm``; replicated when no placements are given.
 
-    Every rank works out the whole order and keeps its part.
+    Every rank computes the whole order and keeps its part.
     """
-    check_layout(layout)
 
     def make(size: Sequence[int], **options: Any) -> torch.Tensor:
         return torch.randperm(size[0], **options)
 
-    return _make(make, (n,), dtype, device_mesh, placements, _PERMUTATION)
+    def by_place(draw: Draw, region: Region, _: torch.dtype, device: torch.device) -> torch.Tensor:
+        (start,), (size,) = region.offset, region.size
+        return draw.permutation(region.shape[0], device)[start : start + size]
 
-
-def _permuted(draw: Draw, region: Region, _: torch.dtype, device: torch.device) -> torch.Tensor:
-    (start,), (size,) = region.offset, region.size
-    return draw.permutation(region.shape[0], device)[start : start + size]
-
-
-_PERMUTATION = _Values(_permuted)
+    return _make(make, (n,), dtype, layout, device_mesh, placements, _Values(by_place))
 
 
 @traceable
@@ -207,6 +199,5 @@ def full(
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
     """A MeshTensor of the global ``size`` filled with one value; replicated when no placements are given."""
-    check_layout(layout)
     make = partial(torch.full, fill_value=fill_value)
-    return _make(make, size, dtype, device_mesh, placements).requires_grad_(requires_grad)
+    return _make(make, size, dtype, layout, device_mesh, placements).requires_grad_(requires_grad)

@@ -115,7 +115,7 @@ def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[s
 
 def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Run an op that nobody wrote a rule for under torch's generators, seeded for this draw."""
-    draw = generator.take(_COMM.agree_on_draw)
+    draw = generator.next_draw(_COMM.agree_on_draw)
     assert draw is not None
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
     with draw.seeding(tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")):

@@ -19,7 +19,7 @@ from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import Mesh, TensorSpec, memory_order
 from shardwise.planning.cost import KINDS
 from shardwise.planning.path import Path
-from shardwise.rng.generator import kept
+from shardwise.rng.generator import preserved_state
 from shardwise.rule.lowering import LocalCall, MeshDims
 
 __all__ = ["Collective", "Issued", "in_lowering", "in_path"]
@@ -96,7 +96,7 @@ def in_lowering(
     on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
     devices = [torch.cuda.current_device()] if on_cuda else []
     try:
-        with torch.random.fork_rng(devices), kept():
+        with torch.random.fork_rng(devices), preserved_state():
             # Here too: a rule may look at what only a real mesh has.
             statics = local_statics(entry, schema, local)
             args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
