@@ -17,7 +17,7 @@ from scipy.stats import spearmanr
 from shardwise.kernel.placements import parse_placement
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.testing import WorkerPool, mesh
-from shardwise.tools.calibrate import calibrate, try_redistributions
+from shardwise.tools.calibrate import calibrate, time_redistributions
 
 RHO = 0.9
 SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24)
@@ -75,7 +75,7 @@ def on_rank(shape, rounds):
     for _, size, *both in cases(shape):
         meta = TensorMeta.contiguous(size, torch.float32)
         pairs.append([TensorSpec(found, [parse_placement(w) for w in words.split()], meta) for words in both])
-    trials = try_redistributions(found, pairs, rounds)
+    trials = time_redistributions(found, pairs, rounds)
     return [
         {
             "mesh": "x".join(map(str, shape)),

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 
 SIGNATURE_LIMIT = 2048
 STEP_LIMIT = 1.05
@@ -188,7 +188,7 @@ def main(rounds, calls, json_file, level_calls, child):
         click.echo(json.dumps(held(*child, calls)))
         return
     signatures = signature_rows(calls, level_calls)
-    steps = step_rows(Settings(mesh=(4,)))
+    steps = step_rows(RunSettings(mesh=(4,)))
     table = Table("library", TRACED, RESIDENT, title="bytes per cached signature")
     for row in signatures:
         table.add_row(row["library"], f"{row[TRACED]:,.0f}", f"{row[RESIDENT]:,.0f}")

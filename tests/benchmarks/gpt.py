@@ -22,7 +22,7 @@ import shardwise as sw
 from shardwise import Replicate
 from shardwise.demo.model import Attention, build
 from shardwise.demo.run import TENSOR_PARALLEL
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 
 FREE, PINNED = "free", "pinned"
 MAX_NORM = 1.0
@@ -252,4 +252,4 @@ def steps(settings, mesh, layout) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def gpt_settings(width=128, context=64, batch=4, layers=4):
-    return Settings(mesh=(4,), layers=layers, width=width, heads=4, context=context, batch=batch)
+    return RunSettings(mesh=(4,), layers=layers, width=width, heads=4, context=context, batch=batch)

@@ -364,7 +364,7 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     metadata = pickle.loads((tmp_path / "list/.metadata").read_bytes())
     metadata.planner_data = {"x": Planted(ran)}
     (tmp_path / "list/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointFileError, match="which no list of tensors has"):
+    with pytest.raises(CheckpointFileError, match="which is not part of a list of tensors"):
         checkpoint.load({"x": torch.zeros(2)}, tmp_path / "list")
     assert not ran.exists()
 
@@ -378,7 +378,7 @@ def test_what_cannot_come_back_is_not_saved(tmp_path):
             checkpoint.save(state, tmp_path, step=1)
     with pytest.raises(CheckpointKeyError, match="no module of the state has all its parameters"):
         checkpoint.save({"optimizer": Run().optimizer}, tmp_path, step=1)
-    assert folder.found(tmp_path) == []
+    assert folder.checkpoints_in(tmp_path) == []
 
 
 def test_what_does_not_fit_says_what_was_asked_and_found(tmp_path):
@@ -387,7 +387,7 @@ def test_what_does_not_fit_says_what_was_asked_and_found(tmp_path):
         ({"b": torch.ones(3), "c": 1}, CheckpointKeyError, r"'b' \(and 1 more\): the checkpoint does not have it"),
         ({"a": torch.ones(4)}, CheckpointShapeError, r"tensor of \(4,\).*one of shape \(3,\)"),
         ({"a": torch.ones(3).double()}, CheckpointDtypeError, r"torch.float64: the checkpoint has torch.float32"),
-        ({"n": torch.ones(3)}, CheckpointShapeError, "has a value that is no tensor"),
+        ({"n": torch.ones(3)}, CheckpointShapeError, "has a value that is not a tensor"),
         ({"a": 3}, CheckpointShapeError, "has a tensor of that name"),
     ]:
         with pytest.raises(kind, match=message):
@@ -408,7 +408,7 @@ def test_what_does_not_fit_says_what_was_asked_and_found(tmp_path):
 def test_the_last_ones_are_kept_and_steps_only_go_on(tmp_path):
     for step in (1, 2, 2, 5):
         saved = checkpoint.save({"n": step}, tmp_path, step=step)
-    assert [c.path.name for c in folder.found(tmp_path)] == ["step-00000002.1", "step-00000005"]
+    assert [c.path.name for c in folder.checkpoints_in(tmp_path)] == ["step-00000002.1", "step-00000005"]
     assert checkpoint.latest(tmp_path) == saved
     with pytest.raises(CheckpointStepError, match="step 5 is there"):
         checkpoint.save({"n": 4}, tmp_path, step=4)

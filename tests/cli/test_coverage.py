@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.cli import main
 from shardwise.demo.model import build
 from shardwise.demo.run import TENSOR_PARALLEL
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import train
 from shardwise.discovery.process import use_registry
 from shardwise.kernel import dispatcher
@@ -24,7 +24,7 @@ from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import AbstractMesh
 from shardwise.tools.coverage import cover
 
-SMALL = Settings(layers=1, width=16, heads=2, context=8, batch=4, steps=2)
+SMALL = RunSettings(layers=1, width=16, heads=2, context=8, batch=4, steps=2)
 
 
 def quiet(_step):

@@ -14,11 +14,11 @@ from shardwise import checkpoint
 from shardwise.cli import main
 from shardwise.demo.checkpoints import after_a_failure, check_run
 from shardwise.demo.data import batches
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.errors import CheckpointError
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--device", "cpu", "--steps", "40"]
-SETTINGS = Settings(steps=6, layers=1, width=16, heads=2, context=16, batch=4)
+SETTINGS = RunSettings(steps=6, layers=1, width=16, heads=2, context=16, batch=4)
 
 
 def test_batches_go_on_where_they_were():

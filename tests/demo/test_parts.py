@@ -17,11 +17,11 @@ from shardwise.demo.data import batches, corpus
 from shardwise.demo.model import build
 from shardwise.demo.observation import CollectiveUse, Observed, OperatorUse
 from shardwise.demo.report import as_json, print_report
-from shardwise.demo.run import Outcome
-from shardwise.demo.settings import Settings
+from shardwise.demo.run import RunResult
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step, train
 
-SMALL = Settings(steps=20, layers=1, width=16, heads=2, context=16, batch=4, learning_rate=1e-2)
+SMALL = RunSettings(steps=20, layers=1, width=16, heads=2, context=16, batch=4, learning_rate=1e-2)
 
 
 def test_the_corpus_is_real_and_the_batches_are_deterministic():
@@ -90,7 +90,7 @@ def outcome(parameter=1.0):
     reduction = CollectiveUse("all_reduce", (0, 1), 4)
     mesh = (steps_with(3.0, 2.0), {"weight": torch.tensor([parameter])})
     single = (steps_with(3.0, 2.0), {"weight": torch.ones(1)})
-    return Outcome(
+    return RunResult(
         SMALL,
         "gloo",
         mesh[0],

@@ -16,7 +16,7 @@ from shardwise.comm import events
 from shardwise.demo.compiled import prove
 from shardwise.demo.model import GPT
 from shardwise.demo.run import TENSOR_PARALLEL
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.testing import mesh
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
@@ -160,7 +160,7 @@ def test_models_of_all_kinds_in_inductor(pool, case):
 
 
 def proof():
-    settings = Settings(mesh=(2, 2), layers=1, width=8, heads=4, context=6)
+    settings = RunSettings(mesh=(2, 2), layers=1, width=8, heads=4, context=6)
     steps = prove(settings, (4, 6, 8, 4))
     # Forward and backward, once for a number and once for a symbol.
     assert [step.graphs for step in steps] == [2, 2, 0, 0]

@@ -17,7 +17,7 @@ from shardwise.planning.cost import KINDS, links_of
 from shardwise.planning.link_file import parse
 from shardwise.planning.path import shortest_path
 from shardwise.testing import WorkerPool, mesh
-from shardwise.tools.calibrate import calibrate, try_redistributions, typical_pairs
+from shardwise.tools.calibrate import calibrate, time_redistributions, typical_pairs
 
 SMALL = {"largest": 1 << 15, "rounds": 1}
 
@@ -84,7 +84,7 @@ def tried():
     found = mesh((2, 2))
     return [
         ([s.kind for s in trial.planned.steps], trial.predicted, trial.seconds)
-        for trial in try_redistributions(found, typical_pairs(found, 4096), rounds=1)
+        for trial in time_redistributions(found, typical_pairs(found, 4096), rounds=1)
     ]
 
 

@@ -60,10 +60,10 @@ def test_what_is_taken_is_the_planners_choice_and_the_cheapest(op, data):
     entry = default_registry().lookup(op)
     call = make_call(entry.rule, found.schema, schema_metas(found.schema))
     assert [decision.chosen] == cheapest(entry.rule, found.schema, call)
-    costs = [c.strategy.cost for c in decision.candidates]
+    costs = [c.strategy.cost for c in decision.ranked]
     assert costs == sorted(costs)
-    assert decision.candidates[0].reason == ""
-    assert all(c.reason for c in decision.candidates[1:])
+    assert decision.ranked[0].reason == ""
+    assert all(c.reason for c in decision.ranked[1:])
     paid = sum(r.path.cost for r in found.redistributions)
     assert paid == pytest.approx(decision.chosen.cost, rel=1e-9, abs=0)
 
@@ -79,7 +79,7 @@ def test_the_list_is_what_exhaustive_search_finds(data):
     (problem,) = problems(rule_, found.schema, make_call(rule_, found.schema, schema_metas(found.schema)))
     every = {choice: strategy.cost for choice, strategy in exhaustive(problem)}
     ranked = list(Chooser(problem).ranked())
-    assert len(ranked) == len(set(ranked)) == decision.legal == len(decision.candidates)
+    assert len(ranked) == len(set(ranked)) == decision.legal == len(decision.ranked)
     assert set(ranked) == set(every)
     assert [every[choice] for choice in ranked] == pytest.approx(sorted(every.values()), rel=1e-9, abs=0)
     refused = sum(e.count for e in decision.exclusions if e.mesh_dim is None)
@@ -94,7 +94,7 @@ def test_the_list_is_what_exhaustive_search_finds(data):
 def test_losers_say_what_they_cost_more_and_for_what():
     mesh = AbstractMesh((2, 2))
     (decision,) = explain(aten.mm.default, spec(mesh, (8, 16), "S(0) R"), spec(mesh, (16, 32), "R S(1)")).decisions
-    reasons = {c.strategy.names: c.reason for c in decision.candidates}
+    reasons = {c.strategy.names: c.reason for c in decision.ranked}
     assert reasons["shard m", "shard n"] == ""
     assert reasons["shard m", "R"].endswith("µs for mat2")
     assert reasons["R", "R"].endswith("µs for self, mat2")
@@ -110,10 +110,10 @@ def test_a_tie_is_explained_by_the_order_of_the_rows():
     registry.accept(registrar)
     with use_registry(registry):
         (decision,) = explain(aten.mm.default, spec(mesh, (8, 8), "R"), spec(mesh, (8, 8), "R")).decisions
-    by_rows = {c.strategy.names: c.reason for c in decision.candidates}
+    by_rows = {c.strategy.names: c.reason for c in decision.ranked}
     assert by_rows["R",] == ""
     (decision,) = explain(aten.mm.default, spec(mesh, (8, 8), "S(1)"), spec(mesh, (8, 8), "S(1)")).decisions
-    tied = [c for c in decision.candidates[1:] if c.strategy.cost == decision.chosen.cost]
+    tied = [c for c in decision.ranked[1:] if c.strategy.cost == decision.chosen.cost]
     assert all(c.reason == "same cost, later in the rule's order" for c in tied)
 
 
@@ -151,14 +151,14 @@ def test_a_rule_of_the_full_mesh_is_explained():
     with use_registry(registry):
         (decision,) = explain(aten.clone.default, x).decisions
     assert decision.chosen.input_specs == (x,)
-    assert [c.reason for c in decision.candidates] == ["", "+100.0 µs for self"]
+    assert [c.reason for c in decision.ranked] == ["", "+100.0 µs for self"]
 
 
 def test_many_mesh_dims_take_little_time_and_say_how_many_there_are():
     mesh = AbstractMesh((2,) * 5)
     x = spec(mesh, (64, 64), "S(0) S(1) P(sum) R R")
     (decision,) = explain_call(aten.mm.default, (x, x), {}, limit=20).decisions
-    assert len(decision.candidates) == 20
+    assert len(decision.ranked) == 20
     assert decision.combinations == 8**5
     assert decision.legal > 1000
 

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: saved by all ranks together, complete or not there at all, loaded into any mesh and layout.
+"""Checkpoints of a run: all ranks save together, and a checkpoint loads into any mesh and layout.
 
-The tensors are in the format of ``torch.distributed.checkpoint``, which saves and loads MeshTensors by itself; what is
-added here is a directory in which an interrupted save never harms the last good one, loading that runs no code of the
-checkpoint's, and errors that are the same on every rank.
+The tensors are in the format of ``torch.distributed.checkpoint``, which saves and loads MeshTensors by itself. This
+package adds three things: an interrupted save never harms the last good checkpoint, loading runs no code of the
+checkpoint, and errors are the same on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import folder, optimizers
 from shardwise.checkpoint.agreement import Ranks
-from shardwise.checkpoint.content import State, check_alike, exact_sums, gathered, modules_of
+from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, gathered, modules_of
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.errors import CheckpointFileError, RankDisagreementError
@@ -32,16 +32,16 @@ __all__ = ["Checkpoint", "latest", "load", "save"]
 
 
 def save(state: State, directory: str | Path, *, step: int, keep: int = 2, process_group: Any = None) -> Checkpoint:
-    """Save a state as the checkpoint of ``step``; all ranks of the process group (default: all) call it alike.
+    """Save a state as the checkpoint of ``step``. Every rank of the process group (default: all) must call this.
 
     ``state`` maps names to modules, optimizers (of these modules), objects with ``state_dict`` and ``load_state_dict``,
-    tensors, plain values, and nested dicts and lists of such. Of a MeshTensor each rank writes a part; of everything
-    else there is one copy, so integers, strings and the like must be the same on every rank.
+    tensors, plain values, and nested dicts and lists of such. Each rank writes its part of a MeshTensor. Everything
+    else is saved once, so integers, strings and the like must be the same on every rank.
 
-    The checkpoint is there when the call returns and not before; until then the last one is as it was. The last
-    ``keep`` (at least one) are kept. Saving a step again replaces it; an earlier step than the last raises
-    :class:`CheckpointStepError`. Raises a :class:`CheckpointError` (or what a tensor of the state refuses), the same
-    one on every rank.
+    The checkpoint exists when the call returns and not before. The last ``keep`` checkpoints (at least one) stay, older
+    ones are removed. Saving a step again replaces it; an earlier step than the last raises
+    :class:`CheckpointStepError`. Raises a :class:`CheckpointError` (or what a tensor of the state raises), the same one
+    on every rank.
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"save step {step} in {where}"
@@ -58,8 +58,11 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
         ranks.all(asked, lambda: _check_shared(partial))
         with ranks.in_torch(asked), _quietly():
             dcp.save(content, storage_writer=dcp.FileSystemWriter(partial), process_group=process_group)
-        files = ranks.all(asked, lambda: folder.sums_of(partial, f"__{ranks.rank}_*"))
-        return ranks.first(asked, lambda: _commit(partial, files, step, keep))
+        files_by_rank = ranks.all(asked, lambda: folder.sums_of(partial, f"__{ranks.rank}_*"))
+        files = {name: sums for files in files_by_rank for name, sums in files.items()}
+        return ranks.first(
+            asked, lambda: folder.commit(partial, {**files, **folder.sums_of(partial, ".metadata")}, step, keep)
+        )
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -74,17 +77,17 @@ def load(
     verify: bool = True,
     process_group: Any = None,
 ) -> Checkpoint:
-    """Load a checkpoint into a state, in place; all ranks of the process group (default: all) call it alike.
+    """Load a checkpoint into a state, in place. Every rank of the process group (default: all) must call this.
 
     ``state`` is as for :func:`save`, with the names that were saved, on any mesh and with any placements; an optimizer
-    need not have made a step. Values that are no tensors are put into the state's dicts and lists. What the checkpoint
-    has beyond that is not read. The checkpoint is that of ``step``, by default the last one; ``directory`` may also be
+    need not have made a step. Values that are not tensors are put into the state's dicts and lists. Other entries of
+    the checkpoint are not read. The checkpoint is that of ``step``, by default the last one; ``directory`` may also be
     one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
     compare their checksums. Nothing in a checkpoint can run code.
 
-    Raises the same error on every rank: :class:`CheckpointFileError` for what is not there, incomplete or damaged,
-    :class:`CheckpointKeyError`, :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for what does not fit.
-    A state into which loading failed may be loaded in part.
+    Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete or
+    damaged; :class:`CheckpointKeyError`, :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state
+    that does not fit. After an error the state may be loaded in part.
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
@@ -102,7 +105,7 @@ def load(
 
 
 def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | None:
-    """The last checkpoint of a directory whose files are all there, the same on all ranks, which call it together."""
+    """The last complete checkpoint of a directory, the same on every rank. Every rank must call this."""
     where = Path(directory).absolute()
     return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
 
@@ -116,9 +119,9 @@ def _check_calls(asked: str, described: list[tuple[Any, dict[str, int]]]) -> Non
         raise RankDisagreementError(
             asked=asked,
             found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
-            do="Make the call with alike arguments on every rank.",
+            do="Give the same arguments on every rank.",
         )
-    check_alike([sums for _, sums in described])
+    check_same_on_ranks([sums for _, sums in described])
 
 
 def _check_shared(partial: Path) -> None:
@@ -131,14 +134,9 @@ def _check_shared(partial: Path) -> None:
         )
 
 
-def _commit(partial: Path, files: list[folder.Files], step: int, keep: int) -> Checkpoint:
-    listed = {name: sums for of_rank in files for name, sums in of_rank.items()}
-    return folder.commit(partial, {**listed, **folder.sums_of(partial, ".metadata")}, step, keep)
-
-
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Torch warns where torch.distributed is not up; one process is as good as several."""
+    """Without torch's warning that torch.distributed is not initialized: one process may save, too."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -152,17 +150,12 @@ def _room_for(state: State, path: Path) -> dict[str, Any]:
     room = gathered({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
     for name in modules:
         for key, value in list(room[name].items()):
-            room[name][key] = _with_memory(value)
+            if isinstance(value, MeshTensor) and value.is_meta:
+                room[name][key] = torch.empty_like(value, device=value.device_mesh.device_type)
     for name, value in state.items():
         if isinstance(value, Optimizer):
             room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)
     return room
-
-
-def _with_memory(value: Any) -> Any:
-    if isinstance(value, MeshTensor) and value.is_meta:
-        return torch.empty_like(value, device=value.device_mesh.device_type)
-    return value
 
 
 def _put_back(state: MutableMapping[str, Any], room: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a process group do together: all get all answers, or all raise the same error."""
+"""Calls that all ranks of a process group make together: every rank gets the answers, or raises the same error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @frozen
 class Ranks:
-    """The ranks of a process group (None: the default one); this process alone where torch.distributed is not up."""
+    """The ranks of a process group (None: the default one); this process alone without torch.distributed."""
 
     group: Any = None
 
@@ -35,7 +35,9 @@ class Ranks:
         return dist.get_world_size(self.group) if self.are_many else 1
 
     def all(self, asked: str, call: Callable[[], T]) -> list[T]:
-        """Make a call on every rank; the answers by rank, on every rank. The first rank's error is raised on all."""
+        """Make a call on every rank and return the answers in rank order; the first rank's error is raised on every
+        rank.
+        """
         mine = _outcome(asked, call, self.rank)
         everyones: list[Any] = [mine]
         if self.are_many:
@@ -47,7 +49,7 @@ class Ranks:
         return [value for value, _ in everyones]
 
     def first(self, asked: str, call: Callable[[], T]) -> T:
-        """Make a call on the first rank only; its answer, or its error, on every rank."""
+        """Make a call on the first rank only; every rank returns its answer or raises its error."""
         mine: list[Any] = [_outcome(asked, call, 0) if self.rank == 0 else None]
         if self.are_many:
             source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
@@ -66,23 +68,23 @@ class Ranks:
             yield
         except CheckpointException as error:
             rank, (failure, _) = min(error.failures.items())
-            raise _shared(asked, failure, rank) from error
+            raise _error_for_all(asked, failure, rank) from error
 
 
 def _outcome(asked: str, call: Callable[[], Any], rank: int) -> tuple[Any, ShardingError | None]:
     try:
         return call(), None
-    except Exception as error:  # noqa: BLE001 - the other ranks must hear of whatever it is
-        return None, _shared(asked, error, rank)
+    except Exception as error:  # noqa: BLE001 - the other ranks must raise it, too
+        return None, _error_for_all(asked, error, rank)
 
 
-def _shared(asked: str, error: BaseException, rank: int) -> ShardingError:
-    """An error that all ranks can raise alike."""
+def _error_for_all(asked: str, error: BaseException, rank: int) -> ShardingError:
+    """The error that every rank raises."""
     if isinstance(error, ShardingError):
         return error
     return CheckpointError(
         asked=asked,
         found=f"rank {rank} raised {type(error).__name__}: {error}",
-        do="Mend that; what was saved before is as it was.",
+        do="Correct that. Earlier checkpoints are unchanged.",
         rank=rank,
     )

@@ -1,7 +1,7 @@
 """What goes into a checkpoint: modules, optimizers and other objects as nested dicts of tensors and plain values.
 
-Names are those of ``torch.distributed.checkpoint.state_dict``: a parameter by its name in the module, an optimizer's
-state by the parameter's name. So what is saved here loads there and the other way round.
+The names are those of ``torch.distributed.checkpoint.state_dict``: a parameter has its name in the module, an
+optimizer's state the parameter's name. So either package loads what the other one has saved.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from shardwise.checkpoint.optimizers import as_dict, names_for
 from shardwise.errors import CheckpointValueError, RankDisagreementError
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["State", "check_alike", "exact_sums", "gathered"]
+__all__ = ["State", "check_same_on_ranks", "exact_sums", "gathered"]
 
 State = Mapping[str, Any]
 
 
 def gathered(state: State) -> dict[str, Any]:
-    """The state as nested dicts and lists; tensors are the very ones that it holds."""
-    return {name: _one(name, value, state) for name, value in state.items()}
+    """The state as nested dicts and lists. Tensors are not copied."""
+    return {name: _content_of(name, value, state) for name, value in state.items()}
 
 
-def _one(name: str, value: Any, state: State) -> Any:
+def _content_of(name: str, value: Any, state: State) -> Any:
     if isinstance(value, Optimizer):
         return as_dict(value, names_for(name, value, modules_of(state)))
     if isinstance(value, (nn.Module, Stateful)):
@@ -49,34 +49,36 @@ def modules_of(state: State) -> dict[str, nn.Module]:
 def exact_sums(content: State) -> dict[str, int]:
     """Checksums of everything that must be the same on every rank, by name: values, and plain tensors of integers.
 
-    Of what is no distributed tensor a checkpoint has one copy. Raises :class:`CheckpointValueError` for what it cannot
-    hold: a value that ``torch.load(weights_only=True)`` does not give back, a key that is no string, a distributed
-    tensor where torch would not find it.
+    A checkpoint has one copy of all that is not a distributed tensor. Raises :class:`CheckpointValueError` for what it
+    cannot hold: a value that ``torch.load(weights_only=True)`` does not give back, a key that is not a string, a
+    distributed tensor where torch would not find it.
     """
     sums = {}
     for name, value in _leaves("", content):
         if not isinstance(value, torch.Tensor):
-            sums[name] = zlib.crc32(_saved_safely(name, value))
+            sums[name] = zlib.crc32(_safe_bytes(name, value))
         elif not isinstance(value, (MeshTensor, DTensor)) and not value.is_floating_point() and not value.is_complex():
             sums[name] = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sums
 
 
-def check_alike(sums: list[dict[str, int]]) -> None:
+def check_same_on_ranks(sums: list[dict[str, int]]) -> None:
     """Raise :class:`RankDisagreementError` where the ranks have different values under one name."""
     for name in sorted(set().union(*sums)):
-        found = [of_rank[name] for of_rank in sums if name in of_rank]
-        if len(set(found)) > 1:
+        distinct = [of_rank[name] for of_rank in sums if name in of_rank]
+        if len(set(distinct)) > 1:
             raise RankDisagreementError(
                 asked=f"save {name!r}",
                 found="it is not the same on every rank, and a checkpoint has one value of that name",
-                do="Save the value of one rank, or give each rank's a name of its own.",
+                do="Save the value of one rank, or give the value of each rank its own name.",
                 name=name,
             )
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors and values with their names, in torch's way: it looks into mappings, and into lists that hold some."""
+    """Tensors and values with their names. Like torch, look into mappings, and into lists that hold tensors or
+    mappings.
+    """
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -99,7 +101,7 @@ def _is_looked_into(value: Any) -> bool:
     return inside or isinstance(value, (torch.Tensor, Mapping))
 
 
-def _saved_safely(name: str, value: Any) -> bytes:
+def _safe_bytes(name: str, value: Any) -> bytes:
     if _holds_distributed(value):
         raise CheckpointValueError(
             asked=f"save {name!r}",

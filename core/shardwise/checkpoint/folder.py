@@ -1,9 +1,9 @@
-"""A directory of checkpoints: which are there, how one becomes complete in one instant, which are removed.
+"""A directory of checkpoints: list them, complete a new one in one instant, remove old ones.
 
-A checkpoint is written into a folder whose name starts with a dot. When all its files are there and on the disk, a
-list of them with sizes and checksums is added and the folder gets its real name: that is the instant from which it
-exists. Folders are removed the other way round, the name first. So whatever is interrupted when, a folder with a real
-name is complete.
+A checkpoint is written into a folder whose name starts with a dot. When all files are on the disk, a list of them with
+sizes and checksums is added, and the folder gets its real name. From this instant the checkpoint exists. A checkpoint
+is removed in the opposite order: first its name, then its files. So a folder with a real name is complete, whatever was
+interrupted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from attrs import frozen
 
 from shardwise.errors import CheckpointFileError, CheckpointStepError
 
-__all__ = ["Checkpoint", "Files", "begin", "check_files", "commit", "damage", "find", "found", "newest", "sums_of"]
+__all__ = [
+    "Checkpoint",
+    "Files",
+    "begin",
+    "check_files",
+    "checkpoints_in",
+    "commit",
+    "damage",
+    "find",
+    "newest",
+    "sums_of",
+]
 
 CONTENTS = "checkpoint.json"
 """The list of a checkpoint's files; written last."""
@@ -46,7 +57,7 @@ class Checkpoint:
     path: Path
 
 
-def found(directory: Path) -> list[Checkpoint]:
+def checkpoints_in(directory: Path) -> list[Checkpoint]:
     """The checkpoints of a directory, the oldest first."""
     names = [(path, _NAME.fullmatch(path.name)) for path in directory.iterdir()] if directory.is_dir() else []
     return sorted(Checkpoint(int(name[1]), int(name[2] or 0), path) for path, name in names if name)
@@ -54,18 +65,18 @@ def found(directory: Path) -> list[Checkpoint]:
 
 def newest(directory: Path) -> Checkpoint | None:
     """The last checkpoint of a directory whose files are all there."""
-    return next((checkpoint for checkpoint in reversed(found(directory)) if not damage(checkpoint)), None)
+    return next((checkpoint for checkpoint in reversed(checkpoints_in(directory)) if not damage(checkpoint)), None)
 
 
 def find(directory: Path, step: int | None) -> Checkpoint:
     """The checkpoint of a step, or the last good one; a directory may also be one checkpoint itself.
 
-    Raises :class:`CheckpointFileError` where there is none.
+    Raises :class:`CheckpointFileError` if there is not one.
     """
     if step is None and _is_checkpoint(directory):
         name = _NAME.fullmatch(directory.name)
         return Checkpoint(int(name[1]), int(name[2] or 0), directory) if name else Checkpoint(None, 0, directory)
-    there = found(directory)
+    there = checkpoints_in(directory)
     chosen = newest(directory) if step is None else next((c for c in reversed(there) if c.step == step), None)
     wrong = damage(chosen) if chosen else "; ".join(f"{c.path.name}: {damage(c)}" for c in there if damage(c))
     if chosen is None or wrong:
@@ -88,9 +99,9 @@ def _is_checkpoint(directory: Path) -> bool:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A fresh folder to write a checkpoint into; what interrupted runs left behind is removed.
+    """Make an empty folder for a checkpoint, and remove what interrupted runs left behind.
 
-    Raises :class:`CheckpointStepError` for a step before the last one that is there, and for a negative one.
+    Raises :class:`CheckpointStepError` for a step before the last checkpoint's, and for a negative one.
     """
     if step < 0:
         raise CheckpointStepError(
@@ -104,7 +115,7 @@ def begin(directory: Path, step: int) -> Path:
     if last is not None and last.step is not None and step < last.step:
         raise CheckpointStepError(
             asked=f"save step {step} in {directory}",
-            found=f"step {last.step} is there, and the last step is the one that a run goes on from",
+            found=f"there is a checkpoint of step {last.step}, and a run continues from the last step",
             do="Save into another directory, or remove the checkpoints of later steps.",
             step=step,
             last=last.step,
@@ -115,12 +126,12 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
-    """Make a written folder a checkpoint, and keep only the last ``keep`` good ones."""
+    """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints."""
     directory = partial.parent
     contents = {"format": FORMAT, "step": step, "files": {name: list(sums) for name, sums in sorted(files.items())}}
     _write(partial / CONTENTS, json.dumps(contents, indent=1) + "\n")
     _sync(partial)
-    again = max((c.again + 1 for c in found(directory) if c.step == step), default=0)
+    again = max((c.again + 1 for c in checkpoints_in(directory) if c.step == step), default=0)
     final = directory / (f"step-{step:08d}.{again}" if again else f"step-{step:08d}")
     partial.rename(final)
     _sync(directory)
@@ -129,10 +140,10 @@ def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
 
 
 def _prune(directory: Path, keep: int) -> None:
-    there = found(directory)
+    there = checkpoints_in(directory)
     good = [checkpoint for checkpoint in there if not damage(checkpoint)]
-    kept = {checkpoint.step: checkpoint for checkpoint in good}  # of one step the last
-    last = sorted(kept.values())[-max(keep, 1) :]
+    by_step = {checkpoint.step: checkpoint for checkpoint in good}  # of one step the last
+    last = sorted(by_step.values())[-max(keep, 1) :]
     for checkpoint in there:
         if checkpoint not in last and checkpoint < last[-1]:
             removed = checkpoint.path.with_name(f".{checkpoint.path.name}{_REMOVED}")
@@ -148,7 +159,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Have the names in a directory on the disk, where the system can say so."""
+    """Write the names in a directory to the disk, where the system offers that."""
     if hasattr(os, "O_DIRECTORY"):
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -157,7 +168,7 @@ def _sync(directory: Path) -> None:
             os.close(handle)
 
 
-# -- are its files what they were --------------------------------------------------------------------------------
+# -- checksums ---------------------------------------------------------------------------------------------------
 
 
 def sums_of(folder: Path, pattern: str) -> Files:
@@ -166,7 +177,7 @@ def sums_of(folder: Path, pattern: str) -> Files:
 
 
 def contents_of(checkpoint: Checkpoint) -> Files:
-    """The files that a checkpoint should have; none are known of a folder that torch itself has written."""
+    """The files that a checkpoint should have; empty for a folder that torch itself has written."""
     path = checkpoint.path / CONTENTS
     if checkpoint.step is None and not path.exists():
         return {}
@@ -175,7 +186,7 @@ def contents_of(checkpoint: Checkpoint) -> Files:
 
 
 def damage(checkpoint: Checkpoint) -> str:
-    """What is seen to be wrong without reading the files; empty for nothing."""
+    """What is wrong with a checkpoint, as far as names and sizes tell; empty if nothing is."""
     try:
         files = contents_of(checkpoint)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -195,7 +206,7 @@ def check_files(checkpoint: Checkpoint, part: int, parts: int) -> None:
         if _crc(checkpoint.path / name) != crc:
             raise CheckpointFileError(
                 asked=f"load {checkpoint.path}",
-                found=f"{name} is not what was saved: its checksum differs",
+                found=f"{name} is not as it was saved: its checksum differs",
                 do="Load an earlier step (step=), and look at the disk.",
                 file=name,
             )

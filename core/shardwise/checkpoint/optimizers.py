@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 
 
 def names_for(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Names:
-    """The name of each of an optimizer's parameters in the module of the state that has them all."""
+    """The names of an optimizer's parameters, from the module of the state that has all of them."""
     wanted = {p for group in optimizer.param_groups for p in group["params"]}
     for module in modules.values():
         names = {p: n for n, p in reversed(list(module.named_parameters()))}
@@ -30,15 +30,15 @@ def names_for(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module])
     raise CheckpointKeyError(
         asked=f"save or load the optimizer {name!r}",
         found=f"no module of the state has all its parameters; the modules are {', '.join(modules) or 'none'}",
-        do="Put the module that the optimizer trains into the state, too: its parameters' names are the optimizer's.",
+        do="Put the module that the optimizer trains into the state, too: the optimizer's state is saved by its names.",
         name=name,
     )
 
 
 def as_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """The optimizer's state dict with names in the place of numbers; without a state if it has made no step.
+    """The optimizer's state dict with names instead of numbers; without a state if the optimizer has made no step.
 
-    Torch's own function makes a step to have a state, which a run that is only saved must not.
+    Torch's own function makes a step to get a state. Saving must not make a step.
     """
     saved, order = optimizer.state_dict(), [names[p] for p in _parameters(optimizer)]
     state = {order[i]: of_parameter for i, of_parameter in saved["state"].items() if isinstance(i, int)}
@@ -47,10 +47,10 @@ def as_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) -> dict[str, Any]:
-    """What the checkpoint's state of an optimizer is loaded into: tensors where the checkpoint has tensors.
+    """A state to load an optimizer's checkpoint into, with tensors where the checkpoint has tensors.
 
-    A tensor of a parameter's shape lies as the parameter does, any other one is replicated. So an optimizer that has
-    made no step can be loaded.
+    A tensor of the parameter's shape has the parameter's placements, any other one is replicated. So an optimizer can
+    be loaded before its first step.
     """
     parameters = {n: p for p, n in names.items()}
     room: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -61,7 +61,9 @@ def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) 
         if section == "param_groups":
             _put(room, path[1:], None)
         elif section == "state" and who in parameters:
-            _put(room, path[1:], _place(optimizer, parameters[who], path[3:], metadata.state_dict_metadata[key]))
+            _put(
+                room, path[1:], _room_for_entry(optimizer, parameters[who], path[3:], metadata.state_dict_metadata[key])
+            )
     if not room["param_groups"]:
         tops = sorted({str(path[0]) for path in (metadata.planner_data or {}).values()})
         raise CheckpointKeyError(
@@ -73,8 +75,8 @@ def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) 
     return room
 
 
-def _place(optimizer: Optimizer, parameter: torch.Tensor, path: Path, saved: Any) -> Any:
-    """A tensor to load into, or None for a value."""
+def _room_for_entry(optimizer: Optimizer, parameter: torch.Tensor, path: Path, saved: Any) -> Any:
+    """A tensor for a tensor, None for any other value."""
     if not isinstance(saved, TensorStorageMetadata):
         return None
     now = optimizer.state.get(parameter, {}).get(path[0]) if len(path) == 1 else None
@@ -83,7 +85,7 @@ def _place(optimizer: Optimizer, parameter: torch.Tensor, path: Path, saved: Any
         return torch.empty_like(now.detach())
     if parameter.shape == saved.size and parameter.ndim:
         return torch.empty_like(parameter.detach(), dtype=dtype)
-    # torch's optimizers move a counter to where they want it.
+    # torch's optimizers move a counter to their device.
     whole = torch.empty(saved.size, dtype=dtype, device=parameter.device if len(saved.size) else "cpu")
     if isinstance(parameter, MeshTensor) and whole.ndim:
         return distribute_tensor(whole, parameter.device_mesh, src_data_rank=None)
@@ -91,27 +93,27 @@ def _place(optimizer: Optimizer, parameter: torch.Tensor, path: Path, saved: Any
 
 
 def _put(root: Any, path: Path, value: Any) -> None:
-    """Set a value in nested dicts (by strings) and lists (by numbers), which are made as they are needed."""
+    """Set a value in nested dicts (by strings) and lists (by numbers), and make those that are missing."""
     here = root
     for key, after in zip(path, [*path[1:], None], strict=True):
-        made = value if after is None else [] if isinstance(after, int) else {}
+        inner = value if after is None else [] if isinstance(after, int) else {}
         if isinstance(key, int):
             here.extend([None] * (key + 1 - len(here)))
-            here[key] = made if here[key] is None else here[key]
+            here[key] = inner if here[key] is None else here[key]
         else:
-            here.setdefault(key, made)
+            here.setdefault(key, inner)
         here = here[key]
 
 
 def restore(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
-    """Give an optimizer the state that was loaded; its groups must have the parameters that were saved."""
+    """Give an optimizer the loaded state; its groups must have the parameters of the saved groups."""
     number = {names[p]: i for i, p in enumerate(_parameters(optimizer))}
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     saved = [list(group["params"]) for group in loaded["param_groups"]]
     if list(map(sorted, mine)) != list(map(sorted, saved)):
         raise CheckpointKeyError(
             asked=f"load the optimizer {name!r} with groups of {list(map(len, mine))} parameters",
-            found=f"the checkpoint has groups of {list(map(len, saved))} parameters, or other ones in them",
+            found=f"the checkpoint has groups of {list(map(len, saved))} parameters, or other parameters in them",
             do="Make the optimizer with the groups that it was saved with.",
             name=name,
         )

@@ -1,8 +1,8 @@
 """Reading a checkpoint so that nothing in it can run code, with errors that say what does not fit.
 
-``torch.distributed.checkpoint`` unpickles the list of tensors (``.metadata``) and every value that is no tensor with
-all of Python at hand. Here the list may name only the classes that such a list is made of, and values are loaded by
-``torch.load(weights_only=True)``.
+``torch.distributed.checkpoint`` unpickles the list of tensors (``.metadata``) and every value that is not a tensor,
+and unpickling can run any code. Here the list may name only the classes that such a list is made of, and values are
+loaded by ``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _ALLOWED: dict[str, frozenset[str]] = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes that a list of tensors is made of, torch's dtypes, and nothing else."""
+    """An unpickler that allows only the classes that a list of tensors is made of, and torch's dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of tensors has")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a list of tensors")
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -83,7 +83,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """Torch's reader of a folder, without code in the list of tensors."""
+    """Torch's reader of a folder; code in the list of tensors is refused."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature
         metadata = read_metadata(Path(self.path))
@@ -94,7 +94,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Torch's planner, without code in values, and with errors that name what does not fit."""
+    """Torch's planner; code in values is refused, and errors name what does not fit."""
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -106,7 +106,7 @@ class SafePlanner(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Torch's method would load all of Python; it gets what was loaded safely and saved again.
+        # Torch's method would unpickle anything: it gets a value that was loaded safely and saved again.
         again = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), again)
         again.seek(0)
@@ -118,14 +118,14 @@ def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
     others = f" (and {number - 1} more)" if number > 1 else ""
     return CheckpointKeyError(
         asked=f"load {name!r}{others}",
-        found=f"the checkpoint does not have it; it has {_some(close or sorted(there))}",
-        do="Load into a state of the same names, or take out of it what is not there.",
+        found=f"the checkpoint does not have it; it has {_first_names(close or sorted(there))}",
+        do="Load into a state of the same names, or remove from it what the checkpoint does not have.",
         name=name,
         close=close,
     )
 
 
-def _some(names: list[str], most: int = 3) -> str:
+def _first_names(names: list[str], most: int = 3) -> str:
     rest = f" and {len(names) - most} others" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + rest if names else "nothing"
 
@@ -133,11 +133,11 @@ def _some(names: list[str], most: int = 3) -> str:
 def _check_fit(name: str, value: Any, saved: Any) -> None:
     saved_tensor, is_tensor = isinstance(saved, TensorStorageMetadata), isinstance(value, torch.Tensor)
     if saved_tensor != is_tensor:
-        kinds = {True: "a tensor", False: "a value that is no tensor"}
+        kinds = {True: "a tensor", False: "a value that is not a tensor"}
         raise CheckpointShapeError(
             asked=f"load {name!r} as {kinds[is_tensor]}",
             found=f"the checkpoint has {kinds[saved_tensor]} of that name",
-            do="Load into what it was saved from.",
+            do="Load it into a state like the one that was saved.",
             name=name,
         )
     if not is_tensor:
@@ -155,7 +155,7 @@ def _check_fit(name: str, value: Any, saved: Any) -> None:
     if saved.properties.dtype != value.dtype:
         raise CheckpointDtypeError(
             found=f"the checkpoint has {saved.properties.dtype}",
-            do="Bring the model to that dtype, load, then cast; or load with torch.distributed.checkpoint.load, which "
-            "casts.",
+            do="Convert the model to that dtype, load, and convert it back; or use torch.distributed.checkpoint.load, "
+            "which converts.",
             **facts,
         )

@@ -21,7 +21,14 @@ from shardwise.planning.cost import KINDS, Link
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
-from shardwise.tools.calibrate import LARGEST, LARGEST_ELSEWHERE, SMALLEST, Trial, try_redistributions, typical_pairs
+from shardwise.tools.calibrate import (
+    LARGEST,
+    LARGEST_ELSEWHERE,
+    SMALLEST,
+    TimedRedistribution,
+    time_redistributions,
+    typical_pairs,
+)
 from shardwise.tools.calibrate import calibrate as calibrate_mesh
 
 __all__ = ["calibrate"]
@@ -42,7 +49,7 @@ class Wish:
 
 
 @frozen
-class Outcome:
+class MeasuredMesh:
     """What was measured, and redistributions by it: predicted and measured."""
 
     wish: Wish
@@ -72,34 +79,34 @@ def calibrate(
     """
     size = math.prod(mesh_shape)
     try:
-        found = local_device(device, size)
+        device_type = local_device(device, size)
     except ValueError as error:
         raise click.UsageError(f"--device {device}: {error}") from None
-    most = largest or LARGEST.get(found, LARGEST_ELSEWHERE)
-    wish = Wish(mesh_shape, found, (out or chosen_file()[0] or default_file()).absolute(), most)
+    most = largest or LARGEST.get(device_type, LARGEST_ELSEWHERE)
+    wish = Wish(mesh_shape, device_type, (out or chosen_file()[0] or default_file()).absolute(), most)
     if wish.out.exists():
         # Refused before anything is measured; the result goes into it.
         parse(wish.out.read_text(), str(wish.out))
-    outcome = _under_torchrun(wish) if dist.is_torchelastic_launched() else _locally(wish)
-    if outcome is None:
+    measured = _under_torchrun(wish) if dist.is_torchelastic_launched() else _locally(wish)
+    if measured is None:
         return
     if as_json:
-        click.echo(json.dumps(_plain(outcome), indent=1))
+        click.echo(json.dumps(_plain(measured), indent=1))
     else:
-        _print(outcome)
+        _print(measured)
 
 
-def _locally(wish: Wish) -> Outcome | None:
+def _locally(wish: Wish) -> MeasuredMesh | None:
     try:
         with WorkerPool(wish.world_size, local_backend(wish.device, wish.world_size)) as pool:
-            outcome: Outcome | None = pool.run(run_rank, wish, timeout=None)[0]
-            return outcome
+            measured: MeasuredMesh | None = pool.run(run_rank, wish, timeout=None)[0]
+            return measured
     finally:
         # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
         Console(stderr=True).show_cursor()
 
 
-def _under_torchrun(wish: Wish) -> Outcome | None:
+def _under_torchrun(wish: Wish) -> MeasuredMesh | None:
     started = int(os.environ["WORLD_SIZE"])
     if started != wish.world_size:
         shape = "x".join(map(str, wish.mesh_shape))
@@ -111,19 +118,19 @@ def _under_torchrun(wish: Wish) -> Outcome | None:
         dist.destroy_process_group()
 
 
-def run_rank(wish: Wish) -> Outcome | None:
-    """Measure on this rank of the default process group; rank 0 gives the outcome, the others None."""
+def run_rank(wish: Wish) -> MeasuredMesh | None:
+    """Measure on this rank of the default process group; rank 0 gives the measured, the others None."""
     first = dist.get_rank() == 0
     take_device(wish.device, dist.get_rank())
     mesh = init_device_mesh(wish.device, wish.mesh_shape)
     with progress("measuring", shown=first) as tell:
         calibration = calibrate_mesh(mesh, wish.out, largest=wish.largest, tell=tell)
     with progress("checking", shown=first) as tell:
-        trials = try_redistributions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
-    return Outcome(wish, calibration, [_row(trial) for trial in trials]) if first else None
+        trials = time_redistributions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
+    return MeasuredMesh(wish, calibration, [_row(trial) for trial in trials]) if first else None
 
 
-def _row(trial: Trial) -> dict[str, object]:
+def _row(trial: TimedRedistribution) -> dict[str, object]:
     return {
         "tensor": str(trial.src.tensor_meta),
         "from": show_all(trial.src.placements),
@@ -137,17 +144,17 @@ def _row(trial: Trial) -> dict[str, object]:
 # -- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _plain(outcome: Outcome) -> dict[str, object]:
-    figures = json.loads(show([outcome.calibration]))
-    return {"file": str(outcome.wish.out), **figures, "transitions": outcome.trials}
+def _plain(measured: MeasuredMesh) -> dict[str, object]:
+    figures = json.loads(show([measured.calibration]))
+    return {"file": str(measured.wish.out), **figures, "transitions": measured.trials}
 
 
-def _print(outcome: Outcome) -> None:
+def _print(measured: MeasuredMesh) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=PIPE_WIDTH)
-    console.print(_figures(outcome.calibration))
-    console.print(_trials(outcome.trials))
-    console.print(f"written to {outcome.wish.out}", soft_wrap=True, highlight=False)
+    console.print(_figures(measured.calibration))
+    console.print(_trials(measured.trials))
+    console.print(f"written to {measured.wish.out}", soft_wrap=True, highlight=False)
 
 
 def _figures(calibration: Calibration) -> Table:
@@ -156,11 +163,11 @@ def _figures(calibration: Calibration) -> Table:
     for heading in ("start us", "latency us", "GB/s"):
         table.add_column(heading, justify="right")
     places = [(str(m), n, h) for m, (n, h) in enumerate(zip(site.mesh_shape, site.hosts, strict=True)) if n > 1]
-    found = [links.mesh_dims[int(m)] for m, *_ in places]
+    connections = [links.mesh_dims[int(m)] for m, *_ in places]
     if links.whole is not None:
         places.append(("all", math.prod(site.mesh_shape), site.total_hosts))
-        found.append(links.whole)
-    for (name, ranks, hosts), connection in zip(places, found, strict=True):
+        connections.append(links.whole)
+    for (name, ranks, hosts), connection in zip(places, connections, strict=True):
         for i, kind in enumerate(KINDS):
             head = (name, str(ranks), str(hosts)) if i == 0 else ("", "", "")
             table.add_row(*head, kind, *_numbers(connection.of(kind)), end_section=i == len(KINDS) - 1)

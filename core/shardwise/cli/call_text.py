@@ -46,19 +46,19 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
     ``strides(1,8)`` may stand behind the shape; without it the tensor is row-major. Placements are written as shardwise
     prints them, one per mesh dim, or as torch does. Raises :class:`CallError` or a kind of :class:`PlacementError`.
     """
-    found, asked = _OPERAND.match(text), f"read the operand {text!r}"
-    if found is None:
+    match, asked = _OPERAND.match(text), f"read the operand {text!r}"
+    if match is None:
         raise CallError(
             asked=asked,
             found="it is not a dtype, a shape and placements",
             do="Write f32[8,16] S(0),R (name: in front where it helps, - for None).",
             operand=text,
         )
-    if found["none"]:
-        return Operand(found["name"], None)
-    meta = read_tensor(found["tensor"], asked)
-    if found["strides"] is not None:
-        strides = _ints(found["strides"])
+    if match["none"]:
+        return Operand(match["name"], None)
+    meta = read_tensor(match["tensor"], asked)
+    if match["strides"] is not None:
+        strides = _ints(match["strides"])
         if len(strides) != meta.ndim:
             raise CallError(
                 asked=asked,
@@ -67,7 +67,7 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
                 operand=text,
             )
         meta = evolve(meta, stride=strides)
-    return Operand(found["name"], TensorSpec(mesh, tuple(_placements(found["placements"])), meta))
+    return Operand(match["name"], TensorSpec(mesh, tuple(_placements(match["placements"])), meta))
 
 
 def _ints(text: str) -> tuple[int, ...]:
@@ -83,11 +83,11 @@ def _placements(text: str) -> list[Placement]:
 
 def _short(word: str) -> str:
     """``S(0)`` for ``Shard(0)`` or ``Shard(dim=0)``, and so on."""
-    found = _LONG_PLACEMENT.match(word)
-    if found is None:
+    match = _LONG_PLACEMENT.match(word)
+    if match is None:
         return word
-    letter = found[1][0]
-    return letter if letter == "R" or not found[2] else f"{letter}({found[2]})"
+    letter = match[1][0]
+    return letter if letter == "R" or not match[2] else f"{letter}({match[2]})"
 
 
 # -- static arguments ------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def _short(word: str) -> str:
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, str]:
     """``name=value`` as given, by name; what a value means depends on the op."""
-    found = {}
+    arguments = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
@@ -104,8 +104,8 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, str]:
                 found="it is no name=value",
                 do="Write --arg dim=1, --arg 'size=[2, 3]', --arg dtype=bf16.",
             )
-        found[name.strip()] = value.strip()
-    return found
+        arguments[name.strip()] = value.strip()
+    return arguments
 
 
 def _value(op: Op, arg: Arg, text: str) -> Any:
@@ -162,8 +162,8 @@ def _put(op: Op, arg: Arg, spec: TensorSpec | None, values: dict[str, Any]) -> N
     elif arg.kind is Kind.TENSOR and arg.name not in values:
         values[arg.name] = spec
     else:
-        found = "is given twice" if arg.name in values else "is no tensor: give it with --arg"
-        raise call_error(op, f"its argument {arg.name!r} {found}", argument=arg.name)
+        fault = "is given twice" if arg.name in values else "is no tensor: give it with --arg"
+        raise call_error(op, f"its argument {arg.name!r} {fault}", argument=arg.name)
 
 
 # -- the op ----------------------------------------------------------------------------------------------------------

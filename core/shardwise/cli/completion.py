@@ -45,10 +45,10 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 def _offering(names: Callable[[], Iterable[str]], *more: CompletionItem) -> Complete:
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
         try:
-            found = sorted({name for name in names() if name.startswith(incomplete)})
+            offered = sorted({name for name in names() if name.startswith(incomplete)})
         except Exception:  # noqa: BLE001  a broken plugin must not break the shell's line
-            found = []
-        return [*map(CompletionItem, found), *more]
+            offered = []
+        return [*map(CompletionItem, offered), *more]
 
     return complete
 
@@ -57,7 +57,7 @@ def _plugins() -> list[str]:
     from shardwise.discovery.entry_points import discover
     from shardwise.settings import Settings
 
-    return [found.origin.plugin for found in discover(Settings())]
+    return [plugin.origin.plugin for plugin in discover(Settings())]
 
 
 def _ops() -> list[str]:

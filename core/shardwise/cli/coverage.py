@@ -36,33 +36,34 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
     """
     if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
-    found = cover(lambda: load_function(program), device)
+    covered = cover(lambda: load_function(program), device)
     if as_json:
-        click.echo(json.dumps(_plain(found), indent=1))
+        click.echo(json.dumps(_plain(covered), indent=1))
     else:
-        _print(found, show_all=show_all)
-    if not found.is_complete:
+        _print(covered, show_all=show_all)
+    if not covered.is_complete:
         raise SystemExit(INCOMPLETE)
 
 
-def _sorted(found: Coverage) -> list[Use]:
+def _sorted(coverage: Coverage) -> list[Use]:
     """Those without a rule first, then those that run as others, otherwise as they came."""
-    return sorted(found.uses, key=lambda use: 2 if use.plugin is not None else 1 if use.parts else 0)
+    return sorted(coverage.uses, key=lambda use: 2 if use.plugin is not None else 1 if use.parts else 0)
 
 
-def _print(found: Coverage, *, show_all: bool) -> None:
-    rows = [_row(use) for use in _sorted(found) if show_all or use.plugin is None]
+def _print(coverage: Coverage, *, show_all: bool) -> None:
+    rows = [_row(use) for use in _sorted(coverage) if show_all or use.plugin is None]
     if rows:
         print_rows(rows, COLUMNS)
-    data = [use for use in found.uses if use.data]
+    data = [use for use in coverage.uses if use.data]
     for use in data:
         click.echo(f"{use.name} at {use.site}: data decides this number; 1 was taken for it")
-    if found.stopped:
-        click.echo(f"stopped early: {found.stopped}")
-    covered = len(found.uses) - len(found.missing)
-    decomposed = sum(1 for use in found.uses if use.plugin is None and use.parts)
+    if coverage.stopped:
+        click.echo(f"stopped early: {coverage.stopped}")
+    covered = len(coverage.uses) - len(coverage.missing)
+    decomposed = sum(1 for use in coverage.uses if use.plugin is None and use.parts)
     runs = f" or run as ops that have one ({decomposed})" if decomposed else ""
-    click.echo(f"{covered} of {len(found.uses)} ops have a rule{runs}" + (", up to there" if found.stopped else ""))
+    where = ", up to there" if coverage.stopped else ""
+    click.echo(f"{covered} of {len(coverage.uses)} ops have a rule{runs}{where}")
 
 
 def _row(use: Use) -> dict[str, object]:
@@ -79,7 +80,7 @@ def _row(use: Use) -> dict[str, object]:
     }
 
 
-def _plain(found: Coverage) -> dict[str, Any]:
+def _plain(coverage: Coverage) -> dict[str, Any]:
     return {
         "ops": [
             {
@@ -92,8 +93,8 @@ def _plain(found: Coverage) -> dict[str, Any]:
                 "site": use.site,
                 "depends_on_data": use.data,
             }
-            for use in _sorted(found)
+            for use in _sorted(coverage)
         ],
-        "missing": [use.name for use in found.missing],
-        "stopped": found.stopped,
+        "missing": [use.name for use in coverage.missing],
+        "stopped": coverage.stopped,
     }

@@ -30,7 +30,8 @@ def _findings() -> Iterator[Finding]:
     for name, check in {**OF_ENVIRONMENT, **OF_INSTALLATION}.items():
         try:
             # Each by itself: what is broken must not hide the rest.
-            found = list(check())
+            findings = list(check())
         except Exception as error:  # noqa: BLE001  a broken installation may raise anything anywhere
-            found = [Finding(name, FAILED, f"the check raises {type(error).__name__}: {error}", "Reinstall shardwise.")]
-        yield from found
+            found = f"the check raises {type(error).__name__}: {error}"
+            findings = [Finding(name, FAILED, found, "Reinstall shardwise.")]
+        yield from findings

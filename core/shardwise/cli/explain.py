@@ -69,11 +69,11 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
     mesh = AbstractMesh(call.pop("mesh_shape"), call.pop("device"))
     links, figures = _links(mesh, call.pop("wires"), call.pop("links"))
     with _linked(mesh, links):
-        found = _explanation(op, mesh, limit=listed or None, **call)
+        explanation = _explanation(op, mesh, limit=listed or None, **call)
     if as_json:
-        click.echo(json.dumps({**as_json_values(found), "figures": figures}, indent=1))
+        click.echo(json.dumps({**as_json_values(explanation), "figures": figures}, indent=1))
     else:
-        print_explanation(found, figures)
+        print_explanation(explanation, figures)
 
 
 def _explanation(

@@ -9,7 +9,7 @@ from shardwise.kernel.placements import show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.tools.explain import Candidate, Decision, Explanation, Redistribution
+from shardwise.tools.explain import Decision, Explanation, RankedStrategy, Redistribution
 from shardwise.tools.traffic import Collective
 
 __all__ = ["as_json_values"]
@@ -65,7 +65,7 @@ def _json_decision(decision: Decision) -> dict[str, Any]:
         "legal": decision.legal,
         "legal_is_exact": decision.counted,
         "combinations": decision.combinations,
-        "strategies": [_json_candidate(candidate) for candidate in decision.candidates],
+        "strategies": [_json_strategy(one) for one in decision.ranked],
         "not_considered": [
             {"reason": e.reason, "mesh_dim": e.mesh_dim, "rows": list(e.rows), "count": e.count}
             for e in decision.exclusions
@@ -73,8 +73,8 @@ def _json_decision(decision: Decision) -> dict[str, Any]:
     }
 
 
-def _json_candidate(candidate: Candidate) -> dict[str, Any]:
-    strategy = candidate.strategy
+def _json_strategy(one: RankedStrategy) -> dict[str, Any]:
+    strategy = one.strategy
     return {
         "rows": list(strategy.names),
         "inputs": [_json_spec(spec)["placements"] for spec in strategy.input_specs],
@@ -82,8 +82,8 @@ def _json_candidate(candidate: Candidate) -> dict[str, Any]:
         "costs": list(map(_json_cost, strategy.redistribute_cost)),
         "cost": _json_cost(strategy.cost),
         "lowered": strategy.lowered,
-        "taken": not candidate.reason,
-        "reason": candidate.reason,
+        "taken": not one.reason,
+        "reason": one.reason,
     }
 
 

@@ -21,7 +21,7 @@ from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.exclusion import Exclusion
 from shardwise.planning.path import Step
-from shardwise.tools.explain import Candidate, Decision, Explanation, Redistribution
+from shardwise.tools.explain import Decision, Explanation, RankedStrategy, Redistribution
 from shardwise.tools.traffic import Collective
 
 __all__ = ["print_explanation"]
@@ -30,21 +30,21 @@ MOST_OPERANDS = 4
 """Beyond this many operands only those that move somewhere have a column."""
 
 
-def print_explanation(found: Explanation, figures: str) -> None:
+def print_explanation(explanation: Explanation, figures: str) -> None:
     """Print for a terminal, or plainly for a pipe; ``figures`` says by what moves are costed."""
-    if found.parts:
-        print_parts([_call(found, figures), *_parts(found)])
+    if explanation.parts:
+        print_parts([_call(explanation, figures), *_parts(explanation)])
         return
-    parts = [_call(found, figures)]
-    parts += [_decision(decision, alone=len(found.decisions) == 1) for decision in found.decisions]
-    print_parts([*parts, _issued(found)])
+    parts = [_call(explanation, figures)]
+    parts += [_decision(decision, alone=len(explanation.decisions) == 1) for decision in explanation.decisions]
+    print_parts([*parts, _issued(explanation)])
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
 
 
-def _call(found: Explanation, figures: str) -> RenderableType:
-    schema = found.schema
+def _call(explanation: Explanation, figures: str) -> RenderableType:
+    schema = explanation.schema
     mesh = "x".join(map(str, schema.mesh.shape))
     title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
     facts = Table.grid(padding=(0, 2))
@@ -54,9 +54,9 @@ def _call(found: Explanation, figures: str) -> RenderableType:
     for arg, value in schema.args.items():
         if arg not in tensors and value is not None:
             facts.add_row(Text(f"  {arg}"), Text(str(value)))
-    facts.add_row(Text("  rule"), Text(found.entry.rule.text))
-    facts.add_row(Text("  from"), Text(_source(found.entry)))
-    for entry in found.others:
+    facts.add_row(Text("  rule"), Text(explanation.entry.rule.text))
+    facts.add_row(Text("  from"), Text(_source(explanation.entry)))
+    for entry in explanation.others:
         facts.add_row(Text("  not"), Text(_source(entry)))
     facts.add_row(Text("  costs"), Text(figures))
     return Group(title, facts)
@@ -85,12 +85,12 @@ def _from_here(source: str) -> str:
     return f"{Path(path).relative_to(here)}:{line}" if Path(path).is_relative_to(here) else source
 
 
-def _parts(found: Explanation) -> Iterator[RenderableType]:
+def _parts(explanation: Explanation) -> Iterator[RenderableType]:
     """The calls that an op without a rule is decomposed into."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     for heading in ("part", "operands", "-> result", "rows", "moves µs"):
         table.add_column(heading)
-    for part in found.parts:
+    for part in explanation.parts:
         operands = ", ".join(_places(spec) for spec in part.schema.specs if spec is not None)
         results = ", ".join(map(_places, part.results))
         rows = "; ".join(" | ".join(d.chosen.names) for d in part.decisions) or part.entry.rule.text
@@ -99,7 +99,7 @@ def _parts(found: Explanation) -> Iterator[RenderableType]:
     yield Group(
         Text("runs as these calls, in this order (explain one by itself for its rivals):"), Padding(table, (1, 0, 0, 0))
     )
-    issued = found.collectives
+    issued = explanation.collectives
     if issued:
         lines = (Text(f"{i}  {collective}") for i, collective in enumerate(issued, 1))
         yield Group(Text("collectives, in this order:"), Text(""), *lines)
@@ -127,7 +127,7 @@ def _ranges(positions: Sequence[int]) -> str:
 
 def _counts(decision: Decision) -> Text:
     legal = f"{decision.legal:,}" if decision.counted else f"more than {decision.legal:,}"
-    shown = len(decision.candidates)
+    shown = len(decision.ranked)
     listed = "cheapest first" if shown == decision.legal else f"the {shown} cheapest (--top lists more)"
     noun = "strategy" if decision.legal == 1 else "strategies"
     return Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:")
@@ -145,8 +145,8 @@ def _strategies(decision: Decision) -> Table:
     table.add_column("moves µs")
     table.add_column("µs", justify="right")
     table.add_column("why not")
-    for i, candidate in enumerate(decision.candidates):
-        table.add_row(*_row(decision, candidate, shown, taken=i == 0), style="bold" if i == 0 else "")
+    for i, one in enumerate(decision.ranked):
+        table.add_row(*_row(decision, one, shown, taken=i == 0), style="bold" if i == 0 else "")
     return table
 
 
@@ -154,11 +154,11 @@ def _shown_operands(decision: Decision) -> list[int]:
     present = [i for i in range(len(decision.operands)) if decision.chosen.input_specs[i] is not None]
     if len(present) <= MOST_OPERANDS:
         return present
-    return [i for i in present if any(c.strategy.redistribute_cost[i] for c in decision.candidates)]
+    return [i for i in present if any(c.strategy.redistribute_cost[i] for c in decision.ranked)]
 
 
-def _row(decision: Decision, candidate: Candidate, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
-    strategy = candidate.strategy
+def _row(decision: Decision, one: RankedStrategy, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
+    strategy = one.strategy
     yield Text(">" if taken else "")
     yield Text(" | ".join(strategy.names))
     for i in shown:
@@ -167,7 +167,7 @@ def _row(decision: Decision, candidate: Candidate, shown: Sequence[int], *, take
         yield Text(_places(spec))
     yield Text(_paid(decision, strategy))
     yield Text(_microseconds(strategy.cost))
-    yield Text("taken" if taken else candidate.reason, style="green" if taken else "dim")
+    yield Text("taken" if taken else one.reason, style="green" if taken else "dim")
 
 
 def _paid(decision: Decision, strategy: PlacementStrategy) -> str:
@@ -201,9 +201,9 @@ def _excluded(excluded: Exclusion, *, exact: bool) -> str:
 # -- what is issued --------------------------------------------------------------------------------------------------
 
 
-def _issued(found: Explanation) -> RenderableType:
-    rows = [(r.operand, s, c) for r in found.redistributions for s, c in _steps(r)]
-    inside = found.lowering
+def _issued(explanation: Explanation) -> RenderableType:
+    rows = [(r.operand, s, c) for r in explanation.redistributions for s, c in _steps(r)]
+    inside = explanation.lowering
     parts: list[RenderableType] = []
     if rows or (inside is not None and inside.collectives):
         table = _issued_table(rows, inside.collectives if inside else ())
@@ -245,5 +245,5 @@ def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: S
     return table
 
 
-def _collective(found: Collective) -> tuple[str, str, str, str]:
-    return found.kind, ", ".join(map(str, found.mesh_dims)), str(found.ranks), f"{found.nbytes:,}"
+def _collective(collective: Collective) -> tuple[str, str, str, str]:
+    return collective.kind, ", ".join(map(str, collective.mesh_dims)), str(collective.ranks), f"{collective.nbytes:,}"

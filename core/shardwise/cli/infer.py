@@ -43,13 +43,13 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     given += load_function(function)() if function else []
     overload = one_of(op, ops_named(op, plugin_states().registry), lambda each: _fits(each, given))
     with progress("searching") as tell:
-        found = infer_rule(overload, given or None, seed=seed, tell=tell)
+        inferred = infer_rule(overload, given or None, seed=seed, tell=tell)
     if as_json:
-        print_json([_plain(found)])
+        print_json([_plain(inferred)])
     else:
-        _print(found)
-    if not found.accepted:
-        raise click.ClickException(f"the oracle refutes the rule: {found.report.refuted[0]}")
+        _print(inferred)
+    if not inferred.accepted:
+        raise click.ClickException(f"the oracle refutes the rule: {inferred.report.refuted[0]}")
 
 
 def _fits(op: Op, samples: Sequence[Sample]) -> bool:
@@ -68,20 +68,20 @@ def _fits(op: Op, samples: Sequence[Sample]) -> bool:
 # -- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _print(found: Inferred) -> None:
-    for name in found.samples:
+def _print(inferred: Inferred) -> None:
+    for name in inferred.samples:
         click.echo(f"sample {name}")
     rows: list[dict[str, object]] = [
-        {"operands": f.form, "row": str(f), "verdict": _verdict(f)} for f in found.findings
+        {"operands": f.form, "row": str(f), "verdict": _verdict(f)} for f in inferred.findings
     ]
     print_rows(rows, COLUMNS)
-    click.echo(f"\n{found.text}")
-    for row in found.unsaid:
+    click.echo(f"\n{inferred.text}")
+    for row in inferred.unsaid:
         click.echo(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
-    for note in found.notes:
+    for note in inferred.notes:
         click.echo(f"note: {note}")
-    if found.accepted:
-        click.echo(f"the oracle accepts: {found.report.cases} cases of {found.report.rows} rows")
+    if inferred.accepted:
+        click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
 
 
 def _verdict(finding: Finding) -> str:
@@ -98,10 +98,10 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _plain(found: Inferred) -> dict[str, object]:
+def _plain(inferred: Inferred) -> dict[str, object]:
     return {
-        "op": op_name(found.op),
-        "samples": list(found.samples),
+        "op": op_name(inferred.op),
+        "samples": list(inferred.samples),
         "rows": [
             {
                 "row": str(f),
@@ -113,12 +113,12 @@ def _plain(found: Inferred) -> dict[str, object]:
                 "fails_for": list(f.fails_for),
                 "ranks": list(f.meshes),
             }
-            for f in found.findings
+            for f in inferred.findings
         ],
-        "rule": found.text,
-        "unsaid": [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in found.unsaid],
-        "notes": list(found.notes),
-        "accepted": found.accepted,
-        "cases": found.report.cases,
-        "refuted": [str(error) for error in found.report.refuted],
+        "rule": inferred.text,
+        "unsaid": [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in inferred.unsaid],
+        "notes": list(inferred.notes),
+        "accepted": inferred.accepted,
+        "cases": inferred.report.cases,
+        "refuted": [str(error) for error in inferred.report.refuted],
     }

@@ -123,8 +123,8 @@ _ADVICE = {
 
 
 def _plugins() -> Iterator[Finding]:
-    found = plugin_states()
-    for status in found.statuses:
+    states = plugin_states()
+    for status in states.statuses:
         name, shown = f"plugin {status.plugin.origin.plugin}", str(status.plugin.origin)
         if status.status in _ADVICE:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
@@ -135,13 +135,13 @@ def _plugins() -> Iterator[Finding]:
             yield Finding(name, OK, f"{shown} {status.status}: {status.reason}")
         for copy in status.plugin.hides:
             yield Finding(name, WARNING, f"{copy} is hidden by {status.plugin.location}", "Uninstall one of the two.")
-    if not found.statuses:
+    if not states.statuses:
         yield Finding("plugins", FAILED, "there is none: no op has a rule", "Reinstall shardwise.")
-    if found.refusal is not None:
-        error = found.refusal
+    if states.refusal is not None:
+        error = states.refusal
         yield Finding("look-up", FAILED, f"programs cannot look up rules: {error.asked}: {error.found}", error.do)
     else:
-        yield Finding("look-up", OK, f"{len({entry.op for entry in found.registry.ops()})} ops have rules")
+        yield Finding("look-up", OK, f"{len({entry.op for entry in states.registry.ops()})} ops have rules")
 
 
 def _conflicts() -> Iterator[Finding]:
@@ -163,16 +163,16 @@ def _dependencies() -> Iterator[Finding]:
     dists |= {f.origin.distribution: f.entry.dist for f in _third_party() if f.entry.dist is not None}
     for name, dist in dists.items():
         wrong = list(_unmet(dist.requires or ()))
-        for found in wrong:
+        for fault in wrong:
             yield Finding(
-                "dependencies", FAILED, f"{name} {dist.version} {found}", f"Run pip install --upgrade {name}."
+                "dependencies", FAILED, f"{name} {dist.version} {fault}", f"Run pip install --upgrade {name}."
             )
         if not wrong:
             yield Finding("dependencies", OK, f"{name} {dist.version} has what it requires")
 
 
 def _third_party() -> Iterable[InstalledPlugin]:
-    return (found for found in discover(Settings()) if not found.first_party)
+    return (plugin for plugin in discover(Settings()) if not plugin.first_party)
 
 
 def _unmet(requires: Iterable[str]) -> Iterator[str]:

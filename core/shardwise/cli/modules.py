@@ -74,10 +74,10 @@ def load_function(text: str) -> Callable[[], Any]:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
         raise click.UsageError(f"{text!r} names no function: write package.module:function or path/to/file.py:function")
-    found = getattr(load_module(where), name, None)
-    if not callable(found):
+    value = getattr(load_module(where), name, None)
+    if not callable(value):
         raise click.ClickException(f"{where} has no function {name!r}")
-    function: Callable[[], Any] = found
+    function: Callable[[], Any] = value
     return function
 
 

@@ -25,10 +25,10 @@ def ops_named(name: str, registry: Registry) -> list[Op]:
     Raises :class:`CallError` with close names when torch knows no such op.
     """
     others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
-    found = find_ops(name, ("aten", *others))
-    if not found:
+    ops = find_ops(name, ("aten", *others))
+    if not ops:
         raise _unknown(name, registry)
-    return found
+    return ops
 
 
 def find_ops(name: str, namespaces: Sequence[str] = ("aten",)) -> list[Op]:

@@ -56,7 +56,7 @@ def readable_settings() -> Settings:
         settings = read_settings()
     except SettingsError:
         return Settings()
-    origins = [found.origin for found in discover(Settings())]
+    origins = [plugin.origin for plugin in discover(Settings())]
 
     def known(names: Iterable[str]) -> frozenset[str]:
         return frozenset(name for name in names if any(origin.is_called(name) for origin in origins))
@@ -70,10 +70,10 @@ def readable_settings() -> Settings:
     )
 
 
-def load_each(found: Iterable[InstalledPlugin], registry: Registry) -> list[Status]:
+def load_each(plugins: Iterable[InstalledPlugin], registry: Registry) -> list[Status]:
     """Load plugins, each whatever becomes of the others; also a first-party one that fails is only recorded."""
     outcome: list[Status] = []
-    for one in found:
+    for one in plugins:
         try:
             with _without_warnings():
                 outcome += load([one], registry, strict=False)
@@ -92,7 +92,7 @@ def plugins_named(name: str, known: Iterable[InstalledPlugin]) -> list[Installed
 
 def no_such_plugin(name: str, known: Iterable[InstalledPlugin]) -> click.ClickException:
     """The refusal of a name, with those that are close to it."""
-    names = sorted({word for found in known for word in (found.origin.plugin, found.origin.distribution)})
+    names = sorted({word for plugin in known for word in (plugin.origin.plugin, plugin.origin.distribution)})
     near = get_close_matches(name, names, 3)
     hint = f"Close to it: {', '.join(near)}" if near else "`shardwise plugins` lists all"
     return click.ClickException(f"there is no plugin {name!r}. {hint}.")

@@ -52,12 +52,12 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
     """Show what is known of the plugin NAME, also of one that failed or is left out: its metadata, the traceback of its
     failure, its rules and what they replace.
     """
-    found = plugin_states()
-    known = [status.plugin for status in found.statuses]
+    states = plugin_states()
+    known = [status.plugin for status in states.statuses]
     chosen = plugins_named(name, known)
     if not chosen:
         raise no_such_plugin(name, known)
-    shown = [_described(found, status) for status in found.statuses if status.plugin in chosen]
+    shown = [_described(states, status) for status in states.statuses if status.plugin in chosen]
     if as_json or _outer_json(ctx):
         print_json(shown)
         return
@@ -76,14 +76,14 @@ def _outer_json(ctx: click.Context) -> bool:
 
 
 def _list(*, as_json: bool) -> None:
-    found = plugin_states()
-    rows = [_row(status) for status in found.statuses]
+    states = plugin_states()
+    rows = [_row(status) for status in states.statuses]
     if as_json:
         print_json(rows)
     elif rows:
         print_rows(rows, COLUMNS)
-    if found.refusal is not None:
-        raise found.refusal
+    if states.refusal is not None:
+        raise states.refusal
 
 
 def _row(status: Status) -> dict[str, object]:
@@ -103,25 +103,25 @@ def _row(status: Status) -> dict[str, object]:
 
 
 def _described(known: PluginStates, status: Status) -> dict[str, Any]:
-    found, registry = status.plugin, known.registry
-    rules = list(_rules(registry, found.origin))
+    plugin, registry = status.plugin, known.registry
+    rules = list(_rules(registry, plugin.origin))
     refusal = known.refusal
     return {
         **_row(status),
-        "location": found.location,
-        "entry_point": f"[{found.entry.group}] {found.entry.name} = {found.entry.value}",
-        **_metadata(found),
-        "hides": list(found.hides),
-        "replaces": _replaced(registry, found.origin),
-        "conflicts": _conflicts(registry, found.origin),
+        "location": plugin.location,
+        "entry_point": f"[{plugin.entry.group}] {plugin.entry.name} = {plugin.entry.value}",
+        **_metadata(plugin),
+        "hides": list(plugin.hides),
+        "replaces": _replaced(registry, plugin.origin),
+        "conflicts": _conflicts(registry, plugin.origin),
         "refusal": "" if refusal is None else f"{type(refusal).__name__}: {refusal}",
         "traceback": status.traceback,
         "rules": rules,
     }
 
 
-def _metadata(found: InstalledPlugin) -> dict[str, object]:
-    dist = found.entry.dist
+def _metadata(plugin: InstalledPlugin) -> dict[str, object]:
+    dist = plugin.entry.dist
     if dist is None:
         return {"summary": "", "home_page": "", "requires": []}
     urls = [url.partition(",")[2].strip() for url in dist.metadata.get_all("Project-URL") or ()]
@@ -155,11 +155,11 @@ def _rules(registry: Registry, origin: Origin) -> Iterator[dict[str, object]]:
 
 def _replaced(registry: Registry, origin: Origin) -> dict[str, list[str]]:
     """The distributions whose rules give way, with the ops."""
-    found: dict[str, list[str]] = {}
+    by_distribution: dict[str, list[str]] = {}
     for entry in _entries(registry, origin):
         if entry.replaces is not None:
-            found.setdefault(entry.replaces, []).append(op_name(entry.op))
-    return found
+            by_distribution.setdefault(entry.replaces, []).append(op_name(entry.op))
+    return by_distribution
 
 
 def _conflicts(registry: Registry, origin: Origin) -> list[str]:

@@ -59,11 +59,11 @@ def rehearse(
         return function(mesh)
 
     with _progress(shown=not as_json) as tell:
-        found = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
+        rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
     if as_json:
-        click.echo(json.dumps(_plain(found), indent=1))
+        click.echo(json.dumps(_plain(rehearsal), indent=1))
     else:
-        print_parts(list(_tables(found, by_op=by_op)))
+        print_parts(list(_tables(rehearsal, by_op=by_op)))
 
 
 @contextmanager
@@ -84,9 +84,9 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(found: Rehearsal, *, by_op: bool) -> Iterator[Table]:
-    yield _memory(found)
-    uses = found.by_op if by_op else found.collectives
+def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
+    yield _memory(rehearsal)
+    uses = rehearsal.by_op if by_op else rehearsal.collectives
     table = Table("phase", "collective", "mesh dims", title="Collectives that it issues")
     for heading in ("ranks", "times", "bytes handed in"):
         table.add_column(heading, justify="right")
@@ -94,19 +94,19 @@ def _tables(found: Rehearsal, *, by_op: bool) -> Iterator[Table]:
         table.add_column("for")
     for use, times, nbytes in uses:
         figures = (f"{use.ranks:,}", f"{times:,}", size_text(nbytes))
-        table.add_row(use.phase, use.kind, _dims(found, use), *figures, *([use.op] if by_op else []))
+        table.add_row(use.phase, use.kind, _dims(rehearsal, use), *figures, *([use.op] if by_op else []))
     yield table
 
 
-def _memory(found: Rehearsal) -> Table:
-    memory = found.memory
-    shape = "x".join(map(str, found.mesh_shape))
-    at = ", ".join(f"{n} {c}" for n, c in zip(found.mesh_names, found.coordinate, strict=True))
-    table = Table("what", title=f"One of {found.ranks:,} ranks ({shape}), at {at}")
+def _memory(rehearsal: Rehearsal) -> Table:
+    memory = rehearsal.memory
+    shape = "x".join(map(str, rehearsal.mesh_shape))
+    at = ", ".join(f"{n} {c}" for n, c in zip(rehearsal.mesh_names, rehearsal.coordinate, strict=True))
+    table = Table("what", title=f"One of {rehearsal.ranks:,} ranks ({shape}), at {at}")
     table.add_column("bytes", justify="right")
-    whole = f" (of {found.whole_parameters:,} parameters, {size_text(found.whole_parameter_bytes)})"
+    whole = f" (of {rehearsal.whole_parameters:,} parameters, {size_text(rehearsal.whole_parameter_bytes)})"
     rows = {
-        f"parameters{whole if found.whole_parameters else ''}": memory.parameters,
+        f"parameters{whole if rehearsal.whole_parameters else ''}": memory.parameters,
         "buffers": memory.buffers,
         "gradients": memory.gradients,
         "optimizer states": memory.optimizer,
@@ -119,8 +119,8 @@ def _memory(found: Rehearsal) -> Table:
     return table
 
 
-def _dims(found: Rehearsal, use: CollectiveUse) -> str:
-    return ", ".join(found.mesh_names[m] for m in use.mesh_dims)
+def _dims(rehearsal: Rehearsal, use: CollectiveUse) -> str:
+    return ", ".join(rehearsal.mesh_names[m] for m in use.mesh_dims)
 
 
 def size_text(nbytes: int) -> str:
@@ -131,16 +131,17 @@ def size_text(nbytes: int) -> str:
     return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"
 
 
-def _plain(found: Rehearsal) -> dict[str, Any]:
+def _plain(rehearsal: Rehearsal) -> dict[str, Any]:
+    memory = rehearsal.memory
     return {
-        "mesh": list(found.mesh_shape),
-        "names": list(found.mesh_names),
-        "coordinate": list(found.coordinate),
-        "parameters": found.whole_parameters,
-        "parameter_bytes": found.whole_parameter_bytes,
-        "memory": {**asdict(found.memory), "peak": found.memory.peak, "activations": found.memory.activations},
-        "collectives": _uses(found.by_op),
-        "ops": dict(found.ops),
+        "mesh": list(rehearsal.mesh_shape),
+        "names": list(rehearsal.mesh_names),
+        "coordinate": list(rehearsal.coordinate),
+        "parameters": rehearsal.whole_parameters,
+        "parameter_bytes": rehearsal.whole_parameter_bytes,
+        "memory": {**asdict(memory), "peak": memory.peak, "activations": memory.activations},
+        "collectives": _uses(rehearsal.by_op),
+        "ops": dict(rehearsal.ops),
     }
 
 

@@ -41,9 +41,9 @@ def register(subject: Subject) -> tuple[Registry, list[Finding]]:
     for entry in subject.entries:
         if entry.group != GROUP:
             continue
-        found = InstalledPlugin(Origin(entry.name, subject.name, subject.version), entry, "ready")
+        plugin = InstalledPlugin(Origin(entry.name, subject.name, subject.version), entry, "ready")
         try:
-            (status,) = load([found], registry, strict=True)
+            (status,) = load([plugin], registry, strict=True)
         except PluginLoadError as error:
             do = (
                 "Mark it: @hookimpl from shardwise.hookspecs."
@@ -96,14 +96,14 @@ def _others(subject: Subject) -> Registry:
     """The rules of all other plugins that this environment would load."""
     registry = Registry()
     own = {entry.name for entry in subject.entries}
-    ready = [found for found in discover(readable_settings()) if found.status == "ready"]
+    ready = [plugin for plugin in discover(readable_settings()) if plugin.status == "ready"]
     load_each([f for f in ready if not _is_own(f, subject, own)], registry)
     return registry
 
 
-def _is_own(found: InstalledPlugin, subject: Subject, names: set[str]) -> bool:
-    same = found.origin.distribution == normalised(subject.name)
-    return same and (subject.name != FIRST_PARTY or found.origin.plugin in names)
+def _is_own(plugin: InstalledPlugin, subject: Subject, names: set[str]) -> bool:
+    same = plugin.origin.distribution == normalised(subject.name)
+    return same and (subject.name != FIRST_PARTY or plugin.origin.plugin in names)
 
 
 def _listed(ops: list[str]) -> str:

@@ -63,10 +63,10 @@ def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None
     for entry in registry.ops(pattern):
         if plugin is not None and not entry.origin.is_called(plugin):
             continue
-        found = groups.setdefault((entry.origin.plugin, id(entry.rule)), (_stated(entry.rule), []))
+        group = groups.setdefault((entry.origin.plugin, id(entry.rule)), (_stated(entry.rule), []))
         name = op_name(entry.op).removeprefix("aten.").partition(".")[0]
-        if name not in found[1]:
-            found[1].append(name)
+        if name not in group[1]:
+            group[1].append(name)
     lines = ["| plugin | ops | rule |", "|---|---|---|"]
     rows = sorted((plugin, " ".join(f"`{n}`" for n in names), text) for (plugin, _), (text, names) in groups.items())
     lines += [f"| {plugin} | {names} | {_escaped(text)} |" for plugin, names, text in rows]

@@ -53,8 +53,8 @@ class _Reader:
         named = {k.arg: self.value(k.value) for k in tree.keywords if k.arg is not None}
         return [self.value(node) for node in tree.args], named
 
-    def _marked(self, found: re.Match[str]) -> str:
-        self.tensors.append(found[0])
+    def _marked(self, match: re.Match[str]) -> str:
+        self.tensors.append(match[0])
         return f"{_MARK}{len(self.tensors) - 1}"
 
     def meta(self, text: str) -> TensorMeta:
@@ -62,7 +62,7 @@ class _Reader:
 
     def written(self, node: ast.expr) -> str:
         """What a person wrote for it."""
-        return re.sub(rf"{_MARK}(\d+)", lambda found: self.tensors[int(found[1])], ast.unparse(node))
+        return re.sub(rf"{_MARK}(\d+)", lambda match: self.tensors[int(match[1])], ast.unparse(node))
 
     def value(self, node: ast.expr) -> Any:
         """What one argument stands for."""

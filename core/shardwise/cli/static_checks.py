@@ -85,15 +85,15 @@ def check_requires(subject: Subject) -> Iterator[Finding]:
 
 def _on_shardwise(lines: Iterable[str]) -> SpecifierSet | None:
     """The versions of shardwise that requirements ask for in this environment; None when they do not name it."""
-    found: SpecifierSet | None = None
+    specifiers: SpecifierSet | None = None
     for line in lines:
         try:
             need = Requirement(line)
         except InvalidRequirement:
             continue
         if normalised(need.name) == FIRST_PARTY and not (need.marker and not need.marker.evaluate({"extra": ""})):
-            found = need.specifier if found is None else found & need.specifier
-    return found
+            specifiers = need.specifier if specifiers is None else specifiers & need.specifier
+    return specifiers
 
 
 def check_imports(subject: Subject, imported: dict[str, Imported]) -> Iterator[Finding]:

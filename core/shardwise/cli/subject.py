@@ -57,7 +57,7 @@ def find_subject(text: str, scratch: Path) -> Subject:
     known = discover(Settings())
     chosen = plugins_named(text, known)
     if chosen:
-        return _installed([found.entry for found in chosen])
+        return _installed([plugin.entry for plugin in chosen])
     if path.is_dir():
         return _checkout(path.resolve())
     if path.is_file() and path.suffix == ".whl":
@@ -156,9 +156,9 @@ def _roots(folder: Path, tool: Mapping[str, Any]) -> Iterator[Path]:
     build = _at(tool, "hatch", "build")
     for package in [*_listed(build, "targets", "wheel", "packages"), *_listed(build, "packages")]:
         yield (folder / package).parent
-    found = _at(tool, "setuptools")
-    places = [*_listed(build, "dev-mode-dirs"), *_listed(found, "packages", "find", "where")]
-    places += [root for package, root in _at(found, "package-dir").items() if package == ""]
+    setuptools = _at(tool, "setuptools")
+    places = [*_listed(build, "dev-mode-dirs"), *_listed(setuptools, "packages", "find", "where")]
+    places += [root for package, root in _at(setuptools, "package-dir").items() if package == ""]
     for place in [*places, "src"]:
         if (folder / place).is_dir():
             yield (folder / place).resolve()
@@ -173,8 +173,8 @@ def _at(table: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 def _listed(table: Mapping[str, Any], *keys: str) -> list[str]:
-    found = _at(table, *keys[:-1]).get(keys[-1], ())
-    return [word for word in found if isinstance(word, str)] if isinstance(found, list) else []
+    words = _at(table, *keys[:-1]).get(keys[-1], ())
+    return [word for word in words if isinstance(word, str)] if isinstance(words, list) else []
 
 
 # -- one file --------------------------------------------------------------------------------------------------------

@@ -29,30 +29,30 @@ def why(*, op: str, as_json: bool) -> None:
 
     Lists the rivals, why each lost, and the setting that would make it win. Exits with 1 where no rule holds.
     """
-    found = plugin_states()
-    if found.refusal is not None:
-        click.echo(f"Programs cannot look up a rule now: {found.refusal}", err=True)
-    resolutions = _resolutions(op, found)
+    states = plugin_states()
+    if states.refusal is not None:
+        click.echo(f"Programs cannot look up a rule now: {states.refusal}", err=True)
+    resolutions = _resolutions(op, states)
     settings = readable_settings()
-    shown = [_described(resolution, settings, found) for resolution in resolutions]
+    shown = [_described(resolution, settings, states) for resolution in resolutions]
     if as_json:
         print_json(shown)
     else:
         _print_all(shown)
-    if found.refusal is not None or any(resolution.winner is None for resolution in resolutions):
+    if states.refusal is not None or any(resolution.winner is None for resolution in resolutions):
         click.get_current_context().exit(1)
 
 
-def _resolutions(name: str, found: PluginStates) -> list[Resolution]:
-    registry = found.registry
+def _resolutions(name: str, states: PluginStates) -> list[Resolution]:
+    registry = states.registry
     ops = ops_named(name, registry)
     resolutions = [registry.resolve(op) for op in ops if op in registry]
     if not resolutions:
-        raise click.ClickException(" ".join(_without_rule(ops, found)))
+        raise click.ClickException(" ".join(_without_rule(ops, states)))
     return resolutions
 
 
-def _without_rule(ops: list[Op], found: PluginStates) -> list[str]:
+def _without_rule(ops: list[Op], states: PluginStates) -> list[str]:
     """Sentences on ops that have no rule."""
     said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
     if all(map(is_composite, ops)):
@@ -63,17 +63,17 @@ def _without_rule(ops: list[Op], found: PluginStates) -> list[str]:
             f"It runs decomposed ({names}) where every part has a rule; "
             "that depends on the call: shardwise explain shows it."
         )
-    unused = _unused(found)
+    unused = _unused(states)
     if unused:
         said.append(f"Possible cause: {'; '.join(unused)}.")
     return said
 
 
-def _unused(found: PluginStates) -> list[str]:
-    return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in found.statuses if s.status != "loaded"]
+def _unused(states: PluginStates) -> list[str]:
+    return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in states.statuses if s.status != "loaded"]
 
 
-def _described(resolution: Resolution, settings: Settings, found: PluginStates) -> dict[str, Any]:
+def _described(resolution: Resolution, settings: Settings, states: PluginStates) -> dict[str, Any]:
     winner = resolution.winner
     return {
         "op": op_name(resolution.op),
@@ -83,8 +83,8 @@ def _described(resolution: Resolution, settings: Settings, found: PluginStates) 
             {**_entry(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
             for entry, reason in resolution.losers
         ],
-        "settings": _bearing(resolution, settings, found),
-        "not_loaded": _unused(found),
+        "settings": _bearing(resolution, settings, states),
+        "not_loaded": _unused(states),
     }
 
 
@@ -99,11 +99,11 @@ def _entry(entry: Entry, reason: str) -> dict[str, Any]:
     }
 
 
-def _bearing(resolution: Resolution, settings: Settings, found: PluginStates) -> list[str]:
+def _bearing(resolution: Resolution, settings: Settings, states: PluginStates) -> list[str]:
     """The settings that bear on this op, and where they were read."""
     pair = preferred(settings.prefer, op_name(resolution.op))
     chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
-    blocked = (s for s in found.statuses if s.status == "blocked")
+    blocked = (s for s in states.statuses if s.status == "blocked")
     return chosen + [f"{s.plugin.origin} is not asked: {s.reason}" for s in blocked]
 
 

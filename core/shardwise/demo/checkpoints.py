@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shardwise import checkpoint
 from shardwise.checkpoint.folder import newest
 from shardwise.demo.data import Batches
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step
 from shardwise.errors import CheckpointError
 
@@ -64,7 +64,7 @@ class Checkpoints:
         return {"model": model, "optimizer": optimizer, "data": data, "random": Random(), "steps": history}
 
 
-def check_run(directory: Path, settings: Settings) -> None:
+def check_run(directory: Path, settings: RunSettings) -> None:
     """Note the settings of a new run, or hold them against those of the run that is there.
 
     Raises :class:`CheckpointError` for a run that cannot go on with these settings.

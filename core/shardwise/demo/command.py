@@ -12,15 +12,15 @@ from rich.console import Console
 
 from shardwise.demo.checkpoints import Checkpoints, after_a_failure, check_run
 from shardwise.demo.report import as_json, print_report
-from shardwise.demo.run import Outcome, run_rank
-from shardwise.demo.settings import MESH_NAMES, Settings
+from shardwise.demo.run import RunResult, run_rank
+from shardwise.demo.settings import MESH_NAMES, RunSettings
 from shardwise.errors import CheckpointError, WorkerError
 from shardwise.testing.local import local_backend, local_device
 from shardwise.testing.pool import WorkerPool
 
 __all__ = ["demo"]
 
-DEFAULT = Settings()
+DEFAULT = RunSettings()
 DIFFERS, WORKER_FAILED = 1, 3
 """Exit codes; 2 is click's, for options that make no sense."""
 
@@ -62,21 +62,21 @@ def demo(
     and with 3 when a worker fails. With --checkpoint-dir, the same command goes on from the last checkpoint, on any
     --mesh.
     """
-    settings = Settings(**sizes)  # type: ignore[arg-type]
+    settings = RunSettings(**sizes)  # type: ignore[arg-type]
     if settings.width % settings.heads:
         raise click.UsageError(f"--width {settings.width} does not divide into --heads {settings.heads}")
     settings = evolve(settings, device=_device(device, settings.world_size))
     checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, settings)
     run = _run_under_torchrun if dist.is_torchelastic_launched() else _run_locally
-    outcome = run(settings, checkpoints)
-    if outcome is None:
+    result = run(settings, checkpoints)
+    if result is None:
         return
     # A pipe has no width of its own, and 80 columns would cut the strategies.
     console = Console()
-    print_report(outcome, console if console.is_terminal else Console(width=REPORT_WIDTH))
+    print_report(result, console if console.is_terminal else Console(width=REPORT_WIDTH))
     if json_path is not None:
-        json_path.write_text(json.dumps(as_json(outcome), indent=1) + "\n")
-    if not outcome.comparison.agrees:
+        json_path.write_text(json.dumps(as_json(result), indent=1) + "\n")
+    if not result.comparison.agrees:
         raise SystemExit(DIFFERS)
 
 
@@ -87,7 +87,7 @@ def _device(wanted: str, world_size: int) -> str:
         raise click.UsageError(f"--device {wanted}: {error}") from None
 
 
-def _checkpoints(directory: Path | None, every: int, settings: Settings) -> Checkpoints | None:
+def _checkpoints(directory: Path | None, every: int, settings: RunSettings) -> Checkpoints | None:
     if directory is None:
         return None
     try:
@@ -97,11 +97,11 @@ def _checkpoints(directory: Path | None, every: int, settings: Settings) -> Chec
     return Checkpoints(directory.absolute(), every)
 
 
-def _run_locally(settings: Settings, checkpoints: Checkpoints | None) -> Outcome | None:
+def _run_locally(settings: RunSettings, checkpoints: Checkpoints | None) -> RunResult | None:
     try:
         with WorkerPool(settings.world_size, local_backend(settings.device, settings.world_size)) as pool:
-            outcome: Outcome | None = pool.run(run_rank, settings, checkpoints, timeout=None)[0]
-            return outcome
+            result: RunResult | None = pool.run(run_rank, settings, checkpoints, timeout=None)[0]
+            return result
     except WorkerError as error:
         click.echo(f"\nshardwise demo: {error}", err=True)
         if checkpoints is not None:
@@ -112,7 +112,7 @@ def _run_locally(settings: Settings, checkpoints: Checkpoints | None) -> Outcome
         Console().show_cursor()
 
 
-def _run_under_torchrun(settings: Settings, checkpoints: Checkpoints | None) -> Outcome | None:
+def _run_under_torchrun(settings: RunSettings, checkpoints: Checkpoints | None) -> RunResult | None:
     dist.init_process_group("nccl" if settings.device == "cuda" else "gloo")
     try:
         if dist.get_world_size() != settings.world_size:

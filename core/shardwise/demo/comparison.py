@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step
 
 __all__ = ["Comparison", "Difference", "compare"]
@@ -48,7 +48,7 @@ class Comparison:
 
 
 def compare(
-    settings: Settings,
+    settings: RunSettings,
     mesh: tuple[Sequence[Step], Mapping[str, Tensor]],
     single: tuple[Sequence[Step], Mapping[str, Tensor]],
 ) -> Comparison:

@@ -20,16 +20,16 @@ import shardwise as sw
 from shardwise.comm.events import observe
 from shardwise.demo.model import BYTES, build
 from shardwise.demo.run import TENSOR_PARALLEL
-from shardwise.demo.settings import MESH_NAMES, Settings
+from shardwise.demo.settings import MESH_NAMES, RunSettings
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.private_torch.tracing import seeing_graphs
 from shardwise.testing.pool import WorkerPool
 
-__all__ = ["Step", "prove"]
+__all__ = ["CompiledStep", "prove"]
 
 
 @frozen
-class Step:
+class CompiledStep:
     """One compiled step: its batch, how many graphs it made (forward and backward each count), the functional
     collectives in them by name, the collectives that ran outside of them, and the largest difference from eager mode.
     """
@@ -45,7 +45,7 @@ def _loss(model: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
-def prove(settings: Settings, batches: Sequence[int]) -> list[Step]:
+def prove(settings: RunSettings, batches: Sequence[int]) -> list[CompiledStep]:
     """Run on this rank of the default process group: one step a batch, in eager mode and compiled without a break."""
     torch.compiler.reset()
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
@@ -61,9 +61,9 @@ def prove(settings: Settings, batches: Sequence[int]) -> list[Step]:
         graphs.clear()
         outside: list[Any] = []
         with observe(outside.append):
-            found = _outcome(compiled, model, ids, targets)
-        apart = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-        steps.append(Step(batch, len(graphs), _collectives(graphs), len(outside), apart))
+            actual = _outcome(compiled, model, ids, targets)
+        apart = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
+        steps.append(CompiledStep(batch, len(graphs), _collectives(graphs), len(outside), apart))
     return steps
 
 
@@ -78,9 +78,9 @@ def _outcome(loss: Any, model: nn.Module, ids: Tensor, targets: Tensor) -> list[
 
 def _collectives(graphs: Sequence[Any]) -> dict[str, int]:
     names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
-    found = Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
-    found.pop("wait_tensor", None)
-    return dict(sorted(found.items()))
+    counts = Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
+    counts.pop("wait_tensor", None)
+    return dict(sorted(counts.items()))
 
 
 @click.command()
@@ -92,7 +92,7 @@ def main(shape: str, batches: str, layers: int) -> None:
     mesh = tuple(map(int, shape.split("x")))
     if len(mesh) not in MESH_NAMES:
         raise click.BadParameter(f"{shape!r} is not a mesh: write 4 or 2x2")
-    settings = evolve(Settings(), mesh=mesh, layers=layers, width=32, context=16)
+    settings = evolve(RunSettings(), mesh=mesh, layers=layers, width=32, context=16)
     with WorkerPool(settings.world_size) as pool:
         steps = pool.run(prove, settings, tuple(map(int, batches.split(","))), timeout=None)[0]
     for step in steps:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 
 __all__ = ["Batches", "batches", "corpus"]
 
@@ -26,7 +26,7 @@ class Batches:
     An iterator whose position can be saved and loaded.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RunSettings) -> None:
         self._settings = settings
         self._text = corpus()
         self._generator = torch.Generator().manual_seed(settings.seed)
@@ -52,6 +52,6 @@ class Batches:
         self._generator.set_state(state["generator"])
 
 
-def batches(settings: Settings) -> Batches:
+def batches(settings: RunSettings) -> Batches:
     """The batches of a run, from its first step on."""
     return Batches(settings)

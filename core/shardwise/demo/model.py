@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 
 __all__ = ["GPT", "build"]
 
@@ -83,7 +83,7 @@ class GPT(nn.Module):
         return scores
 
 
-def build(settings: Settings) -> GPT:
+def build(settings: RunSettings) -> GPT:
     """The model of the settings, with the weights of their seed: the same numbers in every process."""
     torch.manual_seed(settings.seed)
     return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, context=settings.context)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step
 
 __all__ = ["progress", "tokens_per_second"]
@@ -18,7 +18,7 @@ PLAIN_LINES = 10
 
 
 @contextmanager
-def progress(title: str, settings: Settings, *, shown: bool) -> Iterator[Callable[[Step], None]]:
+def progress(title: str, settings: RunSettings, *, shown: bool) -> Iterator[Callable[[Step], None]]:
     """Give the function that shows a finished step; it shows nothing where ``shown`` is false."""
     console = Console(quiet=not shown)
     if console.is_terminal and shown:
@@ -31,7 +31,7 @@ def progress(title: str, settings: Settings, *, shown: bool) -> Iterator[Callabl
         yield lambda step: _line(console, title, settings, step) if step.number in lines else None
 
 
-def tokens_per_second(settings: Settings, steps: list[Step]) -> float:
+def tokens_per_second(settings: RunSettings, steps: list[Step]) -> float:
     """The mean speed of the steps that were made here; the first, which plans everything, is left out where there are
     others. 0 where all came from a checkpoint.
     """
@@ -54,7 +54,7 @@ def _bar(console: Console) -> Progress:
     )
 
 
-def _line(console: Console, title: str, settings: Settings, step: Step) -> None:
+def _line(console: Console, title: str, settings: RunSettings, step: Step) -> None:
     speed = f"{_speed(settings, step)} tokens/s" if step.seconds else "from the checkpoint"
     console.print(
         f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {speed}",
@@ -63,5 +63,5 @@ def _line(console: Console, title: str, settings: Settings, step: Step) -> None:
     )
 
 
-def _speed(settings: Settings, step: Step) -> str:
+def _speed(settings: RunSettings, step: Step) -> str:
     return f"{settings.tokens_per_step / step.seconds:,.0f}" if step.seconds else "-"

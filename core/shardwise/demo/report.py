@@ -11,39 +11,39 @@ from rich.table import Table
 from shardwise.demo.comparison import Comparison
 from shardwise.demo.observation import Observed
 from shardwise.demo.progress import tokens_per_second
-from shardwise.demo.run import Outcome
+from shardwise.demo.run import RunResult
 
 __all__ = ["as_json", "print_report"]
 
 
-def print_report(outcome: Outcome, console: Console) -> None:
+def print_report(result: RunResult, console: Console) -> None:
     """Print what ran, what was communicated, and the verdict."""
-    console.print(_operators(outcome.observed))
-    console.print(_collectives(outcome))
-    console.print(_differences(outcome.comparison))
-    settings = outcome.settings
+    console.print(_operators(result.observed))
+    console.print(_collectives(result))
+    console.print(_differences(result.comparison))
+    settings = result.settings
     for where, steps in (
-        (f"mesh {settings.mesh_text} ({settings.device}, {outcome.backend})", outcome.steps),
-        ("one device", outcome.single_steps),
+        (f"mesh {settings.mesh_text} ({settings.device}, {result.backend})", result.steps),
+        ("one device", result.single_steps),
     ):
         speed = tokens_per_second(settings, steps)
         console.print(f"{where}: loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}, {speed:,.0f} tokens/s")
-    verdict = "[green]the mesh and one device agree" if outcome.comparison.agrees else "[red]the two runs DIFFER"
+    verdict = "[green]the mesh and one device agree" if result.comparison.agrees else "[red]the two runs DIFFER"
     console.print(f"{verdict} over {settings.steps} steps")
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(result: RunResult) -> dict[str, Any]:
     """The same as plain values: settings, losses, uses and differences."""
-    observed = outcome.observed
+    observed = result.observed
     return {
-        "settings": outcome.settings.as_json(),
-        "backend": outcome.backend,
-        "agrees": outcome.comparison.agrees,
+        "settings": result.settings.as_json(),
+        "backend": result.backend,
+        "agrees": result.comparison.agrees,
         "differences": [
-            {**asdict(difference), "within": difference.within} for difference in outcome.comparison.differences
+            {**asdict(difference), "within": difference.within} for difference in result.comparison.differences
         ],
-        "mesh": _run_json(outcome, on_mesh=True),
-        "one_device": _run_json(outcome, on_mesh=False),
+        "mesh": _run_json(result, on_mesh=True),
+        "one_device": _run_json(result, on_mesh=False),
         "operators": [{**asdict(use), "times": times} for use, times in sorted(observed.operators.items())],
         "collectives": [
             {**asdict(use), "times": times, "bytes": observed.nbytes[use]}
@@ -52,12 +52,12 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def _run_json(outcome: Outcome, *, on_mesh: bool) -> dict[str, Any]:
-    steps = outcome.steps if on_mesh else outcome.single_steps
+def _run_json(result: RunResult, *, on_mesh: bool) -> dict[str, Any]:
+    steps = result.steps if on_mesh else result.single_steps
     return {
         "losses": [step.loss for step in steps],
         "gradient_norms": [step.norm for step in steps],
-        "tokens_per_second": tokens_per_second(outcome.settings, steps),
+        "tokens_per_second": tokens_per_second(result.settings, steps),
     }
 
 
@@ -73,11 +73,11 @@ def _operators(observed: Observed) -> Table:
     return table
 
 
-def _collectives(outcome: Outcome) -> Table:
+def _collectives(result: RunResult) -> Table:
     table = Table("collective", "mesh dims", title="Collectives (on rank 0)")
     for heading in ("ranks", "times", "bytes"):
         table.add_column(heading, justify="right")
-    names, observed = outcome.settings.mesh_names, outcome.observed
+    names, observed = result.settings.mesh_names, result.observed
     for use, times in sorted(observed.collectives.items()):
         dims = ", ".join(names[dim] for dim in use.mesh_dims)
         table.add_row(use.kind, dims, str(use.group_size), f"{times:,}", f"{observed.nbytes[use]:,}")

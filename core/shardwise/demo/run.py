@@ -17,12 +17,12 @@ from shardwise.demo.data import batches
 from shardwise.demo.model import build
 from shardwise.demo.observation import Observed, observing
 from shardwise.demo.progress import progress
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step, train
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.testing.local import take_device
 
-__all__ = ["TENSOR_PARALLEL", "Outcome", "run_rank"]
+__all__ = ["TENSOR_PARALLEL", "RunResult", "run_rank"]
 
 TENSOR_PARALLEL: dict[str, dict[str, Placement]] = {
     "bytes.weight": {"tp": Shard(0)},
@@ -36,10 +36,10 @@ TENSOR_PARALLEL: dict[str, dict[str, Placement]] = {
 
 
 @frozen
-class Outcome:
+class RunResult:
     """What a run found: the steps on the mesh and on one device, what rank 0 saw, and how the two runs compare."""
 
-    settings: Settings
+    settings: RunSettings
     backend: str
     steps: list[Step]
     single_steps: list[Step]
@@ -47,8 +47,8 @@ class Outcome:
     comparison: Comparison
 
 
-def run_rank(settings: Settings, checkpoints: Checkpoints | None = None) -> Outcome | None:
-    """Run on this rank of the default process group; rank 0 gives the outcome, the others None."""
+def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> RunResult | None:
+    """Run on this rank of the default process group; rank 0 gives the result, the others None."""
     rank = dist.get_rank()
     take_device(settings.device, rank)
     torch.set_num_threads(max(1, _cores() // settings.world_size))
@@ -58,11 +58,11 @@ def run_rank(settings: Settings, checkpoints: Checkpoints | None = None) -> Outc
         return None
     single_steps, single_parameters = _train_on_one(settings)
     comparison = compare(settings, (steps, parameters), (single_steps, single_parameters))
-    return Outcome(settings, dist.get_backend(), steps, single_steps, observed, comparison)
+    return RunResult(settings, dist.get_backend(), steps, single_steps, observed, comparison)
 
 
 def _train_on_mesh(
-    settings: Settings, mesh: DeviceMesh, checkpoints: Checkpoints | None, *, shown: bool
+    settings: RunSettings, mesh: DeviceMesh, checkpoints: Checkpoints | None, *, shown: bool
 ) -> tuple[list[Step], dict[str, Tensor], Observed]:
     model = sw.distribute_module(build(settings).to(settings.device), mesh, TENSOR_PARALLEL, src_data_rank=None)
     # Every rank makes the same weights and batches from the seed, so nothing needs to be sent (src_data_rank=None).
@@ -77,7 +77,7 @@ def _train_on_mesh(
     return steps, _whole_parameters(model), observed
 
 
-def _train_on_one(settings: Settings) -> tuple[list[Step], dict[str, Tensor]]:
+def _train_on_one(settings: RunSettings) -> tuple[list[Step], dict[str, Tensor]]:
     model = build(settings).to(settings.device)
     with progress("one device", settings, shown=True) as tell:
         steps = train(model, batches(settings), settings, lambda batch: batch.to(settings.device), tell)

@@ -6,14 +6,14 @@ import math
 
 from attrs import asdict, frozen
 
-__all__ = ["MESH_NAMES", "Settings"]
+__all__ = ["MESH_NAMES", "RunSettings"]
 
 MESH_NAMES: dict[int, tuple[str, ...]] = {1: ("tp",), 2: ("dp", "tp")}
 """The names of the mesh dims by their number; a mesh of one dim is all tensor-parallel."""
 
 
 @frozen
-class Settings:
+class RunSettings:
     """One run: the mesh, the model's sizes, and how long and on what it trains.
 
     ``batch`` counts sequences and ``context`` bytes per sequence. The defaults train in well under 90 s on two cores.

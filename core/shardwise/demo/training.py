@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from shardwise.demo.data import Batches
-from shardwise.demo.settings import Settings
+from shardwise.demo.settings import RunSettings
 
 __all__ = ["Keeper", "Step", "train"]
 
@@ -46,7 +46,7 @@ class Keeper(Protocol):
 def train(
     model: nn.Module,
     data: Batches,
-    settings: Settings,
+    settings: RunSettings,
     place: Callable[[Tensor], Tensor],
     tell: Callable[[Step], None],
     keeper: Keeper | None = None,

@@ -15,7 +15,7 @@ from attrs import asdict, frozen
 
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.ops import OpLike
-from shardwise.testing.on_ranks import Outcome, RealCase, run_cases
+from shardwise.testing.on_ranks import CaseOutcome, RealCase, run_cases
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.report import RuleRefuted
 from shardwise.testing.samples import Samples, by_op, samples_of
@@ -78,18 +78,18 @@ def check_gradients(
     the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is no fault; the
     report counts it.
     """
-    found = one_op(op, "check gradients")
+    overload = one_op(op, "check gradients")
     grids = _meshes(meshes, pool.world_size)
     sent = subject_of(rules).loose_rules
-    for given in _offered(found, samples):
+    for given in _offered(overload, samples):
         tried = _drawn(len(given), grids, cases, seed)
-        outcomes = pool.run(run_cases, found, sent, given, tried, timeout=timeout)[0]
+        outcomes = pool.run(run_cases, overload, sent, given, tried, timeout=timeout)[0]
         for case, outcome in zip(tried, outcomes, strict=False):
             if outcome.wrong:
-                raise _refusal(found, given[case.sample], case, outcome, outcome.wrong)
+                raise _refusal(overload, given[case.sample], case, outcome, outcome.wrong)
         if any(not o.illegal and not o.refused for o in outcomes):
             return _counted([o for o in outcomes if not o.illegal])
-    raise _nothing_ran(found, given, tried, outcomes)
+    raise _nothing_ran(overload, given, tried, outcomes)
 
 
 def _offered(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[list[Sample]]:
@@ -105,7 +105,7 @@ def _offered(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[lis
     yield samples_of(op, given)
 
 
-def _counted(legal: Sequence[Outcome]) -> RanksReport:
+def _counted(legal: Sequence[CaseOutcome]) -> RanksReport:
     return RanksReport(
         1,
         len(legal),
@@ -132,7 +132,7 @@ def _drawn(samples: int, meshes: Sequence[tuple[int, ...]], cases: int, seed: in
     ]
 
 
-def _refusal(op: Op, sample: Sample, case: RealCase, outcome: Outcome, found: str) -> GradientRefuted:
+def _refusal(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, found: str) -> GradientRefuted:
     mesh = "x".join(map(str, case.mesh_shape))
     ran = "; ".join(outcome.ran)
     return GradientRefuted(
@@ -150,7 +150,7 @@ def _refusal(op: Op, sample: Sample, case: RealCase, outcome: Outcome, found: st
     )
 
 
-def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], outcomes: Sequence[Outcome]) -> Any:
+def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], outcomes: Sequence[CaseOutcome]) -> Any:
     refused = next((i for i, o in enumerate(outcomes) if o.refused), None)
     if refused is not None:
         case, outcome = cases[refused], outcomes[refused]

@@ -43,8 +43,8 @@ def _judge_results(trial: Trial, case: Case, answers: Mapping[Coordinate, Answer
             return f"rank {at} has {len(answer.tensors)} tensor results where the op has {len(case.outputs)}"
     values = not str(trial.op).split(".")[1].startswith(_UNDEFINED)
     for i, (spec, expected) in enumerate(zip(case.outputs, trial.expected.tensors, strict=True)):
-        found = {at: answer.tensors[i] for at, answer in answers.items()}
-        wrong = difference(found, spec, expected, trial.tolerance, values=values)
+        locals_ = {at: answer.tensors[i] for at, answer in answers.items()}
+        wrong = difference(locals_, spec, expected, trial.tolerance, values=values)
         if wrong:
             return f"result {i}, {spec}: {wrong}"
     return None
@@ -64,13 +64,13 @@ def _judge_operands(
     answers: Mapping[Coordinate, Answer],
 ) -> str | None:
     for i, (name, spec) in enumerate(zip(trial.operand_names, case.inputs, strict=True)):
-        found = {at: answer.operands[i] for at, answer in answers.items()}
+        locals_ = {at: answer.operands[i] for at, answer in answers.items()}
         if i in trial.written:
-            wrong = difference(found, spec, trial.expected.operands[i], trial.tolerance)
+            wrong = difference(locals_, spec, trial.expected.operands[i], trial.tolerance)
             if wrong:
                 return f"the written operand {name}, {spec}, after the call: {wrong}"
             continue
-        for at, tensor in found.items():
+        for at, tensor in locals_.items():
             if tensor is not None and not _same(tensor, before[at][i]):
                 return f"rank {at} changed its operand {name}, which the op does not write"
     return None
@@ -112,20 +112,20 @@ def _share(tensor: Tensor | None, other: Tensor | None) -> bool:
 
 
 def difference(
-    found: Locals, spec: TensorSpec | None, expected: Tensor | None, tolerance: float, *, values: bool = True
+    parts: Locals, spec: TensorSpec | None, expected: Tensor | None, tolerance: float, *, values: bool = True
 ) -> str | None:
     """How local tensors differ from the whole one that they should be under a spec, or ``None``.
 
     ``tolerance`` is relative to the largest value in play; integers and bools must be equal.
     ``spec`` is ``None`` for a result whose shape depends on data: then every rank must hold the whole one.
     """
-    for at, local in found.items():
+    for at, local in parts.items():
         wrong = _wrong_form(at, local, spec, expected)
         if wrong:
             return wrong
     if expected is None or not values:
         return None
-    locals_ = {at: local for at, local in found.items() if local is not None}
+    locals_ = {at: local for at, local in parts.items() if local is not None}
     try:
         reduced, scale = _reduced(locals_, spec)
     except ShardingError as error:
@@ -148,9 +148,9 @@ def _wrong_form(at: Coordinate, local: Tensor | None, spec: TensorSpec | None, e
     return None if local.dtype == expected.dtype else f"rank {at} has {local.dtype}, one device {expected.dtype}"
 
 
-def _reduced(found: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tuple[dict[Coordinate, Tensor], float]:
+def _reduced(locals_: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> tuple[dict[Coordinate, Tensor], float]:
     """The local tensors with partial mesh dims reduced (their coordinate set to 0), and the largest value in play."""
-    parts = dict(found)
+    parts = dict(locals_)
     if spec is None or not spec.reductions:
         return parts, 1.0
     parts = {at: _wide(t) for at, t in parts.items()}
@@ -190,27 +190,27 @@ def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
     return expected
 
 
-def _close(found: Tensor, wanted: Tensor, tolerance: float, scale: float, *, either_non_finite: bool) -> Tensor | None:
+def _close(actual: Tensor, wanted: Tensor, tolerance: float, scale: float, *, either_non_finite: bool) -> Tensor | None:
     """Where two tensors agree; ``None`` when they do everywhere. ``tolerance`` is relative to the largest value.
 
     ``either_non_finite`` takes inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
     """
-    found, wanted = comparable(found), comparable(wanted)
-    if found.dtype == wanted.dtype and torch.equal(found, wanted):
+    actual, wanted = comparable(actual), comparable(wanted)
+    if actual.dtype == wanted.dtype and torch.equal(actual, wanted):
         return None
     exact = not (wanted.is_floating_point() or wanted.is_complex())
-    wanted = wanted.to(found.dtype)
+    wanted = wanted.to(actual.dtype)
     reach = 0.0 if exact else tolerance * max(scale, _largest(wanted))
-    close = torch.isclose(found, wanted, rtol=0.0, atol=reach, equal_nan=True)
+    close = torch.isclose(actual, wanted, rtol=0.0, atol=reach, equal_nan=True)
     if either_non_finite:
-        close |= ~(found.isfinite() | wanted.isfinite())
+        close |= ~(actual.isfinite() | wanted.isfinite())
     return None if bool(close.all()) else close
 
 
-def _shown(close: Tensor, found: Tensor, wanted: Tensor) -> str:
+def _shown(close: Tensor, actual: Tensor, wanted: Tensor) -> str:
     wrong: Sequence[Sequence[int]] = (~close).nonzero().tolist()
     first = tuple(wrong[0])
     return (
-        f"{len(wrong)} of {close.numel()} elements differ; at {first} it has {found[first].item():.6g} "
+        f"{len(wrong)} of {close.numel()} elements differ; at {first} it has {actual[first].item():.6g} "
         f"where one device has {wanted[first].item():.6g}"
     )

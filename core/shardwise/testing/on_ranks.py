@@ -31,7 +31,7 @@ from shardwise.testing.partials import can_be_partial, place
 from shardwise.testing.trial import TOLERANCE, copied, flat_operands, split_results, with_operands
 from shardwise.testing.values import Sample, made
 
-__all__ = ["Outcome", "RealCase", "run_cases"]
+__all__ = ["CaseOutcome", "RealCase", "run_cases"]
 
 _SEED = 20
 
@@ -50,7 +50,7 @@ class RealCase:
 
 
 @define
-class Outcome:
+class CaseOutcome:
     """What became of one case, the same on every rank.
 
     ``wrong`` is the verdict, empty when all is well; ``refused`` why no rank ran it. ``results`` and ``gradients``
@@ -70,21 +70,23 @@ class Outcome:
     ran: list[str] = field(factory=list)
 
 
-def run_cases(op: Op, rules: Sequence[AnyRule], samples: Sequence[Sample], cases: Sequence[RealCase]) -> list[Outcome]:
+def run_cases(
+    op: Op, rules: Sequence[AnyRule], samples: Sequence[Sample], cases: Sequence[RealCase]
+) -> list[CaseOutcome]:
     """Try cases in order until one is wrong; ``rules`` stand above those of the installed plugins meanwhile."""
     undo = default_registry().override(*rules) if rules else None
-    found = []
+    outcomes = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             for case in cases:
-                found.append(_Attempt(op, samples[case.sample], case).run())
-                if found[-1].wrong:
+                outcomes.append(_Attempt(op, samples[case.sample], case).run())
+                if outcomes[-1].wrong:
                     break
     finally:
         if undo is not None:
             undo()
-    return found
+    return outcomes
 
 
 @frozen(eq=False)
@@ -104,11 +106,11 @@ class _Attempt:
     op: Op
     sample: Sample
     case: RealCase
-    outcome: Outcome = field(factory=Outcome, init=False)
+    outcome: CaseOutcome = field(factory=CaseOutcome, init=False)
     values: list[Any] = field(init=False)
     follow: bool = field(default=True, init=False)
 
-    def run(self) -> Outcome:
+    def run(self) -> CaseOutcome:
         self.values = signature(self.op).bind(*self.sample)
         whole = self._whole()
         if whole is None:
@@ -144,19 +146,19 @@ class _Attempt:
         leaves = [t for t in answer.operands if t is not None and t.requires_grad]
         if not pairs or not leaves:
             return answer
-        found = iter(torch.autograd.grad([t for t, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True))
-        gradients = tuple(next(found) if t is not None and t.requires_grad else None for t in answer.operands)
+        computed = iter(torch.autograd.grad([t for t, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True))
+        gradients = tuple(next(computed) if t is not None and t.requires_grad else None for t in answer.operands)
         return _Answer(answer.tensors, answer.others, answer.operands, gradients)
 
     def _written(self) -> set[int]:
-        found: set[int] = set()
+        positions: set[int] = set()
         at = 0
         for arg, value in zip(signature(self.op).args, self.values, strict=True):
             flat = flat_operands_of(arg, value)
             if arg.written:
-                found.update(range(at, at + flat))
+                positions.update(range(at, at + flat))
             at += flat
-        return found
+        return positions
 
     # -- the ranks --
     def _on_mesh(self, whole: _Answer, cotangents: Sequence[Any]) -> None:
@@ -175,10 +177,10 @@ class _Attempt:
     def _placed(self, device_mesh: Any, rng: random.Random) -> list[Any]:
         generator = torch.Generator().manual_seed(self.case.seed)
         written = self._written()
-        found: list[Any] = []
+        tensors: list[Any] = []
         for i, full in enumerate(flat_operands(self.op, self.values)):
             if full is None:
-                found.append(None)
+                tensors.append(None)
                 continue
             kinds = ("sum",) if i not in written and can_be_partial("sum", full.dtype) else ()
             placed = _placements(full.ndim, device_mesh.ndim, kinds, rng)
@@ -186,11 +188,11 @@ class _Attempt:
                 placed = (REPLICATE,) * device_mesh.ndim
             spec = TensorSpec(device_mesh, placed, TensorMeta.of(full))
             local = place(full.detach(), spec, generator)[spec.coordinate()]
-            found.append(MeshTensor(local, spec))
-        self.outcome.placements = ", ".join("-" if t is None else show_all(t.placements) for t in found)
-        shown = ["-" if t is None else str(t.spec.tensor_meta) for t in found]
+            tensors.append(MeshTensor(local, spec))
+        self.outcome.placements = ", ".join("-" if t is None else show_all(t.placements) for t in tensors)
+        shown = ["-" if t is None else str(t.spec.tensor_meta) for t in tensors]
         self.outcome.shown = ", ".join(shown)
-        return found
+        return tensors
 
     def _step(
         self, direction: str, work: Callable[[], _Answer], pairs: Callable[[_Answer], list[_Pair]]
@@ -234,24 +236,24 @@ class _Attempt:
         if len(whole.tensors) != len(answer.tensors) or whole.others != answer.others:
             shown = f"{len(answer.tensors)} tensors and {answer.others}"
             raise AssertionError(f"it answers {shown}, one device {len(whole.tensors)} tensors and {whole.others}")
-        found = [_Pair(f"result {i}", *pair) for i, pair in enumerate(zip(whole.tensors, answer.tensors, strict=True))]
-        found += [
+        pairs = [_Pair(f"result {i}", *pair) for i, pair in enumerate(zip(whole.tensors, answer.tensors, strict=True))]
+        pairs += [
             _Pair(f"the written operand {names[i]!r}", whole.operands[i], answer.operands[i])
             for i in sorted(self._written())
         ]
-        return [pair for pair in found if pair.is_there]
+        return [pair for pair in pairs if pair.is_there]
 
     def _tolerance(self, wanted: Tensor | None) -> float:
         tensors = [t for t in (*flat_operands(self.op, self.values), wanted) if t is not None]
         return max(TOLERANCE.get(t.dtype, 0.0) for t in tensors)
 
     def _names(self) -> list[str]:
-        found: list[str] = []
+        names: list[str] = []
         for arg, value in zip(signature(self.op).args, self.values, strict=True):
             count = flat_operands_of(arg, value)
             listed = isinstance(value, (list, tuple))
-            found += [f"{arg.name}[{i}]" if listed else arg.name for i in range(count)]
-        return found
+            names += [f"{arg.name}[{i}]" if listed else arg.name for i in range(count)]
+        return names
 
     @contextmanager
     def _listening(self, direction: str) -> Iterator[None]:
@@ -305,8 +307,8 @@ class _Pair:
 
 def _gradient_pairs(whole: _Answer, answer: _Answer, names: Sequence[str]) -> list[_Pair]:
     pairs = zip(names, whole.gradients, answer.gradients, strict=True)
-    found = [_Pair(f"the gradient of {name!r}", wanted, got, is_gradient=True) for name, wanted, got in pairs]
-    return [pair for pair in found if pair.is_there]
+    compared = [_Pair(f"the gradient of {name!r}", wanted, got, is_gradient=True) for name, wanted, got in pairs]
+    return [pair for pair in compared if pair.is_there]
 
 
 def flat_operands_of(arg: Any, value: Any) -> int:

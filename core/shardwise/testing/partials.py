@@ -31,12 +31,12 @@ def place(
         split: dict[Coordinate, Tensor] = {}
         for head, part in parts.items():
             if isinstance(placement, Partial):
-                found = pieces(part, placement.reduce_op, size, generator)
+                shares = pieces(part, placement.reduce_op, size, generator)
             elif isinstance(placement, Shard):
-                found = [_narrow(part, placement.dim, size, i) for i in range(size)]
+                shares = [_narrow(part, placement.dim, size, i) for i in range(size)]
             else:
-                found = [part] * size
-            split.update({(*head, i): piece for i, piece in enumerate(found)})
+                shares = [part] * size
+            split.update({(*head, i): piece for i, piece in enumerate(shares)})
         parts = split
     return {at: part.clone(memory_format=memory_format) for at, part in parts.items()}
 
@@ -90,11 +90,11 @@ def _grid(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
         low = 0 if value.dtype == torch.uint8 else -9
         return torch.randint(low, 10, shape, generator=generator).to(value.dtype)
     reach = 8 if value.dtype.itemsize <= 2 else 128  # noqa: PLR2004
-    found = torch.randint(-reach, reach + 1, shape, generator=generator) * _step(value.dtype)
+    values = torch.randint(-reach, reach + 1, shape, generator=generator) * _step(value.dtype)
     if value.is_complex():
         imaginary = torch.randint(-reach, reach + 1, shape, generator=generator) * _step(value.dtype)
-        return torch.complex(found.double(), imaginary.double()).to(value.dtype)
-    return found.to(value.dtype)
+        return torch.complex(values.double(), imaginary.double()).to(value.dtype)
+    return values.to(value.dtype)
 
 
 def _sum(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:

@@ -103,13 +103,13 @@ def _writing(op: Op) -> Op | None:
 
 def _with_results(op: Op, other: Op, calls: Callable[[], Sequence[Sample]]) -> list[Sample]:
     names = [arg.name for arg in signature(other).args if arg.is_out]
-    found: list[Sample] = []
+    samples: list[Sample] = []
     for args, kwargs in calls():
         results: Any = op(*args, **kwargs)
         results = results if isinstance(results, (tuple, list)) else [results]
         outs = {name: torch.full_like(x, 1) for name, x in zip(names, results, strict=True)}
-        found.append((args, {**kwargs, **outs}))
-    return found
+        samples.append((args, {**kwargs, **outs}))
+    return samples
 
 
 # -- generic -----------------------------------------------------------------------------------------------------

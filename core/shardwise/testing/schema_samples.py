@@ -150,8 +150,8 @@ def _guessed_forms(filler: _Filler, *, alike: bool) -> list[_Form]:
 
 
 def _patterned(filler: _Filler, *, known: bool) -> list[_Form]:
-    found = _accepted_patterns(filler, known=known)
-    return [_sized(pattern, indices, sizes) for pattern, indices in found for sizes in _SIZES]
+    patterns = _accepted_patterns(filler, known=known)
+    return [_sized(pattern, indices, sizes) for pattern, indices in patterns for sizes in _SIZES]
 
 
 def _accepted_patterns(filler: _Filler, *, known: bool) -> list[Pattern]:
@@ -160,11 +160,11 @@ def _accepted_patterns(filler: _Filler, *, known: bool) -> list[Pattern]:
     if count <= 1:
         return []
     patterns = list(_patterns(count))
-    found = _accepted(filler, patterns, frozenset())
-    if not found and not known:
+    accepted = _accepted(filler, patterns, frozenset())
+    if not accepted and not known:
         choices = [frozenset({i}) for i in range(count)]
-        found = next(filter(None, (_accepted(filler, patterns, indices) for indices in choices)), [])
-    return [(names, indices) for names, indices in found if not known or len(set(names)) > 1][:_MOST_FORMS]
+        accepted = next(filter(None, (_accepted(filler, patterns, indices) for indices in choices)), [])
+    return [(names, indices) for names, indices in accepted if not known or len(set(names)) > 1][:_MOST_FORMS]
 
 
 def _accepted(filler: _Filler, patterns: Sequence[tuple[str, ...]], indices: frozenset[int]) -> list[Pattern]:
@@ -231,8 +231,8 @@ class _Filler:
         text, optional = self.types[arg.name]
         guess = _GUESSES.get(text)
         shape = next((s for s in form.shapes if s is not None), ())
-        found = [] if guess is None else list(guess(shape))
-        return [None, *found] if optional and not arg.has_default else found
+        values = [] if guess is None else list(guess(shape))
+        return [None, *values] if optional and not arg.has_default else values
 
     def call(self, form: _Form, values: Mapping[str, Any]) -> Sample:
         """The call of a form with these other arguments; what is not named keeps its default."""

@@ -87,26 +87,26 @@ class SimulatedComm:
 
     def all_reduce(self, tensor: Tensor, kind: str, mesh_dims: Sequence[int]) -> Tensor:
         """See :class:`shardwise.rule.lowering.Comm`."""
-        found: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
-        return found
+        reduced: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
+        return reduced
 
     def all_gather(self, tensor: Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[Tensor]:
         """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("all_gather", _dims(mesh_dim), alike, (tensor.clone(),))
-        found: list[Tensor] = self._ask(request)
+        gathered: list[Tensor] = self._ask(request)
         if alike:
-            _check_shapes(request, [tensor.shape] * len(found), found)
-        return found
+            _check_shapes(request, [tensor.shape] * len(gathered), gathered)
+        return gathered
 
     def all_to_all(
         self, tensors: Sequence[Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
     ) -> list[Tensor]:
         """See :class:`shardwise.rule.lowering.Comm`."""
         request = _Request("all_to_all", _dims(mesh_dim), shapes is None, tuple(t.clone() for t in tensors))
-        found: list[Tensor] = self._ask(request)
+        received: list[Tensor] = self._ask(request)
         if shapes is not None:
-            _check_shapes(request, shapes, found)
-        return found
+            _check_shapes(request, shapes, received)
+        return received
 
     def shift(self, tensor: Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None) -> Tensor:
         """See :class:`shardwise.rule.lowering.Comm`."""
@@ -141,9 +141,9 @@ def _dims(mesh_dim: MeshDims) -> tuple[int, ...]:
 
 
 def _check_shapes(request: _Request, shapes: Sequence[Sequence[int]], answers: Sequence[Tensor]) -> None:
-    expected, found = [tuple(s) for s in shapes], [tuple(t.shape) for t in answers]
-    if expected != found:
-        raise _misuse(request, f"what comes is of shape {_one(found)} and {_one(expected)} is expected")
+    expected, shapes_found = [tuple(s) for s in shapes], [tuple(t.shape) for t in answers]
+    if expected != shapes_found:
+        raise _misuse(request, f"what comes is of shape {_one(shapes_found)} and {_one(expected)} is expected")
 
 
 def _one(shapes: Sequence[tuple[int, ...]]) -> Any:
@@ -289,14 +289,14 @@ def _disagreement(
 
 
 def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) -> dict[Coordinate, Any]:
-    found: dict[Coordinate, Any] = {}
+    answers: dict[Coordinate, Any] = {}
     for at, request in requests.items():
         group = _group(mesh_shape, at, request.mesh_dims)
         for other in group:
             if requests[other].form != request.form:
                 raise _disagreement(at, request, other, requests[other])
-        found[at] = _answer(request, [requests[c] for c in group], group.index(at))
-    return found
+        answers[at] = _answer(request, [requests[c] for c in group], group.index(at))
+    return answers
 
 
 def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:

@@ -52,8 +52,8 @@ def mesh_shapes(max_ndim: int = 3, *, max_size: int = 8, ranks: int | None = Non
     a pool's process group asks for.
     """
     wanted = range(1, max_size + 1) if ranks is None else (ranks,)
-    found = sorted((g for n in wanted for g in grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
-    return st.sampled_from(found)
+    shapes = sorted((g for n in wanted for g in grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
+    return st.sampled_from(shapes)
 
 
 @cache
@@ -61,11 +61,11 @@ def grids(ranks: int, max_ndim: int) -> tuple[tuple[int, ...], ...]:
     """All shapes of meshes of so many ranks, dims of size 1 included."""
     if max_ndim == 1:
         return ((ranks,),)
-    found: list[tuple[int, ...]] = [(ranks,)]
+    shapes: list[tuple[int, ...]] = [(ranks,)]
     for n in range(1, ranks + 1):
         if ranks % n == 0:
-            found += [(n, *rest) for rest in grids(ranks // n, max_ndim - 1)]
-    return tuple(found)
+            shapes += [(n, *rest) for rest in grids(ranks // n, max_ndim - 1)]
+    return tuple(shapes)
 
 
 def placements(
@@ -109,25 +109,25 @@ def samples(draw: st.DrawFn, op: OpLike) -> Sample:
 
     Raises :class:`ShardingError` for an op that refuses every guess.
     """
-    found = one_op(op, "draw samples")
-    names, indices = draw(st.sampled_from(_patterns(found)))
+    overload = one_op(op, "draw samples")
+    names, indices = draw(st.sampled_from(_patterns(overload)))
     # An index is 0 or 1, and what it points into has that many.
     size = st.integers(2, 9) if indices else sizes()
     # All sizes for every pattern: with fewer choices a later pattern would be simpler than the first.
     drawn = {name: draw(size) for name in SIZE_NAMES}
-    calls = calls_of(found, (names, indices), drawn)
+    calls = calls_of(overload, (names, indices), drawn)
     assume(calls)
     return redrawn(draw(st.sampled_from(calls)), draw(st.integers(0, 1 << 16)))
 
 
 @cache
 def _patterns(op: Op) -> list[Pattern]:
-    found = patterns_of(op)
-    if not found:
+    patterns = patterns_of(op)
+    if not patterns:
         raise ShardingError(
             asked=f"draw samples of {op_name(op)}",
             found="it takes none of the calls that its schema suggests",
             do="Write a strategy of its own: hypothesis.strategies.builds over shapes().",
             op=op_name(op),
         )
-    return found
+    return patterns

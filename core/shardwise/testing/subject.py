@@ -59,23 +59,23 @@ def subject_of(plugin: Plugin) -> Subject:
 
 
 def _installed(name: str) -> Subject:
-    found = discover()
-    meant = next((f for f in found if f.origin.plugin == name), None)
+    plugins = discover()
+    meant = next((f for f in plugins if f.origin.plugin == name), None)
     if meant is None:
-        known = ", ".join(sorted(f.origin.plugin for f in found)) or "none"
+        known = ", ".join(sorted(f.origin.plugin for f in plugins)) or "none"
         raise _refusal(name, "it is not installed", f"The installed plugins are: {known}.")
     rules = _loaded(meant)
     return Subject(name, tuple(rules), meant.entry.module, installed=True)
 
 
-def _loaded(found: InstalledPlugin) -> list[AnyRule]:
+def _loaded(installed: InstalledPlugin) -> list[AnyRule]:
     """The rules of one plugin, loaded by itself."""
     registry = Registry()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error says the same
-        (status,) = load([found], registry)
+        (status,) = load([installed], registry)
     if status.status != "loaded":
-        plugin = found.origin.plugin
+        plugin = installed.origin.plugin
         raise _refusal(
             plugin, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {plugin}` says more."
         )

@@ -91,12 +91,12 @@ class Trial:
         try:
             # In a way of shardwise's own, what one device draws is what it draws in that way.
             with nullcontext() if mode() == "torch" else on_one_device():
-                found = _run(run, op, with_operands(op, values, operands))
+                returned = _run(run, op, with_operands(op, values, operands))
         except Exception as error:
             raise Illegal(str(error)) from error
         if any(a is not None and a.shape != b.shape for a, b in zip(operands, flat_operands(op, values), strict=True)):
             raise Illegal("it changes the shape of an operand")
-        tensors, others = split_results(op, found)
+        tensors, others = split_results(op, returned)
         expected = Answer(tensors, others, operands)
         metas = tuple(None if t is None else TensorMeta.of(t) for t in tensors)
         return cls(rule, op, values, run, expected, *_planned(rule, op, values, metas))
@@ -165,15 +165,15 @@ class Trial:
 
         if case.lowered and self.rule.lowering is not None:
             return run_ranks(case.mesh.shape, work)
-        found = {}
+        answers = {}
         for at in operands:
             if self.random:
                 _seed()
             try:
-                found[at] = work(at, SilentComm())
+                answers[at] = work(at, SilentComm())
             except Exception as error:
                 raise RankError(at, error) from error
-        return found
+        return answers
 
     def _on_rank(
         self, case: Case, call: Any, at: Coordinate, operands: tuple[Tensor | None, ...], comm: SimulatedComm
@@ -218,27 +218,27 @@ def _seed() -> None:
 
 def flat_operands(op: Op, values: Sequence[Any]) -> list[Any]:
     """What stands for tensors among the schema arguments, lists flattened; ``None`` where one is absent."""
-    found: list[Any] = []
+    operands: list[Any] = []
     for arg, value in zip(signature(op).args, values, strict=True):
         if arg.kind is Kind.TENSOR:
-            found.append(value)
+            operands.append(value)
         elif arg.kind is Kind.TENSORS:
-            found += value or ()
-    return found
+            operands += value or ()
+    return operands
 
 
 def with_operands(op: Op, values: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
     """The schema arguments with other operands (flat); the inverse of :func:`flat_operands`."""
     left = iter(operands)
-    found: list[Any] = []
+    arguments: list[Any] = []
     for arg, value in zip(signature(op).args, values, strict=True):
         if arg.kind is Kind.TENSOR:
-            found.append(next(left))
+            arguments.append(next(left))
         elif arg.kind is Kind.TENSORS:
-            found.append(None if value is None else [next(left) for _ in value])
+            arguments.append(None if value is None else [next(left) for _ in value])
         else:
-            found.append(value)
-    return found
+            arguments.append(value)
+    return arguments
 
 
 def split_results(op: Op, result: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
@@ -289,13 +289,13 @@ def _planned(
 ) -> tuple[tuple[TensorMeta | None, ...], str | None]:
     schema = _schema(op, values, AbstractMesh(()), rule)
     try:
-        found = output_metas(op, schema.values, rule.meta)
+        outputs = output_metas(op, schema.values, rule.meta)
     except Exception as error:  # noqa: BLE001  a meta kernel may raise anything
         return metas, f"on the meta device it raises {type(error).__name__}: {error}"
-    if found is None:
+    if outputs is None:
         return (None,) * len(metas), None
-    found = make_call(rule, schema, found).outputs
-    shown, real = ([None if m is None else (tuple(m.shape), m.dtype) for m in which] for which in (found, metas))
+    outputs = make_call(rule, schema, outputs).outputs
+    shown, real = ([None if m is None else (tuple(m.shape), m.dtype) for m in which] for which in (outputs, metas))
     return metas, None if shown == real else f"on the meta device its results are {shown}, on data {real}"
 
 

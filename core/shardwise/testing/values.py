@@ -22,14 +22,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
 
 def one_op(op: Any, asked: str) -> Op:
     """The overload that is meant by ``op``; raises :class:`RuleError` where none or several are."""
-    found = as_op(op)
-    if found is None:
+    resolved = as_op(op)
+    if resolved is None:
         raise RuleError(
             asked=asked,
             found=f"{op!r} is not one op overload",
             do="Name overloads, as in torch.ops.aten.mm.default, or what torch.library.custom_op returned.",
         )
-    return found
+    return resolved
 
 
 def made(shape: Sequence[int], dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

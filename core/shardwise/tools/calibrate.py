@@ -1,4 +1,4 @@
-"""Calibration: measure the mesh at hand, fit the cost model to it, and use the figures from then on."""
+"""Calibration: measure a mesh, fit the cost model to the times, and use the figures from then on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.planning.path import shortest_path
 from shardwise.tools.fit import Point, fit_links
 from shardwise.tools.timing import Tell, time_together
 
-__all__ = ["Trial", "calibrate", "try_redistributions", "typical_pairs"]
+__all__ = ["TimedRedistribution", "calibrate", "time_redistributions", "typical_pairs"]
 
 ROUNDS = 3
 SMALLEST = 4096
@@ -38,7 +38,7 @@ GROWTH = 8
 
 @frozen
 class Probe:
-    """Something to time: a kind of collective over mesh dims, or a copy (no mesh dims), and its bytes in the model."""
+    """A run to time: a kind of collective over mesh dims, or a copy (no mesh dims), and its bytes in the cost model."""
 
     kind: str
     mesh_dims: tuple[int, ...]
@@ -55,12 +55,12 @@ def calibrate(
     rounds: int = ROUNDS,
     tell: Tell | None = None,
 ) -> Calibration:
-    """Measure a mesh and cost moves on it by what was found; all its ranks must call alike.
+    """Measure a mesh, and use the figures for its costs from now on. Every rank of the mesh must call this.
 
     Takes seconds. Each kind of collective is timed over each mesh dim alone and over all of them, as it is executed,
-    with tensors of up to ``largest`` bytes. All ranks get the same figures. Plans that were made before stay as they
-    are. With ``save`` the mesh's first rank writes the figures to ``path``, by default the file that is read from then
-    on (docs/cost-model.md); ``tell(done, total)`` hears of the progress.
+    with tensors of up to ``largest`` bytes. All ranks get the same figures. Plans that were made before do not change.
+    With ``save`` the mesh's first rank writes the figures to ``path``, by default the file that is read from then on
+    (docs/cost-model.md); ``tell(done, total)`` is called with the progress.
 
     Raises :class:`LinksFitError` for a mesh of one rank, and on every rank what
     :func:`shardwise.planning.link_file.store` raises.
@@ -75,26 +75,26 @@ def calibrate(
     times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
     collectives, copies = _points(probes, times, ground)
     links = fit_links(tuple(mesh.shape), collectives, copies)
-    found = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])
+    calibration = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])
     agree_to(mesh, links)
     if save:
-        _save(mesh, found, path)
-    return found
+        _save(mesh, calibration, path)
+    return calibration
 
 
 def _points(
     probes: Sequence[Probe], times: Sequence[float], ground: Ground
 ) -> tuple[dict[tuple[str, tuple[int, ...]], list[Point]], list[Point]]:
     """Bytes and seconds of each kind of collective over each group, and of copies."""
-    found: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
+    collectives: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
     for probe, seconds in zip(probes, times, strict=True):
-        for dims in _alike(probe.mesh_dims, ground):
-            found.setdefault((probe.kind, dims), []).append((probe.nbytes, seconds))
-    return found, found.pop(("copy", ()))
+        for dims in _groups_like(probe.mesh_dims, ground):
+            collectives.setdefault((probe.kind, dims), []).append((probe.nbytes, seconds))
+    return collectives, collectives.pop(("copy", ()))
 
 
-def _alike(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
-    """The groups that a time speaks for: mesh dims of as many ranks that go through one host's memory share theirs."""
+def _groups_like(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
+    """The groups that a time holds for: mesh dims of the same size share their times inside one host's memory."""
     if len(mesh_dims) != 1 or ground.wires[mesh_dims[0]] != "loopback":
         return [mesh_dims]
     size = ground.site.mesh_shape[mesh_dims[0]]
@@ -103,7 +103,7 @@ def _alike(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
 
 
 def _save(mesh: DeviceMesh, calibration: Calibration, path: str | Path | None) -> None:
-    """Write on the first rank; a failure is raised on all."""
+    """Write the file on the first rank; every rank raises its failure."""
     failed: dict[str, str] = {}
     if not any(mesh.get_coordinate() or ()):
         try:
@@ -141,13 +141,13 @@ def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]
 
     yield Probe("all_gather", dims, received, lambda: group.all_gather(piece))
     yield Probe("reduce_scatter", dims, received, lambda: group.start_reduce_scatter(pieces, "sum").wait())
-    # Twice the way: what is reduced is gathered again. The input of a redistribution is left as it is.
+    # Twice the bytes: the reduced pieces are gathered again. A redistribution does not change its input.
     yield Probe("all_reduce", dims, 2 * (n - 1) * piece_bytes, lambda: group.all_reduce_(pieces.clone(), "sum"))
     yield Probe("all_to_all", dims, received, lambda: group.all_to_all(pieces))
 
 
 def _copies(nbytes: int, device_type: str) -> Iterator[Probe]:
-    """Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both sorts."""
+    """Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both kinds."""
     rows = 32
     width = max(1, nbytes // (4 * rows))
     block = torch.ones(2 * rows, width, device=device_type)
@@ -161,8 +161,8 @@ def _copies(nbytes: int, device_type: str) -> Iterator[Probe]:
 
 
 @frozen
-class Trial:
-    """One redistribution: what the model says that it takes, and what it took, in seconds."""
+class TimedRedistribution:
+    """One redistribution: its predicted and its measured seconds."""
 
     src: TensorSpec
     dst: TensorSpec
@@ -174,13 +174,15 @@ class Trial:
         return self.planned.cost
 
 
-def try_redistributions(
+def time_redistributions(
     mesh: DeviceMesh, pairs: Sequence[tuple[TensorSpec, TensorSpec]], rounds: int = ROUNDS, tell: Tell | None = None
-) -> list[Trial]:
-    """Run redistributions and hold the model against them; all ranks of the mesh must call alike."""
+) -> list[TimedRedistribution]:
+    """Run redistributions and compare their times with the cost model. Every rank of the mesh must call this."""
     runs = [_redistribution(src, dst) for src, dst in pairs]
     times = time_together(mesh, runs, rounds, tell)
-    return [Trial(src, dst, shortest_path(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)]
+    return [
+        TimedRedistribution(src, dst, shortest_path(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)
+    ]
 
 
 def _redistribution(src: TensorSpec, dst: TensorSpec) -> Callable[[], object]:
@@ -201,13 +203,13 @@ def typical_pairs(mesh: DeviceMesh, nbytes: int) -> list[tuple[TensorSpec, Tenso
         (REPLICATE, shard(0)),
     ]
     return [
-        (_placed(mesh, m, before, meta), _placed(mesh, m, after, meta))
+        (_spec_on(mesh, m, before, meta), _spec_on(mesh, m, after, meta))
         for m in range(mesh.ndim)
         for before, after in both
         if mesh.size(m) > 1
     ]
 
 
-def _placed(mesh: DeviceMesh, mesh_dim: int, placement: Placement, meta: TensorMeta) -> TensorSpec:
-    """Placed so on one mesh dim and whole on the others."""
+def _spec_on(mesh: DeviceMesh, mesh_dim: int, placement: Placement, meta: TensorMeta) -> TensorSpec:
+    """The spec with this placement on one mesh dim, replicated on the others."""
     return TensorSpec(mesh, tuple(placement if m == mesh_dim else REPLICATE for m in range(mesh.ndim)), meta)

@@ -1,8 +1,8 @@
-"""Coverage: which ops a program needs, found without data, and which of them no plugin has a rule for.
+"""Coverage: the ops that a program needs, and those of them that no plugin has a rule for.
 
-The program runs as it is on one device, on fake tensors: they have shapes, dtypes and a device, and neither memory nor
-values. So torch takes the very kernels that it takes on the device (the fused attention, the foreach optimizer), and a
-model of any size fits. What reaches torch's dispatcher then is what reaches it with MeshTensors.
+The program runs unchanged on one device, on fake tensors: they have shapes, dtypes and a device, but neither memory nor
+values. So torch chooses the kernels of that device (the fused attention, the foreach optimizer), and a model of any
+size fits. The ops that reach torch's dispatcher are the ones that reach it with MeshTensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardwise.tools.program import Phases, is_split_first, run_returned, stand_
 
 __all__ = ["Coverage", "Use", "cover"]
 
-# Where a frame is never the user's: torch, this package's own parts that stand around the program.
+# Files whose frames are never the user's: torch, and the parts of this package that run the program.
 _CORE = Path(__file__).parents[1]
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent),
@@ -48,10 +48,10 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<functio
 
 @define
 class Use:
-    """What became of one op: how often it ran, in which phases, where first, and the plugin that has a rule (or none).
+    """One op of a program: how often it ran, in which phases, and where first.
 
-    ``data`` says that its result depends on data, for which a stand-in was taken. ``parts`` are the ops that one
-    without a rule is decomposed into at its first call, all of which have one.
+    ``data`` says that data decides its result, and that a stand-in was used. ``parts`` are the ops that an op without a
+    rule is decomposed into at its first call, if each of them has a rule.
     """
 
     op: Op
@@ -62,7 +62,7 @@ class Use:
     parts: tuple[Op, ...] = ()
 
     def joined(self, later: Use) -> Use:
-        """Both together."""
+        """The uses of an op in two parts of a program, as one."""
         data = self.data or later.data
         parts = self.parts and later.parts
         return Use(self.op, self.site, self.calls + later.calls, self.phases | later.phases, data, parts)
@@ -73,7 +73,7 @@ class Use:
 
     @property
     def plugin(self) -> str | None:
-        """The plugin whose rule holds; None for no rule; two plugins that conflict are named in :attr:`conflict`."""
+        """The plugin whose rule holds; None without a rule, and where plugins are in :attr:`conflict`."""
         try:
             return default_registry().lookup(self.op).origin.plugin if self.op in default_registry() else None
         except RuleConflictError:
@@ -81,26 +81,26 @@ class Use:
 
     @property
     def conflict(self) -> str:
-        """The plugins that all have a rule for the op, where nothing says which holds."""
-        found = default_registry().find(self.op) if self.plugin is None else []
-        return ", ".join(sorted(entry.origin.plugin for entry in found))
+        """The plugins that have a rule for the op, if nothing says which of them holds."""
+        entries = default_registry().find(self.op) if self.plugin is None else []
+        return ", ".join(sorted(entry.origin.plugin for entry in entries))
 
 
 @frozen
 class Coverage:
-    """All ops that were seen, in the order in which they came, and why the program stopped early, if it did."""
+    """All ops that ran, in order, and why the program stopped early, if it did."""
 
     uses: tuple[Use, ...]
     stopped: str = ""
 
     @property
     def missing(self) -> list[Use]:
-        """The ops without a rule that do not run as others either."""
+        """The ops that have no rule and do not decompose into ops that have one."""
         return [use for use in self.uses if use.plugin is None and not use.parts]
 
     @property
     def is_complete(self) -> bool:
-        """Whether the program came to its end and every op has a rule."""
+        """Whether the program ran to its end and no op is missing."""
         return not self.stopped and not self.missing
 
 
@@ -111,7 +111,7 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
     grad (its backward pass follows, unless one ran already), ``(model, inputs)`` or ``(model, inputs, optimizer)``.
     ``inputs`` is a tensor, a tuple of arguments or a dict of them; without an optimizer the step is that of AdamW.
 
-    Nothing that the program raises comes through: it ends the run, and ``stopped`` tells.
+    An error of the program ends the run and is not raised; ``stopped`` describes it.
     """
     watch = _Watch()
     stopped = ""
@@ -127,7 +127,7 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
             with watch.watching():
                 returned = program()
             run_returned(returned, "run the program", watch)
-        except Exception as error:  # noqa: BLE001  # it is the user's program: what it raises is told
+        except Exception as error:  # noqa: BLE001  # the user's program may raise anything
             stopped = _why_stopped(error, watch)
     return Coverage(tuple(watch.seen()), stopped)
 
@@ -136,7 +136,7 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
 
 
 class _Watch:
-    """Notes ops, and which tensors would lie on a mesh: see :meth:`_on_mesh`."""
+    """Notes ops, and marks the tensors that would be MeshTensors: see :func:`_on_mesh`."""
 
     def __init__(self) -> None:
         self._setup: dict[Op, Use] = {}
@@ -146,13 +146,13 @@ class _Watch:
         self.last = ""
 
     def seen(self) -> Iterable[Use]:
-        """The ops from the first call of a module on; all of them where no module was called."""
+        """The ops from the first call of a module on; all ops if no module was called."""
         if self._called_a_module:
             return self._uses.values()
-        found = dict(self._setup)
+        uses = dict(self._setup)
         for op, use in self._uses.items():
-            found[op] = found[op].joined(use) if op in found else use
-        return found.values()
+            uses[op] = uses[op].joined(use) if op in uses else use
+        return uses.values()
 
     def restart(self) -> None:
         """Forget what was seen."""
@@ -187,23 +187,23 @@ class _Watch:
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         operands = list(tensors_in([args, kwargs]))
-        counts = op.namespace != "prim" and bool(signature(op).tensor_args) and any(map(_on_mesh, operands))
-        if counts:
+        is_noted = op.namespace != "prim" and bool(signature(op).tensor_args) and any(map(_on_mesh, operands))
+        if is_noted:
             self._note(op, operands, args, kwargs)
         result = self._result(op, args, kwargs)
         for tensor in tensors_in(result):
             if not any(tensor is operand for operand in operands):
-                # A result is on the mesh when an operand was; what is made of nothing is a plain number without dims.
-                tensor.shardwise_on_mesh = counts if operands else tensor.dim() > 0  # type: ignore[attr-defined]
+                # A result is on the mesh if an operand was; the result of a factory is, if it has dims.
+                tensor.shardwise_on_mesh = is_noted if operands else tensor.dim() > 0  # type: ignore[attr-defined]
         return result
 
     def _note(self, op: Op, operands: Iterable[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        placed = next((t for t in operands if isinstance(t, (MeshTensor, DTensor))), None)
-        if placed is not None:
+        mesh_tensor = next((t for t in operands if isinstance(t, (MeshTensor, DTensor))), None)
+        if mesh_tensor is not None:
             raise CallError(
                 asked=f"run {op_name(op)} without a mesh",
-                found=f"its operand is a {type(placed).__name__}",
-                do="Give the program as it is for one device; where it lies on a mesh does not decide its ops.",
+                found=f"its operand is a {type(mesh_tensor).__name__}",
+                do="Give the program for one device: placements on a mesh do not change its ops.",
                 op=op_name(op),
             )
         phase = self.phases.of_op()
@@ -229,14 +229,14 @@ class _Watch:
 
 
 def _parts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, ...]:
-    """What an op without a rule would run as; nothing where it has one, or where that does not go."""
+    """The ops that an op without a rule runs as; empty for an op with a rule, or one that cannot be decomposed."""
     registry = default_registry()
     if op in registry:
         return ()
     known: dict[int, Any] = {}
     with suppress(Exception), outside_modes():
-        found = find(registry, op, stand_ins(args, known), stand_ins(kwargs, known))
-        return found.parts if isinstance(found, Decomposition) else ()
+        source = find(registry, op, stand_ins(args, known), stand_ins(kwargs, known))
+        return source.parts if isinstance(source, Decomposition) else ()
     return ()
 
 
@@ -247,8 +247,8 @@ def _on_mesh(tensor: torch.Tensor) -> bool:
     """
     if isinstance(tensor, nn.Parameter):
         return True
-    found: bool = getattr(tensor, "shardwise_on_mesh", tensor.dim() > 0)
-    return found
+    is_marked: bool = getattr(tensor, "shardwise_on_mesh", tensor.dim() > 0)
+    return is_marked
 
 
 # -- where -----------------------------------------------------------------------------------------------------------
@@ -258,16 +258,16 @@ def _site() -> str:
     """``file:line`` of the user's code that the running op comes from: in backward, of the forward call."""
     if in_backward():
         for text in reversed(forward_traceback()):
-            found = _FRAME.search(text)
-            if found is not None and found["function"] == cover.__name__ and found["file"] == __file__:
+            frame_text = _FRAME.search(text)
+            if frame_text is not None and frame_text["function"] == cover.__name__ and frame_text["file"] == __file__:
                 break
-            if found is not None and _is_the_users(found["file"]):
-                return _shown(found["file"], found["line"])
+            if frame_text is not None and _is_the_users(frame_text["file"]):
+                return _relative_site(frame_text["file"], frame_text["line"])
     frame = inspect.currentframe()
-    # What is outside of cover() is whoever asked for it.
+    # Frames outside of cover() are its caller's.
     while frame is not None and frame.f_code is not cover.__code__:
         if _is_the_users(frame.f_code.co_filename):
-            return _shown(frame.f_code.co_filename, frame.f_lineno)
+            return _relative_site(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return "-"
 
@@ -276,22 +276,22 @@ def _is_the_users(file: str) -> bool:
     return not file.startswith(("<", *_NOT_THE_USERS)) and Path(file).name != "contextlib.py"
 
 
-def _shown(file: str, line: object) -> str:
+def _relative_site(file: str, line: object) -> str:
     path, here = Path(file), Path.cwd()
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 def _why_stopped(error: Exception, watch: _Watch) -> str:
-    """What ended the run, in one paragraph."""
+    """Why the run ended, in one paragraph."""
     frames = traceback.extract_tb(error.__traceback__)
-    where = next((_shown(f.filename, f.lineno) for f in reversed(frames) if _is_the_users(f.filename)), "-")
+    where = next((_relative_site(f.filename, f.lineno) for f in reversed(frames) if _is_the_users(f.filename)), "-")
     if is_unknowable(error):
         return (
             f"{watch.last}: its result's shape depends on data, which is not there. "
             "Give the program a branch without it, or check what follows by itself."
         )
-    said = f"{type(error).__name__} at {where}: {error}".strip()
+    reason = f"{type(error).__name__} at {where}: {error}".strip()
     distributed = str(Path(torch.distributed.__file__).parent)
     if any(f.filename.startswith(distributed) for f in frames):
-        said += "\nThe program runs on one device here: leave its mesh and process groups out."
-    return said
+        reason += "\nThe program runs on one device here: leave its mesh and process groups out."
+    return reason

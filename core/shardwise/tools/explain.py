@@ -41,7 +41,7 @@ from shardwise.tools.program import is_split_first
 from shardwise.tools.traffic import Collective, Issued, in_lowering, in_path
 
 __all__ = [
-    "Candidate",
+    "RankedStrategy",
     "Decision",
     "Explanation",
     "LISTED",
@@ -54,12 +54,12 @@ __all__ = [
 ]
 
 LISTED = 100
-"""Strategies of one decision that are listed when nobody says how many."""
+"""How many strategies of one decision are listed by default."""
 
 
 @frozen
-class Candidate:
-    """One legal strategy; ``reason`` says why it lost, and is empty for the one that is taken."""
+class RankedStrategy:
+    """One legal strategy; ``reason`` says why it lost, and is empty for the one that is chosen."""
 
     strategy: PlacementStrategy
     reason: str
@@ -67,17 +67,17 @@ class Candidate:
 
 @frozen
 class Decision:
-    """One choice: of a call, or of one or several like positions of its tensor lists.
+    """One choice: for a call, or for those positions of its tensor lists that have the same specs.
 
-    ``operands`` and ``results`` name the specs of the strategies. ``candidates`` are cheapest first, the first is
-    taken. ``legal`` is the number of all legal ones and ``combinations`` that of all combinations of rows;
+    ``operands`` and ``results`` name the specs of the strategies. ``ranked`` are cheapest first, the first is
+    chosen. ``legal`` is the number of all legal ones and ``combinations`` that of all combinations of rows;
     ``counted`` is false where ``legal`` is a lower bound.
     """
 
     positions: tuple[int, ...]
     operands: tuple[str, ...]
     results: tuple[str, ...]
-    candidates: tuple[Candidate, ...]
+    ranked: tuple[RankedStrategy, ...]
     legal: int
     combinations: int
     counted: bool
@@ -85,8 +85,8 @@ class Decision:
 
     @property
     def chosen(self) -> PlacementStrategy:
-        """The strategy that is taken."""
-        return self.candidates[0].strategy
+        """The cheapest strategy."""
+        return self.ranked[0].strategy
 
 
 @frozen
@@ -100,7 +100,7 @@ class Redistribution:
 
     @property
     def collectives(self) -> list[Collective]:
-        """What it issues, in order."""
+        """The collectives that it issues, in order."""
         return in_path(self.source, self.path, self.operand)
 
 
@@ -124,7 +124,7 @@ class Explanation:
 
     @property
     def collectives(self) -> list[Collective]:
-        """All that the call issues, in order; see ``lowering.complete``."""
+        """All collectives of the call, in order; see ``lowering.complete``."""
         inside = () if self.lowering is None else self.lowering.collectives
         before = [c for redistribution in self.redistributions for c in redistribution.collectives]
         return before + list(inside) + [c for part in self.parts for c in part.collectives]
@@ -156,7 +156,8 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
         decisions = [_full_mesh(entry.rule, schema, limit)]
     else:
         decisions = _decisions(problems(entry.rule, schema, stated.call), limit)
-    inputs, results = merged(schema, _taken(decisions))
+    by_position = {i: d.chosen for d in decisions for i in d.positions}
+    inputs, results = merged(schema, [by_position[i] for i in sorted(by_position)])
     stated.check(inputs)
     lowered = entry.rule.lowering is not None and any(d.chosen.lowered for d in decisions)
     inside = in_lowering(entry, schema, described, stated.call, inputs, results) if lowered else None
@@ -172,28 +173,28 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
 def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | None = LISTED) -> Explanation:
     """As :func:`explain_call` for an op without a rule: the calls that torch decomposes it into, each explained.
 
-    Raises :class:`NoRuleError`, which names the parts that have no rule, where that does not go.
+    Raises :class:`NoRuleError`, which names the parts without a rule, if the op cannot be decomposed.
     """
     registry = default_registry()
     args, kwargs = signature(op).unbind(values)
     known: dict[int, Any] = {}
     stand_in = stand_ins(args, known), stand_ins(kwargs, known)
     try:
-        found = find(registry, op, *stand_in)
+        source = find(registry, op, *stand_in)
     except Exception as error:  # torch raises whatever it likes
         raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
-    if isinstance(found, Failed):
-        raise registry.missing(op, found.text, parts=found.parts, missing=found.missing)
-    entry = decomposed_entry(found)
+    if isinstance(source, Failed):
+        raise registry.missing(op, source.text, parts=source.parts, missing=source.missing)
+    entry = decomposed_entry(source)
     schema, _ = describe_call(MeshTensor, entry, RuntimeSchemaInfo.of(op), mesh, values)
-    placed = _Placed(mesh, limit)
+    watch = _PartsWatch(mesh, limit)
     flat = [spec for spec in _flat([args, kwargs]) if isinstance(spec, TensorSpec)]
     for tensor, spec in zip(tensors_in(stand_in), flat, strict=True):
-        placed.put(tensor, spec)
-    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(placed.run, is_split_first):
-        result = answered(op, *stand_in, found.formula.run(*stand_in[0], **stand_in[1]))
-    results = tuple(placed.spec(tensor) for tensor in tensors_in(result))
-    return Explanation(schema, entry, (), (), (), None, results, tuple(placed.parts))
+        watch.put(tensor, spec)
+    with outside_modes(), torch.no_grad(), torch.device("meta"), watching(watch.run, is_split_first):
+        result = answered(op, *stand_in, source.formula.run(*stand_in[0], **stand_in[1]))
+    results = tuple(watch.spec(tensor) for tensor in tensors_in(result))
+    return Explanation(schema, entry, (), (), (), None, results, tuple(watch.parts))
 
 
 def _flat(value: Any) -> list[Any]:
@@ -202,8 +203,8 @@ def _flat(value: Any) -> list[Any]:
     return [v for part in value for v in _flat(part)] if isinstance(value, (list, tuple)) else [value]
 
 
-class _Placed:
-    """Runs a decomposition on the meta device, explains each call, and knows where its results would lie."""
+class _PartsWatch:
+    """Explains each call of a decomposition that runs on the meta device, and knows the spec of each tensor."""
 
     def __init__(self, mesh: Mesh, limit: int | None) -> None:
         self._mesh = mesh
@@ -211,20 +212,20 @@ class _Placed:
         self.parts: list[Explanation] = []
 
     def put(self, tensor: torch.Tensor, spec: TensorSpec | None) -> None:
-        """Remember where a tensor lies; one whose layout nobody knows is taken as whole."""
+        """Set the spec of a tensor; None stands for replicated."""
         whole = TensorSpec(self._mesh, (REPLICATE,) * self._mesh.ndim, TensorMeta.of(tensor))
-        # On the tensor itself: torch copies a factory's result that anybody else holds on to.
+        # On the tensor itself: torch copies a factory's result if anything else refers to it.
         tensor.shardwise_spec = spec or whole  # type: ignore[attr-defined]
 
     def spec(self, tensor: torch.Tensor) -> TensorSpec:
-        """Where a tensor lies."""
+        """The spec of a tensor."""
         if not hasattr(tensor, "shardwise_spec"):
             self.put(tensor, None)
         known: TensorSpec = tensor.shardwise_spec  # type: ignore[attr-defined]
         return known
 
     def run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Take the place of one op that the decomposition calls."""
+        """Run one op of the decomposition, and explain it."""
         result = op(*args, **kwargs)
         if not any(hasattr(t, "shardwise_spec") for t in tensors_in([args, kwargs])):
             for tensor in tensors_in(result):
@@ -243,12 +244,6 @@ class _Placed:
         if isinstance(value, Mapping):
             return {name: self._specs(part) for name, part in value.items()}
         return [self._specs(part) for part in value] if isinstance(value, (list, tuple)) else value
-
-
-def _taken(decisions: Sequence[Decision]) -> list[PlacementStrategy]:
-    """The chosen strategies by list position."""
-    by_position = {i: d.chosen for d in decisions for i in d.positions}
-    return [by_position[i] for i in sorted(by_position)]
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
@@ -284,7 +279,7 @@ def call_error(op: Op, found: str, **fields: Any) -> CallError:
 
 
 def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
-    """Torch takes such an op apart before anything is dispatched; the error names the parts."""
+    """The error for an op that torch splits before anything is dispatched; it names the parts."""
     parts: list[str] = []
 
     def run() -> None:
@@ -334,12 +329,12 @@ def _mesh_of(op: Op, values: Sequence[Any]) -> Mesh:
 # -- decisions -------------------------------------------------------------------------------------------------------
 
 
-def _decisions(found: Sequence[Problem], limit: int | None) -> list[Decision]:
-    """One decision per different problem; like list positions share one."""
+def _decisions(per_position: Sequence[Problem], limit: int | None) -> list[Decision]:
+    """One decision for each different problem; list positions with the same problem share one."""
     positions: dict[int, list[int]] = {}
-    for i, problem in enumerate(found):
+    for i, problem in enumerate(per_position):
         positions.setdefault(id(problem), []).append(i)
-    return [_decision(found[at[0]], tuple(at), limit) for at in positions.values()]
+    return [_decision(per_position[at[0]], tuple(at), limit) for at in positions.values()]
 
 
 def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -> Decision:
@@ -351,8 +346,8 @@ def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -
         raise no_choice(problem)
     names = problem.operand_names
     chosen = ranked[0][1]
-    candidates = [Candidate(chosen, "")]
-    candidates += [Candidate(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
+    candidates = [RankedStrategy(chosen, "")]
+    candidates += [RankedStrategy(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
     around = count_choices(problem)
     return Decision(
         positions,
@@ -374,7 +369,7 @@ def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decis
     legal = [s for s in listed if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
     names = schema.operand_names
     ranked = sorted(legal, key=lambda s: s.cost)[:limit]
-    candidates = [Candidate(s, _why_lost(s, chosen, names) if i else "") for i, s in enumerate(ranked)]
+    candidates = [RankedStrategy(s, _why_lost(s, chosen, names) if i else "") for i, s in enumerate(ranked)]
     dropped = len(listed) - len(legal)
     written = ", ".join(names[i] for i in schema.written)
     excluded = (Exclusion(f"{written} would have to move, but the op writes it", None, (), dropped),) if dropped else ()
@@ -387,18 +382,15 @@ def _result_names(count: int) -> tuple[str, ...]:
 
 
 def _why_lost(strategy: PlacementStrategy, chosen: PlacementStrategy, names: Sequence[str]) -> str:
-    """One sentence: what it costs more and for which operand, or what broke the tie."""
+    """One sentence: how much more it costs and for which operand, or what decided a tie."""
     more = strategy.cost - chosen.cost
     if not more:
         return "same cost, later in the rule's order"
     if more == float("inf"):
         i = strategy.redistribute_cost.index(more)
         return f"{names[i]} cannot be reduced in its dtype"
-    dearer = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
-    moved = [name for name, extra in zip(names, dearer, strict=True) if extra > more * 1e-3]
-    return f"+{_microseconds(more)} for {', '.join(moved)}"
-
-
-def _microseconds(seconds: float) -> str:
-    found = seconds * 1e6
-    return f"{found:,.1f} µs" if found >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows
+    extra_costs = [a - b for a, b in zip(strategy.redistribute_cost, chosen.redistribute_cost, strict=True)]
+    moved = [name for name, extra in zip(names, extra_costs, strict=True) if extra > more * 1e-3]
+    microseconds = more * 1e6
+    amount = f"{microseconds:,.1f} µs" if microseconds >= 0.05 else "<0.1 µs"  # noqa: PLR2004  # what one decimal shows
+    return f"+{amount} for {', '.join(moved)}"

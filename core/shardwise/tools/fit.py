@@ -1,4 +1,4 @@
-"""From times to figures: the alpha-beta line through what was measured."""
+"""From measured times to the figures of the cost model: a line per kind of collective, with a start and a bandwidth."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LEAST_PER_BYTE = 1e-14
 """Seconds: 100 TB/s, faster than any memory; where times do not grow with bytes at all."""
 
 ROUNDS = 40
-"""Of refinement; the line stands still well before that."""
+"""Rounds of refinement; the line no longer changes well before the last one."""
 
 LONGEST_STEP = 0.5
-"""Of the logarithm per round, far from the line, where tangents mislead."""
+"""The largest change of a logarithm in one round: far from the line, tangents mislead."""
 
 START_SHARE = 0.5
 """How much of a line's start is paid once and not per doubling of the group, where one group alone cannot tell."""
@@ -53,13 +53,12 @@ def fit_line(points: Sequence[Point]) -> Line:
     for _ in range(ROUNDS):
         # Newton's steps, each a weighted line through where the tangents of the logarithms lead.
         now = [line.at(x) for x, _ in points]
-        aims = [(x, m * (1 + _capped(math.log(t / m)))) for m, (x, t) in zip(now, points, strict=True)]
+        aims = [
+            (x, m * (1 + min(max(math.log(t / m), -LONGEST_STEP), LONGEST_STEP)))
+            for m, (x, t) in zip(now, points, strict=True)
+        ]
         line = _weighted(aims, [1 / m**2 for m in now])
     return line
-
-
-def _capped(step: float) -> float:
-    return min(max(step, -LONGEST_STEP), LONGEST_STEP)
 
 
 def _weighted(points: Sequence[Point], weights: Sequence[float]) -> Line:
@@ -96,15 +95,15 @@ def fit_links(
     local = fit_line(copies)
     measured = [m for m, n in enumerate(mesh_shape) if n > 1]
     shares = {kind: _start_share(mesh_shape, lines, kind, measured) for kind in KINDS}
-    found = {
+    connections = {
         m: Connection(**{k: _link(lines[k, (m,)], k, [mesh_shape[m]], shares[k] * lines[k, (m,)].start) for k in KINDS})
         for m in measured
     }
-    dims = tuple(found.get(m) or found[measured[0]] for m in range(len(mesh_shape)))
+    dims = tuple(connections.get(m) or connections[measured[0]] for m in range(len(mesh_shape)))
     whole = None
     if len(measured) > 1:
         # With the start that the mesh dims lead to, so that the latency alone holds what they do not.
-        starts = {k: max(found[m].of(k).start for m in measured) for k in KINDS}
+        starts = {k: max(connections[m].of(k).start for m in measured) for k in KINDS}
         together = [mesh_shape[m] for m in measured]
         whole = Connection(**{k: _link(lines[k, tuple(measured)], k, together, starts[k]) for k in KINDS})
     return Links(dims, _rounded(local.start), _rounded(1 / local.per_byte), whole)
@@ -113,7 +112,7 @@ def fit_links(
 def _start_share(
     mesh_shape: Sequence[int], lines: Mapping[tuple[str, Dims], Line], kind: str, measured: Sequence[int]
 ) -> float:
-    """The part of a start that a group of several mesh dims pays once, so that the group of all takes what it took."""
+    """The part of a start that a group of several mesh dims pays once; the group of all mesh dims determines it."""
     if len(measured) == 1:
         return START_SHARE
     together = lines[kind, tuple(measured)]
@@ -127,7 +126,7 @@ def _start_share(
 
 
 def _rounded(figure: float) -> float:
-    """Four digits: more than any clock gives, and what a person can read in the file."""
+    """Four digits: more than any clock gives, and short enough to read in the file."""
     return float(f"{figure:.4g}")
 
 
@@ -136,7 +135,7 @@ def _doublings(size: int) -> int:
 
 
 def _link(line: Line, kind: str, sizes: Sequence[int], start: float) -> Link:
-    """The figures of a group over mesh dims of these sizes: what a line takes besides its start is latency."""
+    """The figures of a group over mesh dims of these sizes. The line's constant, without ``start``, is latency."""
     # An all-reduce pays its latency twice.
     rounds = sum(map(_doublings, sizes)) * (2 if kind == "all_reduce" else 1)
     latency = max(line.start - start, LEAST_START) / rounds

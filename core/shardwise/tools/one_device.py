@@ -1,6 +1,6 @@
-"""Random ops on plain tensors, answered as a mesh answers them: what a program on one device is compared with.
+"""Random ops on plain tensors draw the same numbers as on a mesh, so that a program on one device can be compared.
 
-The rules' own lowerings draw, on a mesh without dims, whose only rank holds everything.
+The lowerings of the rules draw, on a mesh without dims, whose only rank holds everything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.kernel.placements import Replicate
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.schema import RuntimeSchemaInfo
-from shardwise.kernel.signature import Call, Op, signature
+from shardwise.kernel.signature import Op, signature
 from shardwise.kernel.spec import AbstractMesh, TensorSpec
 from shardwise.planning.results import output_metas
 from shardwise.private_torch.dispatch import watching
@@ -43,12 +43,12 @@ def on_one_device() -> Iterator[None]:
     """
 
     def run(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not draws(op) or not _is_ours(op, args, kwargs):
+        if not draws(op) or not _has_plain_operands(op, args, kwargs):
             return op(*args, **kwargs)
-        if _has_rule(op, args, kwargs):
-            # Where no lowering draws, a mesh leaves the op alone, too.
+        if op in default_registry() and any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values())):
+            # A rule would run the op on a mesh. Without a lowering, the op draws there as it does here.
             local = _local_call(op, args, kwargs)
-            return op(*args, **kwargs) if local is None else _lowered(local, args, kwargs)
+            return op(*args, **kwargs) if local is None else _run_lowering(local, args, kwargs)
         opened = composite_kernel(op)
         if opened is None:
             return _seeded(op, args, kwargs)
@@ -60,8 +60,8 @@ def on_one_device() -> Iterator[None]:
         yield
 
 
-def _is_ours(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call has plain tensors only, with data, and no generator of its own."""
+def _has_plain_operands(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether all tensors of a call are plain and have data, and the call has no generator of its own."""
     for value in signature(op).bind(args, kwargs):
         if isinstance(value, torch.Generator):
             return False
@@ -74,13 +74,8 @@ def _is_ours(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _has_rule(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the op would be run by a rule on a mesh, where a tensor brings it."""
-    return op in default_registry() and any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values()))
-
-
 def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Entry, LocalCall] | None:
-    """The op's rule and its call on a mesh without dims, when that runs a lowering; ``None`` otherwise."""
+    """The op's rule and its call on a mesh without dims; None if no lowering runs there."""
     entry = default_registry().lookup(op)
     rule = entry.rule
     if not isinstance(rule, Rule) or rule.lowering is None:
@@ -89,24 +84,19 @@ def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     schema, described = describe_call(_NoTensor, entry, info, _ALONE, values)
     call = DescribedCall.of(entry, schema, output_metas(op, described, rule.meta)).call
-    if not _draws_whole(rule, call):
+    whole = (Replicate(), None)
+    if not any(r.lowered for r in rule.rows(call) if all(p in whole for p in (*r.inputs, *r.outputs))):
         return None
     outputs = tuple(None if meta is None else TensorSpec(_ALONE, (), meta) for meta in call.outputs)
     return entry, LocalCall(call, schema.specs[: len(call.operands)], outputs, (), _COMM)
 
 
 class _NoTensor:
-    """Stands for the tensor class where no tensor is of it."""
+    """The tensor class of a call that has no MeshTensor."""
 
 
-def _draws_whole(rule: Rule, call: Call) -> bool:
-    """Whether the lowering runs where everything is whole."""
-    whole = (Replicate(), None)
-    return any(r.lowered for r in rule.rows(call) if all(p in whole for p in (*r.inputs, *r.outputs)))
-
-
-def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    entry, local = found
+def _run_lowering(local_call: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    entry, local = local_call
     described = signature(entry.op)
     assert entry.rule.lowering is not None
     positional, named = described.unbind(described.bind(args, kwargs))
@@ -114,7 +104,7 @@ def _lowered(found: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[s
 
 
 def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op that nobody wrote a rule for under torch's generators, seeded for this draw."""
+    """Run an op without a rule under torch's generators, seeded for this draw."""
     draw = generator.next_draw(_COMM.agree_on_draw)
     assert draw is not None
     tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]

@@ -1,7 +1,8 @@
-"""Rehearsals: a program on a mesh of any size, followed on this one process without data.
+"""Rehearsals: a program for a mesh of any size runs in this one process, without data.
 
-The process plays one rank of a fake process group. The program runs as it would there: the same plans, the same local
-ops on fake tensors (shapes and dtypes, no memory), the same collectives, told and not carried out.
+The process plays one rank of a fake process group. The program runs as it would there: with the same plans, the same
+local ops on fake tensors (shapes and dtypes, no memory), and the same collectives, which are counted and not carried
+out.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_numbe
 __all__ = ["CollectiveUse", "Memory", "NO_OP", "Rehearsal", "rehearse"]
 
 NO_OP = "redistribute"
-"""What stands in place of an op for collectives that none needs: the program asks for them, or a gradient's layout."""
+"""The name for collectives that no op needs: the program asks for them, or the layout of a gradient does."""
 
 
 @frozen(order=True)
 class CollectiveUse:
-    """A kind of collective over some mesh dims, in one phase, for one op (or ``redistribute``, for none)."""
+    """A kind of collective over some mesh dims, in one phase, for one op (or ``redistribute``)."""
 
     phase: str
     kind: str
@@ -51,7 +52,7 @@ class CollectiveUse:
 
 @frozen
 class Memory:
-    """Bytes of this rank: what the model and the optimizer hold, and the most that was alive at a time by phase.
+    """Bytes of this rank: what the model and the optimizer hold, and the most that was alive at a time in each phase.
 
     ``kept`` is what the forward pass leaves alive for the backward pass, beyond what was there before.
     """
@@ -94,24 +95,22 @@ class Rehearsal:
 
     @cached_property
     def collectives(self) -> list[tuple[CollectiveUse, int, int]]:
-        """Per use (with the ops put together), how often and how many bytes this rank hands in, phase by phase."""
+        """For each use, all ops together: how often, and how many bytes this rank sends in; phase by phase."""
         counts: Counter[CollectiveUse] = Counter()
         nbytes: Counter[CollectiveUse] = Counter()
         for use, times in self.counts.items():
             whole = CollectiveUse(use.phase, use.kind, use.mesh_dims, use.ranks, "")
             counts[whole] += times
             nbytes[whole] += self.nbytes[use]
-        return [(use, counts[use], nbytes[use]) for use in sorted(counts, key=_in_order)]
+        return [
+            (use, counts[use], nbytes[use]) for use in sorted(counts, key=lambda use: (PHASES.index(use.phase), use))
+        ]
 
     @cached_property
     def by_op(self) -> list[tuple[CollectiveUse, int, int]]:
         """As :attr:`collectives`, for each op; most bytes first within a phase."""
         uses = sorted(self.counts, key=lambda use: (PHASES.index(use.phase), -self.nbytes[use], use))
         return [(use, self.counts[use], self.nbytes[use]) for use in uses]
-
-
-def _in_order(use: CollectiveUse) -> tuple[Any, ...]:
-    return PHASES.index(use.phase), use
 
 
 def rehearse(
@@ -123,12 +122,12 @@ def rehearse(
     device: str = "cpu",
     tell: Callable[[str, int], None] | None = None,
 ) -> Rehearsal:
-    """Follow ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
+    """Run ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
 
     The program makes its MeshTensors on the mesh that it is given, and runs a step, or returns what is to be run: a
     tensor (its backward pass follows), ``(model, inputs)`` or ``(model, inputs, optimizer)``. ``inputs`` is a tensor, a
-    tuple of arguments or a dict of them; without an optimizer the step is that of AdamW, fused. A result that is no
-    scalar gets ones for its gradient.
+    tuple of arguments or a dict of them; without an optimizer the step is that of AdamW, fused. A result that is not
+    a scalar gets ones for its gradient.
 
     Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. ``tell`` is called with the phase
     and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
@@ -150,13 +149,13 @@ def rehearse(
 
 @contextmanager
 def _fake_ranks(count: int, rank: int) -> Iterator[None]:
-    """A process group of so many ranks, of which only this one is there."""
+    """A fake process group in which only this rank exists."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
     try:
         with rehearsing():
             yield
     finally:
-        let_go()  # what was planned here must not be taken for plans of real ranks
+        let_go()  # plans that were made here must not serve real ranks
         dist.destroy_process_group()
 
 
@@ -202,7 +201,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 @define(eq=False)
 class _Watch:
-    """Follows what is alive on this rank, which collectives it issues, and for which op."""
+    """Counts the memory that is alive on this rank, its ops, and the collectives that it issues for each op."""
 
     tell: Callable[[str, int], None]
     counts: Counter[CollectiveUse] = field(factory=Counter)
@@ -219,7 +218,7 @@ class _Watch:
     _running: Op | None = None
 
     def restart(self) -> None:
-        """Forget what was done; what is alive stays so."""
+        """Forget ops and collectives; memory that is alive stays counted."""
         self.counts.clear()
         self.nbytes.clear()
         self.ops.clear()
@@ -243,7 +242,7 @@ class _Watch:
             yield
 
     def watching(self) -> Any:
-        """A context whose memory is followed."""
+        """A context whose memory is counted."""
         return watching(self._see, lambda _: False)
 
     def _saw_plan(self, plan: Plan) -> None:
@@ -260,28 +259,29 @@ class _Watch:
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if any(isinstance(t, MeshTensor) for t in tensors_in([args, kwargs])):
-            # Its own dispatcher runs it, and what that runs on local tensors comes by here.
+            # Its own dispatcher runs the op, and the local ops of that are observed here.
             return NotImplemented
         result = _result(op, args, kwargs)
         for tensor in tensors_in(result):
-            self._holds(tensor)
+            self._count_memory(tensor)
         if op is self._running:
-            # What comes until the next op is nobody's: a redistribution that the program asks for, or a gradient's.
+            # Until the next op, collectives belong to none: the program asks for them, or the layout of a gradient
+            # does.
             self._op, self._running = NO_OP, None
         return result
 
-    def _holds(self, tensor: torch.Tensor) -> None:
+    def _count_memory(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = memory_of(tensor)
         if key in self._alive:
             return
         self._alive[key] = size = storage.nbytes()
         self._total += size
-        finalize(storage, self._freed, key)
+        finalize(storage, self._uncount_memory, key)
         phase = self.phases.current
         self.peaks[phase] = max(self.peaks.get(phase, 0), self._total)
 
-    def _freed(self, key: int) -> None:
+    def _uncount_memory(self, key: int) -> None:
         self._total -= self._alive.pop(key)
 
 

@@ -1,4 +1,4 @@
-"""Times that all ranks of a mesh take together, the same numbers on every rank."""
+"""Times of runs that all ranks of a mesh make together; every rank gets the same numbers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ MOST_REPEATS = 6
 def time_together(
     mesh: DeviceMesh, runs: Sequence[Callable[[], object]], rounds: int, tell: Tell | None = None
 ) -> list[float]:
-    """Median seconds of each run until the last rank was through; all ranks of the mesh must call alike.
+    """Median seconds of each run until the last rank has finished. Every rank of the mesh must call this.
 
-    All ranks begin a run together, and the slowest counts each time: whatever comes next waits for it. The runs take
-    turns in every round, so that a busy moment of the machine harms each a little and none alone. A first round warms
-    up and tells how often a run is repeated per visit.
+    All ranks start a run together, and the slowest rank counts, because the next op waits for it. The runs take turns
+    in every round, so that a busy moment of the machine affects all of them a little. A first round warms up and
+    decides how often a run is repeated per visit.
     """
-    finish, meet = _finisher(mesh.device_type), _meeting(mesh)
+    synchronize, barrier = _synchronizer(mesh.device_type), _barrier_of(mesh)
     visits = len(runs) * (rounds + 1)
     done = 0
     repeats: list[int] = []
@@ -40,13 +40,13 @@ def time_together(
     for number in range(rounds + 1):
         first = number == 0
         for i, run in enumerate(runs):
-            found = [_timed(run, meet, finish) for _ in range(3 if first else repeats[i])]
+            seconds = [_timed(run, barrier, synchronize) for _ in range(3 if first else repeats[i])]
             if first:
                 # The first call makes connections and touches memory for the first time.
-                slowest = _slowest(mesh, [min(found[1:])])[0]
+                slowest = _slowest(mesh, [min(seconds[1:])])[0]
                 repeats.append(int(min(max(VISIT_SECONDS / slowest, 1), MOST_REPEATS)))
             else:
-                times[i] += found
+                times[i] += seconds
             done += 1
             if tell is not None:
                 tell(done, visits)
@@ -54,25 +54,25 @@ def time_together(
     return [median([next(longest) for _ in each]) for each in times]
 
 
-def _timed(run: Callable[[], object], meet: Callable[[], object], finish: Callable[[], None]) -> float:
-    meet()
-    finish()
+def _timed(run: Callable[[], object], barrier: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    barrier()
+    synchronize()
     start = time.perf_counter()
     run()
-    finish()
+    synchronize()
     return time.perf_counter() - start
 
 
-def _finisher(device_type: str) -> Callable[[], None]:
-    """What waits until the device has done all that was asked of it."""
+def _synchronizer(device_type: str) -> Callable[[], None]:
+    """A function that waits until the device has finished all its work."""
     if device_type == "cpu":
         return lambda: None
     wait: Callable[[], None] = torch.get_device_module(device_type).synchronize
     return wait
 
 
-def _meeting(mesh: DeviceMesh) -> Callable[[], object]:
-    """What no rank leaves before all have come. An exchange, the collective with the fewest rounds."""
+def _barrier_of(mesh: DeviceMesh) -> Callable[[], object]:
+    """A barrier over the mesh: an exchange, the collective with the fewest rounds."""
     group = group_of(mesh, tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1))
     word = torch.zeros(group.size, 1, device=mesh.device_type)
     return lambda: group.all_to_all(word)

@@ -1,4 +1,4 @@
-"""The collectives that a call issues, told without issuing them: those of its redistributions, and of its lowering.
+"""The collectives of one call, listed without issuing them: those of its redistributions, and of its lowering.
 
 No process group. Bytes are those of the rank at coordinate 0 of every mesh dim, whose shards are the largest.
 """
@@ -6,6 +6,7 @@ No process group. Bytes are those of the rank at coordinate 0 of every mesh dim,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -46,10 +47,10 @@ class Collective:
         return f"{self.kind} over mesh dim {dims} of {self.ranks} ranks, {self.nbytes:,} bytes a rank ({self.purpose})"
 
 
-def in_path(src: TensorSpec, found: Path, operand: str) -> list[Collective]:
+def in_path(src: TensorSpec, path: Path, operand: str) -> list[Collective]:
     """The collectives of a redistribution, in order."""
     issued = []
-    for step in found.steps:
+    for step in path.steps:
         nbytes = src.with_placements(step.source).max_local_numel * src.dtype.itemsize
         if step.kind in KINDS and nbytes:
             ranks = _ranks(src.mesh_shape, step.mesh_dims)
@@ -58,10 +59,7 @@ def in_path(src: TensorSpec, found: Path, operand: str) -> list[Collective]:
 
 
 def _ranks(mesh_shape: Sequence[int], mesh_dims: Iterable[int]) -> int:
-    found = 1
-    for m in mesh_dims:
-        found *= mesh_shape[m]
-    return found
+    return prod(mesh_shape[m] for m in mesh_dims)
 
 
 # -- lowerings -------------------------------------------------------------------------------------------------------
@@ -83,21 +81,21 @@ def in_lowering(
     inputs: Sequence[TensorSpec | None],
     results: Sequence[TensorSpec | None],
 ) -> Issued:
-    """Run a rule's lowering on meta tensors of the local shapes and note what it asks of the others.
+    """Run a rule's lowering on meta tensors of the local shapes, and note the collectives that it asks for.
 
-    ``described`` are the schema arguments in order, with a spec for each tensor. Whatever it raises on tensors without
-    data ends the rehearsal.
+    ``described`` are the schema arguments in order, with a spec for each tensor. Any error, on tensors without data,
+    ends the list.
     """
     assert entry.rule.lowering is not None
     comm = _Comm(schema.mesh)
     operands = tuple(inputs[: len(call.operands)])
     local = LocalCall(call, operands, tuple(results), (0,) * schema.mesh.ndim, comm)
-    # Ranks whose generators differ would draw different numbers: a rehearsal takes none from them.
+    # A rehearsal takes no numbers from the generators: ranks whose generators differ would draw different numbers.
     on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
     devices = [torch.cuda.current_device()] if on_cuda else []
     try:
         with torch.random.fork_rng(devices), preserved_state():
-            # Here too: a rule may look at what only a real mesh has.
+            # Inside, too: a rule may use what only a real mesh has.
             statics = local_statics(entry, schema, local)
             args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
             entry.rule.lowering(local, *args, **kwargs)
@@ -130,7 +128,7 @@ def _local_values(
 
 
 def _local_tensor(spec: TensorSpec | None) -> torch.Tensor | None:
-    """A meta tensor like the local one of the first rank, its strides in the order of the global tensor's."""
+    """A meta tensor like the first rank's local tensor; its strides have the order of the global tensor's."""
     if spec is None:
         return None
     shape = spec.local_shape((0,) * spec.mesh.ndim)
@@ -141,9 +139,7 @@ def _local_tensor(spec: TensorSpec | None) -> torch.Tensor | None:
 
 @frozen
 class _Comm:
-    """A :class:`shardwise.rule.lowering.Comm` that notes what it is asked for, and answers as if all ranks held the
-    same.
-    """
+    """A :class:`shardwise.rule.lowering.Comm` that notes its calls, and answers as if all ranks held the same data."""
 
     mesh: Mesh
     issued: list[Collective] = field(factory=list)
@@ -194,9 +190,9 @@ class _Comm:
         return seed, number
 
     def compare_generators(self) -> None:
-        """Nobody to compare with."""
+        """There is no other rank to compare with."""
 
     def _line(self, mesh_dim: MeshDims) -> tuple[tuple[int, ...], int]:
-        """The mesh dims whose ranks count as one line, and how many ranks those are."""
+        """The mesh dims as a tuple, and the number of their ranks."""
         dims = (mesh_dim,) if isinstance(mesh_dim, int) else tuple(mesh_dim)
         return dims, _ranks(tuple(self.mesh.shape), dims)

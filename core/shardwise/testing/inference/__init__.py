@@ -23,7 +23,7 @@ from shardwise.testing.inference.draws import (
     positions,
 )
 from shardwise.testing.inference.fitting import Fit, fit
-from shardwise.testing.inference.search import Found, Tell, search
+from shardwise.testing.inference.search import SampleSearch, Tell, search
 from shardwise.testing.inference.verdicts import Finding, findings, grouped, rule_rows, static_args
 from shardwise.testing.oracle import check_rule, quietly
 from shardwise.testing.report import Report
@@ -77,18 +77,18 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
         generator = torch.Generator().manual_seed(seed)
         drawn, legal, notes = _drawn(op, given, generator)
         check_deterministic(drawn[0].first)
-        found = [_searched(draws, k, len(drawn), generator, tell) for k, draws in enumerate(drawn)]
-        fitted = fit(op, grouped(found), zipped=is_zipped(op))
+        searches = [_searched(draws, k, len(drawn), generator, tell) for k, draws in enumerate(drawn)]
+        fitted = fit(op, grouped(searches), zipped=is_zipped(op))
         trust = _lacks_meta(drawn[0].first)
         report = check_rule(fitted.source.rule, legal, cases=_CASES, seed=seed, keep_going=True, trust_results=trust)
     return Inferred(
         op,
         tuple(draws.name for draws in drawn),
-        findings(found),
+        findings(searches),
         fitted.source.text,
         fitted.source.rule,
         tuple(dict.fromkeys(row for _, rows in fitted.unsaid for row in sorted(rows, key=str))),
-        (*notes, *_notes(found, fitted)),
+        (*notes, *_notes(searches, fitted)),
         report,
     )
 
@@ -129,7 +129,7 @@ def _parts(op: Op, sample: Sample) -> list[Sample]:
     return positions(op, sample) if is_zipped(op) else [sample]
 
 
-def _searched(draws: Draws, k: int, count: int, generator: torch.Generator, tell: Tell | None) -> Found:
+def _searched(draws: Draws, k: int, count: int, generator: torch.Generator, tell: Tell | None) -> SampleSearch:
     def on(done: int, total: int) -> None:
         if tell is not None:
             tell(k * _PER_SAMPLE + done * _PER_SAMPLE // max(total, 1), count * _PER_SAMPLE)
@@ -146,41 +146,41 @@ def _lacks_meta(trial: Trial) -> bool:
 # -- what a reviewer must know -----------------------------------------------------------------------------------
 
 
-def _notes(found: Sequence[Found], fitted: Fit) -> Iterator[str]:
-    first = found[0].draws
+def _notes(searches: Sequence[SampleSearch], fitted: Fit) -> Iterator[str]:
+    first = searches[0].draws
     if _lacks_meta(first.first):
         yield (
             "The op has no meta kernel, so no call of it on a mesh can be planned: give it one with "
             "torch.library.register_fake. The oracle took the shapes of the results from data."
         )
-    if len({tuple(None if m is None else m.ndim for m in one.draws.operands) for one in found}) == 1:
+    if len({tuple(None if m is None else m.ndim for m in one.draws.operands) for one in searches}) == 1:
         yield "All samples have the same numbers of dims; other calls are untried."
-    yield from _static_notes(found)
-    if any(one.cut for one in found):
+    yield from _static_notes(searches)
+    if any(one.cut for one in searches):
         yield "There are too many ways to place the operands; only those of which rows are usually made were tried."
-    if any(len(one.draws.trials) == 1 for one in found):
+    if any(len(one.draws.trials) == 1 for one in searches):
         yield "The op refuses other values for some samples: a row may hold by accident of the values."
-    if any(_is_mixed(one.draws) for one in found):
+    if any(_is_mixed(one.draws) for one in searches):
         yield "Integers and bools beside floats were taken for indices and masks and never made partial."
-    if any(_lacks_uneven(finding, found) for finding in findings(found)):
+    if any(_lacks_uneven(finding, searches) for finding in findings(searches)):
         yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
     if fitted.unsaid:
         yield "The rule does not say all rows that were found; those that are left out are listed."
 
 
-def _lacks_uneven(finding: Finding, found: Sequence[Found]) -> bool:
+def _lacks_uneven(finding: Finding, searches: Sequence[SampleSearch]) -> bool:
     """Whether a row failed for empty shards only and was never tried on uneven ones that are not empty."""
-    mine = [one.rows.get(finding.row) for one in found if one.draws.number in finding.fails_for]
+    mine = [one.rows.get(finding.row) for one in searches if one.draws.number in finding.fails_for]
     return finding.verdict == "even shards only" and all(e is not None and e.failed <= e.empty for e in mine)
 
 
-def _static_notes(found: Sequence[Found]) -> Iterator[str]:
-    values = [static_args(one.draws) for one in found]
+def _static_notes(searches: Sequence[SampleSearch]) -> Iterator[str]:
+    values = [static_args(one.draws) for one in searches]
     same = {n: v for n, v in values[0].items() if all(repr(other[n]) == repr(v) for other in values) and v is not None}
     if same:
         shown = ", ".join(f"{name}={value}" for name, value in same.items())
         yield f"Static arguments had one value in all samples ({shown}); for others the rule is unproved."
-    sizes = [name for name in values[0] if any(_is_shape(one, name) for one in found)]
+    sizes = [name for name in values[0] if any(_is_shape(one, name) for one in searches)]
     if sizes:
         yield (
             f"{', '.join(sizes)} holds a shape: rows that need a local one do not hold for the op on shards as it is. "
@@ -188,7 +188,7 @@ def _static_notes(found: Sequence[Found]) -> Iterator[str]:
         )
 
 
-def _is_shape(one: Found, name: str) -> bool:
+def _is_shape(one: SampleSearch, name: str) -> bool:
     value = static_args(one.draws)[name]
     shapes = [tuple(m.shape) for m in one.draws.outputs if m is not None]
     return isinstance(value, tuple) and len(value) > 1 and any(_matches(value, shape) for shape in shapes)

@@ -69,8 +69,8 @@ class Draws:
     def operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the operands without those for ``out=``."""
         outs = out_count(self.first)
-        found = self.first.operands
-        return tuple(None if t is None else TensorMeta.of(t) for t in found[: len(found) - outs])
+        tensors = self.first.operands
+        return tuple(None if t is None else TensorMeta.of(t) for t in tensors[: len(tensors) - outs])
 
     @property
     def outputs(self) -> tuple[TensorMeta | None, ...]:
@@ -86,13 +86,13 @@ def out_count(trial: Trial) -> int:
 
 def list_spans(trial: Trial) -> list[tuple[int, int]]:
     """Where the lists of tensors begin and end among the flat operands."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     at = 0
     for arg, value in zip(trial.signature.args, trial.values, strict=True):
         width = 1 if arg.kind is Kind.TENSOR else len(value or ()) if arg.kind is Kind.TENSORS else 0
-        found += [(at, at + width)] if arg.kind is Kind.TENSORS else []
+        spans += [(at, at + width)] if arg.kind is Kind.TENSORS else []
         at += width
-    return found
+    return spans
 
 
 def probing_rule(op: Op) -> Rule:
@@ -139,12 +139,12 @@ def _wilder_first(
 
 def _redrawn(tensor: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
     """Other values in the same strides, overlapping ones included."""
-    found = copied(tensor)
-    flat = torch.empty(0, dtype=tensor.dtype).set_(found.untyped_storage())
+    copy = copied(tensor)
+    flat = torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage())
     used = torch.empty(flat.shape, dtype=torch.bool).fill_(False)
     used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
     flat[used] = how(flat[used])
-    return found
+    return copy
 
 
 def _float(tensor: Tensor, scale: float, generator: torch.Generator, *, keep_sign: bool) -> Tensor:
@@ -180,8 +180,8 @@ def _legal(first: Trial, operands: Sequence[Tensor | None]) -> Trial | None:
 
 
 def _finite(answer: Answer) -> bool:
-    found = [t for t in (*answer.tensors, *answer.operands) if t is not None and t.is_floating_point()]
-    return all(bool(t.isfinite().all()) for t in found)
+    floats = [t for t in (*answer.tensors, *answer.operands) if t is not None and t.is_floating_point()]
+    return all(bool(t.isfinite().all()) for t in floats)
 
 
 # -- what cannot be probed ---------------------------------------------------------------------------------------
@@ -222,9 +222,9 @@ def _answers_alike(trial: Trial) -> bool:
     mesh = AbstractMesh(())
     pairs = zip((*tensors, *operands), (*expected.tensors, *expected.operands), strict=True)
     same = all(
-        difference({(): found}, None if w is None else TensorSpec(mesh, (), TensorMeta.of(w)), w, trial.tolerance)
+        difference({(): actual}, None if w is None else TensorSpec(mesh, (), TensorMeta.of(w)), w, trial.tolerance)
         is None
-        for found, w in pairs
+        for actual, w in pairs
     )
     return same and str(others) == str(expected.others)
 

@@ -47,17 +47,17 @@ _OF_LISTS: tuple[_Template, ...] = (
 def features(op: Op, groups: Sequence[Group], *, zipped: bool) -> list[Feature]:
     """The numbers of dims, which dims have one element, and the static arguments."""
     probing = probing_rule(op)
-    calls = [call_of(probing, group.found[0].draws, zipped=zipped).args for group in groups]
-    statics = [static_args(group.found[0].draws) for group in groups]
-    found: list[Feature] = []
+    calls = [call_of(probing, group.searches[0].draws, zipped=zipped).args for group in groups]
+    statics = [static_args(group.searches[0].draws) for group in groups]
+    all_features: list[Feature] = []
     for arg in signature(op).args:
         if arg.name in statics[0]:
             values = tuple(static[arg.name] for static in statics)
             if all(map(_can_be_written, values)):
-                found.append(Feature(arg.name, (arg.name,), values, arg.kind is Kind.BY_VALUE))
+                all_features.append(Feature(arg.name, (arg.name,), values, arg.kind is Kind.BY_VALUE))
         elif not arg.is_out:
-            found += _of_tensors(arg.name, [call[arg.name] for call in calls])
-    return found
+            all_features += _of_tensors(arg.name, [call[arg.name] for call in calls])
+    return all_features
 
 
 def _of_tensors(name: str, values: Sequence[Any]) -> Iterator[Feature]:
@@ -87,10 +87,10 @@ def _plain(value: float) -> bool:
     return value - value == 0
 
 
-def telling(found: Sequence[Feature], branch: Sequence[int]) -> list[Feature] | None:
+def telling(candidates: Sequence[Feature], branch: Sequence[int]) -> list[Feature] | None:
     """The features to ask for, so that groups of different branches differ: the fewest beyond those always asked."""
-    base = [feature for feature in found if feature.always]
-    more = [feature for feature in found if not feature.always]
+    base = [feature for feature in candidates if feature.always]
+    more = [feature for feature in candidates if not feature.always]
     for n in range(len(more) + 1):
         for several in combinations(more, n):
             asked = [*base, *several]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 
 from attrs import evolve, field, frozen
@@ -30,7 +31,7 @@ class Fit:
 
 
 @frozen(eq=False)
-class _Candidate:
+class _JudgedSource:
     """A rule, what to return for it from a function of the arguments, and the groups of which it says all."""
 
     source: Source
@@ -51,7 +52,7 @@ def fit(op: Op, groups: Sequence[Group], *, zipped: bool) -> Fit:
 
 
 def _alike_in_lists(group: Group) -> tuple[Row, ...]:
-    spans = list_spans(group.found[0].draws.first)
+    spans = list_spans(group.searches[0].draws.first)
     return tuple(row for row in group.rows if all(len(set(row.inputs[a:b])) < 2 for a, b in spans))  # noqa: PLR2004
 
 
@@ -71,7 +72,7 @@ class _Fitting:
     def best(self) -> Source:
         # An argument called dim most likely means a dim: a rule that reads it says more than one of the dim sampled.
         guarded = self._hangs_on_one_value()
-        candidates: list[_Candidate] = []
+        candidates: list[_JudgedSource] = []
         for candidate in chain(self.by_argument(("dim", "axis")), self.by_notation()):
             candidates.append(candidate)
             if candidate.covers == self.everything and not (guarded and candidate.returned):
@@ -82,14 +83,14 @@ class _Fitting:
 
     def _hangs_on_one_value(self) -> bool:
         """Whether an int or ints that are not the default had one value in all samples: other values say other rows."""
-        statics = [static_args(one.draws) for group in self.groups for one in group.found]
+        statics = [static_args(one.draws) for group in self.groups for one in group.searches]
         return any(
             len({repr(static[a.name]) for static in statics}) == 1 and _is_chosen(a, statics[0][a.name])
             for a in signature(self.op).args
             if a.kind is Kind.BY_VALUE
         )
 
-    def judged(self, source: Callable[[], Source], returned: str = "") -> _Candidate | None:
+    def judged(self, source: Callable[[], Source], returned: str = "") -> _JudgedSource | None:
         """The candidate, or none when no such rule can be made."""
         try:
             made = source()
@@ -97,19 +98,20 @@ class _Fitting:
             return None
         said = [missing(made.rule, group, zipped=self.zipped) for group in self.groups]
         covers = frozenset(i for i, pair in enumerate(said) if pair is not None and not any(pair))
-        return _Candidate(made, returned, all(pair is not None and not pair[1] for pair in said), covers)
+        return _JudgedSource(made, returned, all(pair is not None and not pair[1] for pair in said), covers)
 
     # -- one notation --
-    def by_notation(self) -> Iterator[_Candidate]:
+    def by_notation(self) -> Iterator[_JudgedSource]:
         """Rules with one notation, from the rows of each group."""
         for group in self.groups:
             for named in self._notations(group):
-                found = self.judged(lambda named=named: plain(self.op, named, zipped=self.zipped), einop_call(named))  # type: ignore[misc]
-                if found is not None:
-                    yield found
+                source = partial(plain, self.op, named, zipped=self.zipped)
+                candidate = self.judged(source, einop_call(named))
+                if candidate is not None:
+                    yield candidate
 
     def _notations(self, group: Group) -> Iterator[Named]:
-        draws = [one.draws for one in group.found]
+        draws = [one.draws for one in group.searches]
         named = name_dims(group.rows, [(d.operands, d.outputs) for d in draws])
         shared = evolve(named, partial=tuple(self._partial_everywhere(len(draws[0].operands))))
         for one in (named, shared) if named.partial != shared.partial else (named,):
@@ -118,23 +120,23 @@ class _Fitting:
 
     def _partial_everywhere(self, count: int) -> list[str]:
         """Partial rows without shards that hold in all groups with as many operands."""
-        alike = [g for g in self.groups if len(g.found[0].draws.operands) == count]
+        alike = [g for g in self.groups if len(g.searches[0].draws.operands) == count]
         rows = dict.fromkeys(row for group in alike for row in group.rows)
         return only_partial(row for row in rows if all(_has(group, row) for group in alike))
 
     # -- functions of the arguments --
-    def by_argument(self, called: Sequence[str] = ("",)) -> Iterator[_Candidate]:
+    def by_argument(self, called: Sequence[str] = ("",)) -> Iterator[_JudgedSource]:
         """Rules in which a static argument (called so) names the dims that are whole, or those that are reduced."""
         tensors = [a for a in signature(self.op).tensor_args if not a.is_out]
         if len(tensors) != 1 or self.zipped:
             return
-        counts = {len(group.found[0].draws.operands) for group in self.groups}
+        counts = {len(group.searches[0].draws.operands) for group in self.groups}
         partials = [
             _repeated(t) if tensors[0].kind is Kind.TENSORS else t for t in self._partial_everywhere(max(counts))
         ]
-        found = [one.draws for group in self.groups for one in group.found]
-        for name in static_args(found[0]):
-            values = [(static_args(d)[name], d.operands[0]) for d in found]
+        draws = [one.draws for group in self.groups for one in group.searches]
+        for name in static_args(draws[0]):
+            values = [(static_args(d)[name], d.operands[0]) for d in draws]
             dims = dims_expression(name, values) if any(word in name for word in called) else None
             for body in by_dims(self.op, tensors[0], name, dims, partials) if dims else ():
                 candidate = self.judged(lambda body=body: from_function(self.op, body.uses, body.lines, body.summary))  # type: ignore[misc]
@@ -142,16 +144,16 @@ class _Fitting:
                     yield candidate
 
     # -- cases --
-    def _case_by_case_or_less(self, candidates: Sequence[_Candidate]) -> Source:
-        found = self.judged(lambda: self._case_by_case(candidates))
-        if found is not None and found.sound and found.covers == self.everything:
-            return found.source
+    def _case_by_case_or_less(self, candidates: Sequence[_JudgedSource]) -> Source:
+        by_case = self.judged(lambda: self._case_by_case(candidates))
+        if by_case is not None and by_case.sound and by_case.covers == self.everything:
+            return by_case.source
         returned = 'return einop("R -> R")'
         whole = self.judged(lambda: from_function(self.op, [], [returned], "All tensors whole.", zipped=self.zipped))
-        sound = [c for c in (*candidates, found, whole) if c is not None and c.sound]
+        sound = [c for c in (*candidates, by_case, whole) if c is not None and c.sound]
         return max(sound, key=lambda c: len(c.covers)).source
 
-    def _case_by_case(self, candidates: Sequence[_Candidate]) -> Source:
+    def _case_by_case(self, candidates: Sequence[_JudgedSource]) -> Source:
         """The fewest notations that cover every group, told apart by what the groups differ in."""
         left = list(range(len(self.groups)))
         chosen: list[tuple[str, list[int]]] = []
@@ -175,7 +177,7 @@ class _Fitting:
             yield Case(value, returned, tuple(sorted(n for i in same for n in self.groups[i].numbers)))
 
     def _rows_of(self, group: Group) -> str:
-        return rows_call(group.rows, out_count(group.found[0].draws.first))
+        return rows_call(group.rows, out_count(group.searches[0].draws.first))
 
 
 def _is_chosen(arg: Arg, value: object) -> bool:
@@ -185,7 +187,7 @@ def _is_chosen(arg: Arg, value: object) -> bool:
 
 def _has(group: Group, row: Row) -> bool:
     return row in group.rows or not any(
-        len(row.inputs) == len(one.draws.operands) and may_lie(row, one.draws.operands) for one in group.found
+        len(row.inputs) == len(one.draws.operands) and may_lie(row, one.draws.operands) for one in group.searches
     )
 
 
@@ -196,7 +198,7 @@ def _forms(named: Named, groups: Sequence[Group]) -> list[Named]:
         return [named, *shorter]
     tensors = [dims for one in shorter[:1] for dims in (*one.inputs, *one.outputs)]
     plain = all(not dims or dims == ("...",) for dims in tensors)
-    if plain or len({tuple(m and m.ndim for m in group.found[0].draws.outputs) for group in groups}) > 1:
+    if plain or len({tuple(m and m.ndim for m in group.searches[0].draws.outputs) for group in groups}) > 1:
         return [*shorter, named]
     return [named, *shorter]
 

@@ -85,8 +85,8 @@ class _Naming:
 
     def sizes(self, place: Place) -> tuple[int, ...]:
         side, tensor, dim = place
-        found = (m[0 if side == "in" else 1][tensor] for m in self.metas)
-        return tuple(-1 if meta is None else meta.shape[dim] for meta in found)
+        metas = (m[0 if side == "in" else 1][tensor] for m in self.metas)
+        return tuple(-1 if meta is None else meta.shape[dim] for meta in metas)
 
     def places(self) -> list[Place]:
         first = self.metas[0]
@@ -202,7 +202,7 @@ class _Naming:
         everywhere = {name for name in order if all(dims and dims[0] == name for dims in (*inputs, *outputs))}
         # A batch dim is one that all tensors have first, beside others that only some have.
         batch = everywhere if any(len(set(order) & set(dims or ())) < len(order) for dims in inputs) else set()
-        found: dict[int, str] = {}
+        letters: dict[int, str] = {}
         for name in order:
             if name not in self.sharded:
                 role = "whole" if name in made or not self._is_shared(name, inputs) else "reduced"
@@ -210,8 +210,8 @@ class _Naming:
                 role = "reduced"
             else:
                 role = "all" if name in batch else "passes"
-            found[name] = next(pools[role])
-        return found
+            letters[name] = next(pools[role])
+        return letters
 
     def _is_shared(self, name: int, inputs: Sequence[Sequence[int] | None]) -> bool:
         return sum(name in (dims or ()) for dims in inputs) > 1
@@ -247,7 +247,7 @@ def collapsed(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[s
     """Explicit rows as texts, a ``*`` for rows that are there for every kind, in the order of the first of each."""
     listed = list(rows)
     known = set(listed)
-    found: dict[str, None] = {}
+    texts: dict[str, None] = {}
     for inputs, outputs in listed:
         kinds = {word for word in (*inputs, *outputs) if word in REDUCE_OPS}
         if len(kinds) == 1:
@@ -255,8 +255,8 @@ def collapsed(rows: Iterable[tuple[tuple[str, ...], tuple[str, ...]]]) -> list[s
             every = [tuple(tuple(k if w == "*" else w for w in side) for side in starred) for k in REDUCE_OPS]
             if known.issuperset(every):
                 inputs, outputs = starred  # noqa: PLW2901
-        found[f"{', '.join(inputs)} -> {', '.join(outputs)}".strip()] = None
-    return list(found)
+        texts[f"{', '.join(inputs)} -> {', '.join(outputs)}".strip()] = None
+    return list(texts)
 
 
 def only_partial(rows: Iterable[Row]) -> list[str]:

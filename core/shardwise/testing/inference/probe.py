@@ -127,17 +127,17 @@ class Probe:
             return
         possible: list[list[Placement | None]] = []
         for o, (whole, meta) in enumerate(zip(expected, self.outputs, strict=True)):
-            found = {at: answer.tensors[o] for at, answer in answers.items()}
-            possible.append([p for p in _results(meta) if self._fits(found, whole, self._spec(meta, p))])
+            locals_ = {at: answer.tensors[o] for at, answer in answers.items()}
+            possible.append([p for p in _results(meta) if self._fits(locals_, whole, self._spec(meta, p))])
         same = written_results(self.trial)
         for outputs in product(*possible):
             if all(outputs[o] == inputs[i] for o, i in same if i < len(inputs)):
                 yield Row(inputs, outputs)
 
-    def _fits(self, found: Mapping[Coordinate, Tensor | None], whole: Tensor | None, spec: TensorSpec | None) -> bool:
-        if spec is not None and any(t is None or tuple(t.shape) != spec.local_shape(at) for at, t in found.items()):
+    def _fits(self, locals_: Mapping[Coordinate, Tensor | None], whole: Tensor | None, spec: TensorSpec | None) -> bool:
+        if spec is not None and any(t is None or tuple(t.shape) != spec.local_shape(at) for at, t in locals_.items()):
             return False
-        return difference(found, spec, whole, self.trial.tolerance) is None
+        return difference(locals_, spec, whole, self.trial.tolerance) is None
 
     def _holds(
         self,

@@ -17,7 +17,7 @@ from shardwise.kernel.symbols import chunk
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import PARTS, Probe, tried
 
-__all__ = ["MESHES", "Evidence", "Found", "Tell", "even_meshes", "may_lie", "search"]
+__all__ = ["MESHES", "Evidence", "SampleSearch", "Tell", "even_meshes", "may_lie", "search"]
 
 MESHES = (2, 3, 4)
 # Placings of all operands; each costs a fraction of a millisecond to rule out.
@@ -57,7 +57,7 @@ class Evidence:
 
 
 @frozen
-class Found:
+class SampleSearch:
     """What one sample says: evidence for each row that held on some mesh. ``cut``: not everything could be tried."""
 
     draws: Draws
@@ -65,7 +65,7 @@ class Found:
     cut: bool
 
 
-def search(draws: Draws, generator: torch.Generator, tell: Tell) -> Found:
+def search(draws: Draws, generator: torch.Generator, tell: Tell) -> SampleSearch:
     """Every row of one sample that holds for all draws of its values on some mesh; each is tried on an empty shard."""
     placings, cut = _placings(draws.operands)
     benches = _Benches(draws, generator)
@@ -80,7 +80,7 @@ def search(draws: Draws, generator: torch.Generator, tell: Tell) -> Found:
         for row, where in _held_on(benches, inputs, first, sorted({*MESHES, *empty})).items():
             rows[row] = Evidence(where, frozenset({*MESHES, *empty}) - where, even, empty)
     tell(len(placings), len(placings))
-    return Found(draws, _undominated(rows), cut)
+    return SampleSearch(draws, _undominated(rows), cut)
 
 
 def may_lie(row: Row, operands: Sequence[TensorMeta | None]) -> bool:
@@ -110,10 +110,10 @@ def _held_on(
 ) -> dict[Row, frozenset[int]]:
     """Where each row holds in every draw, as sizes of meshes; without rows that say less than one that holds."""
     most = frozenset(row for row in rows if not any(_says_more(other, row) for other in rows if other != row))
-    found = _held(benches, inputs, most, meshes)
-    sure = [row for row, where in found.items() if len(where) == len(meshes)]
+    held = _held(benches, inputs, most, meshes)
+    sure = [row for row, where in held.items() if len(where) == len(meshes)]
     less = frozenset(row for row in rows - most if not any(_says_more(other, row) for other in sure))
-    return {**found, **(_held(benches, inputs, less, meshes) if less else {})}
+    return {**held, **(_held(benches, inputs, less, meshes) if less else {})}
 
 
 def _held(benches: _Benches, inputs: Inputs, rows: frozenset[Row], meshes: Sequence[int]) -> dict[Row, frozenset[int]]:
@@ -170,10 +170,10 @@ def _placings(operands: Sequence[TensorMeta | None]) -> tuple[list[Inputs], bool
     choices = tried(operands)
     if prod(map(len, choices)) <= _MOST:
         return list(product(*choices)), False
-    found: dict[Inputs, None] = {}
+    placings: dict[Inputs, None] = {}
     for family in _families(operands, choices):
-        found.update(dict.fromkeys(islice(product(*family), _MOST)))
-    return list(found), True
+        placings.update(dict.fromkeys(islice(product(*family), _MOST)))
+    return list(placings), True
 
 
 def _families(

@@ -143,21 +143,21 @@ def _parameters(op: Op, uses: Sequence[str]) -> str:
 
 
 def _options(named: Named) -> list[str]:
-    found = []
+    options = []
     if named.reduce:
-        found.append(f"reduce={_mapping(named.reduce)}")
+        options.append(f"reduce={_mapping(named.reduce)}")
     if named.replicate:
-        found.append(f"replicate={_listed(named.replicate)}")
+        options.append(f"replicate={_listed(named.replicate)}")
     if named.nonempty:
-        found.append(f"nonempty={_listed(named.nonempty)}")
+        options.append(f"nonempty={_listed(named.nonempty)}")
     if named.partial:
         line = f"partial={_listed(named.partial)}"
         if len(line) < _WIDTH:
-            found.append(line)
+            options.append(line)
         else:
             rows = "".join(f"        {_quoted(text)},\n" for text in named.partial)
-            found.append(f"partial=[\n{rows}    ]")
-    return found
+            options.append(f"partial=[\n{rows}    ]")
+    return options
 
 
 def _mapping(names: Mapping[str, str]) -> str:

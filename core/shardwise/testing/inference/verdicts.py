@@ -15,7 +15,7 @@ from shardwise.kernel.spec import AbstractMesh, TensorMeta
 from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import written_results
-from shardwise.testing.inference.search import Found, even_meshes, may_lie
+from shardwise.testing.inference.search import SampleSearch, even_meshes, may_lie
 
 __all__ = ["Finding", "Group", "Verdict", "call_of", "findings", "grouped", "missing", "rule_rows"]
 
@@ -47,10 +47,10 @@ def _form(draws: Draws) -> tuple[str, ...]:
     )
 
 
-def findings(found: Sequence[Found]) -> tuple[Finding, ...]:
+def findings(searches: Sequence[SampleSearch]) -> tuple[Finding, ...]:
     """Every row that held for some sample on some mesh, form by form in the order of the samples."""
-    forms: dict[tuple[str, ...], list[Found]] = {}
-    for one in found:
+    forms: dict[tuple[str, ...], list[SampleSearch]] = {}
+    for one in searches:
         forms.setdefault(_form(one.draws), []).append(one)
     listed = [
         _finding(row, ", ".join(form), several)
@@ -61,8 +61,8 @@ def findings(found: Sequence[Found]) -> tuple[Finding, ...]:
     return tuple(f for f in listed if f.verdict != "some meshes" or any(isinstance(p, Shard) for p in f.row.inputs))
 
 
-def _finding(row: Row, form: str, found: Sequence[Found]) -> Finding:
-    tried = [one for one in found if may_lie(row, one.draws.operands)]
+def _finding(row: Row, form: str, searches: Sequence[SampleSearch]) -> Finding:
+    tried = [one for one in searches if may_lie(row, one.draws.operands)]
     verdict, said, held = _settled(row, tried)
     return Finding(
         said,
@@ -74,7 +74,7 @@ def _finding(row: Row, form: str, found: Sequence[Found]) -> Finding:
     )
 
 
-def _settled(row: Row, tried: Sequence[Found]) -> tuple[Verdict, Row, list[Found]]:
+def _settled(row: Row, tried: Sequence[SampleSearch]) -> tuple[Verdict, Row, list[SampleSearch]]:
     """What samples of one form say of a row: the verdict, the row with its condition, and those for which it holds."""
     known = [one.rows[row] for one in tried if row in one.rows]
     # A row that fails for empty shards alone is one for shards that are not; if only even ones are left, who knows.
@@ -95,10 +95,10 @@ def _settled(row: Row, tried: Sequence[Found]) -> tuple[Verdict, Row, list[Found
     return ("even shards only" if all(_holds_when_even(row, one) for one in tried) else "some meshes"), row, []
 
 
-def _holds_when_even(row: Row, found: Found) -> bool:
-    evidence = found.rows.get(row)
+def _holds_when_even(row: Row, search: SampleSearch) -> bool:
+    evidence = search.rows.get(row)
     if evidence is None:
-        return not even_meshes(row.inputs, found.draws.operands)
+        return not even_meshes(row.inputs, search.draws.operands)
     return evidence.even <= evidence.held
 
 
@@ -109,37 +109,37 @@ def _holds_when_even(row: Row, found: Found) -> bool:
 class Group:
     """Samples of one form with the same static arguments, and the rows that hold for all of them."""
 
-    found: tuple[Found, ...]
+    searches: tuple[SampleSearch, ...]
     rows: tuple[Row, ...]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return tuple(one.draws.number for one in self.found)
+        return tuple(one.draws.number for one in self.searches)
 
     @property
     def ndims(self) -> tuple[int | None, ...]:
         """The numbers of dims of operands and results."""
-        first = self.found[0].draws
+        first = self.searches[0].draws
         return tuple(None if m is None else m.ndim for m in (*first.operands, None, *first.outputs))
 
 
-def grouped(found: Sequence[Found]) -> list[Group]:
+def grouped(searches: Sequence[SampleSearch]) -> list[Group]:
     """The samples by form and static arguments; those of which no dim has one element come first."""
-    groups: dict[Any, list[Found]] = {}
-    for one in found:
+    groups: dict[Any, list[SampleSearch]] = {}
+    for one in searches:
         trial = one.draws.first
         static = [
             v for a, v in zip(trial.signature.args, trial.values, strict=True) if a not in trial.signature.tensor_args
         ]
         groups.setdefault((_form(one.draws), repr(static)), []).append(one)
     whole = [Group(tuple(several), tuple(_common(several))) for several in groups.values()]
-    return sorted(whole, key=lambda group: any("1" in form for form in _form(group.found[0].draws)))
+    return sorted(whole, key=lambda group: any("1" in form for form in _form(group.searches[0].draws)))
 
 
-def _common(found: Sequence[Found]) -> list[Row]:
+def _common(searches: Sequence[SampleSearch]) -> list[Row]:
     settled = (
-        _settled(row, [one for one in found if may_lie(row, one.draws.operands)])
-        for row in dict.fromkeys(row for one in found for row in one.rows)
+        _settled(row, [one for one in searches if may_lie(row, one.draws.operands)])
+        for row in dict.fromkeys(row for one in searches for row in one.rows)
     )
     return [row for verdict, row, _ in settled if verdict == "all samples"]
 
@@ -155,15 +155,15 @@ def rule_rows(rule: Rule, draws: Draws, *, zipped: bool = False) -> set[Row]:
     """What a rule says of a sample in the search's terms: rows that run the op itself on placings that were tried."""
     same = written_results(draws.first)
     count = len(draws.operands)
-    found = set()
+    rows = set()
     for row in rule.rows(call_of(rule, draws, zipped=zipped)):
         inputs = row.inputs[:count]
         outputs = tuple(None if m is None else p for p, m in zip(row.outputs, draws.outputs, strict=True))
         plain = not row.lowered and not row.divides and may_lie(Row(inputs, ()), draws.operands)
         stays = all(outputs[o] == inputs[i] for o, i in same if i < count)
         if plain and stays and not _shards_one_element(outputs, draws.outputs):
-            found.add(Row(inputs, outputs, nonempty=row.nonempty))
-    return found
+            rows.add(Row(inputs, outputs, nonempty=row.nonempty))
+    return rows
 
 
 def _shards_one_element(placements: Sequence[Any], metas: Sequence[TensorMeta | None]) -> bool:
@@ -176,7 +176,7 @@ def missing(rule: Rule, group: Group, *, zipped: bool) -> tuple[set[Row], set[Ro
     """The group's rows that a rule lacks and those that it has beyond them; ``None`` when it does not fit the calls."""
     lacks: set[Row] = set()
     beyond: set[Row] = set()
-    for one in group.found:
+    for one in group.searches:
         try:
             has = rule_rows(rule, one.draws, zipped=zipped)
         except (ShardingError, LookupError, TypeError, ValueError, AttributeError, NameError, ZeroDivisionError):

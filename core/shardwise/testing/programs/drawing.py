@@ -166,9 +166,9 @@ class _Drawing:
         if usable and self.rng.random() < _CONNECTED:
             # Late ones more often than early ones.
             name = usable[max(self.rng.randrange(len(usable)), self.rng.randrange(len(usable)))]
-            found = self.catalogue.sample_with(self.machine.values[name], self.rng)
-            if found is not None and _may_replace(found[0].operands[found[1]], self.machine.values[name]):
-                return found[0], {found[1]: name}
+            choice = self.catalogue.sample_with(self.machine.values[name], self.rng)
+            if choice is not None and _may_replace(choice[0].operands[choice[1]], self.machine.values[name]):
+                return choice[0], {choice[1]: name}
         return self.catalogue.any_sample(self.rng), {}
 
     def _operands(self, sample: _Sample, fixed: Mapping[int, int]) -> tuple[list[Leaf], list[int | None]]:
@@ -228,13 +228,13 @@ class _Drawing:
         memory = {name: self.machine.memory(name) for name in call.operands if name in self.machine.values}
         if torch.Tag.pointwise in op_called(call.op).tags and len(written) == 1:
             return any(memory.get(name) == m for name in written for other, m in memory.items() if other != name)
-        found = [memory[name] for name in call.operands if name in memory]
-        return any(found.count(memory[name]) > 1 for name in written if name in memory)
+        memories = [memory[name] for name in call.operands if name in memory]
+        return any(memories.count(memory[name]) > 1 for name in written if name in memory)
 
     def program(self) -> Program:
         """All of it, with the values that are followed back."""
-        found = Program(self.mesh_shape, tuple(self.lines), (), self.machine.grad)
-        return self._with_backward(found) if self.machine.grad else found
+        program = Program(self.mesh_shape, tuple(self.lines), (), self.machine.grad)
+        return self._with_backward(program) if self.machine.grad else program
 
     def _can_follow(self, name: int) -> bool:
         value = self.machine.values[name]
@@ -244,15 +244,15 @@ class _Drawing:
         choices = [REPLICATE, *map(shard, range(self.machine.values[name].ndim))]
         return tuple(self.rng.choice(choices) for _ in self.mesh_shape)
 
-    def _with_backward(self, found: Program) -> Program:
+    def _with_backward(self, program: Program) -> Program:
         made = [n for line in self.lines if isinstance(line, Call) for n in line.names if n in self.machine.values]
         roots = list(dict.fromkeys(n for n in made if self._can_follow(n)))[-2:]
-        followed = evolve(found, backward=tuple((n, self._cotangent_placements(n)) for n in roots))
+        followed = evolve(program, backward=tuple((n, self._cotangent_placements(n)) for n in roots))
         try:
             gradients = self.machine.gradients(followed) if roots else {}
         except Exception:  # noqa: BLE001  # no formula, or what it needs was overwritten
-            return found
-        return followed if gradients else found
+            return program
+        return followed if gradients else program
 
 
 def _looks_at_values(op: Op) -> bool:

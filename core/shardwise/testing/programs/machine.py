@@ -93,16 +93,16 @@ class Machine:
         return [name for name, value in self.values.items() if memory_of(value) in memory]
 
     def _after(self, before: Sequence[int], names: Sequence[int], others: tuple[Any, ...], *, loose: bool) -> After:
-        found = dict.fromkeys(names)
+        results = dict.fromkeys(names)
         coarse = max([self._coarse.get(memory_of(self.values[n]), 0.0) for n in before], default=0.0)
-        tolerance = max([coarse, *(TOLERANCE.get(self.values[n].dtype, 0.0) for n in (*before, *found))])
-        for name in found:
+        tolerance = max([coarse, *(TOLERANCE.get(self.values[n].dtype, 0.0) for n in (*before, *results))])
+        for name in results:
             memory = memory_of(self.values[name])
             self._coarse[memory] = max(tolerance, self._coarse.get(memory, 0.0))
             if loose:
                 self._loose.add(memory)
-        snapshots = {name: copied(self.values[name].detach()) for name in found}
-        shaky = frozenset(name for name in found if self.is_loose(name))
+        snapshots = {name: copied(self.values[name].detach()) for name in results}
+        shaky = frozenset(name for name in results if self.is_loose(name))
         return After(snapshots, others, shaky, tolerance)
 
     def is_loose(self, name: int) -> bool:
@@ -124,8 +124,8 @@ def follow_back(
 ) -> dict[int, Any]:
     """Gradients by the name of the leaf; both for plain tensors and for those on a mesh."""
     leaves = [line.name for line in program.lines if isinstance(line, Leaf) and flows(line.value)]
-    found = torch.autograd.grad(roots, [values[n] for n in leaves], given, allow_unused=True)
-    return dict(zip(leaves, found, strict=True))
+    gradients = torch.autograd.grad(roots, [values[n] for n in leaves], given, allow_unused=True)
+    return dict(zip(leaves, gradients, strict=True))
 
 
 def cotangents(program: Program, values: Mapping[int, Any]) -> list[Tensor]:
@@ -177,11 +177,11 @@ def written_names(line: Call) -> list[int]:
     op = op_called(line.op)
     named = signature(op)
     given = named.bind(line.args, line.kwargs)
-    found: list[int] = []
+    names: list[int] = []
     for arg, value in zip(named.args, given, strict=True):
         if arg.written:
-            found += [v.name for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Value)]
-    return found
+            names += [v.name for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Value)]
+    return names
 
 
 def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -206,6 +206,6 @@ def run_alone(line: Call, values: Mapping[int, Tensor]) -> tuple[dict[int, Tenso
     own = {name: copied(values[name]) for name in line.operands}
     with torch.no_grad():
         tensors, others = call_on(line, own)
-    found = dict(own)
-    found |= {name: t for name, t in zip(line.names, tensors, strict=True) if t is not None}
-    return found, others
+    results = dict(own)
+    results |= {name: t for name, t in zip(line.names, tensors, strict=True) if t is not None}
+    return results, others

@@ -164,5 +164,5 @@ def _names_in(value: Any) -> Iterator[int]:
 def op_called(name: str) -> Op:
     """The overload of a name such as ``aten.add.Tensor``."""
     namespace, base, overload = name.split(".")
-    found: Op = getattr(getattr(getattr(torch.ops, namespace), base), overload)
-    return found
+    op: Op = getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    return op

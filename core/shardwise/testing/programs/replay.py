@@ -22,7 +22,7 @@ from shardwise.testing.partials import place
 from shardwise.testing.programs.machine import call_on, cotangents, flows, follow_back, written_names
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program
 
-__all__ = ["BACKWARD", "Held", "Outcome", "replay"]
+__all__ = ["BACKWARD", "Held", "LineOutcome", "replay"]
 
 BACKWARD = "backward"
 
@@ -60,7 +60,7 @@ def _held(
 
 
 @frozen(eq=False)
-class Outcome:
+class LineOutcome:
     """What became of one line on this rank: ``state`` is ran, refused, left (it needs what was refused), or raised.
 
     ``why`` is the error of one that was refused or raised.
@@ -72,7 +72,7 @@ class Outcome:
     others: tuple[Any, ...] = ()
 
 
-def replay(program: Program, watched: Sequence[Sequence[int]]) -> list[Outcome]:
+def replay(program: Program, watched: Sequence[Sequence[int]]) -> list[LineOutcome]:
     """Run a program on this rank. ``watched`` are the values to look at after each line.
 
     One outcome a line, and one more for the backward pass, if there is one. After a line that raised, or that could
@@ -82,14 +82,14 @@ def replay(program: Program, watched: Sequence[Sequence[int]]) -> list[Outcome]:
     run = _Replay(program, mesh(program.mesh_shape))
     with warnings.catch_warnings(), torch.set_grad_enabled(program.grad):
         warnings.simplefilter("ignore")
-        found = []
+        outcomes = []
         for line, names in zip(program.lines, watched, strict=True):
-            found.append(run.line(line, names))
+            outcomes.append(run.line(line, names))
             if run.ended:
-                return found
+                return outcomes
         if program.backward:
-            found.append(run.backward())
-    return found
+            outcomes.append(run.backward())
+    return outcomes
 
 
 @define(eq=False)
@@ -99,23 +99,23 @@ class _Replay:
     values: dict[int, Any] = field(factory=dict)
     ended: bool = False
 
-    def line(self, line: Line, watched: Sequence[int]) -> Outcome:
+    def line(self, line: Line, watched: Sequence[int]) -> LineOutcome:
         needed = line.operands if isinstance(line, Call) else [line.source] if isinstance(line, Move) else []
         if not all(name in self.values for name in needed):
             self.ended = _writes(line)
-            return Outcome("left")
+            return LineOutcome("left")
         try:
             others = self._run(line)
         except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             self.ended = _writes(line)
-            return Outcome("refused", f"{type(error).__name__}: {error}")
+            return LineOutcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
             raise LineFailedError(f"{line}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         if _writes(line) and any(_is_stale(self.values.get(name)) for name in watched):
             # A view that had to be copied does not see what is written to its base; nor does a program count on it.
             self.ended = True
-            return Outcome("left", "a view of what it writes is a copy")
-        return Outcome("ran", "", {n: _seen(self.values[n]) for n in watched if n in self.values}, others)
+            return LineOutcome("left", "a view of what it writes is a copy")
+        return LineOutcome("ran", "", {n: _seen(self.values[n]) for n in watched if n in self.values}, others)
 
     def _run(self, line: Line) -> tuple[Any, ...]:
         if isinstance(line, Leaf):
@@ -135,22 +135,22 @@ class _Replay:
         local = place(line.value, spec, torch.Generator().manual_seed(line.name))[spec.coordinate()]
         return MeshTensor(local, spec, self.program.grad and flows(line.value))
 
-    def backward(self) -> Outcome:
+    def backward(self) -> LineOutcome:
         roots = [self.values.get(name) for name, _ in self.program.backward]
         if any(root is None for root in roots):
-            return Outcome("left")
+            return LineOutcome("left")
         given = []
         for (_, placements), whole in zip(self.program.backward, cotangents(self.program, self.values), strict=True):
             spec = TensorSpec(self.device_mesh, placements, TensorMeta.of(whole))
             given.append(MeshTensor(scatter_local(whole, spec), spec))
         try:
-            found = follow_back(self.program, self.values, roots, given)
+            gradients = follow_back(self.program, self.values, roots, given)
         except (DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError) as error:
             # Some of torch's formulas make plain constants, or ask what would come out on the meta device.
-            return Outcome("refused", f"{type(error).__name__}: {error}")
+            return LineOutcome("refused", f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
-        return Outcome("ran", "", {n: _seen(g) for n, g in found.items() if g is not None})
+        return LineOutcome("ran", "", {n: _seen(g) for n, g in gradients.items() if g is not None})
 
 
 class LineFailedError(RuntimeError):

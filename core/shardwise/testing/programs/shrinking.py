@@ -83,10 +83,10 @@ def _cut(program: Program) -> Iterator[Program]:
         if isinstance(line, Leaf):
             continue
         if isinstance(line, Move):
-            found = [Leaf(line.name, after[i].values[line.name], line.placements)]
+            leaves = [Leaf(line.name, after[i].values[line.name], line.placements)]
         else:
-            found = [Leaf(n, after[i].values[n], whole) for n in line.names if n in after[i].values]
-        yield evolve(program, lines=(*program.lines[:i], *found, *program.lines[i + 1 :]))
+            leaves = [Leaf(n, after[i].values[n], whole) for n in line.names if n in after[i].values]
+        yield evolve(program, lines=(*program.lines[:i], *leaves, *program.lines[i + 1 :]))
 
 
 def _simpler(program: Program) -> Iterator[Program]:

@@ -16,7 +16,7 @@ from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone
 from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, op_called
-from shardwise.testing.programs.replay import BACKWARD, Held, Outcome, replay
+from shardwise.testing.programs.replay import BACKWARD, Held, LineOutcome, replay
 
 __all__ = ["Verdict", "check_program"]
 
@@ -69,7 +69,7 @@ class _Judge:
     program: Program
     after: Sequence[After]
     gradients: Mapping[int, Tensor | None]
-    told: Sequence[Sequence[Outcome]]
+    told: Sequence[Sequence[LineOutcome]]
     verdict: Verdict
     held: dict[int, Tensor] = field(factory=dict)
     unsteady: bool = False
@@ -90,7 +90,7 @@ class _Judge:
                 self.verdict.wrong, self.verdict.at = wrong, i if is_line else BACKWARD
                 return
 
-    def _state(self, here: Sequence[Outcome], what: str) -> str:
+    def _state(self, here: Sequence[LineOutcome], what: str) -> str:
         """What is wrong about how the ranks went about it; counts it."""
         states = {(o.state, o.why.partition(":")[0]) for o in here}
         if len(states) != 1:
@@ -99,7 +99,7 @@ class _Judge:
         self.verdict.counts[f"{what} {state}{f' ({why})' if why else ''}"] += 1
         return ""
 
-    def _line(self, i: int, here: Sequence[Outcome]) -> str:
+    def _line(self, i: int, here: Sequence[LineOutcome]) -> str:
         line, after = self.program.lines[i], self.after[i]
         if isinstance(line, Call):
             wrong = self._state(here, "call")
@@ -117,7 +117,7 @@ class _Judge:
             self.held[name] = self._whole({at: o.values[name] for at, o in zip(self._where(), here, strict=True)})
         return wrong
 
-    def _others(self, line: Line, after: After, here: Sequence[Outcome]) -> str:
+    def _others(self, line: Line, after: After, here: Sequence[LineOutcome]) -> str:
         if self.unsteady or after.loose or (isinstance(line, Call) and decided_by_chance(op_called(line.op))):
             return ""
         for rank, outcome in enumerate(here):
@@ -125,7 +125,7 @@ class _Judge:
                 return f"rank {rank} answers {outcome.others}, one device {after.others}"
         return ""
 
-    def _values(self, i: int, here: Sequence[Outcome]) -> str:
+    def _values(self, i: int, here: Sequence[LineOutcome]) -> str:
         after = self.after[i]
         for name, wanted in after.values.items():
             if not all(name in o.values for o in here):
@@ -139,17 +139,17 @@ class _Judge:
                 return f"value {name}: {wrong}"
         return ""
 
-    def _difference(self, found: Sequence[Held], wanted: Tensor, tolerance: float, *, loose: bool) -> str:
-        first = found[0]
+    def _difference(self, held: Sequence[Held], wanted: Tensor, tolerance: float, *, loose: bool) -> str:
+        first = held[0]
         if first.meta is None:
             return f"it is a plain {first.plain}"
-        if any(h.placements != first.placements or h.meta != first.meta for h in found):
+        if any(h.placements != first.placements or h.meta != first.meta for h in held):
             return "the ranks do not agree where it lies"
         meta = first.meta
         if meta.shape != wanted.shape or meta.dtype != wanted.dtype:
             return f"it is {meta}, on one device {TensorMeta.of(wanted)}"
         spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, meta)
-        locals_ = {at: h.local for at, h in zip(self._where(), found, strict=True)}
+        locals_ = {at: h.local for at, h in zip(self._where(), held, strict=True)}
         wrong = difference(locals_, spec, wanted, tolerance, values=not loose)
         self.verdict.counts["values compared"] += not loose
         return f"{spec}: {wrong}" if wrong else ""
@@ -173,15 +173,15 @@ class _Judge:
     def _where(self) -> list[tuple[int, ...]]:
         return coordinates(self.program.mesh_shape)
 
-    def _whole(self, found: Mapping[tuple[int, ...], Held]) -> Tensor:
-        first = next(iter(found.values()))
+    def _whole(self, held: Mapping[tuple[int, ...], Held]) -> Tensor:
+        first = next(iter(held.values()))
         if first.meta is None:
             return first.local
         spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
-        return assemble({at: h.local for at, h in found.items()}, spec)
+        return assemble({at: h.local for at, h in held.items()}, spec)
 
     # -- differences that rounding makes --
-    def _is_unsteady(self, line: Line, here: Sequence[Outcome]) -> bool:
+    def _is_unsteady(self, line: Line, here: Sequence[LineOutcome]) -> bool:
         """Whether one device, given what the ranks were given, answers as they do: then rounding was blown up."""
         if not isinstance(line, Call) or not all(name in self.held for name in line.operands):
             return False
@@ -196,7 +196,7 @@ class _Judge:
         made = [n for n in values if n in here[0].values]
         return not any(self._difference([o.values[n] for o in here], values[n], tolerance, loose=False) for n in made)
 
-    def _backward(self, here: Sequence[Outcome]) -> str:
+    def _backward(self, here: Sequence[LineOutcome]) -> str:
         wrong = self._state(here, "backward")
         if wrong or here[0].state != "ran":
             return wrong
@@ -208,8 +208,8 @@ class _Judge:
             if not all(name in o.values for o in here):
                 return f"leaf {name} has no gradient on some rank"
             loose = self.unsteady or any(a.loose for a in self.after)
-            found = [o.values[name] for o in here]
-            wrong = self._difference(found, wanted, tolerance * 10, loose=loose)
+            held = [o.values[name] for o in here]
+            wrong = self._difference(held, wanted, tolerance * 10, loose=loose)
             if wrong and not self._is_steep(name, wanted):
                 return f"the gradient of {name}: {wrong}"
             self.verdict.counts["gradients compared"] += not loose and not wrong
@@ -242,11 +242,11 @@ def _order_of(meta: TensorMeta) -> list[int]:
 
 def _unlike_on_meta(line: Call, name: int, meta: TensorMeta, operands: Mapping[int, TensorMeta]) -> str:
     """What is wrong about strides that are not those of one device: nothing where torch gives them without data."""
-    found = f"its strides are {meta.stride}"
+    strides = f"its strides are {meta.stride}"
     try:
         tensors, _ = call_on(line, {n: m.to_meta_tensor() for n, m in operands.items()})
     except Exception:  # noqa: BLE001  # no kernel for it
         return ""
     seen = tensors[line.names.index(name)]
     same = seen is not None and _order_of(TensorMeta.of(seen)) == _order_of(meta)
-    return "" if same else f"{found}, and neither one device nor torch without data has that order"
+    return "" if same else f"{strides}, and neither one device nor torch without data has that order"
