@@ -1,13 +1,21 @@
-"""What every test has: the worker pool, and a skip with its reason for tests that need a GPU."""
+"""What every test has: the worker pool, a skip with its reason for tests that need a GPU, and two processes that share
+the whole run.
+"""
 
 import importlib.util
 import os
+import pickle
+import re
 import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from shardwise.testing.report import Report
 
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
 os.environ["SHARDWISE_LINKS"] = "off"
@@ -21,6 +29,7 @@ pytest_plugins = ["shardwise.testing.pytest_plugin"]
 
 def pytest_configure(config):
     """Register the fixtures of environments.py, which no search path leads to."""
+    config.stash[REPORTS] = {}
     if not config.pluginmanager.has_plugin("environments"):
         spec = importlib.util.spec_from_file_location("environments", Path(__file__).with_name("environments.py"))
         module = sys.modules["environments"] = importlib.util.module_from_spec(spec)
@@ -31,3 +40,85 @@ def pytest_configure(config):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch finds none here")
+
+
+# -- two processes -----------------------------------------------------------------------------------------------
+
+# What takes seconds to start, once for a whole run: all files that use it are run by the same process. In each pattern,
+# arguments of a test or a fixture; the tests that PluginTests brings along take the pool, too.
+SHARED = {
+    "pool": re.compile(r"def \w+\([^)]*\bpool(_of)?\b|\(PluginTests\):"),
+    "environments": re.compile(r"def \w+\([^)]*\b(shardwise_wheel|environment|zoo)\b"),
+}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Two processes for a run of everything, where pytest-xdist is installed and nobody says another number: one with
+    the pool, whose ranks often wait for each other, beside the rest. What somebody picks runs in one, which starts
+    faster.
+    """
+    option = config.option
+    nobody_says = getattr(option, "numprocesses", 0) is None and not option.usepdb and not option.collectonly
+    if nobody_says and config.args_source is config.ArgsSource.TESTPATHS:
+        option.numprocesses = 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatTheyShare(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return shared_by(config.rootpath / nodeid.partition("::")[0]) or nodeid
+
+    return ByWhatTheyShare(config, log)
+
+
+@cache
+def shared_by(path):
+    source = path.read_text()
+    return next((name for name, pattern in SHARED.items() if pattern.search(source)), None)
+
+
+# -- the oracle's counts -----------------------------------------------------------------------------------------
+
+REPORTS = pytest.StashKey[dict[str, Report]]()
+
+
+@pytest.fixture
+def record(request) -> Iterator[Callable[[str, Report], None]]:
+    """``record(plugin, report)`` adds to the counts that are shown at the end of the run."""
+    return lambda plugin, report: add_report(request.config, plugin, report)
+
+
+def add_report(config, plugin, report):
+    reports = config.stash[REPORTS]
+    reports[plugin] = reports.get(plugin, Report()) + report
+
+
+def pytest_sessionfinish(session):
+    """Where several processes share the run, each hands its counts to the one that shows them."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["oracle"] = pickle.dumps(session.config.stash[REPORTS])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node, error):
+    for plugin, report in pickle.loads(getattr(node, "workeroutput", {}).get("oracle", pickle.dumps({}))).items():
+        add_report(node.config, plugin, report)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    reports = config.stash[REPORTS]
+    if not reports:
+        return
+    terminalreporter.section("oracle")
+    total = Report()
+    for plugin, report in sorted(reports.items()):
+        total += report
+        terminalreporter.write_line(f"{plugin:24} {report}")
+        for what in ("unexercised", "unsampled"):
+            for line in getattr(report, what):
+                terminalreporter.write_line(f"    {what}: {line}")
+    terminalreporter.write_line(f"{'all':24} {total}")

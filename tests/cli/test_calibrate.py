@@ -33,6 +33,8 @@ def test_figures_are_printed_and_written_where_they_are_read(tmp_path):
     assert (entry.site.mesh_shape, entry.site.backend) == ((2, 1), "gloo")
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_under_torchrun_and_for_programs(tmp_path):
     path = tmp_path / "mine.json"
     done = run("--mesh", "2", "--out", str(path), "--json", launcher=TORCHRUN)

@@ -29,21 +29,23 @@ def values(shape, dtype):
 
 
 def check(ranks, pairs, shape, dtype):
-    """Compile each redistribution with gradients off; its result must equal eager mode's, bit for bit."""
+    """Compile all redistributions as one graph, gradients off; each result must equal eager mode's, bit for bit."""
+    torch._dynamo.reset()
     m = DeviceMesh("cpu", ranks)
     whole = values(shape, dtype)
-    for source, target in pairs:
-        torch._dynamo.reset()
-        spec = TensorSpec(m, source, TensorMeta.of(whole))
-        x = MeshTensor(scatter_local(whole, spec), spec)
-        issued = []
-        with events.observe(issued.append):
-            compiled = torch.compile(lambda t, to=target: t.redistribute(placements=to), backend="aot_eager")
-            found = compiled(x)
-        assert issued == [], "a collective ran outside the graph"
-        expected = x.redistribute(placements=target)
-        assert found.spec is expected.spec
-        torch.testing.assert_close(found.to_local(), expected.to_local(), rtol=0, atol=0)
+    specs = [TensorSpec(m, source, TensorMeta.of(whole)) for source, _ in pairs]
+    sources = [MeshTensor(scatter_local(whole, spec), spec) for spec in specs]
+
+    def redistributed(tensors):
+        return [t.redistribute(placements=target) for t, (_, target) in zip(tensors, pairs, strict=True)]
+
+    issued = []
+    with events.observe(issued.append):
+        found = torch.compile(redistributed, backend="aot_eager", fullgraph=True)(sources)
+    assert issued == [], "a collective ran outside the graph"
+    for one, other, pair in zip(found, redistributed(sources), pairs, strict=True):
+        assert one.spec is other.spec, pair
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=0, msg=lambda m, p=pair: f"{p}: {m}")
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 2)], ids=str)

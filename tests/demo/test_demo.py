@@ -68,6 +68,8 @@ def test_the_demo_agrees_and_reports(tmp_path):
     assert sum(use["bytes"] for use in report["collectives"]) > 0
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_under_torchrun(tmp_path):
     report_path = tmp_path / "report.json"
     arguments = [*SMALL, "--steps", "2", "--mesh", "2", "--json", str(report_path)]
@@ -80,6 +82,8 @@ def test_under_torchrun(tmp_path):
     assert json.loads(report_path.read_text())["settings"]["mesh_names"] == ["tp"]
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_killed_worker_ends_the_demo_within_seconds(endless):
     demo, workers = endless
     workers[1].kill()
@@ -91,6 +95,8 @@ def test_a_killed_worker_ends_the_demo_within_seconds(endless):
     assert_all_gone(workers)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_ctrl_c_leaves_nothing_behind(endless):
     demo, workers = endless
     os.killpg(demo.pid, signal.SIGINT)
@@ -99,6 +105,8 @@ def test_ctrl_c_leaves_nothing_behind(endless):
     assert_all_gone(workers)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_killed_parent_leaves_nothing_behind(endless):
     demo, workers = endless
     demo.kill()

@@ -6,9 +6,11 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from shardwise.cli import main
@@ -101,10 +103,33 @@ def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
                 assert docs.squeezed(shown) == docs.squeezed(result.output), str(block)
 
 
-def test_the_readme_example_runs(tmp_path, docs):
+def readme_example(docs):
     (example,) = [b.text for b in docs.blocks(docs.ROOT / "README.md") if b.language == "python"]
+    return example
+
+
+def run_readme(text):
+    """It ends with the process group, which the pool still needs."""
+    kept, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    try:
+        with redirect_stdout(StringIO()) as out:
+            run_program(text)
+    finally:
+        dist.destroy_process_group = kept
+    return out.getvalue()
+
+
+def test_the_readme_example_runs(docs, pool):
+    printed, *others = pool.run(run_readme, readme_example(docs))
+    assert printed.count("MeshTensor") == 10
+    assert others == [""] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_the_readme_example_runs_under_torchrun(tmp_path, docs):
     script = tmp_path / "example.py"
-    script.write_text(example)
+    script.write_text(readme_example(docs))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     done = subprocess.run([*torchrun, str(script)], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr

@@ -7,6 +7,9 @@ import subprocess
 
 import pytest
 
+# Everyday runs leave it to tests/comm/test_rule_agreement.py, on the pool.
+pytestmark = [pytest.mark.slow, pytest.mark.sample]
+
 RANK = """
     import datetime, json, os, sys, warnings
     import torch
@@ -70,15 +73,13 @@ def envs(tmp_path_factory, shardwise_wheel, installed):
     return made("old", old), made("new", new), made("none")
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_ranks_with_the_same_plugins_go_on(envs):
     assert start([envs[0]] * 4, DISTRIBUTE, {}) == [["went on", ""]] * 4
 
 
 @pytest.mark.parametrize(
     "use",
-    [DISTRIBUTE, pytest.param(FROM_LOCAL, marks=[pytest.mark.slow, pytest.mark.sample])],
+    [DISTRIBUTE, FROM_LOCAL],
     ids=["distribute_tensor", "from_local"],
 )
 def test_ranks_with_other_versions_or_without_the_plugin_all_raise(envs, use):
@@ -91,8 +92,6 @@ def test_ranks_with_other_versions_or_without_the_plugin_all_raise(envs, use):
         assert "none on rank 3" in message
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_a_rank_with_another_setting_is_named_with_the_op_whose_rule_differs(envs):
     answers = start([envs[0]] * 4, DISTRIBUTE, {2: {"SHARDWISE_DISABLE_PLUGINS": "acme-kernels"}})
     assert [kind for kind, _ in answers] == ["RankDisagreementError"] * 4

@@ -102,7 +102,7 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize(("op", "args", "expected"), GOLDEN, ids=lambda v: str(v) if not isinstance(v, list) else "")
+@pytest.mark.parametrize(("op", "args", "expected"), GOLDEN, ids=[str(op) for op, *_ in GOLDEN])
 def test_partial_rows(op, args, expected):
     found = partials(op, *args)
     assert found >= expected

@@ -158,10 +158,18 @@ CASES = {
 }
 
 
-SLOW = [pytest.mark.slow, pytest.mark.sample]
+def one_layer():
+    return Transformer(layers=1)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c.startswith("data") else SLOW) for c in CASES])
+def test_a_compiled_layer_trains_as_in_eager_mode(pool):
+    mesh_of, partition, data, batch, hook = CASES["data and tensor 2x2, uneven"]
+    pool.run(compare, one_layer, mesh_of, partition, data, "aot_eager", batch, hook, timeout=240)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("case", CASES)
 def test_a_compiled_transformer_trains_as_in_eager_mode(pool, case):
     mesh_of, partition, data, batch, hook = CASES[case]
     pool.run(compare, Transformer, mesh_of, partition, data, "aot_eager", batch, hook, timeout=240)

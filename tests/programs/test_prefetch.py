@@ -138,13 +138,17 @@ def compare(case, batch, accumulate=1, prepare=lambda model: model, **options):
         assert p.grad is None or p.grad.placements == p.placements, name
 
 
-@pytest.mark.parametrize("batch", [8, 7])
+# What .ci/run adds.
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
+
+@pytest.mark.parametrize("batch", [pytest.param(8, marks=SAMPLE), 7])
 @pytest.mark.parametrize("case", CASES)
 def test_numbers_are_those_of_one_device(pool, case, batch):
     pool.run(compare, case, batch)
 
 
-@pytest.mark.parametrize("recompute", ["inside", "outside"])
+@pytest.mark.parametrize("recompute", ["inside", pytest.param("outside", marks=SAMPLE)])
 def test_with_activations_recomputed(pool, recompute):
     def compared():
         compare("(4,)", 4, recompute=recompute)

@@ -143,6 +143,9 @@ def ids(high, *shape):
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(2))
 
 
+# Batches that divide evenly are the smaller question: .ci/run asks it.
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
 DP_TP = ((2, 2), ("dp", "tp"))
 ONE = ((4,), ("all",))
 BATCH = {"one": [Shard(0)], "two": [Shard(0), Replicate()]}
@@ -162,7 +165,7 @@ MLP_CASES = {
 }
 
 
-@pytest.mark.parametrize("batch", [8, 7])
+@pytest.mark.parametrize("batch", [pytest.param(8, marks=SAMPLE), 7])
 @pytest.mark.parametrize("case", MLP_CASES)
 def test_an_mlp_trains_as_on_one_device(pool, case, batch):
     mesh_of, partition, data = MLP_CASES[case]
@@ -234,7 +237,7 @@ TRANSFORMER_CASES = {
 }
 
 
-@pytest.mark.parametrize("batch", [4, 7])
+@pytest.mark.parametrize("batch", [pytest.param(4, marks=SAMPLE), 7])
 @pytest.mark.parametrize("case", TRANSFORMER_CASES)
 def test_a_transformer_trains_as_on_one_device(pool, case, batch):
     mesh_of, partition, data, hook = TRANSFORMER_CASES[case]
@@ -259,7 +262,7 @@ CONV_CASES = {
 }
 
 
-@pytest.mark.parametrize("batch", [4, 5])
+@pytest.mark.parametrize("batch", [pytest.param(4, marks=SAMPLE), 5])
 @pytest.mark.parametrize("case", CONV_CASES)
 def test_a_convolutional_net_trains_as_on_one_device(pool, case, batch):
     mesh_of, partition, data = CONV_CASES[case]

@@ -1,4 +1,4 @@
-"""Nested arguments and results: the tensors in them, and keys of them."""
+"""Walks over nested arguments and results."""
 
 from __future__ import annotations
 
