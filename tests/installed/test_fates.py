@@ -95,7 +95,8 @@ def test_a_broken_plugin_leaves_no_rule_its_traceback_is_kept_and_a_miss_names_i
 STRICT = """
     import json
     import torch
-    from shardwise.discovery.process import default_registry, load
+    from shardwise.discovery.loading import load
+    from shardwise.discovery.process import default_registry
     from shardwise.errors import PluginLoadError
     from shardwise.discovery.entry_points import discover
     from shardwise.kernel.registry import Registry
