@@ -1,8 +1,8 @@
 """The C function behind an op: what ``torch.add`` calls, without the Python of ``OpOverload.__call__``.
 
-A function of torch's public namespaces picks its overload by the types of its arguments, so one that has an op's name
-is not yet the op. :func:`binding` tries the candidates once per combination of argument types, on meta tensors, and
-takes one only if exactly this op reaches the dispatcher, once, with exactly these arguments.
+A function of torch's public namespaces picks its overload by the types of its arguments, so a function with an op's
+name may run another op. :func:`binding` tries the candidates once per combination of argument types, on meta tensors.
+It returns one only if exactly this op reaches the dispatcher, once, with exactly these arguments.
 """
 
 from __future__ import annotations
@@ -27,15 +27,19 @@ _known: dict[Any, Callable[..., Any]] = {}
 def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """The fastest callable that runs ``op`` on arguments of these types; tensors must be plain local ones."""
     key = (id(op), *map(_type_of, args), *((name, _type_of(value)) for name, value in kwargs.items()))
-    found = _known.get(key)
-    if found is None:
-        found = _known[key] = _find(op, args, kwargs)
-    return found
+    call = _known.get(key)
+    if call is None:
+        call = direct_call(op)
+        effect = _effect(call, args, kwargs)
+        if effect is not None and [name for name, _ in effect] == [op]:
+            call = next((c for c in _candidates(op) if _effect(c, args, kwargs) == effect), call)
+        _known[key] = call
+    return call
 
 
 def _type_of(value: Any) -> Any:
-    """What torch's argument parser can tell apart: 0-dim tensors pass for numbers of their dtype, lists of one for what
-    is in them.
+    """What torch's argument parser tells apart. It accepts a 0-dim tensor as a number of its dtype, and a list of one
+    element as that element.
     """
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype if value.dim() == 0 else None
@@ -44,42 +48,35 @@ def _type_of(value: Any) -> Any:
     return type(value)
 
 
-def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    plain = direct_call(op)
-    wanted = _seen(plain, args, kwargs)
-    if wanted is None or [name for name, _ in wanted] != [op]:
-        return plain
-    return next((call for call in _candidates(op) if _alike(wanted, _seen(call, args, kwargs))), plain)
-
-
 @cache
 def _candidates(op: Op) -> tuple[Callable[..., Any], ...]:
+    """The functions and methods in C with an op's name."""
     name = op.overloadpacket.__name__
-    found = (getattr(space, name, None) for space in binding_namespaces())
-    return tuple(f for f in found if isinstance(f, (BuiltinFunctionType, MethodDescriptorType)))
+    named = (getattr(space, name, None) for space in binding_namespaces())
+    return tuple(f for f in named if isinstance(f, (BuiltinFunctionType, MethodDescriptorType)))
 
 
-def _seen(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]] | None:
-    """The ops that a call makes, with a description of their arguments; ``None`` when it refuses the call."""
+def _effect(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]] | None:
+    """The ops that a call runs, with a description of their arguments; ``None`` when it refuses the call."""
     tensors: dict[int, Any] = {}
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-            tensors[id(made)] = (len(tensors), made)
-            return made
+            tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+            tensors[id(tensor)] = (len(tensors), tensor)
+            return tensor
         return [stand_in(v) for v in value] if isinstance(value, (list, tuple)) else value
 
-    given = [stand_in(v) for v in args], {name: stand_in(v) for name, v in kwargs.items()}
+    stand_ins = [stand_in(v) for v in args], {name: stand_in(v) for name, v in kwargs.items()}
     try:
-        ops = recorded_ops(call, *given)
+        ops = recorded_ops(call, *stand_ins)
     except Exception:  # noqa: BLE001  # whatever a candidate raises, it is not the op
         return None
     return [(op, tuple(_described((a, k), tensors))) for op, a, k in ops]
 
 
 def _described(value: Any, tensors: Mapping[int, Any]) -> Iterator[Any]:
-    """Leaves of the arguments: tensors by which one of the given it is, everything else by type and value."""
+    """The leaves of arguments: an operand by its number, anything else by type and value."""
     if isinstance(value, torch.Tensor):
         number = tensors.get(id(value), (None,))[0]
         yield number if number is not None else (value.dtype, tuple(value.shape))
@@ -94,7 +91,3 @@ def _described(value: Any, tensors: Mapping[int, Any]) -> Iterator[Any]:
             yield from _described(value[name], tensors)
     else:
         yield type(value), value
-
-
-def _alike(wanted: list[tuple[Any, Any]], found: list[tuple[Any, Any]] | None) -> bool:
-    return found is not None and wanted == found

@@ -1,7 +1,7 @@
-"""Tensors that torch's own code makes on the way: replicated MeshTensors.
+"""New tensors of torch's own code, made inside an op: replicated MeshTensors.
 
-A decomposition or a composite op may need a range of indices, a mask, an identity matrix. It makes them of sizes and
-numbers alone, so they are the same on every rank, and lie on the mesh as replicated.
+A decomposition or a composite op may need a range of indices, a mask or an identity matrix. It makes them from sizes
+and numbers alone, so they are the same on every rank and lie on the mesh replicated.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["intercept", "replicated_tensor", "replicating"]
 
 
 def replicating(tensor_class: type, mesh: Mesh) -> Any:
-    """A context in which tensors that are made of no operand lie on the mesh, replicated.
+    """A context in which a tensor that is made from no operand lies on the mesh, replicated.
 
-    What torch's own code makes so follows from shapes and numbers, and is the same on every rank. Tensors without dims
-    may stay plain. Raises :class:`NoRuleError` for random numbers, which would differ.
+    Torch's own code makes it from shapes and numbers, so it is the same on every rank. Tensors without dims may stay
+    plain. Raises :class:`NoRuleError` for random numbers, which would differ between ranks.
     """
 
     def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -54,7 +54,7 @@ def _wrapped(result: Any, tensor_class: type, mesh: Mesh, operands: Sequence[tor
 
 
 def replicated_tensor(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> Any:
-    """A replicated MeshTensor of a tensor that every rank has alike."""
+    """A replicated MeshTensor of a tensor that is the same on every rank."""
     spec = TensorSpec(mesh, (REPLICATE,) * mesh.ndim, TensorMeta.of(whole))
     return new_wrapper(tensor_class, whole, spec, False)
 
@@ -62,18 +62,19 @@ def replicated_tensor(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> An
 # -- composite ops ---------------------------------------------------------------------------------------------------
 
 
-def intercept(op: Op, tensor_class: type, wanted: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
-    """While the result lives, run a composite op under :func:`replicating` where all its tensors lie on a mesh.
+def intercept(op: Op, tensor_class: type, composites: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
+    """Run a composite op under :func:`replicating` where all its tensors lie on a mesh, until the result is deleted.
 
-    Torch runs a composite op above autograd, out of the dispatcher's sight, so what it makes there would be plain.
-    ``wanted()`` maps the ops in force to what runs in their place: a function, or None for torch's own kernel.
+    Torch runs a composite op above autograd, where the dispatcher does not see it, so its new tensors would be plain.
+    ``composites()`` maps the ops to intercept now to what runs in their place: a function, or None for torch's own
+    kernel.
     """
 
     def run(below: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         tensors = list(tensors_in([args, kwargs]))
         first: Any = next((t for t in tensors if isinstance(t, tensor_class)), None)
-        in_force = wanted()
-        # A plain operand may be this rank's own; what is made of it is not the same everywhere.
+        in_force = composites()
+        # A plain operand may be this rank's own; what is made from it may differ between ranks.
         plain = any(t.dim() and not isinstance(t, tensor_class) for t in tensors)
         if first is None or plain or op not in in_force:
             return below(*args, **kwargs)

@@ -1,10 +1,9 @@
 """Decompositions: an op without a rule, as other ops that have one.
 
-Torch itself can write many an op in terms of others. Whether every part of such a decomposition has a rule is found out
-once per call signature, on the meta device: the decomposition runs there, each op that it calls is looked up, and one
-that has no rule is decomposed in its turn. What it returns is compared with what the op itself returns there: shapes
-and dtypes, which results share memory with which operands, and which operands were written. Then the decomposition
-runs on MeshTensors, and every part is dispatched as if the program had called it.
+Torch has formulas that compute many an op by others. Once per call signature a formula is tried on the meta device:
+each op that it calls is looked up, and one without a rule is decomposed in its turn. Its results are compared with
+those of the op itself: shapes and dtypes, which results share memory with which operands, and which operands are
+written. Then the formula runs on MeshTensors, and every part is dispatched as if the program had called it.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ class Formula:
 
 @frozen
 class Decomposition:
-    """A way that goes for one call signature: the ops that it runs, all of which have a rule.
+    """A formula that works for one call signature: it runs ``parts``, all of which have a rule.
 
-    ``makes`` says that it makes tensors of no operand. ``metas`` are those of the op's own results; None when the op
+    ``makes`` says that it makes tensors from no operand. ``metas`` are those of the op's own results; None when the op
     itself does not run on the meta device.
     """
 
@@ -64,7 +63,7 @@ class Decomposition:
 
 @frozen
 class Failed:
-    """Why no way goes: the ops of the first one that have no rule, and what is wrong with each way, in sentences."""
+    """Why no formula works: the parts of the first one that have no rule, and one sentence of each on what is wrong."""
 
     op: Op
     parts: tuple[Op, ...] = ()
@@ -73,14 +72,14 @@ class Failed:
 
     @property
     def text(self) -> str:
-        """What was tried, or nothing where torch has no decomposition."""
+        """The formulas that were tried and what is wrong with each; empty where torch has none."""
         if draws(self.op) and not is_composite(self.op):
             return "it draws random numbers, so it is not decomposed"
         return "; ".join(self.faults)
 
 
 def formulas(op: Op) -> Iterator[Formula]:
-    """The ways in which torch computes an op by others, the preferred one first; none for one that draws numbers."""
+    """Torch's formulas of an op by others, in order of preference; none for an op that draws random numbers."""
     if is_composite(op):
         yield Formula("torch runs it so", op.decompose)
         return
@@ -105,11 +104,11 @@ def _written_from(op: Op, functional: Op) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> None:
         values = signature(op).bind(args, kwargs)
-        taken = [v for a, v in zip(declared, values, strict=True) if not (a.written and a.kwarg_only)]
-        positional, named = signature(functional).unbind(taken)
+        inputs = [v for a, v in zip(declared, values, strict=True) if not (a.written and a.kwarg_only)]
+        positional, named = signature(functional).unbind(inputs)
         written = list(tensors_in([v for a, v in zip(declared, values, strict=True) if a.written]))
-        for target, found in zip(written, tensors_in(functional(*positional, **named)), strict=True):
-            target.copy_(found)
+        for target, result in zip(written, tensors_in(functional(*positional, **named)), strict=True):
+            target.copy_(result)
 
     return run
 
@@ -118,20 +117,18 @@ def _written_from(op: Op, functional: Op) -> Callable[..., Any]:
 
 
 def find(registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Decomposition | Failed:
-    """The first way that goes for a call, with tensors on the meta device in place of all others.
+    """The first formula that works for a call of tensors on the meta device.
 
     Raises what torch raises for a call that it refuses.
     """
     with outside_modes(), torch.no_grad(), torch.device("meta"):
         for tensor in tensors_in([args, kwargs]):
-            _place(tensor)
+            _mark_on_mesh(tensor)
         return _find(registry, op, args, kwargs, ())[0]
 
 
 def stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """The same arguments with tensors on the meta device: global ones for MeshTensors, one per tensor; and for each
-    spec one of its own.
-    """
+    """The same arguments with tensors on the meta device: one global tensor per MeshTensor, and one for each spec."""
     if isinstance(value, TensorSpec):
         return value.tensor_meta.to_meta_tensor()
     if isinstance(value, torch.Tensor):
@@ -150,7 +147,7 @@ def stand_ins(value: Any, known: dict[int, Any]) -> Any:
 def _find(
     registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], above: tuple[Op, ...]
 ) -> tuple[Decomposition | Failed, Any]:
-    """The first way that goes, and what it returned."""
+    """The first formula that works, and what it returned."""
     own = _run_itself(op, args, kwargs)
     failed = Failed(op)
     for formula in formulas(op):
@@ -159,23 +156,25 @@ def _find(
             with trial.watching():
                 result = answered(op, args, kwargs, formula.run(*args, **kwargs))
         except Exception as error:  # noqa: BLE001  # somebody's Python: it may raise anything
-            failed = _also(failed, trial, f"{formula.name} does not run without data ({type(error).__name__}: {error})")
+            failed = _with_fault(
+                failed, trial, f"{formula.name} does not run without data ({type(error).__name__}: {error})"
+            )
             continue
         fault = trial.fault() or own.differs(op, args, kwargs, result, trial)
         if not fault:
             return Decomposition(op, formula, tuple(trial.parts), trial.makes, own.metas), result
-        failed = _also(failed, trial, f"{formula.name} {fault}")
+        failed = _with_fault(failed, trial, f"{formula.name} {fault}")
     return failed, None
 
 
-def _also(failed: Failed, trial: _Trial, fault: str) -> Failed:
+def _with_fault(failed: Failed, trial: _Trial, fault: str) -> Failed:
     shown = " ".join(fault.split())[:300]
     parts, missing = (failed.parts, failed.missing) if failed.missing else (tuple(trial.parts), tuple(trial.missing))
     return Failed(failed.op, parts, missing, (*failed.faults, shown))
 
 
 class _Trial:
-    """Runs a decomposition on the meta device and notes what it calls."""
+    """Runs a formula on the meta device and notes what it calls."""
 
     def __init__(self, registry: Registry, above: tuple[Op, ...]) -> None:
         self.registry = registry
@@ -199,45 +198,45 @@ class _Trial:
         return f"{rest}there is no rule for {', '.join(map(op_name, self.missing))}"
 
     def _run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if not any(map(_is_placed, tensors_in([args, kwargs]))):
+        if not any(map(_is_on_mesh, tensors_in([args, kwargs]))):
             return self._make(op, args, kwargs)
         self.written.update(map(memory_of, _written(op, args, kwargs)))
         self.parts[op] = None
         if op in self.registry:
-            return _placed(op(*args, **kwargs))
+            return _put_on_mesh(op(*args, **kwargs))
         del self.parts[op]
-        found, result = (Failed(op), None) if op in self.above else _find(self.registry, op, args, kwargs, self.above)
-        if isinstance(found, Failed):
-            self.missing.update(dict.fromkeys(found.missing or (op,)))
-            self.parts.update(dict.fromkeys((*found.parts, op)))
-            return _placed(op(*args, **kwargs))
-        self.parts.update(dict.fromkeys(found.parts))
+        inner, result = (Failed(op), None) if op in self.above else _find(self.registry, op, args, kwargs, self.above)
+        if isinstance(inner, Failed):
+            self.missing.update(dict.fromkeys(inner.missing or (op,)))
+            self.parts.update(dict.fromkeys((*inner.parts, op)))
+            return _put_on_mesh(op(*args, **kwargs))
+        self.parts.update(dict.fromkeys(inner.parts))
         return result
 
     def _make(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a factory: an op on no operand that lies on the mesh, whose results are alike on all ranks."""
+        """Run a factory: an op on no operand that lies on the mesh. Its results are the same on every rank."""
         result = op(*args, **kwargs)
         if draws(op):
             self.missing[op] = self.parts[op] = None
         for tensor in tensors_in(result):
             if tensor.dim():
                 self.makes = True
-                _place(tensor)
+                _mark_on_mesh(tensor)
         return result
 
 
-def _place(tensor: torch.Tensor) -> None:
-    # The tensor keeps it for as long as anything in torch holds it.
-    tensor.shardwise_placed = True  # type: ignore[attr-defined]
+def _mark_on_mesh(tensor: torch.Tensor) -> None:
+    """Mark what stands for a MeshTensor. The mark lasts for as long as anything in torch holds the tensor."""
+    tensor.shardwise_on_mesh = True  # type: ignore[attr-defined]
 
 
-def _is_placed(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "shardwise_placed")
+def _is_on_mesh(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "shardwise_on_mesh")
 
 
-def _placed(result: Any) -> Any:
+def _put_on_mesh(result: Any) -> Any:
     for tensor in tensors_in(result):
-        _place(tensor)
+        _mark_on_mesh(tensor)
     return result
 
 
@@ -246,28 +245,29 @@ def _placed(result: Any) -> Any:
 
 @define
 class _Own:
-    """What the op itself returns on the meta device: the metas of its results, and which operands each shares memory
-    with; ``metas`` is None when it does not run there.
+    """The results of the op itself on the meta device: their metas, and which operands each shares memory with.
+
+    ``metas`` is None when the op does not run there.
     """
 
     metas: tuple[TensorMeta | None, ...] | None = None
     shared: list[list[int]] = field(factory=list)
 
     def differs(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, trial: _Trial) -> str:
-        """What a decomposition does otherwise than the op, if anything."""
+        """What a formula does that the op does not, or the reverse, in words; empty where they do the same."""
         operands = list(tensors_in([args, kwargs]))
-        wanted = {memory_of(t) for t in _returned_writes(op, args, kwargs)}
+        required = {memory_of(t) for t in _returned_writes(op, args, kwargs)}
         allowed = {memory_of(t) for t in _written(op, args, kwargs)}
         passed = {memory_of(t) for t in operands}
-        if not wanted <= trial.written:
+        if not required <= trial.written:
             return "does not write what the op writes"
         if trial.written & passed - allowed:
             return "writes an operand that the op leaves alone"
-        if any(t.dim() and not _is_placed(t) for t in tensors_in(result)):
-            return "returns a tensor that torch made unseen"
-        return self._returns_otherwise(result, operands)
+        if any(t.dim() and not _is_on_mesh(t) for t in tensors_in(result)):
+            return "returns a tensor that torch made without an op"
+        return self._differing_results(result, operands)
 
-    def _returns_otherwise(self, result: Any, operands: Sequence[torch.Tensor]) -> str:
+    def _differing_results(self, result: Any, operands: Sequence[torch.Tensor]) -> str:
         if self.metas is None:
             return ""
         metas = flat_metas(result)
@@ -333,32 +333,33 @@ def _written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tor
 
 
 def _returned_writes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The written tensors that the op also returns, and those of an op that returns nothing: it surely writes them."""
-    described = signature(op)
-    if not described.results:
+    """The written tensors that the op also returns. An op that returns nothing surely writes all its written ones."""
+    declared = signature(op)
+    if not declared.results:
         return _written(op, args, kwargs)
-    returned = {r.alias for r in described.results if r.written}
+    returned = {r.alias for r in declared.results if r.written}
     values = signature(op).bind(args, kwargs)
     return list(tensors_in([value for i, value in enumerate(values) if i in returned]))
 
 
 def answered(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """What the op returns, from what a decomposition returned: a written operand itself, and lists where it has them.
+    """The op's results, from those of a formula: a written operand is itself a result, and lists are lists.
 
-    Raises :class:`ValueError` when it returned another number of results.
+    Raises :class:`ValueError` when the formula returned another number of results.
     """
-    described = signature(op)
     values = signature(op).bind(args, kwargs)
-    results = described.results
-    if not results:
+    declared = signature(op).results
+    if not declared:
         return None
-    if all(r.written and r.alias is not None for r in results):
-        found = [values[r.alias] for r in results if r.alias is not None]
-    elif len(results) == 1:
-        found = [list(result) if results[0].is_list else result]
+    if all(r.written and r.alias is not None for r in declared):
+        results = [values[r.alias] for r in declared if r.alias is not None]
+    elif len(declared) == 1:
+        results = [list(result) if declared[0].is_list else result]
     else:
-        found = [list(part) if r.is_list else part for r, part in zip(results, result, strict=True)]
-        found = [
-            values[r.alias] if r.written and r.alias is not None else f for r, f in zip(results, found, strict=True)
-        ]
-    return found[0] if len(results) == 1 else tuple(found)
+        results = []
+        for r, part in zip(declared, result, strict=True):
+            if r.written and r.alias is not None:
+                results.append(values[r.alias])
+            else:
+                results.append(list(part) if r.is_list else part)
+    return results[0] if len(declared) == 1 else tuple(results)

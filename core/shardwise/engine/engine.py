@@ -38,17 +38,17 @@ class PlanningEngine:
         at_first_use.append(self.registry)
 
     def registry(self) -> Registry:
-        """The registry of this process; the first look at it hangs caches and observers on it."""
-        found = default_registry()
-        if found not in self._known:
-            self._known.add(found)
-            for op in found.composites:
+        """The registry of this process. At its first use it gets the dispatcher's caches and its plugins' observers."""
+        registry = default_registry()
+        if registry not in self._known:
+            self._known.add(registry)
+            for op in registry.composites:
                 if op not in self._intercepted:
                     self._intercepted[op] = intercept(op, self.tensor_class, lambda: self.registry().composites)
-            found.on_change(clear_plans)
-            for observer in found.observers:
+            registry.on_change(clear_plans)
+            for observer in registry.observers:
                 listen(observer)
-        return found
+        return registry
 
     def meet(self, mesh: Mesh) -> None:
         """Have the ranks of a mesh agree on their rules, once."""

@@ -1,4 +1,4 @@
-"""From a call that is described to its plan: the strategy is chosen and compiled for this rank."""
+"""From a described call to its plan: the strategy is chosen and compiled for this rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DescribedCall:
         return cls(entry, schema, make_call(entry.rule, schema, metas), metas, outputs is not None)
 
     def check(self, inputs: Sequence[TensorSpec | None]) -> None:
-        """Refuse to run on operands under these specs what cannot be: a write, or a result that nobody can place."""
+        """Refuse an illegal write, and results of unknown shape unless every operand is whole."""
         if not self.is_known:
             _check_unknown(self.schema, inputs)
         check_written(self.schema, self.metas)
@@ -94,7 +94,7 @@ def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs
 
 
 def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
-    """Movers in the arrangement of the tensor arguments, or ``None`` when every operand stays."""
+    """Step runners by tensor argument, or ``None`` when every operand stays."""
     if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
         return None
     flat = iter(

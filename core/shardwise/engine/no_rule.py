@@ -1,4 +1,4 @@
-"""Ops without a rule: decomposed where every part has one, on whole tensors where a program asks for it, or refused."""
+"""Ops without a rule: decomposed where every part has one, else replicated where a program asks for it, or refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.engine.decomposition import Decomposition, Failed, answered, find
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
-from shardwise.errors import InPlaceError, NoRuleError
+from shardwise.errors import InPlaceError
 from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
@@ -54,7 +54,7 @@ class DecomposedPlan(Plan):
 
 
 def decomposed_entry(decomposition: Decomposition) -> Entry:
-    """What stands where tools look for an op's rule."""
+    """The entry that tools show for an op that is decomposed."""
     op, origin = decomposition.op, Origin("torch", "torch", torch.__version__)
     return Entry(op, FullMeshRule((op,), _no_strategies, "torch", text=decomposition.text), origin)
 
@@ -65,12 +65,12 @@ def _no_strategies(_mesh: Mesh, _schema: OpSchema) -> OpStrategy:
 
 @define(eq=False)
 class UnknownOp:
-    """The handler of an op without a rule; takes what torch gives to a ``__torch_dispatch__`` rule."""
+    """The handler of an op without a rule, with the arguments of a ``__torch_dispatch__`` rule of torch."""
 
     op: Op
     registry: Registry
     tensor_class: type
-    found: dict[Any, DecomposedPlan | Failed] = field(factory=dict, init=False)
+    outcomes: dict[Any, DecomposedPlan | Failed] = field(factory=dict, init=False)
     replicated: dict[Any, Handler] = field(factory=dict, init=False)
 
     def __call__(
@@ -88,41 +88,43 @@ class UnknownOp:
     def _known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
         key = tuple(self._key(args, kwargs))
         try:
-            known = self.found.get(key)
+            known = self.outcomes.get(key)
         except TypeError:  # a size that is a symbol of a traced graph
             return self._find(args, kwargs)
         if known is None:
             known = self._find(args, kwargs)
-            if len(self.found) >= PLANS_PER_OP:
-                self.found.clear()
-            self.found[key] = known
+            if len(self.outcomes) >= PLANS_PER_OP:
+                self.outcomes.clear()
+            self.outcomes[key] = known
         return known
 
     def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """By value, numbers included: a decomposition may go another way for another one."""
+        """By value, numbers included: a formula may branch on one."""
         for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
             if arg.kind is Kind.TENSOR:
                 yield self._part(arg.name, value)
             elif arg.kind is Kind.TENSORS:
                 yield None if value is None else tuple(self._part(arg.name, v) for v in value)
             else:
-                yield _frozen(value)
+                yield _typed(value)
 
     def _part(self, name: str, value: Any) -> Any:
         if type(value) is self.tensor_class:
             return value._spec  # type: ignore[attr-defined]
-        found, _ = operand_of(self.op, name, value)
-        return found if isinstance(value, torch.Tensor) else (found, value)
+        part, _ = operand_of(self.op, name, value)
+        return part if isinstance(value, torch.Tensor) else (part, value)
 
     def _find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
         schema = self._schema(args, kwargs)
         known: dict[int, Any] = {}
         with outside_modes():
-            found = find(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
-        if isinstance(found, Failed):
-            return found
-        _check_shapes(schema, found)
-        return DecomposedPlan(schema, found)
+            outcome = find(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
+        if isinstance(outcome, Failed):
+            return outcome
+        # An ``out=`` tensor that the op would resize is refused: its placements are made for its shape.
+        if outcome.metas is not None:
+            check_written(schema, outcome.metas)
+        return DecomposedPlan(schema, outcome)
 
     def _schema(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OpSchema:
         values = signature(self.op).bind(args, kwargs)
@@ -164,7 +166,9 @@ class UnknownOp:
         asked = is_asked_for(self.registry)
         agree_on_asking(schema.mesh, op_name(self.op), asked)
         if not asked or draws(self.op):
-            raise self._refusal(failed, asked=asked)
+            tried = "it draws random numbers, and each rank would draw its own" if asked else failed.text
+            parts, missing = ((), ()) if asked else (failed.parts, failed.missing)
+            raise self.registry.missing(self.op, tried, parts=parts, missing=missing)
         warn_once(schema)
         shape = (len(args), *kwargs)
         handle = self.replicated.get(shape)
@@ -174,7 +178,7 @@ class UnknownOp:
         return self._write_back(handle, args, kwargs)
 
     def _write_back(self, handle: Handler, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run on gathered copies of what the op writes, and write those back to where the tensors lie."""
+        """Run on gathered copies of the tensors that the op writes, then copy the new values into the tensors."""
         values = signature(self.op).bind(args, kwargs)
         gathered: dict[int, tuple[Any, Any]] = {}
         for arg, value in zip(signature(self.op).args, values, strict=True):
@@ -184,8 +188,9 @@ class UnknownOp:
         if not gathered:
             return handle(None, self.op, (), args, kwargs)
         self._refuse_views(values, gathered)
-        taken = {key: copy for key, (_, copy) in gathered.items()}
-        result = handle(None, self.op, (), _swapped(args, taken), {n: _swapped(v, taken) for n, v in kwargs.items()})
+        copies = {key: copy for key, (_, copy) in gathered.items()}
+        named = {name: _swapped(value, copies) for name, value in kwargs.items()}
+        result = handle(None, self.op, (), _swapped(args, copies), named)
         for original, copy in gathered.values():
             original.copy_(copy)
         return _swapped(result, {id(copy): original for original, copy in gathered.values()})
@@ -202,23 +207,10 @@ class UnknownOp:
                     op=op_name(self.op),
                 )
 
-    def _refusal(self, failed: Failed, *, asked: bool) -> NoRuleError:
-        if draws(self.op) and asked:
-            return self.registry.missing(self.op, "it draws random numbers, and each rank would draw its own")
-        tried = failed.text
-        return self.registry.missing(self.op, tried, parts=failed.parts, missing=failed.missing)
 
-
-def _check_shapes(schema: OpSchema, found: Decomposition) -> None:
-    """An ``out=`` tensor that the op would resize stays what it is: its placements are made for its shape."""
-    if found.metas is not None:
-        check_written(schema, found.metas)
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_frozen, value))
-    return type(value), value
+def _typed(value: Any) -> Any:
+    """A key of a static argument that tells 1 from 1.0 and True."""
+    return tuple(map(_typed, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 def _gathered(tensor: Any) -> Any:
@@ -227,7 +219,7 @@ def _gathered(tensor: Any) -> Any:
     return new_wrapper(type(tensor), runner(spec, whole)(tensor._local_tensor), whole, False)
 
 
-def _swapped(value: Any, taken: Mapping[int, Any]) -> Any:
+def _swapped(value: Any, replacements: Mapping[int, Any]) -> Any:
     if isinstance(value, (tuple, list)):
-        return type(value)(_swapped(part, taken) for part in value)
-    return taken.get(id(value), value)
+        return type(value)(_swapped(part, replacements) for part in value)
+    return replacements.get(id(value), value)

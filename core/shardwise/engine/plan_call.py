@@ -1,4 +1,4 @@
-"""From one call, as torch hands it over, to its plan."""
+"""From one call, with the arguments that torch passes, to its plan."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["common_mesh", "describe_call", "plan_call"]
 
 
 def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    """Build the schema of one call, check it, and plan it; ``cls`` is the tensor class.
+    """Describe one call, check it and plan it; ``cls`` is the tensor class.
 
-    Raises what is wrong with the call, before anything is communicated.
+    An illegal call raises here, before anything is communicated.
     """
     op = entry.op
     values = signature(op).bind(args, kwargs)
@@ -40,7 +40,7 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
 
 
 def _number(value: Any) -> Any:
-    """A number in place of a symbol that is keyed by its type: a plan is kept, and must not hold on to a graph."""
+    """A number in place of a symbol that is keyed by its type: a plan outlives the graph and must not hold it."""
     if isinstance(value, torch.SymInt):
         return hint(value)
     return 1.0 if isinstance(value, torch.SymFloat) else True if isinstance(value, torch.SymBool) else value

@@ -1,11 +1,11 @@
 """Calls with symbols for sizes, as ``torch.compile`` traces them where a size may change.
 
-What is legal is asked of the symbols: where a rule branches on one, torch notes the answer as a guard. What is cheapest
-is asked of the numbers that the graph was made for, and needs no guard, since any legal strategy gives the same
-values. A choice that was made once stays: a rank that has to make a graph anew must come to the same collectives as the
-others, whose graphs were made for other numbers.
+Which strategies are legal follows from the symbols: where a rule branches on one, torch notes the answer as a guard.
+Which is cheapest follows from the numbers that the graph was made for, and needs no guard, since any legal strategy
+gives the same values. The first choice stays: a rank that makes its graph again must issue the same collectives as the
+other ranks, whose graphs were made for other numbers.
 
-What cannot be asked of symbols (a rule that hashes a size, an op without a symbolic kernel) is asked of numbers, and
+Some code cannot compute with symbols (a rule that hashes a size, an op without a symbolic kernel). It gets numbers, and
 these become guards: the graph then holds for this size alone, and another size makes another graph.
 """
 
@@ -40,12 +40,12 @@ __all__ = ["forget_choices", "plan_symbolic_call"]
 
 _log = logging.getLogger(__name__)
 
-# By the call without its symbols: the rows taken, one per mesh dim.
+# By the call without its symbols: the chosen rows, one per mesh dim.
 _chosen: dict[Any, tuple[Row, ...]] = {}
 
 
 def forget_choices() -> None:
-    """Forget what was chosen: some rule changed."""
+    """Forget the choices: some rule changed."""
     _chosen.clear()
 
 
@@ -55,7 +55,7 @@ def plan_symbolic_call(
     """As :func:`shardwise.engine.plan_call.plan_call`, for a call whose key has no hash. The plan is for this call
     alone.
     """
-    # What is computed of sizes here is no part of the graph: where the graph needs one, torch writes its formula.
+    # Arithmetic on sizes here is not part of the graph: where the graph needs a size, torch writes its formula.
     with outside_modes():
         return _plan(cls, entry, info, args, kwargs)
 
@@ -87,8 +87,8 @@ def _has_symbol(value: Any) -> bool:
 def _a_part(cls: type, values: Sequence[Any]) -> torch.Tensor:
     """The local tensor of some operand."""
     flat = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
-    found: Any = next(v for v in flat if isinstance(v, cls))
-    part: torch.Tensor = found._local_tensor
+    operand: Any = next(v for v in flat if isinstance(v, cls))
+    part: torch.Tensor = operand._local_tensor
     return part
 
 
@@ -96,12 +96,12 @@ def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
     if torch.Tag.dynamic_output_shape in entry.op.tags:
         raise NotImplementedError("data decides the shape of its result")
     with without_data(part):
-        found = output_metas(entry.op, described, entry.rule.meta)
-    if found is None:
+        metas = output_metas(entry.op, described, entry.rule.meta)
+    if metas is None:
         raise NotImplementedError("the shape of its result is unknown")
-    for meta in found:
+    for meta in metas:
         make_known(() if meta is None else (*meta.shape, *meta.stride))
-    return found
+    return metas
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
 def _cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
     """:func:`shardwise.planning.strategies.cheapest` of symbols."""
     if isinstance(rule, FullMeshRule) or rule.zip_lists:
-        raise NotImplementedError("its rule is asked of numbers")
+        raise NotImplementedError("its rule needs numbers")
     return [_choose(problem) for problem in problems(rule, schema, call)]
 
 
@@ -148,7 +148,7 @@ def _without_symbols(schema: OpSchema) -> Any:
 
 
 def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | None:
-    """What was chosen for the like of this call, where it is still legal."""
+    """The choice for an earlier call that differs in symbols alone, where it is still legal."""
     if rows is None or any(row not in stated.rows for row in rows):
         return None
     choice = tuple(stated.rows.index(row) for row in rows)
@@ -157,7 +157,7 @@ def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | No
 
 
 def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
-    """Ask of the symbols what made a choice legal."""
+    """Make guards of what made a choice legal."""
     for r in dict.fromkeys(choice):
         for i, d, n in problem.rows[r].divides:
             if n % math.prod(stated.splits(choice, i, d)) != 0:
@@ -175,14 +175,14 @@ def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
 
 
 def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -> Plan:
-    """The plan with numbers in place of all symbols, which the graph is guarded by from here on."""
+    """The plan with numbers in place of all symbols; they become guards of the graph."""
     stated = OpSchema(schema.op, in_numbers(schema.values), schema.info, schema.fixed)
     given = in_numbers(tuple(described))
     return make_plan(DescribedCall.of(entry, stated, output_metas(entry.op, given, entry.rule.meta)))
 
 
 def _or_by_numbers(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The local call, run with numbers where it cannot do with symbols."""
+    """The local call, with numbers where it fails on symbols."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:

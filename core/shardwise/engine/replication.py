@@ -1,7 +1,7 @@
 """Ops without a rule on whole tensors, where the program asks for it: ``with replicate_unknown():``, or a setting.
 
 Each rank gathers the operands, runs the op on the whole tensors and holds the whole results. That is right for every op
-that computes the same from the same operands, and it costs what sharding was to save; so nobody gets it unasked.
+that computes the same from the same operands, but it costs what sharding saves. So it happens only on request.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from shardwise.planning.strategies import strategy
 
 __all__ = ["is_asked_for", "replicate_unknown", "replicated_entry", "warn_once"]
 
-# What the innermost context says. One for the process: a backward pass may run in other threads than its forward.
-_said: list[bool] = []
+# By the contexts in force, the innermost last. One list for the process: a backward pass may run in other threads than
+# its forward.
+_enabled: list[bool] = []
 _warned: set[tuple[str, str, int]] = set()
 
 
@@ -39,19 +40,20 @@ def replicate_unknown(enabled: bool = True) -> Iterator[None]:
 
     Operands are gathered, the op runs on whole tensors, its results are replicated, and what it writes goes back to
     where it lay. The first such op at each line of the program gives an :class:`UnknownOpWarning`. With ``enabled``
-    false such ops are refused, whatever the setting says. It holds for all threads of the process, and every rank must
-    do so alike. Ops that draw random numbers are refused all the same, since each rank would draw its own.
+    false such ops are refused, whatever the setting says. It holds for all threads of the process. Every rank must
+    enter and leave it at the same point. Ops that draw random numbers are still refused, since each rank would draw its
+    own.
     """
-    _said.append(enabled)
+    _enabled.append(enabled)
     try:
         yield
     finally:
-        _said.pop()
+        _enabled.pop()
 
 
 def is_asked_for(registry: Registry) -> bool:
     """Whether ops without a rule run replicated now: as the innermost context says, else as the settings do."""
-    return _said[-1] if _said else registry.unknown_ops == "replicate"
+    return _enabled[-1] if _enabled else registry.unknown_ops == "replicate"
 
 
 def replicated_entry(op: Op) -> Entry:
@@ -71,7 +73,7 @@ def _whole(mesh: Mesh, schema: OpSchema) -> OpStrategy:
     return OpStrategy((strategy(schema, inputs, [None if meta is None else whole for meta in metas], metas),))
 
 
-# -- telling ---------------------------------------------------------------------------------------------------------
+# -- warning ---------------------------------------------------------------------------------------------------------
 
 
 def warn_once(schema: OpSchema) -> None:
