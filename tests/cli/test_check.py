@@ -209,9 +209,9 @@ def test_what_is_no_plugin(tmp_path):
     (tmp_path / "bad.whl").write_text("no archive")
     (tmp_path / "pyproject.toml").write_text("[tool.ruff]\n")
     (tmp_path / "notes.txt").write_text("")
-    assert "is no wheel" in run(tmp_path / "bad.whl").output
+    assert "is not a wheel" in run(tmp_path / "bad.whl").output
     assert "has no [project] with a name" in run(tmp_path).output
-    assert "is no folder, wheel or .py file" in run(tmp_path / "notes.txt").output
+    assert "is not a folder, a wheel or a .py file" in run(tmp_path / "notes.txt").output
 
 
 # -- metadata ------------------------------------------------------------------------------------------------------

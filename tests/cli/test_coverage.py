@@ -327,7 +327,7 @@ def test_without_plugins_everything_is_missing(script):
     ("target", "found"),
     [
         ("program_of_mine.py:nothing", "has no function 'nothing'"),
-        ("program_of_mine.py", "names no function"),
+        ("program_of_mine.py", "does not name a function"),
         ("no_such_file.py:f", "there is no file no_such_file.py"),
         ("no_such_module:f", "there is no module no_such_module"),
     ],

@@ -218,7 +218,7 @@ def test_the_operands_choose_among_overloads():
         (("mm", "--mesh", "2", *["--input", "f32[8,8] R"] * 3), "3 operands are given, 1 more than it takes"),
         (("mm", "--mesh", "2", *["--input", "self: f32[8,8] R"] * 2), "'self' is given twice"),
         (("mm", "--mesh", "2", "--input", "f32[8,8] R", "--input", "f32[4,4] R"), "torch refuses it"),
-        (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dim"), "it is no name=value"),
+        (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dim"), "it is not name=value"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dtype=f33"), "neither a Python literal nor a dtype"),
         (("mmm", "--mesh", "2"), "torch knows no such op; close to it, with rules: "),
         (("add_.Tensor", "--mesh", "2", "--input", "f32[8] P(product)", "--input", "f32[8] R"), "InPlaceError"),

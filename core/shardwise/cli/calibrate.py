@@ -1,4 +1,4 @@
-"""``shardwise calibrate``: measure a mesh and keep the figures that moves are costed by."""
+"""``shardwise calibrate``: measure a mesh, and write the figures that the cost model uses."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = ["calibrate"]
 
 
 @frozen
-class Wish:
-    """What is to be measured: tensors of up to ``largest`` bytes on a mesh of this shape; where the figures go."""
+class Request:
+    """What to measure: tensors of up to ``largest`` bytes on a mesh of this shape; ``out`` gets the figures."""
 
     mesh_shape: tuple[int, ...]
     device: str
@@ -50,14 +50,14 @@ class Wish:
 
 @frozen
 class MeasuredMesh:
-    """What was measured, and redistributions by it: predicted and measured."""
+    """The figures of a mesh, and redistributions with their predicted and measured times."""
 
-    wish: Wish
+    request: Request
     calibration: Calibration
-    trials: list[dict[str, object]]
+    redistributions: list[dict[str, object]]
 
 
-def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+def _shape_of_several_ranks(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
     shape = read_mesh_shape(value)
     if shape is None or math.prod(shape) == 1:
         raise click.BadParameter(f"{value!r} is not a mesh of several ranks: write 4, 2x2, 2x4x2", ctx, param)
@@ -65,7 +65,9 @@ def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 
 
 @click.command()
-@click.option("--mesh", "mesh_shape", callback=_mesh_shape, required=True, help="Sizes of the mesh dims: 8, or 2x4.")
+@click.option(
+    "--mesh", "mesh_shape", callback=_shape_of_several_ranks, required=True, help="Sizes of the mesh dims: 8, or 2x4."
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="The file; default: the one that is read.")
 @click.option("--largest", type=click.IntRange(SMALLEST), help="Bytes of the largest tensor to measure with.")
@@ -83,83 +85,85 @@ def calibrate(
     except ValueError as error:
         raise click.UsageError(f"--device {device}: {error}") from None
     most = largest or LARGEST.get(device_type, LARGEST_ELSEWHERE)
-    wish = Wish(mesh_shape, device_type, (out or chosen_file()[0] or default_file()).absolute(), most)
-    if wish.out.exists():
-        # Refused before anything is measured; the result goes into it.
-        parse(wish.out.read_text(), str(wish.out))
-    measured = _under_torchrun(wish) if dist.is_torchelastic_launched() else _locally(wish)
+    request = Request(mesh_shape, device_type, (out or chosen_file()[0] or default_file()).absolute(), most)
+    if request.out.exists():
+        # A file that cannot be read is refused before anything is measured.
+        parse(request.out.read_text(), str(request.out))
+    measured = _measure_under_torchrun(request) if dist.is_torchelastic_launched() else _measure_locally(request)
     if measured is None:
         return
     if as_json:
-        click.echo(json.dumps(_plain(measured), indent=1))
+        click.echo(json.dumps(_measured_json(measured), indent=1))
     else:
-        _print(measured)
+        _print_measured(measured)
 
 
-def _locally(wish: Wish) -> MeasuredMesh | None:
+def _measure_locally(request: Request) -> MeasuredMesh | None:
     try:
-        with WorkerPool(wish.world_size, local_backend(wish.device, wish.world_size)) as pool:
-            measured: MeasuredMesh | None = pool.run(run_rank, wish, timeout=None)[0]
+        with WorkerPool(request.world_size, local_backend(request.device, request.world_size)) as pool:
+            measured: MeasuredMesh | None = pool.run(run_rank, request, timeout=None)[0]
             return measured
     finally:
         # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
         Console(stderr=True).show_cursor()
 
 
-def _under_torchrun(wish: Wish) -> MeasuredMesh | None:
+def _measure_under_torchrun(request: Request) -> MeasuredMesh | None:
     started = int(os.environ["WORLD_SIZE"])
-    if started != wish.world_size:
-        shape = "x".join(map(str, wish.mesh_shape))
-        raise click.UsageError(f"--mesh {shape} wants {wish.world_size} processes and torchrun started {started}")
-    dist.init_process_group("nccl" if wish.device == "cuda" else "gloo")
+    if started != request.world_size:
+        shape = "x".join(map(str, request.mesh_shape))
+        raise click.UsageError(f"--mesh {shape} wants {request.world_size} processes and torchrun started {started}")
+    dist.init_process_group("nccl" if request.device == "cuda" else "gloo")
     try:
-        return run_rank(wish)
+        return run_rank(request)
     finally:
         dist.destroy_process_group()
 
 
-def run_rank(wish: Wish) -> MeasuredMesh | None:
-    """Measure on this rank of the default process group; rank 0 gives the measured, the others None."""
+def run_rank(request: Request) -> MeasuredMesh | None:
+    """Measure on this rank of the default process group; rank 0 returns the figures, the others None."""
     first = dist.get_rank() == 0
-    take_device(wish.device, dist.get_rank())
-    mesh = init_device_mesh(wish.device, wish.mesh_shape)
+    take_device(request.device, dist.get_rank())
+    mesh = init_device_mesh(request.device, request.mesh_shape)
     with progress("measuring", shown=first) as tell:
-        calibration = calibrate_mesh(mesh, wish.out, largest=wish.largest, tell=tell)
+        calibration = calibrate_mesh(mesh, request.out, largest=request.largest, tell=tell)
     with progress("checking", shown=first) as tell:
-        trials = time_redistributions(mesh, typical_pairs(mesh, max(SMALLEST, wish.largest // 16)), tell=tell)
-    return MeasuredMesh(wish, calibration, [_row(trial) for trial in trials]) if first else None
+        redistributions = time_redistributions(
+            mesh, typical_pairs(mesh, max(SMALLEST, request.largest // 16)), tell=tell
+        )
+    return MeasuredMesh(request, calibration, [_redistribution_row(one) for one in redistributions]) if first else None
 
 
-def _row(trial: TimedRedistribution) -> dict[str, object]:
+def _redistribution_row(redistribution: TimedRedistribution) -> dict[str, object]:
     return {
-        "tensor": str(trial.src.tensor_meta),
-        "from": show_all(trial.src.placements),
-        "to": show_all(trial.dst.placements),
-        "steps": "; ".join(f"{step.kind}{list(step.mesh_dims)}" for step in trial.planned.steps),
-        "predicted": trial.predicted,
-        "measured": trial.seconds,
+        "tensor": str(redistribution.src.tensor_meta),
+        "from": show_all(redistribution.src.placements),
+        "to": show_all(redistribution.dst.placements),
+        "steps": "; ".join(f"{step.kind}{list(step.mesh_dims)}" for step in redistribution.planned.steps),
+        "predicted": redistribution.predicted,
+        "measured": redistribution.seconds,
     }
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _plain(measured: MeasuredMesh) -> dict[str, object]:
+def _measured_json(measured: MeasuredMesh) -> dict[str, object]:
     figures = json.loads(show([measured.calibration]))
-    return {"file": str(measured.wish.out), **figures, "transitions": measured.trials}
+    return {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
 
 
-def _print(measured: MeasuredMesh) -> None:
+def _print_measured(measured: MeasuredMesh) -> None:
     console = Console()
     console = console if console.is_terminal else Console(width=PIPE_WIDTH)
-    console.print(_figures(measured.calibration))
-    console.print(_trials(measured.trials))
-    console.print(f"written to {measured.wish.out}", soft_wrap=True, highlight=False)
+    console.print(_figure_table(measured.calibration))
+    console.print(_redistribution_table(measured.redistributions))
+    console.print(f"written to {measured.request.out}", soft_wrap=True, highlight=False)
 
 
-def _figures(calibration: Calibration) -> Table:
+def _figure_table(calibration: Calibration) -> Table:
     links, site = calibration.links, calibration.site
-    table = Table("mesh dim", "ranks", "hosts", "collective", title=_plainly(str(site)))
+    table = Table("mesh dim", "ranks", "hosts", "collective", title=_escaped(str(site)))
     for heading in ("start us", "latency us", "GB/s"):
         table.add_column(heading, justify="right")
     places = [(str(m), n, h) for m, (n, h) in enumerate(zip(site.mesh_shape, site.hosts, strict=True)) if n > 1]
@@ -180,16 +184,16 @@ def _numbers(link: Link) -> tuple[str, str, str]:
     return f"{link.start * 1e6:.1f}", f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.2f}"
 
 
-def _trials(trials: list[dict[str, object]]) -> Table:
+def _redistribution_table(redistributions: list[dict[str, object]]) -> Table:
     table = Table("tensor", "from", "to", "steps", title="Redistributions")
     for heading in ("predicted us", "measured us"):
         table.add_column(heading, justify="right")
-    for row in trials:
-        words = (_plainly(str(row[key])) for key in ("tensor", "from", "to", "steps"))
+    for row in redistributions:
+        words = (_escaped(str(row[key])) for key in ("tensor", "from", "to", "steps"))
         table.add_row(*words, *(f"{float(str(row[key])) * 1e6:,.0f}" for key in ("predicted", "measured")))
     return table
 
 
-def _plainly(text: str) -> str:
+def _escaped(text: str) -> str:
     # rich reads [S(0), R] as markup unless the bracket is escaped
     return text.replace("[", r"\[")

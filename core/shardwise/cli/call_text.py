@@ -1,4 +1,4 @@
-"""A call as it is written on the command line: the op's name, its operands as ``f32[8,16] S(0),R``, its arguments."""
+"""A call as it is written on the command line: the name of the op, operands as ``f32[8,16] S(0),R``, arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LONG_PLACEMENT = re.compile(r"(Shard|Replicate|Partial)\((?:\w+=)?['\"]?([\w]*)
 
 @frozen
 class Operand:
-    """A tensor of the call; ``name`` is None where its place decides, ``spec`` where it is absent."""
+    """A tensor of the call. ``name`` is None if its position decides, ``spec`` is None for an absent operand."""
 
     name: str | None
     spec: TensorSpec | None
@@ -94,14 +94,14 @@ def _short(word: str) -> str:
 
 
 def parse_arguments(texts: Sequence[str]) -> dict[str, str]:
-    """``name=value`` as given, by name; what a value means depends on the op."""
+    """The texts ``name=value`` by name; the op decides what a value means."""
     arguments = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip().isidentifier():
             raise CallError(
                 asked=f"read the argument {text!r}",
-                found="it is no name=value",
+                found="it is not name=value",
                 do="Write --arg dim=1, --arg 'size=[2, 3]', --arg dtype=bf16.",
             )
         arguments[name.strip()] = value.strip()
@@ -109,7 +109,7 @@ def parse_arguments(texts: Sequence[str]) -> dict[str, str]:
 
 
 def _value(op: Op, arg: Arg, text: str) -> Any:
-    """A Python literal, or what torch has under a name: a dtype, a layout, a memory format, a device."""
+    """The value of a Python literal, or of a name in torch: a dtype, a layout, a memory format, a device."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
@@ -162,7 +162,7 @@ def _put(op: Op, arg: Arg, spec: TensorSpec | None, values: dict[str, Any]) -> N
     elif arg.kind is Kind.TENSOR and arg.name not in values:
         values[arg.name] = spec
     else:
-        fault = "is given twice" if arg.name in values else "is no tensor: give it with --arg"
+        fault = "is given twice" if arg.name in values else "is not a tensor: give it with --arg"
         raise call_error(op, f"its argument {arg.name!r} {fault}", argument=arg.name)
 
 
@@ -170,9 +170,9 @@ def _put(op: Op, arg: Arg, spec: TensorSpec | None, values: dict[str, Any]) -> N
 
 
 def find_op(text: str, operands: Sequence[Operand], arguments: Mapping[str, str]) -> Op:
-    """The op of a name; without an overload the one with a rule that the call fits.
+    """The op of a name. Without an overload, it is the overload with a rule that the call fits.
 
-    Raises :class:`CallError` when there is none, or when several overloads could be meant.
+    Raises :class:`CallError` if there is not one, or several overloads fit.
     """
     registry = default_registry()
     ops = ops_named(text, registry)

@@ -1,4 +1,4 @@
-"""``shardwise plugins check``: whether a plugin is sound, before anybody relies on it."""
+"""``shardwise plugins check``: whether a plugin is correct, before a program uses it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardwise.cli.modules import imported_from
 from shardwise.cli.output import json_option, progress
 from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
-from shardwise.cli.subject import SAMPLES, Subject, find_subject
+from shardwise.cli.subject import SAMPLES, PluginToCheck, find_subject
 from shardwise.discovery.entry_points import GROUP
 from shardwise.testing.light import probe
 
 __all__ = ["check"]
 
 CASES = 25
-"""Cases per op unless told otherwise: every row comes, the rest is a seeded choice."""
+"""The default number of cases per op: each row has one, the rest is a seeded choice."""
 
 
 @click.command()
@@ -52,7 +52,7 @@ def check(*, plugin: str, samples: Path | None, cases: int | None, full: bool, s
     report(findings, as_json=as_json, strict=strict)
 
 
-def _findings(subject: Subject, samples: Path | None, cases: int | None) -> Iterator[Finding]:
+def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -> Iterator[Finding]:
     yield from check_entries(subject)
     yield from check_requires(subject)
     modules = [entry.module for entry in subject.entries if entry.group == GROUP]
@@ -66,7 +66,7 @@ def _findings(subject: Subject, samples: Path | None, cases: int | None) -> Iter
         yield from _rule_findings(subject, samples, cases)
 
 
-def _rule_findings(subject: Subject, samples: Path | None, cases: int | None) -> Iterator[Finding]:
+def _rule_findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -> Iterator[Finding]:
     own, findings = register(subject)
     yield from findings
     if not any(True for _ in own.ops()):

@@ -29,7 +29,7 @@ def completion(ctx: click.Context, shell: str | None) -> None:
     """
     chosen = shell or PurePath(os.environ.get("SHELL", "")).name
     if chosen not in SHELLS:
-        raise click.UsageError(f"$SHELL is none of {', '.join(sorted(SHELLS))}: name one, as in completion bash")
+        raise click.UsageError(f"$SHELL is not one of {', '.join(sorted(SHELLS))}: name one, as in completion bash")
     complete, install = SHELLS[chosen]
     # By the template alone: click's source() would start a bash to learn its version.
     maker = complete(ctx.find_root().command, {}, "shardwise", VARIABLE)

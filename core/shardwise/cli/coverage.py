@@ -1,4 +1,4 @@
-"""``shardwise coverage``: which ops of a program have no rule, before anybody books a cluster."""
+"""``shardwise coverage``: the ops of a program that have no rule, without a mesh."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["coverage"]
 
 COLUMNS = ("op", "rule", "calls", "phase", "first called at")
 INCOMPLETE = 1
-"""Exit code where an op has no rule or the program stopped early; 2 is click's, for options that make no sense."""
+"""Exit code if an op has no rule or the program stopped early; 2 is click's, for wrong options."""
 
 
 @click.command()
@@ -38,20 +38,20 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     covered = cover(lambda: load_function(program), device)
     if as_json:
-        click.echo(json.dumps(_plain(covered), indent=1))
+        click.echo(json.dumps(_coverage_json(covered), indent=1))
     else:
-        _print(covered, show_all=show_all)
+        _print_coverage(covered, show_all=show_all)
     if not covered.is_complete:
         raise SystemExit(INCOMPLETE)
 
 
-def _sorted(coverage: Coverage) -> list[Use]:
-    """Those without a rule first, then those that run as others, otherwise as they came."""
+def _missing_first(coverage: Coverage) -> list[Use]:
+    """Ops without a rule first, then ops that are decomposed, then the others, each in the order of their calls."""
     return sorted(coverage.uses, key=lambda use: 2 if use.plugin is not None else 1 if use.parts else 0)
 
 
-def _print(coverage: Coverage, *, show_all: bool) -> None:
-    rows = [_row(use) for use in _sorted(coverage) if show_all or use.plugin is None]
+def _print_coverage(coverage: Coverage, *, show_all: bool) -> None:
+    rows = [_use_row(use) for use in _missing_first(coverage) if show_all or use.plugin is None]
     if rows:
         print_rows(rows, COLUMNS)
     data = [use for use in coverage.uses if use.data]
@@ -66,7 +66,7 @@ def _print(coverage: Coverage, *, show_all: bool) -> None:
     click.echo(f"{covered} of {len(coverage.uses)} ops have a rule{runs}{where}")
 
 
-def _row(use: Use) -> dict[str, object]:
+def _use_row(use: Use) -> dict[str, object]:
     none = f"conflict: {use.conflict}" if use.conflict else "no rule"
     if use.parts:
         none = f"decomposed into {', '.join(map(op_name, use.parts))}"
@@ -80,7 +80,7 @@ def _row(use: Use) -> dict[str, object]:
     }
 
 
-def _plain(coverage: Coverage) -> dict[str, Any]:
+def _coverage_json(coverage: Coverage) -> dict[str, Any]:
     return {
         "ops": [
             {
@@ -93,7 +93,7 @@ def _plain(coverage: Coverage) -> dict[str, Any]:
                 "site": use.site,
                 "depends_on_data": use.data,
             }
-            for use in _sorted(coverage)
+            for use in _missing_first(coverage)
         ],
         "missing": [use.name for use in coverage.missing],
         "stopped": coverage.stopped,

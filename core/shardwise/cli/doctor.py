@@ -1,4 +1,4 @@
-"""``shardwise doctor``: whether an environment is fit to run programs on a mesh."""
+"""``shardwise doctor``: whether an environment can run programs on a mesh."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def doctor(*, as_json: bool, strict: bool) -> None:
 def _findings() -> Iterator[Finding]:
     for name, check in {**OF_ENVIRONMENT, **OF_INSTALLATION}.items():
         try:
-            # Each by itself: what is broken must not hide the rest.
+            # Each check by itself: a broken one must not hide the others.
             findings = list(check())
         except Exception as error:  # noqa: BLE001  a broken installation may raise anything anywhere
             found = f"the check raises {type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""``shardwise explain``: one call's strategies, the one taken, what it communicates, and why the others lost."""
+"""``shardwise explain``: the strategies of one call, the chosen one, its collectives, and why the others lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shardwise.tools.explain import LISTED, Explanation, explain_call
 __all__ = ["explain"]
 
 TOP = 10
-"""Strategies that a person is shown unless told otherwise."""
+"""How many strategies are printed by default."""
 
 
 def _wires(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
@@ -80,16 +80,16 @@ def _explanation(
     name: str, mesh: AbstractMesh, *, inputs: Sequence[str], arguments: Sequence[str], limit: int | None
 ) -> Explanation:
     operands = [parse_operand(text, mesh) for text in inputs]
-    given = parse_arguments(arguments)
-    op = find_op(name, operands, given)
-    return explain_call(op, (), arguments_of(op, operands, given), limit=limit)
+    values = parse_arguments(arguments)
+    op = find_op(name, operands, values)
+    return explain_call(op, (), arguments_of(op, operands, values), limit=limit)
 
 
-# -- the figures that moves are costed by ----------------------------------------------------------------------------
+# -- the figures behind the costs ------------------------------------------------------------------------------------
 
 
 def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None) -> tuple[Links, str]:
-    """The figures, and what they are, in words."""
+    """The figures and their description."""
     if path is not None and wires is not None:
         raise click.UsageError("--links and --wires both say what moves cost: give one")
     if path is not None:
@@ -100,7 +100,7 @@ def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None)
 
 
 def _measured(mesh: AbstractMesh, path: Path) -> tuple[Links, str]:
-    """The figures that a program on such a mesh would take from the file, if it were on one host there."""
+    """The figures that a program on such a mesh would use from the file, if the mesh is on one host."""
     entries = parse(path.read_text(), str(path))
     for entry in entries:
         site = evolve(entry.site, mesh_shape=mesh.shape, hosts=(1,) * mesh.ndim, total_hosts=1)
@@ -118,7 +118,7 @@ def _measured(mesh: AbstractMesh, path: Path) -> tuple[Links, str]:
 
 @contextmanager
 def _linked(mesh: AbstractMesh, links: Links) -> Iterator[None]:
-    """Cost moves by these figures for a while."""
+    """Use these figures for costs while the context lasts."""
     use_links(mesh, links)
     try:
         yield

@@ -16,7 +16,7 @@ __all__ = ["as_json_values"]
 
 
 def as_json_values(explanation: Explanation) -> dict[str, Any]:
-    """Everything, in values that JSON has; seconds, bytes, and placements as shardwise prints them."""
+    """All of an explanation, in values that JSON has: seconds, bytes, and placements as shardwise prints them."""
     schema = explanation.schema
     tensors = {a.name for a in schema.signature.tensor_args}
     return {
@@ -88,7 +88,7 @@ def _json_strategy(one: RankedStrategy) -> dict[str, Any]:
 
 
 def _json_cost(seconds: float) -> float | None:
-    """JSON has no infinity: None where there is no way."""
+    """JSON has no infinity: None for a redistribution that is not possible."""
     return None if math.isinf(seconds) else seconds
 
 

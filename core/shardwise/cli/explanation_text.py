@@ -27,23 +27,23 @@ from shardwise.tools.traffic import Collective
 __all__ = ["print_explanation"]
 
 MOST_OPERANDS = 4
-"""Beyond this many operands only those that move somewhere have a column."""
+"""Beyond this number, only the operands that some strategy redistributes have a column."""
 
 
 def print_explanation(explanation: Explanation, figures: str) -> None:
-    """Print for a terminal, or plainly for a pipe; ``figures`` says by what moves are costed."""
+    """Print for a terminal or a pipe; ``figures`` describes the figures behind the costs."""
     if explanation.parts:
-        print_parts([_call(explanation, figures), *_parts(explanation)])
+        print_parts([_call_part(explanation, figures), *_parts_of(explanation)])
         return
-    parts = [_call(explanation, figures)]
-    parts += [_decision(decision, alone=len(explanation.decisions) == 1) for decision in explanation.decisions]
-    print_parts([*parts, _issued(explanation)])
+    parts = [_call_part(explanation, figures)]
+    parts += [_decision_part(decision, alone=len(explanation.decisions) == 1) for decision in explanation.decisions]
+    print_parts([*parts, _issued_part(explanation)])
 
 
 # -- the call --------------------------------------------------------------------------------------------------------
 
 
-def _call(explanation: Explanation, figures: str) -> RenderableType:
+def _call_part(explanation: Explanation, figures: str) -> RenderableType:
     schema = explanation.schema
     mesh = "x".join(map(str, schema.mesh.shape))
     title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
@@ -55,27 +55,27 @@ def _call(explanation: Explanation, figures: str) -> RenderableType:
         if arg not in tensors and value is not None:
             facts.add_row(Text(f"  {arg}"), Text(str(value)))
     facts.add_row(Text("  rule"), Text(explanation.entry.rule.text))
-    facts.add_row(Text("  from"), Text(_source(explanation.entry)))
+    facts.add_row(Text("  from"), Text(_source_text(explanation.entry)))
     for entry in explanation.others:
-        facts.add_row(Text("  not"), Text(_source(entry)))
+        facts.add_row(Text("  not"), Text(_source_text(entry)))
     facts.add_row(Text("  costs"), Text(figures))
     return Group(title, facts)
 
 
 def _spec(spec: TensorSpec) -> str:
-    return f"{spec.tensor_meta} {_places(spec)}"
+    return f"{spec.tensor_meta} {_spec_placements(spec)}"
 
 
-def _places(spec: TensorSpec | None) -> str:
-    return "-" if spec is None else _shown(spec.placements)
+def _spec_placements(spec: TensorSpec | None) -> str:
+    return "-" if spec is None else _placements_text(spec.placements)
 
 
-def _shown(placements: Iterable[Placement]) -> str:
-    """As they are written on the command line."""
+def _placements_text(placements: Iterable[Placement]) -> str:
+    """Placements as they are written on the command line."""
     return ",".join(map(show, placements))
 
 
-def _source(entry: Entry) -> str:
+def _source_text(entry: Entry) -> str:
     return f"{entry.origin}, {_from_here(entry.rule.source)}"
 
 
@@ -85,14 +85,14 @@ def _from_here(source: str) -> str:
     return f"{Path(path).relative_to(here)}:{line}" if Path(path).is_relative_to(here) else source
 
 
-def _parts(explanation: Explanation) -> Iterator[RenderableType]:
+def _parts_of(explanation: Explanation) -> Iterator[RenderableType]:
     """The calls that an op without a rule is decomposed into."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     for heading in ("part", "operands", "-> result", "rows", "moves µs"):
         table.add_column(heading)
     for part in explanation.parts:
-        operands = ", ".join(_places(spec) for spec in part.schema.specs if spec is not None)
-        results = ", ".join(map(_places, part.results))
+        operands = ", ".join(_spec_placements(spec) for spec in part.schema.specs if spec is not None)
+        results = ", ".join(map(_spec_placements, part.results))
         rows = "; ".join(" | ".join(d.chosen.names) for d in part.decisions) or part.entry.rule.text
         paid = ", ".join(f"{r.operand} {_microseconds(r.path.cost)}" for r in part.redistributions)
         table.add_row(*map(Text, (op_name(part.schema.op), operands, results, rows, paid)))
@@ -110,11 +110,11 @@ def _parts(explanation: Explanation) -> Iterator[RenderableType]:
 # -- one decision ----------------------------------------------------------------------------------------------------
 
 
-def _decision(decision: Decision, *, alone: bool) -> RenderableType:
+def _decision_part(decision: Decision, *, alone: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if not alone:
         parts.append(Text(f"list position {_ranges(decision.positions)}", style="bold"))
-    parts += [_counts(decision), Padding(_strategies(decision), (1, 0, 0, 0)), *_exclusions(decision)]
+    parts += [_counts_text(decision), Padding(_strategy_table(decision), (1, 0, 0, 0)), *_exclusions(decision)]
     return Group(*parts)
 
 
@@ -125,7 +125,7 @@ def _ranges(positions: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
 
 
-def _counts(decision: Decision) -> Text:
+def _counts_text(decision: Decision) -> Text:
     legal = f"{decision.legal:,}" if decision.counted else f"more than {decision.legal:,}"
     shown = len(decision.ranked)
     listed = "cheapest first" if shown == decision.legal else f"the {shown} cheapest (--top lists more)"
@@ -133,11 +133,11 @@ def _counts(decision: Decision) -> Text:
     return Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:")
 
 
-def _strategies(decision: Decision) -> Table:
+def _strategy_table(decision: Decision) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("")
     table.add_column("rows", overflow="fold")
-    shown = _shown_operands(decision)
+    shown = _operands_in_columns(decision)
     for i in shown:
         table.add_column(decision.operands[i], no_wrap=True)
     for name in decision.results:
@@ -146,32 +146,32 @@ def _strategies(decision: Decision) -> Table:
     table.add_column("µs", justify="right")
     table.add_column("why not")
     for i, one in enumerate(decision.ranked):
-        table.add_row(*_row(decision, one, shown, taken=i == 0), style="bold" if i == 0 else "")
+        table.add_row(*_strategy_row(decision, one, shown, taken=i == 0), style="bold" if i == 0 else "")
     return table
 
 
-def _shown_operands(decision: Decision) -> list[int]:
+def _operands_in_columns(decision: Decision) -> list[int]:
     present = [i for i in range(len(decision.operands)) if decision.chosen.input_specs[i] is not None]
     if len(present) <= MOST_OPERANDS:
         return present
     return [i for i in present if any(c.strategy.redistribute_cost[i] for c in decision.ranked)]
 
 
-def _row(decision: Decision, one: RankedStrategy, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
+def _strategy_row(decision: Decision, one: RankedStrategy, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
     strategy = one.strategy
     yield Text(">" if taken else "")
     yield Text(" | ".join(strategy.names))
     for i in shown:
-        yield Text(_places(strategy.input_specs[i]), style="yellow" if strategy.redistribute_cost[i] else "")
+        yield Text(_spec_placements(strategy.input_specs[i]), style="yellow" if strategy.redistribute_cost[i] else "")
     for spec in strategy.output_specs:
-        yield Text(_places(spec))
-    yield Text(_paid(decision, strategy))
+        yield Text(_spec_placements(spec))
+    yield Text(_costs_text(decision, strategy))
     yield Text(_microseconds(strategy.cost))
     yield Text("taken" if taken else one.reason, style="green" if taken else "dim")
 
 
-def _paid(decision: Decision, strategy: PlacementStrategy) -> str:
-    """What each operand that moves costs."""
+def _costs_text(decision: Decision, strategy: PlacementStrategy) -> str:
+    """The cost of each operand that is redistributed."""
     named = zip(decision.operands, strategy.redistribute_cost, strict=True)
     return ", ".join(f"{name} {_microseconds(cost)}" for name, cost in named if cost)
 
@@ -185,10 +185,10 @@ def _exclusions(decision: Decision) -> Iterator[RenderableType]:
         return
     yield Text("\nnot considered:")
     for excluded in decision.exclusions:
-        yield Padding(Text(_excluded(excluded, exact=decision.counted)), (0, 0, 0, 2))
+        yield Padding(Text(_exclusion_text(excluded, exact=decision.counted)), (0, 0, 0, 2))
 
 
-def _excluded(excluded: Exclusion, *, exact: bool) -> str:
+def _exclusion_text(excluded: Exclusion, *, exact: bool) -> str:
     if excluded.mesh_dim is not None:
         rows = "; ".join(excluded.rows)
         return f"{rows} on mesh dim {excluded.mesh_dim}: {excluded.reason}"
@@ -201,7 +201,7 @@ def _excluded(excluded: Exclusion, *, exact: bool) -> str:
 # -- what is issued --------------------------------------------------------------------------------------------------
 
 
-def _issued(explanation: Explanation) -> RenderableType:
+def _issued_part(explanation: Explanation) -> RenderableType:
     rows = [(r.operand, s, c) for r in explanation.redistributions for s, c in _steps(r)]
     inside = explanation.lowering
     parts: list[RenderableType] = []
@@ -234,16 +234,16 @@ def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: S
     number = 0
     for operand, step, collective in rows:
         number += collective is not None
-        wire = ("", "local", "", "", "") if collective is None else (str(number), *_collective(collective))
+        wire = ("", "local", "", "", "") if collective is None else (str(number), *_collective_cells(collective))
         kind = f"{step.kind} (local)" if collective is None else step.kind
-        places = (_shown(step.source), _shown(step.target))
+        places = (_placements_text(step.source), _placements_text(step.target))
         table.add_row(wire[0], operand, kind, *wire[2:], *places, _microseconds(step.cost))
     for collective in inside:
         number += 1
-        _, *rest = _collective(collective)
+        _, *rest = _collective_cells(collective)
         table.add_row(str(number), "lowering", collective.kind, *rest)
     return table
 
 
-def _collective(collective: Collective) -> tuple[str, str, str, str]:
+def _collective_cells(collective: Collective) -> tuple[str, str, str, str]:
     return collective.kind, ", ".join(map(str, collective.mesh_dims)), str(collective.ranks), f"{collective.nbytes:,}"

@@ -1,4 +1,4 @@
-"""What a check found, and what to do about it: the rows of ``plugins check`` and ``doctor``."""
+"""The findings of ``plugins check`` and ``doctor``: what was checked, what was found, what to do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        _print(findings)
+        _print_findings(findings)
         count = Counter(finding.result for finding in findings)
         click.echo(f"{count[OK]} ok, {counted(count[WARNING], 'warning')}, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
@@ -38,8 +38,8 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
         click.get_current_context().exit(1)
 
 
-def _print(findings: Sequence[Finding]) -> None:
-    # A row is a line: torch's messages go on for pages, which JSON has.
+def _print_findings(findings: Sequence[Finding]) -> None:
+    # A row is one line; JSON has all of torch's long messages.
     findings = [evolve(one, found=one.found.strip().partition("\n")[0]) for one in findings]
     if on_terminal():
         # Sentences need width: what to do stands below what was found.

@@ -45,9 +45,9 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     with progress("searching") as tell:
         inferred = infer_rule(overload, given or None, seed=seed, tell=tell)
     if as_json:
-        print_json([_plain(inferred)])
+        print_json([_inferred_json(inferred)])
     else:
-        _print(inferred)
+        _print_inferred(inferred)
     if not inferred.accepted:
         raise click.ClickException(f"the oracle refutes the rule: {inferred.report.refuted[0]}")
 
@@ -68,11 +68,11 @@ def _fits(op: Op, samples: Sequence[Sample]) -> bool:
 # -- what is printed -------------------------------------------------------------------------------------------------
 
 
-def _print(inferred: Inferred) -> None:
+def _print_inferred(inferred: Inferred) -> None:
     for name in inferred.samples:
         click.echo(f"sample {name}")
     rows: list[dict[str, object]] = [
-        {"operands": f.form, "row": str(f), "verdict": _verdict(f)} for f in inferred.findings
+        {"operands": f.form, "row": str(f), "verdict": _verdict_text(f)} for f in inferred.findings
     ]
     print_rows(rows, COLUMNS)
     click.echo(f"\n{inferred.text}")
@@ -84,21 +84,21 @@ def _print(inferred: Inferred) -> None:
         click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
 
 
-def _verdict(finding: Finding) -> str:
+def _verdict_text(finding: Finding) -> str:
     words = {
         "all samples": "all samples",
-        "even shards only": f"even shards only: {_listed(finding.meshes)} ranks",
-        "some meshes": f"some meshes only: {_listed(finding.meshes)} ranks",
-        "some samples": f"some samples: {_listed(finding.holds_for)}; not {_listed(finding.fails_for)}",
+        "even shards only": f"even shards only: {_numbers_text(finding.meshes)} ranks",
+        "some meshes": f"some meshes only: {_numbers_text(finding.meshes)} ranks",
+        "some samples": f"some samples: {_numbers_text(finding.holds_for)}; not {_numbers_text(finding.fails_for)}",
     }
     return words[finding.verdict]
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _numbers_text(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _plain(inferred: Inferred) -> dict[str, object]:
+def _inferred_json(inferred: Inferred) -> dict[str, object]:
     return {
         "op": op_name(inferred.op),
         "samples": list(inferred.samples),

@@ -69,7 +69,7 @@ def _settings() -> Iterator[Finding]:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", error.do)
         return
     for name, where in settings.sources.items():
-        yield Finding("settings", OK, f"{name} = {_plain(getattr(settings, name))}, from {where}")
+        yield Finding("settings", OK, f"{name} = {_value_text(getattr(settings, name))}, from {where}")
     if not settings.sources:
         yield Finding("settings", OK, "none are set")
     try:
@@ -78,7 +78,7 @@ def _settings() -> Iterator[Finding]:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", f"{do} {error.do}")
 
 
-def _plain(value: object) -> str:
+def _value_text(value: object) -> str:
     if isinstance(value, frozenset):
         return ", ".join(sorted(value)) or "none"
     if isinstance(value, tuple):

@@ -73,7 +73,9 @@ def load_function(text: str) -> Callable[[], Any]:
     """The callable of ``package.module:name`` or ``path/to/file.py:name``."""
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name.isidentifier():
-        raise click.UsageError(f"{text!r} names no function: write package.module:function or path/to/file.py:function")
+        raise click.UsageError(
+            f"{text!r} does not name a function: write package.module:function or path/to/file.py:function"
+        )
     value = getattr(load_module(where), name, None)
     if not callable(value):
         raise click.ClickException(f"{where} has no function {name!r}")

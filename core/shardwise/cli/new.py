@@ -69,13 +69,13 @@ def new(*, name: str, parent: Path, author: str | None) -> None:
         "year": str(datetime.now(UTC).year),
     }
     _write(folder, values)
-    _tell(folder, values)
+    _print_next_steps(folder, values)
 
 
 def _names(name: str) -> tuple[str, str]:
     """The distribution's name, normalised, and the package's; refuses what cannot be one."""
     if not _NAME.fullmatch(name):
-        raise click.UsageError(f"{name!r} is no name of a distribution: letters, digits and inner . _ - (PEP 508)")
+        raise click.UsageError(f"{name!r} is not the name of a distribution: letters, digits and inner . _ - (PEP 508)")
     name = normalised(name)
     package = name.replace("-", "_")
     if not package.isidentifier() or keyword.iskeyword(package) or keyword.issoftkeyword(package):
@@ -129,7 +129,7 @@ def _write(folder: Path, values: dict[str, str]) -> None:
         raise click.ClickException(f"cannot write {folder}: {error}") from error
 
 
-def _tell(folder: Path, values: dict[str, str]) -> None:
+def _print_next_steps(folder: Path, values: dict[str, str]) -> None:
     click.echo(f"made {folder}:")
     for name in FILES:
         click.echo(f"  {name.format(**values)}")

@@ -27,7 +27,7 @@ def ops_named(name: str, registry: Registry) -> list[Op]:
     others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
     ops = find_ops(name, ("aten", *others))
     if not ops:
-        raise _unknown(name, registry)
+        raise _unknown_op_error(name, registry)
     return ops
 
 
@@ -71,7 +71,7 @@ def _overloads(namespace: str, name: str) -> list[Op]:
     return [getattr(packet, each) for each in names]
 
 
-def _unknown(name: str, registry: Registry) -> CallError:
+def _unknown_op_error(name: str, registry: Registry) -> CallError:
     near = _close_names(name, registry)
     packet, _, overload = ".".join(_words(name)).rpartition(".")
     there = find_ops(packet)

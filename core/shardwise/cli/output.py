@@ -1,7 +1,7 @@
 """How commands print: tables for people, JSON for programs.
 
-On a terminal a table fits the window. In a file or a pipe each row is one line, without borders, colours or blanks at
-its end, so that ``grep`` and ``cut`` find what they look for.
+On a terminal a table fits the window. In a file or a pipe each row is one line, without borders, colours or trailing
+blanks, so that ``grep`` and ``cut`` work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 PIPE_WIDTH = 200
-"""Columns of a drawing that goes to a file or a pipe, which has no width of its own."""
+"""Columns of a table that goes to a file or a pipe."""
 
 # No row of a table is as long as this.
 _UNBOUNDED = 100_000
@@ -47,19 +47,19 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 
 def on_terminal() -> bool:
-    """Whether what is printed goes to a person's screen."""
+    """Whether stdout is a terminal."""
     return Console().is_terminal
 
 
 @contextmanager
 def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None] | None]:
-    """The function that shows how much of all is done, by a live bar where stderr is a terminal; none elsewhere."""
+    """A function that shows the progress by a live bar if stderr is a terminal; None elsewhere."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield None
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Few refreshes: the machine's cores are for what is measured.
+    # Few refreshes: the cores are for the measurements.
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -97,7 +97,7 @@ def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> 
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
-    """Print names and values, one below the other; a sequence takes a line per element, and what is empty none."""
+    """Print names and values, one below the other: a line per element of a sequence, no line for an empty value."""
     console = Console(highlight=False)
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold" if console.is_terminal else None)

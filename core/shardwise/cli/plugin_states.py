@@ -1,4 +1,4 @@
-"""What became of every plugin, also where the process refuses to use any: bad settings, strict mode, a broken core."""
+"""The status of every plugin, also if the process refuses to use any: bad settings, strict mode, a broken plugin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["PluginStates", "plugins_named", "load_each", "no_such_plugin", "read
 
 @frozen(eq=False)
 class PluginStates:
-    """The plugins, the registry of those that load, and why this process would refuse to look up rules, if it would."""
+    """The plugins, the registry of those that load, and the error if this process cannot look up rules."""
 
     statuses: tuple[Status, ...]
     registry: Registry
@@ -31,7 +31,7 @@ class PluginStates:
 
 
 def plugin_states() -> PluginStates:
-    """Load the plugins as a program would; where that raises, each plugin by itself."""
+    """Load the plugins as a program does; if that raises, load each plugin by itself."""
     with _without_warnings():
         try:
             registry = default_registry()
@@ -44,14 +44,14 @@ def plugin_states() -> PluginStates:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """No warning of a plugin that is left out: who asks lists them."""
+    """Without warnings of plugins that are left out: the command lists them."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "shardwise left out the plugin")
         yield
 
 
 def readable_settings() -> Settings:
-    """The settings, without what cannot be read or names no plugin; never strict."""
+    """The settings, without entries that cannot be read or do not name a plugin; never strict."""
     try:
         settings = read_settings()
     except SettingsError:
@@ -71,7 +71,7 @@ def readable_settings() -> Settings:
 
 
 def load_each(plugins: Iterable[InstalledPlugin], registry: Registry) -> list[Status]:
-    """Load plugins, each whatever becomes of the others; also a first-party one that fails is only recorded."""
+    """Load each plugin, also if others fail; a first-party plugin that fails is only recorded, too."""
     outcome: list[Status] = []
     for one in plugins:
         try:
@@ -91,7 +91,7 @@ def plugins_named(name: str, known: Iterable[InstalledPlugin]) -> list[Installed
 
 
 def no_such_plugin(name: str, known: Iterable[InstalledPlugin]) -> click.ClickException:
-    """The refusal of a name, with those that are close to it."""
+    """The error for an unknown name, with the names that are close to it."""
     names = sorted({word for plugin in known for word in (plugin.origin.plugin, plugin.origin.distribution)})
     near = get_close_matches(name, names, 3)
     hint = f"Close to it: {', '.join(near)}" if near else "`shardwise plugins` lists all"

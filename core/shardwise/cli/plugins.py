@@ -1,4 +1,4 @@
-"""``shardwise plugins``: every installed plugin and what became of it; one plugin with all that is known of it."""
+"""``shardwise plugins``: all installed plugins with their status; one plugin with its metadata and rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RULE_COLUMNS = ("op", "rule", "holds", "source")
 def plugins(ctx: click.Context, *, as_json: bool) -> None:
     """See what is installed and what became of it; check a plugin. Without a command: list."""
     if ctx.invoked_subcommand is None:
-        _list(as_json=as_json)
+        _print_list(as_json=as_json)
 
 
 @plugins.command("list")
@@ -41,7 +41,7 @@ def list_(ctx: click.Context, *, as_json: bool) -> None:
 
     Exits with 1 where no program could look up a rule: bad settings, strict mode, a broken first-party plugin.
     """
-    _list(as_json=as_json or _outer_json(ctx))
+    _print_list(as_json=as_json or _outer_json(ctx))
 
 
 @plugins.command()
@@ -57,14 +57,14 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
     chosen = plugins_named(name, known)
     if not chosen:
         raise no_such_plugin(name, known)
-    shown = [_described(states, status) for status in states.statuses if status.plugin in chosen]
+    shown = [_plugin_json(states, status) for status in states.statuses if status.plugin in chosen]
     if as_json or _outer_json(ctx):
         print_json(shown)
         return
     for i, facts in enumerate(shown):
         if i:
             click.echo()
-        _print(facts)
+        _print_plugin(facts)
 
 
 plugins.add_command(check)
@@ -75,9 +75,9 @@ def _outer_json(ctx: click.Context) -> bool:
     return bool(ctx.parent and ctx.parent.params.get("as_json"))
 
 
-def _list(*, as_json: bool) -> None:
+def _print_list(*, as_json: bool) -> None:
     states = plugin_states()
-    rows = [_row(status) for status in states.statuses]
+    rows = [_status_row(status) for status in states.statuses]
     if as_json:
         print_json(rows)
     elif rows:
@@ -86,7 +86,7 @@ def _list(*, as_json: bool) -> None:
         raise states.refusal
 
 
-def _row(status: Status) -> dict[str, object]:
+def _status_row(status: Status) -> dict[str, object]:
     origin = status.plugin.origin
     return {
         "plugin": origin.plugin,
@@ -102,17 +102,17 @@ def _row(status: Status) -> dict[str, object]:
 # -- one plugin ------------------------------------------------------------------------------------------------------
 
 
-def _described(known: PluginStates, status: Status) -> dict[str, Any]:
+def _plugin_json(known: PluginStates, status: Status) -> dict[str, Any]:
     plugin, registry = status.plugin, known.registry
     rules = list(_rules(registry, plugin.origin))
     refusal = known.refusal
     return {
-        **_row(status),
+        **_status_row(status),
         "location": plugin.location,
         "entry_point": f"[{plugin.entry.group}] {plugin.entry.name} = {plugin.entry.value}",
         **_metadata(plugin),
         "hides": list(plugin.hides),
-        "replaces": _replaced(registry, plugin.origin),
+        "replaces": _replaced_ops(registry, plugin.origin),
         "conflicts": _conflicts(registry, plugin.origin),
         "refusal": "" if refusal is None else f"{type(refusal).__name__}: {refusal}",
         "traceback": status.traceback,
@@ -153,8 +153,8 @@ def _rules(registry: Registry, origin: Origin) -> Iterator[dict[str, object]]:
         }
 
 
-def _replaced(registry: Registry, origin: Origin) -> dict[str, list[str]]:
-    """The distributions whose rules give way, with the ops."""
+def _replaced_ops(registry: Registry, origin: Origin) -> dict[str, list[str]]:
+    """The distributions whose rules are replaced, with the ops."""
     by_distribution: dict[str, list[str]] = {}
     for entry in _entries(registry, origin):
         if entry.replaces is not None:
@@ -170,7 +170,7 @@ def _conflicts(registry: Registry, origin: Origin) -> list[str]:
     ]
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print_plugin(facts: dict[str, Any]) -> None:
     print_facts(
         {
             "plugin": facts["plugin"],

@@ -61,7 +61,7 @@ def rehearse(
     with _progress(shown=not as_json) as tell:
         rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
     if as_json:
-        click.echo(json.dumps(_plain(rehearsal), indent=1))
+        click.echo(json.dumps(_rehearsal_json(rehearsal), indent=1))
     else:
         print_parts(list(_tables(rehearsal, by_op=by_op)))
 
@@ -85,7 +85,7 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
 
 
 def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
-    yield _memory(rehearsal)
+    yield _memory_table(rehearsal)
     uses = rehearsal.by_op if by_op else rehearsal.collectives
     table = Table("phase", "collective", "mesh dims", title="Collectives that it issues")
     for heading in ("ranks", "times", "bytes handed in"):
@@ -94,11 +94,11 @@ def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
         table.add_column("for")
     for use, times, nbytes in uses:
         figures = (f"{use.ranks:,}", f"{times:,}", size_text(nbytes))
-        table.add_row(use.phase, use.kind, _dims(rehearsal, use), *figures, *([use.op] if by_op else []))
+        table.add_row(use.phase, use.kind, _dim_names(rehearsal, use), *figures, *([use.op] if by_op else []))
     yield table
 
 
-def _memory(rehearsal: Rehearsal) -> Table:
+def _memory_table(rehearsal: Rehearsal) -> Table:
     memory = rehearsal.memory
     shape = "x".join(map(str, rehearsal.mesh_shape))
     at = ", ".join(f"{n} {c}" for n, c in zip(rehearsal.mesh_names, rehearsal.coordinate, strict=True))
@@ -119,7 +119,7 @@ def _memory(rehearsal: Rehearsal) -> Table:
     return table
 
 
-def _dims(rehearsal: Rehearsal, use: CollectiveUse) -> str:
+def _dim_names(rehearsal: Rehearsal, use: CollectiveUse) -> str:
     return ", ".join(rehearsal.mesh_names[m] for m in use.mesh_dims)
 
 
@@ -131,7 +131,7 @@ def size_text(nbytes: int) -> str:
     return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"
 
 
-def _plain(rehearsal: Rehearsal) -> dict[str, Any]:
+def _rehearsal_json(rehearsal: Rehearsal) -> dict[str, Any]:
     memory = rehearsal.memory
     return {
         "mesh": list(rehearsal.mesh_shape),

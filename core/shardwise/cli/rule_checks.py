@@ -15,7 +15,7 @@ from attrs import field, frozen
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
 from shardwise.cli.modules import run_file
 from shardwise.cli.plugin_states import load_each, readable_settings
-from shardwise.cli.subject import Subject
+from shardwise.cli.subject import PluginToCheck
 from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
@@ -30,11 +30,11 @@ from shardwise.testing.samples import by_op
 
 __all__ = ["Samples", "check_conflicts", "judge_rules", "read_samples", "register"]
 
-# Ops that a finding names; the rest is counted.
-_SHOWN = 5
+# The number of ops that a finding names; the others are counted.
+_MOST_NAMED = 5
 
 
-def register(subject: Subject) -> tuple[Registry, list[Finding]]:
+def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
     """Call the plugin's hooks as a program would, each entry point by itself."""
     registry = Registry()
     findings = []
@@ -67,9 +67,9 @@ def register(subject: Subject) -> tuple[Registry, list[Finding]]:
 # -- conflicts -------------------------------------------------------------------------------------------------------
 
 
-def check_conflicts(subject: Subject, own: Registry) -> Iterator[Finding]:
+def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
     """With the rules of other plugins for the same ops: one must declare that it replaces the other."""
-    others = _others(subject)
+    others = _rivals_of(subject)
     clashes: dict[Origin, list[str]] = {}
     idle: dict[str, list[str]] = {}
     for entry in own.ops():
@@ -81,18 +81,20 @@ def check_conflicts(subject: Subject, own: Registry) -> Iterator[Finding]:
             idle.setdefault(FIRST_PARTY, []).append(op_name(entry.op))
     for origin, ops in clashes.items():
         first_party = origin.distribution == FIRST_PARTY
-        found = f"{origin} has rules for {_listed(ops)} too, and nothing says which holds"
+        found = f"{origin} has rules for {_some_ops(ops)} too, and nothing says which holds"
         do = f'Declare replaces="{origin.distribution}" on the rules that are to hold.'
         yield Finding("conflicts", FAILED if first_party else WARNING, found, do)
     for name, ops in idle.items():
-        yield Finding("conflicts", WARNING, f"replaces={name!r}, which has no rule for {_listed(ops)}", "Leave it out.")
+        yield Finding(
+            "conflicts", WARNING, f"replaces={name!r}, which has no rule for {_some_ops(ops)}", "Leave it out."
+        )
     if not clashes:
         replaced = sorted({entry.replaces for entry in own.ops() if entry.replaces})
         shown = f"replaces {', '.join(replaced)}" if replaced else "no other plugin has rules for its ops"
         yield Finding("conflicts", OK, f"none: {shown}")
 
 
-def _others(subject: Subject) -> Registry:
+def _rivals_of(subject: PluginToCheck) -> Registry:
     """The rules of all other plugins that this environment would load."""
     registry = Registry()
     own = {entry.name for entry in subject.entries}
@@ -101,14 +103,14 @@ def _others(subject: Subject) -> Registry:
     return registry
 
 
-def _is_own(plugin: InstalledPlugin, subject: Subject, names: set[str]) -> bool:
+def _is_own(plugin: InstalledPlugin, subject: PluginToCheck, names: set[str]) -> bool:
     same = plugin.origin.distribution == normalised(subject.name)
     return same and (subject.name != FIRST_PARTY or plugin.origin.plugin in names)
 
 
-def _listed(ops: list[str]) -> str:
-    rest = len(ops) - _SHOWN
-    return ", ".join(ops[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+def _some_ops(ops: list[str]) -> str:
+    rest = len(ops) - _MOST_NAMED
+    return ", ".join(ops[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # -- the oracle ------------------------------------------------------------------------------------------------------
@@ -168,18 +170,18 @@ def judge_rules(
         try:
             report = check_rule(rule, given.samples, stand_ins={**given.stand_ins}, cases=cases, keep_going=True)
         except Exception as error:  # noqa: BLE001  samples and stand-ins are a plugin's functions
-            found = f"{_titled(rule)}: its samples raise {type(error).__name__}: {error}"
+            found = f"{_rule_title(rule)}: its samples raise {type(error).__name__}: {error}"
             findings.append(Finding("oracle", FAILED, found, "Correct SAMPLES or STAND_INS."))
             continue
         total += report
-        findings += _verdicts(rule, report, given)
+        findings += _oracle_findings(rule, report, given)
     if tell is not None:
         tell(len(rules), len(rules))
     return [*findings, _summary(total, given)] if rules else findings
 
 
 def _summary(total: Report, given: Samples) -> Finding:
-    refuted = len(_telling(total.refuted))
+    refuted = len(_blamed(total.refuted))
     counts = (counted(total.ops, "op"), counted(total.rows, "row"), counted(total.cases, "case"))
     shown = f"{', '.join(counts)}: {refuted} refuted"
     if refuted:
@@ -192,15 +194,17 @@ def _unknown_samples(own: Registry, given: Samples) -> list[Finding]:
     unknown = [str(op) for op in [*given.samples, *given.unsampled] if op not in own]
     if not unknown:
         return []
-    return [Finding("samples", WARNING, f"the plugin has no rule for {_listed(unknown)}", "Correct the samples file.")]
+    return [
+        Finding("samples", WARNING, f"the plugin has no rule for {_some_ops(unknown)}", "Correct the samples file.")
+    ]
 
 
-def _verdicts(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding]:
-    for refuted in _telling(report.refuted):
+def _oracle_findings(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding]:
+    for refuted in _blamed(report.refuted):
         yield Finding("oracle", FAILED, f"{refuted.asked}: {refuted.found}", refuted.do)
     missed = [row for row in report.unexercised if row not in given.unexercised]
     if missed:
-        found = f"{_titled(rule)}: no sample reaches the rows {'; '.join(missed)}"
+        found = f"{_rule_title(rule)}: no sample reaches the rows {'; '.join(missed)}"
         do = "Add samples to which the rows apply, or the reason to UNEXERCISED, or remove the rows."
         yield Finding("oracle", WARNING, found, do)
     for row in report.unexercised:
@@ -215,8 +219,8 @@ def _verdicts(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding
             yield Finding("oracle", WARNING, found, "Add calls of it to SAMPLES, or the reason to UNSAMPLED.")
 
 
-def _telling(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
-    """One refutation per row to blame: a row refuted by itself, else the one that most combinations have in common."""
+def _blamed(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
+    """One refutation per wrong row: a row that is refuted alone, or the row that most refuted combinations share."""
     left = [one for one in refuted if one.rows]
     kept = [one for one in refuted if not one.rows]
     while left:
@@ -228,6 +232,6 @@ def _telling(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
     return kept
 
 
-def _titled(rule: AnyRule) -> str:
+def _rule_title(rule: AnyRule) -> str:
     first, *rest = rule.ops
     return f"{op_name(first)}{f' and {len(rest)} more' if rest else ''} ({rule.source})"

@@ -43,7 +43,7 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
 
 
 def _entries(registry: Registry, pattern: str, plugin: str | None) -> list[Entry]:
-    """The entries that are asked for; refuses a plugin that is none."""
+    """The entries that match; raises for a name that is not a plugin's."""
     if plugin is None:
         return list(registry.ops(pattern))
     if not any(origin.is_called(plugin) for origin in registry.origins):

@@ -95,7 +95,7 @@ class _Reader:
             return self.tensor(sides[0], 0, self.literal(sides[1]))
         if ops == [ast.LtE, ast.Lt] and _is_tensor(sides[1]):
             return self.tensor(sides[1], self.literal(sides[0]), self.literal(sides[2]))
-        raise self.error(f"{self.written(node)!r} is no range", "Write i64[5] < 9 or -3 <= i64[5] < 9.")
+        raise self.error(f"{self.written(node)!r} is not a range", "Write i64[5] < 9 or -3 <= i64[5] < 9.")
 
     def tensor(self, node: ast.expr, low: float | None, high: float | None) -> Tensor:
         """A tensor with values in ``[low, high)``."""

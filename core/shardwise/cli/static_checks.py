@@ -12,7 +12,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
-from shardwise.cli.subject import Subject
+from shardwise.cli.subject import PluginToCheck
 from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
@@ -27,7 +27,7 @@ SURFACE = frozenset(
 KIT = f"{FIRST_PARTY}.testing"
 
 
-def check_entries(subject: Subject) -> Iterator[Finding]:
+def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
     """The entry point is there, in the group that this shardwise reads, under the name of the distribution."""
     if subject.kind == "file":
         return
@@ -50,7 +50,7 @@ def check_entries(subject: Subject) -> Iterator[Finding]:
             yield Finding("entry point", FAILED, f"{shown} has not the name of the distribution, {subject.name}", do)
 
 
-def check_requires(subject: Subject) -> Iterator[Finding]:
+def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
     """The distribution says which versions of shardwise it works with: from one, up to one, this one among them."""
     if subject.kind == "file" or subject.name == FIRST_PARTY:
         return
@@ -96,7 +96,7 @@ def _on_shardwise(lines: Iterable[str]) -> SpecifierSet | None:
     return specifiers
 
 
-def check_imports(subject: Subject, imported: dict[str, Imported]) -> Iterator[Finding]:
+def check_imports(subject: PluginToCheck, imported: dict[str, Imported]) -> Iterator[Finding]:
     """Every plugin module can be imported from where it lies; it and its hook are cheap: programs wait for them."""
     for value, told in imported.items():
         if told.error:

@@ -27,18 +27,19 @@ TENSOR = r"[A-Za-z_]\w*\s*\[[^\[\]]*\]"
 def read_tensor(text: str, asked: str) -> TensorMeta:
     """The row-major tensor that ``f32[8,6]`` stands for; ``f32[]`` has no dims.
 
-    Raises :class:`CallError` for a word that is no dtype and for sizes that are no numbers; it says what was ``asked``.
+    Raises :class:`CallError` for a word that is not a dtype and for sizes that are not numbers; it says what was
+    ``asked``.
     """
     word, _, rest = text.partition("[")
     dtype = DTYPES.get(word.strip())
     if dtype is None:
         known = " ".join(dict.fromkeys(map(dtype_name, DTYPES.values())))
-        raise CallError(asked=asked, found=f"{word.strip()!r} is no dtype", do=f"Write one of {known}.", text=text)
+        raise CallError(asked=asked, found=f"{word.strip()!r} is not a dtype", do=f"Write one of {known}.", text=text)
     sizes = [size.strip() for size in rest.rstrip("] ").split(",")]
     # A comma at the end is as good in Python.
     sizes = sizes[:-1] if not sizes[-1] else sizes
     if not all(re.fullmatch("[0-9]+", size) for size in sizes):
-        raise CallError(asked=asked, found=f"{text!r} has sizes that are no numbers", do="Write f32[8,6].", text=text)
+        raise CallError(asked=asked, found=f"{text!r} has sizes that are not numbers", do="Write f32[8,6].", text=text)
     return TensorMeta.contiguous(tuple(map(int, sizes)), dtype)
 
 

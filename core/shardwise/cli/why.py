@@ -34,7 +34,7 @@ def why(*, op: str, as_json: bool) -> None:
         click.echo(f"Programs cannot look up a rule now: {states.refusal}", err=True)
     resolutions = _resolutions(op, states)
     settings = readable_settings()
-    shown = [_described(resolution, settings, states) for resolution in resolutions]
+    shown = [_resolution_json(resolution, settings, states) for resolution in resolutions]
     if as_json:
         print_json(shown)
     else:
@@ -54,41 +54,41 @@ def _resolutions(name: str, states: PluginStates) -> list[Resolution]:
 
 def _without_rule(ops: list[Op], states: PluginStates) -> list[str]:
     """Sentences on ops that have no rule."""
-    said = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
+    sentences = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
     if all(map(is_composite, ops)):
-        said.append("torch writes it in terms of other ops, which need the rules.")
+        sentences.append("torch writes it in terms of other ops, which need the rules.")
     elif any(True for op in ops for _ in formulas(op)):
         names = ", ".join(dict.fromkeys(formula.name for op in ops for formula in formulas(op)))
-        said.append(
+        sentences.append(
             f"It runs decomposed ({names}) where every part has a rule; "
             "that depends on the call: shardwise explain shows it."
         )
-    unused = _unused(states)
+    unused = _not_loaded(states)
     if unused:
-        said.append(f"Possible cause: {'; '.join(unused)}.")
-    return said
+        sentences.append(f"Possible cause: {'; '.join(unused)}.")
+    return sentences
 
 
-def _unused(states: PluginStates) -> list[str]:
+def _not_loaded(states: PluginStates) -> list[str]:
     return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in states.statuses if s.status != "loaded"]
 
 
-def _described(resolution: Resolution, settings: Settings, states: PluginStates) -> dict[str, Any]:
+def _resolution_json(resolution: Resolution, settings: Settings, states: PluginStates) -> dict[str, Any]:
     winner = resolution.winner
     return {
         "op": op_name(resolution.op),
-        "winner": None if winner is None else _entry(winner, resolution.reason),
+        "winner": None if winner is None else _entry_json(winner, resolution.reason),
         "reason": resolution.reason,
         "losers": [
-            {**_entry(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
+            {**_entry_json(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
             for entry, reason in resolution.losers
         ],
-        "settings": _bearing(resolution, settings, states),
-        "not_loaded": _unused(states),
+        "settings": _settings_in_play(resolution, settings, states),
+        "not_loaded": _not_loaded(states),
     }
 
 
-def _entry(entry: Entry, reason: str) -> dict[str, Any]:
+def _entry_json(entry: Entry, reason: str) -> dict[str, Any]:
     return {
         "plugin": entry.origin.plugin,
         "distribution": entry.origin.distribution,
@@ -99,7 +99,7 @@ def _entry(entry: Entry, reason: str) -> dict[str, Any]:
     }
 
 
-def _bearing(resolution: Resolution, settings: Settings, states: PluginStates) -> list[str]:
+def _settings_in_play(resolution: Resolution, settings: Settings, states: PluginStates) -> list[str]:
     """The settings that bear on this op, and where they were read."""
     pair = preferred(settings.prefer, op_name(resolution.op))
     chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
@@ -111,23 +111,28 @@ def _print_all(shown: list[dict[str, Any]]) -> None:
     for i, facts in enumerate(shown):
         if i:
             click.echo()
-        _print(facts)
+        _print_resolution(facts)
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print_resolution(facts: dict[str, Any]) -> None:
     winner, losers = facts["winner"], facts["losers"]
     shown: dict[str, Any] = {"op": facts["op"]}
     if winner is None:
         shown["conflict"] = f"no rule holds: {facts['reason']}"
     else:
-        shown |= {"holds": _titled(winner), "because": winner["reason"], "rule": winner["rule"], "at": winner["source"]}
+        shown |= {
+            "holds": _plugin_title(winner),
+            "because": winner["reason"],
+            "rule": winner["rule"],
+            "at": winner["source"],
+        }
     print_facts({**shown, "setting": facts["settings"]})
     for loser in losers:
         click.echo()
         choose = loser["to_choose_it"]
         print_facts(
             {
-                "  rival": _titled(loser),
+                "  rival": _plugin_title(loser),
                 "  lost by": "" if winner is None else loser["reason"],
                 "  rule": loser["rule"],
                 "  at": loser["source"],
@@ -136,5 +141,5 @@ def _print(facts: dict[str, Any]) -> None:
         )
 
 
-def _titled(entry: dict[str, Any]) -> str:
+def _plugin_title(entry: dict[str, Any]) -> str:
     return f"{entry['plugin']} ({entry['distribution']} {entry['version']})"

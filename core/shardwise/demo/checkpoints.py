@@ -1,4 +1,4 @@
-"""The demo's checkpoints: what of a run is saved, and where a run goes on."""
+"""The demo's checkpoints: what is saved of a run, and from where a run continues."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from shardwise.errors import CheckpointError
 __all__ = ["Checkpoints", "after_a_failure", "check_run"]
 
 RUN = "run.json"
-"""In the directory of the checkpoints: the settings that a run must keep when it goes on."""
+"""In the directory of the checkpoints: the settings that a run must keep when it continues."""
 
 FREE = ("mesh", "device", "steps")
-"""Settings that may be other ones when a run goes on."""
+"""Settings that may change when a run continues."""
 
 
 class Random:
-    """The random state of the program, the same on every rank: everything that draws numbers belongs in here."""
+    """The random state of the program, the same on every rank: every generator belongs here."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"torch": torch.get_rng_state()}
@@ -46,7 +46,7 @@ class Checkpoints:
     every: int
 
     def resume(self, model: nn.Module, optimizer: Optimizer, data: Batches) -> list[Step]:
-        """Put a run where its last checkpoint is, and give the steps that it had made; none without a checkpoint."""
+        """Load the last checkpoint, and return the steps until then; empty without a checkpoint."""
         if checkpoint.latest(self.directory) is None:
             return []
         state = self._state(model, optimizer, data, [])
@@ -54,7 +54,7 @@ class Checkpoints:
         return [Step(int(number), *figures) for number, *figures in state["steps"]]
 
     def after(self, steps: list[Step], last: int, model: nn.Module, optimizer: Optimizer, data: Batches) -> None:
-        """Save after a step, when it is time to or when it was the last one."""
+        """Save after a step if it is time to, or if it is the last step."""
         number = steps[-1].number
         if number % self.every == 0 or number == last:
             checkpoint.save(self._state(model, optimizer, data, steps), self.directory, step=number)
@@ -65,11 +65,11 @@ class Checkpoints:
 
 
 def check_run(directory: Path, settings: RunSettings) -> None:
-    """Note the settings of a new run, or hold them against those of the run that is there.
+    """Write the settings of a new run, or compare them with those of the existing run.
 
     Raises :class:`CheckpointError` for a run that cannot go on with these settings.
     """
-    # The file's notion of plain values: a tuple comes back as a list.
+    # As JSON gives them back: a tuple is a list.
     mine = json.loads(json.dumps({name: v for name, v in asdict(settings).items() if name not in FREE}))
     path = directory / RUN
     if not path.exists():
@@ -96,7 +96,7 @@ def check_run(directory: Path, settings: RunSettings) -> None:
 
 
 def after_a_failure(directory: Path) -> str:
-    """What to tell a person whose run has ended early."""
+    """What to print after a run that has ended early."""
     last = newest(directory)
     if last is None:
         return f"No checkpoint was complete in {directory}{os.sep}: the same command starts from the beginning."

@@ -1,4 +1,4 @@
-"""The mesh's run held against one device's: losses and parameters, with written tolerances."""
+"""The run on the mesh compared with the run on one device: losses and parameters, with fixed tolerances."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def compare(
 
 
 def _largest(what: str, differences: Mapping[str, float], tolerance: float) -> Difference:
-    # A not-a-number compares false with everything: it must win, not hide.
+    # A not-a-number compares false with everything: it must be the largest.
     where = max(differences, key=lambda name: math.inf if math.isnan(differences[name]) else differences[name])
     return Difference(what, where, differences[where], tolerance)

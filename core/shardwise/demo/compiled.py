@@ -57,22 +57,22 @@ def prove(settings: RunSettings, batches: Sequence[int]) -> list[CompiledStep]:
     for batch in batches:
         values = torch.randint(BYTES, (2, batch, settings.context), generator=torch.Generator().manual_seed(batch))
         ids, targets = (sw.distribute_tensor(t, mesh, places, src_data_rank=None) for t in values.unbind())
-        expected = _outcome(_loss, model, ids, targets)
+        expected = _loss_and_gradients(_loss, model, ids, targets)
         graphs.clear()
         outside: list[Any] = []
         with observe(outside.append):
-            actual = _outcome(compiled, model, ids, targets)
+            actual = _loss_and_gradients(compiled, model, ids, targets)
         apart = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
         steps.append(CompiledStep(batch, len(graphs), _collectives(graphs), len(outside), apart))
     return steps
 
 
-def _outcome(loss: Any, model: nn.Module, ids: Tensor, targets: Tensor) -> list[Tensor]:
-    """The loss and all gradients, this rank's parts."""
+def _loss_and_gradients(loss: Any, model: nn.Module, ids: Tensor, targets: Tensor) -> list[Tensor]:
+    """The loss and all gradients, as local tensors."""
     model.zero_grad()
-    found = loss(model, ids, targets)
-    found.backward()
-    whole: list[Any] = [found.detach(), *(p.grad for p in model.parameters())]
+    value = loss(model, ids, targets)
+    value.backward()
+    whole: list[Any] = [value.detach(), *(p.grad for p in model.parameters())]
     return [t.to_local().detach() for t in whole]
 
 

@@ -51,12 +51,12 @@ def placed_step(
 
     model = GPT(layers=layers, width=width, heads=heads, context=context)
     sw.distribute_module(model, mesh, TENSOR_PARALLEL, src_data_rank=None)
-    # What tensor parallelism leaves partial is reduced where a half of a layer ends. Left to itself each op takes what
-    # is cheapest for it alone, and the next one pays.
+    # Partial results of tensor parallelism are reduced at the end of each half of a layer. Otherwise each op takes its
+    # own cheapest strategy, and the next op pays for it.
     for module in model.modules():
         if isinstance(module, (nn.Embedding, Attention, FeedForward)):
             module.register_forward_hook(whole_rows)
     ids = torch.zeros(batch, context, dtype=torch.int64, device=mesh.device_type)
-    placed = sw.distribute_tensor(ids, mesh, rows, src_data_rank=None)
+    batch_ids = sw.distribute_tensor(ids, mesh, rows, src_data_rank=None)
     # Fused: one operator for all parameters.
-    return WithLoss(model), (placed, placed), torch.optim.AdamW(model.parameters(), fused=True)
+    return WithLoss(model), (batch_ids, batch_ids), torch.optim.AdamW(model.parameters(), fused=True)

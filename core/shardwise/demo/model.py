@@ -1,4 +1,4 @@
-"""A small byte-level GPT in plain torch: nothing in it knows of a mesh."""
+"""A small byte-level GPT in plain torch: nothing in it depends on a mesh."""
 
 from __future__ import annotations
 

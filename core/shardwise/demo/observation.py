@@ -1,4 +1,4 @@
-"""What a run did: which operators with which strategy, which collectives with how many bytes."""
+"""What a run did: operators with their strategies, collectives with their bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CollectiveUse:
 
 @frozen
 class Observed:
-    """How often each use was seen on this rank, and the bytes that each kind of collective moved."""
+    """How often this rank ran each use, and the bytes of each kind of collective."""
 
     operators: Counter[OperatorUse] = field(factory=Counter)
     collectives: Counter[CollectiveUse] = field(factory=Counter)

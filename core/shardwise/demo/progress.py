@@ -14,12 +14,12 @@ from shardwise.demo.training import Step
 __all__ = ["progress", "tokens_per_second"]
 
 PLAIN_LINES = 10
-"""Lines per run where the output is no terminal, besides the first step's."""
+"""Lines per run if the output is not a terminal, without the first step's."""
 
 
 @contextmanager
 def progress(title: str, settings: RunSettings, *, shown: bool) -> Iterator[Callable[[Step], None]]:
-    """Give the function that shows a finished step; it shows nothing where ``shown`` is false."""
+    """A function that shows a finished step; it shows nothing if ``shown`` is false."""
     console = Console(quiet=not shown)
     if console.is_terminal and shown:
         with _bar(console) as bar:
@@ -32,11 +32,11 @@ def progress(title: str, settings: RunSettings, *, shown: bool) -> Iterator[Call
 
 
 def tokens_per_second(settings: RunSettings, steps: list[Step]) -> float:
-    """The mean speed of the steps that were made here; the first, which plans everything, is left out where there are
-    others. 0 where all came from a checkpoint.
+    """The mean speed of the steps of this process, without the first one, which makes the plans, if there are others.
+    0 if all steps come from a checkpoint.
     """
-    made = [step for step in steps if step.seconds]
-    timed = made[1:] or made
+    own = [step for step in steps if step.seconds]
+    timed = own[1:] or own
     return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed) if timed else 0.0
 
 

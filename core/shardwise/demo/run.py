@@ -1,4 +1,4 @@
-"""One demo run as each rank lives it: train on the mesh, then (rank 0) on one device, and compare."""
+"""One demo run on each rank: train on the mesh, then (rank 0) on one device, and compare."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TENSOR_PARALLEL: dict[str, dict[str, Placement]] = {
 
 @frozen
 class RunResult:
-    """What a run found: the steps on the mesh and on one device, what rank 0 saw, and how the two runs compare."""
+    """The steps on the mesh and on one device, what rank 0 observed, and the comparison."""
 
     settings: RunSettings
     backend: str
@@ -48,7 +48,7 @@ class RunResult:
 
 
 def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> RunResult | None:
-    """Run on this rank of the default process group; rank 0 gives the result, the others None."""
+    """Run on this rank of the default process group; rank 0 returns the result, the others None."""
     rank = dist.get_rank()
     take_device(settings.device, rank)
     torch.set_num_threads(max(1, _cores() // settings.world_size))
@@ -65,7 +65,7 @@ def _train_on_mesh(
     settings: RunSettings, mesh: DeviceMesh, checkpoints: Checkpoints | None, *, shown: bool
 ) -> tuple[list[Step], dict[str, Tensor], Observed]:
     model = sw.distribute_module(build(settings).to(settings.device), mesh, TENSOR_PARALLEL, src_data_rank=None)
-    # Every rank makes the same weights and batches from the seed, so nothing needs to be sent (src_data_rank=None).
+    # Every rank has the same weights and batches from the seed, so nothing is sent (src_data_rank=None).
     batch_placements = [Shard(0) if name == "dp" else REPLICATE for name in settings.mesh_names]
 
     def place(batch: Tensor) -> Tensor:

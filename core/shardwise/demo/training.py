@@ -24,7 +24,7 @@ MAX_NORM = 1.0
 class Step:
     """One finished step: its number from 1, its loss in nats per byte, its gradient's norm, and how long it took.
 
-    That is 0 for a step that another process has made.
+    ``seconds`` is 0 for a step of an earlier process.
     """
 
     number: int
@@ -34,13 +34,13 @@ class Step:
 
 
 class Keeper(Protocol):
-    """What keeps a run across interruptions."""
+    """Saves a run and continues it."""
 
     def resume(self, model: nn.Module, optimizer: Optimizer, data: Batches) -> list[Step]:
-        """Put a run where it was left, and give the steps that it had made."""
+        """Continue a run, and return the steps until then."""
 
     def after(self, steps: list[Step], last: int, model: nn.Module, optimizer: Optimizer, data: Batches) -> None:
-        """Hear of a step that was made, of ``last`` in all."""
+        """Called after each step; ``last`` is the number of the last one."""
 
 
 def train(
@@ -51,7 +51,9 @@ def train(
     tell: Callable[[Step], None],
     keeper: Keeper | None = None,
 ) -> list[Step]:
-    """Train by AdamW and give the steps; ``place`` puts a batch where the model lies, ``tell`` hears of every step."""
+    """Train by AdamW and return the steps. ``place`` puts a batch on the model's device or mesh; ``tell`` is called
+    with each step.
+    """
     # Fused: one operator for all parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
     steps = [] if keeper is None else keeper.resume(model, optimizer, data)
@@ -63,7 +65,7 @@ def train(
         loss = functional.cross_entropy(scores.flatten(0, 1), place(targets).flatten())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        # AdamW forgives a gradient of the wrong scale; the norm does not, so it is kept and compared.
+        # AdamW hides a gradient of the wrong scale. The norm shows it, so it is compared, too.
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
         optimizer.step()
         steps.append(Step(number, loss.item(), norm.item(), time.perf_counter() - start))
