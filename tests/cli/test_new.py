@@ -71,11 +71,11 @@ def test_the_next_steps_are_printed(tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("", "no name of a distribution"),
+        ("", "not the name of a distribution"),
         ("-acme", "No such option"),
-        ("acme kernels", "no name of a distribution"),
-        ("acme-", "no name of a distribution"),
-        ("acme/kernels", "no name of a distribution"),
+        ("acme kernels", "not the name of a distribution"),
+        ("acme-", "not the name of a distribution"),
+        ("acme/kernels", "not the name of a distribution"),
         ("7kernels", "makes no package"),
         ("class", "makes no package"),
         ("match", "makes no package"),

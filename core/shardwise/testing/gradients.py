@@ -1,8 +1,7 @@
-"""One op on real ranks, forward and backward, beside the same on one device.
+"""One op on real ranks, forward and backward, compared with one device.
 
-The oracle judges each rule by itself on simulated ranks, below autograd. What it cannot see is how a registered
-backward and the rules of the ops in it work together on MeshTensors; autograd takes a process group, so this takes a
-pool.
+The oracle judges each rule by itself on simulated ranks, below autograd. It cannot see how a registered backward and
+the rules of its ops work together on MeshTensors. Autograd on MeshTensors needs a process group, so this needs a pool.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def check_gradients(
     ``timeout`` is in seconds.
 
     Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when
-    the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is no fault; the
+    the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is not a fault; the
     report counts it.
     """
     overload = one_op(op, "check gradients")

@@ -12,7 +12,7 @@ __all__ = ["local_backend", "local_device", "take_device"]
 def local_device(wanted: str, world_size: int) -> str:
     """``cuda`` or ``cpu`` as wanted; for ``auto``, ``cuda`` where every process has a GPU of its own.
 
-    Raises :class:`ValueError` where CUDA is wanted and there is none.
+    Raises :class:`ValueError` if CUDA is asked for and there is not a device.
     """
     if wanted == "auto":
         return "cuda" if torch.cuda.device_count() >= world_size else "cpu"

@@ -1,4 +1,4 @@
-"""The workers' side of :func:`shardwise.testing.check_gradients`: one call on real ranks beside the same on one
+"""The workers' side of :func:`shardwise.testing.check_gradients`: one call on real ranks, compared with one
 device.
 """
 
@@ -51,9 +51,9 @@ class RealCase:
 
 @define
 class CaseOutcome:
-    """What became of one case, the same on every rank.
+    """The outcome of one case, the same on every rank.
 
-    ``wrong`` is the verdict, empty when all is well; ``refused`` why no rank ran it. ``results`` and ``gradients``
+    ``wrong`` says what is wrong, empty for nothing; ``refused`` says why no rank ran it. ``results`` and ``gradients``
     count the tensors that were compared. ``ran`` says of every op that ran which rows of which rule it took, with
     ``source`` and ``rows`` those of the op itself.
     """
@@ -222,12 +222,12 @@ class _Attempt:
         return answer
 
     def _all_is_well(self, wrong: str, refused: str = "") -> bool:
-        """Whether no rank has something to say; the outcome keeps what the first one said."""
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (wrong, refused))
-        self.outcome.wrong = next((f"on rank {r} {w}" for r, (w, _) in enumerate(told) if w), "")
-        self.outcome.refused = next((f for _, f in told if f), "")
-        if self.outcome.refused and not all(f for _, f in told):
+        """Whether no rank reports a fault or a refusal; the outcome keeps the first report."""
+        reports: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (wrong, refused))
+        self.outcome.wrong = next((f"on rank {r} {w}" for r, (w, _) in enumerate(reports) if w), "")
+        self.outcome.refused = next((f for _, f in reports if f), "")
+        if self.outcome.refused and not all(f for _, f in reports):
             self.outcome.wrong = self.outcome.wrong or f"some ranks refuse it and some do not: {self.outcome.refused}"
         return not (self.outcome.wrong or self.outcome.refused)
 
@@ -271,7 +271,7 @@ class _Attempt:
 
 @frozen(eq=False)
 class _Pair:
-    """One tensor as one device has it and as the mesh has it."""
+    """One tensor on one device, and the same tensor on the mesh."""
 
     what: str
     wanted: Tensor | None

@@ -28,17 +28,17 @@ Samples = Mapping[Any, Callable[[], Sequence[Sample]] | Sequence[Sample]]
 
 
 def by_op(given: Mapping[OpLike, T]) -> dict[Op, T]:
-    """A mapping with op overloads as keys, whatever stood for them; raises :class:`RuleError` for what is no op."""
+    """The same mapping with op overloads as keys; raises :class:`RuleError` for a key that is not an op."""
     return {one_op(key, "read samples"): value for key, value in given.items()}
 
 
 def samples_of(op: Op, given: Samples) -> list[Sample]:
-    """The calls to judge an op by: its own samples, else those of an overload alike, else ones from its schema."""
+    """The calls to judge an op by: its own samples, or those of a related overload, or calls from its schema."""
     named = by_op(given)
     if op in named:
         return _listed(named[op])
-    relative = next((other for other in named if _alike(op, other)), None)
-    # Wrong sizes crash some of torch's own kernels, so there less is guessed.
+    relative = next((other for other in named if _are_related(op, other)), None)
+    # Wrong sizes crash some of torch's own kernels, so their calls are guessed with more care.
     guess = generic_samples if op.namespace == "aten" else samples_from_schema
     base = _listed(named[relative]) if relative is not None else guess(op)
     return [sample for call in base if (sample := _with_out(op, call)) is not None]
@@ -48,8 +48,8 @@ def _listed(samples: Callable[[], Sequence[Sample]] | Sequence[Sample]) -> list[
     return list(samples() if callable(samples) else samples)
 
 
-def _alike(op: Op, other: Op) -> bool:
-    """Whether a call of ``other`` is one of ``op``, in place or with ``out=`` aside."""
+def _are_related(op: Op, other: Op) -> bool:
+    """Whether the ops differ only in writing in place or with ``out=``."""
     return _family(op) == _family(other)
 
 
@@ -173,7 +173,7 @@ def _call(op: Op, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, turned:
 
 
 def _guess(type_text: str, dtype: torch.dtype) -> Any:
-    """A value for an argument of a type in ``_GUESSED``: a whole one where the tensors are."""
+    """A value for an argument of a type in ``_GUESSED``; an integer if the tensors are of integers."""
     return _GUESSED[type_text][0 if dtype.is_floating_point else 1]
 
 

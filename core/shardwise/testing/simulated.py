@@ -1,8 +1,8 @@
 """Simulated ranks: one process plays a whole mesh, so that a lowering may communicate without a process group.
 
-Every rank is a thread, and exactly one runs at a time. A rank runs until it asks for a collective; when all have asked,
-the answers are computed and the ranks go on. Ranks that ask for different things, or of which only some ask, are an
-error here where a real mesh would hang.
+Every rank is a thread, and exactly one runs at a time. A rank runs until it asks for a collective. When all ranks have
+asked, the answers are computed and the ranks continue. If ranks ask for different collectives, or only some ask, that
+is an error here; a real mesh would hang.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Request:
 
 @define(eq=False)
 class _Started:
-    """What a shift that was started brings, and what must not change meanwhile: a real one may still be sending it."""
+    """The result of a started shift, and its tensor, which must not change before the wait: it may still be sent."""
 
     request: _Request
     sent: Tensor
@@ -123,11 +123,11 @@ class SimulatedComm:
         return self._started[-1]
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
-        """See :class:`shardwise.rule.lowering.Comm`: simulated ranks draw alike."""
+        """See :class:`shardwise.rule.lowering.Comm`: simulated ranks draw the same numbers."""
         return seed, number
 
     def compare_generators(self) -> None:
-        """See :class:`shardwise.rule.lowering.Comm`: simulated ranks have one state each, set alike."""
+        """See :class:`shardwise.rule.lowering.Comm`: each simulated rank has its own state, and all start the same."""
 
     def check_waited(self) -> None:
         """Raise for a shift that was started and never waited for."""
@@ -167,7 +167,7 @@ def _no_collective(request: _Request) -> Any:
 
 
 class SilentComm(SimulatedComm):
-    """The handle where nothing may be communicated: ``local_args`` runs while a plan is made."""
+    """The handle for code that must not communicate: ``local_args`` runs while a plan is made."""
 
     def __init__(self) -> None:
         super().__init__(_no_collective)
@@ -245,7 +245,7 @@ def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedCo
     rng, draws = torch.get_rng_state(), get_state()
     ranks = {c: _Rank(c, _bound(work, c), rng, draws) for c in coordinates(mesh_shape)}
     try:
-        _run_to_the_end(tuple(mesh_shape), ranks)
+        _run_until_all_end(tuple(mesh_shape), ranks)
     finally:
         for rank in ranks.values():
             if rank.thread.is_alive():
@@ -257,7 +257,7 @@ def _bound(work: Callable[[Coordinate, SimulatedComm], Any], at: Coordinate) -> 
     return lambda comm: work(at, comm)
 
 
-def _run_to_the_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank]) -> None:
+def _run_until_all_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank]) -> None:
     while True:
         for rank in ranks.values():
             rank.resume()
@@ -266,12 +266,12 @@ def _run_to_the_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank])
         requests = {c: rank.request for c, rank in ranks.items()}
         if all(request is None for request in requests.values()):
             return
-        _check_alike(requests)
+        _check_same_kind(requests)
         for c, answer in _answers(mesh_shape, {c: r for c, r in requests.items() if r is not None}).items():
             ranks[c].answer = answer
 
 
-def _check_alike(requests: dict[Coordinate, _Request | None]) -> None:
+def _check_same_kind(requests: dict[Coordinate, _Request | None]) -> None:
     first_at, first = next(iter(requests.items()))
     for at, request in requests.items():
         if (request and request.kind) != (first and first.kind):

@@ -1,4 +1,4 @@
-"""What is judged: the rules of an installed plugin, of a module with the hook that nobody installed, or given rules."""
+"""The rules to judge: those of an installed plugin, of a module with the hook, or rules themselves."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Subject:
 
 
 def subject_of(plugin: Plugin) -> Subject:
-    """The rules that are meant by ``plugin``; see :data:`Plugin`.
+    """The rules of ``plugin``; see :data:`Plugin`.
 
     Raises :class:`PluginLoadError` for a name that is not installed or not loaded, with the cause, and for an object
     that has neither rules nor a hook, or none that pluggy accepts.
@@ -53,7 +53,7 @@ def subject_of(plugin: Plugin) -> Subject:
         return Subject(str(plugin), (plugin,))
     if isinstance(plugin, Iterable):
         rules = tuple(plugin)
-        Registrar(Origin("rules")).add(*rules)  # refuses what is no rule, and two rules for one op
+        Registrar(Origin("rules")).add(*rules)  # refuses a value that is not a rule, and two rules for one op
         return Subject(f"{len(rules)} rules", rules)
     return _hooked(plugin)
 

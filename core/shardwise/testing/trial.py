@@ -1,4 +1,4 @@
-"""One sample call, tried: the whole op's answer, and what simulated ranks make of the same call under given specs."""
+"""One sample call: the answer of the whole op, and the answers of simulated ranks under given specs."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _SEED = 20
 _LOSES_STRIDES = 0.3
 
 
-class Illegal(Exception):  # noqa: N818  not an error of anybody's: the op itself refuses the sample
+class Illegal(Exception):  # noqa: N818  not an error: the op itself refuses the sample
     """The op refuses the sample."""
 
 
 @frozen(eq=False)
 class Answer:
-    """What one run of an op left behind: tensor results, other results, and the tensor operands after the call."""
+    """The tensor results of one run of an op, its other results, and the tensor operands after the call."""
 
     tensors: tuple[Tensor | None, ...]
     others: tuple[Any, ...]
@@ -206,7 +206,7 @@ class Trial:
 
 
 def _seed() -> None:
-    """Let torch's generator and, where it is in use, shardwise's begin anew."""
+    """Seed torch's generator, or shardwise's if it is in use."""
     if mode() == "torch":
         torch.default_generator.manual_seed(_SEED)
     else:
@@ -268,7 +268,7 @@ def copied(tensor: Tensor) -> Tensor:
 def _run(run: Callable[..., Any], op: Op, values: Sequence[Any]) -> Any:
     values = [_fresh(v) for v in values]
     if any(result.reseats for result in signature(op).results):
-        # As a plan does: what becomes of the tensor is the answer, and the operand stays as it is.
+        # As a plan does: the changed tensor is the answer, and the operand does not change.
         values[0] = values[0].view_as(values[0])
     args, kwargs = signature(op).unbind(values)
     return run(*args, **kwargs)

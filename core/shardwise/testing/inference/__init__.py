@@ -1,7 +1,7 @@
 """Rule inference: every row that holds for an op, found by running it on shards, and the rule that says so.
 
-The op is a black box: it is run on whole samples and on the pieces of simulated ranks, never read. What is found holds
-for the samples; whether it holds for every legal call is for a person to say, and for the oracle to test further.
+The op is a black box: it is run on whole samples and on the pieces of simulated ranks, never read. The rows hold for
+the samples. A person must review whether they hold for every legal call, and the oracle tests them further.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _PER_SAMPLE = 1000
 
 @frozen(eq=False)
 class Inferred:
-    """What was found out about an op.
+    """The result of an inference.
 
-    ``findings`` are all rows that held for some sample, ``text`` is the rule as source code, ``rule`` what it makes.
+    ``findings`` are all rows that held for some sample, ``text`` is the source code of the rule, ``rule`` its value.
     ``unsaid`` are rows that hold for all samples of a form and that the rule leaves out, ``notes`` what a reviewer
     must know. ``report`` is the oracle's on the rule with all samples.
     """

@@ -199,8 +199,8 @@ def check_can_be_probed(op: Op) -> None:
 
 
 def check_deterministic(trial: Trial) -> None:
-    """Raises :class:`InferenceError` for an op that does not answer equal calls alike."""
-    if not all(_answers_alike(trial) for _ in range(2)):
+    """Raises :class:`InferenceError` for an op that gives different answers to equal calls."""
+    if not all(_gives_same_answer(trial) for _ in range(2)):
         what = "it draws random numbers, reads memory that nobody wrote or keeps a state"
         raise _refusal(trial.op, f"two runs of {trial} give different results: {what}")
 
@@ -214,7 +214,7 @@ def _refusal(op: Op, found: str) -> InferenceError:
     )
 
 
-def _answers_alike(trial: Trial) -> bool:
+def _gives_same_answer(trial: Trial) -> bool:
     operands = [None if t is None else copied(t) for t in trial.operands]
     args, kwargs = trial.signature.unbind(with_operands(trial.op, trial.values, operands))
     tensors, others = split_results(trial.op, trial.run(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""The rule that says what the samples say: candidates are written, run and held against every row that was found."""
+"""The rule that fits the samples: candidates are written, run, and compared with every row of the search."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class _JudgedSource:
 
 
 def fit(op: Op, groups: Sequence[Group], *, zipped: bool) -> Fit:
-    """The plainest rule that has every row of every group and no other; where there is none, the nearest sound one.
+    """The plainest rule that has every row of every group and no other; or the nearest sound rule.
 
     Of an op that takes a list of tensors, rows that place the elements of a list differently are left unsaid.
     """
@@ -58,7 +58,7 @@ def _alike_in_lists(group: Group) -> tuple[Row, ...]:
 
 @frozen(eq=False)
 class _Fitting:
-    """All that candidates are held against."""
+    """The groups that candidates are compared with."""
 
     op: Op
     groups: tuple[Group, ...]

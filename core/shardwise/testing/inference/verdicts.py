@@ -1,4 +1,4 @@
-"""What the samples say together about each row, and which of them a rule must have."""
+"""The verdict of all samples on each row, and the rows that a rule must have."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _finding(row: Row, form: str, searches: Sequence[SampleSearch]) -> Finding:
 
 
 def _settled(row: Row, tried: Sequence[SampleSearch]) -> tuple[Verdict, Row, list[SampleSearch]]:
-    """What samples of one form say of a row: the verdict, the row with its condition, and those for which it holds."""
+    """The verdict of samples of one form on a row, the row with its condition, and the samples for which it holds."""
     known = [one.rows[row] for one in tried if row in one.rows]
     # A row that fails for empty shards alone is one for shards that are not; if only even ones are left, who knows.
     unevenly = any(evidence.held_unevenly for evidence in known)

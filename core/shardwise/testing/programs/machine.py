@@ -1,4 +1,4 @@
-"""One device: runs a program line by line and keeps what the ranks of a mesh are held against."""
+"""One device: runs a program line by line, and keeps the values that the ranks of a mesh are compared with."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNDEFINED = ("empty", "new_empty")
 
 @frozen(eq=False)
 class After:
-    """What one line left behind: the values that it made or changed, and its results that are no tensors.
+    """What one line left behind: the values that it made or changed, and its results that are not tensors.
 
     ``loose`` are the names of values that chance decides, of which the form is all that can be compared;
     ``tolerance`` is the coarsest of what led here.

@@ -1,4 +1,4 @@
-"""The verdict on a program: what the ranks hold after each line beside what one device holds."""
+"""The verdict on a program: the values of the ranks after each line, compared with those of one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.testing.programs.replay import BACKWARD, Held, LineOutcome, repla
 __all__ = ["Verdict", "check_program"]
 
 TIMEOUT = 45.0
-"""Seconds for one program, which takes milliseconds: a rank that waits for one that does not come hangs."""
+"""Seconds for one program, which takes milliseconds: a rank that waits for another one forever hangs."""
 
 # A gradient that moves this many times as far as its leaves were moved tells nothing of a small difference.
 _NUDGE = 1e-6
@@ -29,7 +29,7 @@ _NUDGE = 1e-6
 
 @define(eq=False)
 class Verdict:
-    """What became of a program. ``wrong`` is empty when all is well; ``at`` is the line's number (or ``backward``).
+    """The result of a program. ``wrong`` is empty if nothing is wrong; ``at`` is the line's number (or ``backward``).
 
     ``counts`` says how many calls ran, were refused (by the type of the refusal), were left out because they needed
     what was refused, and how many values and gradients were compared.
@@ -44,7 +44,7 @@ class Verdict:
 def check_program(program: Program, pool: WorkerPool) -> Verdict:
     """Run a program on the ranks of a pool and on one device, and compare after each line.
 
-    The pool has as many ranks as the mesh. A refusal (no rule, no strategy) is no failure, if all ranks refuse alike.
+    The pool has as many ranks as the mesh. A refusal (no rule, no strategy) is not a failure if all ranks refuse.
     """
     after, gradients = reference(program)
     verdict = Verdict()
