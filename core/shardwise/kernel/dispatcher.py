@@ -44,7 +44,7 @@ __all__ = [
 Handler = Callable[..., Any]
 
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``), and reaches the dispatcher as it is."""
+"""What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``) and reaches the dispatcher as a number."""
 
 # Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
 PLANS_PER_OP = 4096
@@ -181,13 +181,13 @@ views = _Views()
 
 
 def _guard(plan: Plan) -> None:
-    """Refuse to gather for a view that was asked for as one; ``reshape`` and what calls it may copy."""
+    """Refuse to gather for a view that must share memory; ``reshape`` and its callers may copy."""
     if not (plan.copies and views.must_share):
         return
     schema = plan.schema
-    shown = ", ".join(f"{a.name}={v}" for a, v in zip(schema.signature.args, schema.values, strict=True))
+    arguments = ", ".join(f"{a.name}={v}" for a, v in zip(schema.signature.args, schema.values, strict=True))
     raise ViewError(
-        asked=f"run {op_name(schema.op)} with {shown}",
+        asked=f"run {op_name(schema.op)} with {arguments}",
         found=f"the view would need data from another rank: the tensor would have to lie as {plan.strategies[0]}",
         do="Call reshape, which may copy, or redistribute the tensor first.",
         op=op_name(schema.op),
@@ -206,7 +206,7 @@ def _new_normal(*parts: Any) -> Any:
 
 def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor the view of itself that an op in place makes: ``x.t_()``."""
-    # Setting `data` takes over sizes and strides, which are torch's own, and leaves autograd's notes alone.
+    # Setting `data` changes sizes and strides, which are torch's own, and leaves autograd's notes alone.
     tensor.data = new_wrapper(_state.tensor_class, local, spec, False)
     tensor._local_tensor, tensor._spec = local, spec
     return tensor
@@ -226,7 +226,7 @@ def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler
 
 
 def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handler:
-    """The handler of calls of one shape that go by a rule."""
+    """The handler of a rule's calls of one shape."""
     op, rule = entry.op, entry.rule
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     store = _PlanStore(entry, info)
@@ -252,9 +252,9 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
     }
     source = handler_source(op, positional, keywords, info)
     exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
-    made: Handler = scope["handle"]
+    handle: Handler = scope["handle"]
     _state.stores.append(store)
-    return made
+    return handle
 
 
 _PLAIN = frozenset({*NUMBERS, type(None)})
@@ -262,8 +262,9 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
-    """Key part and local tensor of an argument that is not exactly a MeshTensor; raises for a plain tensor with
-    dims.
+    """Key part and local tensor of an argument of another type than MeshTensor itself.
+
+    Raises :class:`PlainTensorError` for a plain tensor with dims.
     """
     if value is None or isinstance(value, NUMBERS):
         return type(value), value
@@ -299,7 +300,7 @@ _IN_BACKWARD = (
 
 
 def _writes(op: Op, name: str) -> bool:
-    """Whether an op writes an argument. What memory happens to hold would say on each rank anew if that were zeros."""
+    """Whether an op writes an argument. Whether the memory of such a one holds zeros may differ between ranks."""
     return any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
 
 
@@ -322,17 +323,17 @@ def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
         spec = next(specs)
         return None if local is None else new_wrapper(_state.tensor_class, local, spec, False)
 
-    answered: list[Any] = []
+    wrapped: list[Any] = []
     for result, value in zip(plan.schema.signature.results, out, strict=True):
         if result.is_list:
-            answered.append([wrap(part) for part in value])
+            wrapped.append([wrap(part) for part in value])
         else:
-            answered.append(wrap(value) if result.is_tensor else value)
-    return tuple(answered)
+            wrapped.append(wrap(value) if result.is_tensor else value)
+    return tuple(wrapped)
 
 
 def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
-    """Wrap a result without a spec: undefined, or of a shape that data decided (then every operand was whole)."""
+    """Wrap a result without a spec: it is undefined, or data decided its shape and every operand was whole."""
     if local is None:
         return None
     mesh = plan.schema.mesh
@@ -373,7 +374,7 @@ def rules_version() -> int:
 
 
 class _PlanStore:
-    """The plans of one handler by key, bounded: what was not asked for during a whole generation is dropped.
+    """The plans of one handler by key, bounded: one that was not asked for during a whole generation is dropped.
 
     The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
     """

@@ -1,4 +1,4 @@
-"""Walks over nested arguments and results."""
+"""Nested arguments and results: the tensors in them, and keys of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements: torch's own classes, the short way that they print, and the checks on a list of them."""
+"""Placements: torch's own classes, their short form in tables and messages, and the checks on a list of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def parse_placement(text: str) -> Placement:
         return partial(inner or "sum")
     raise PlacementError(
         asked=f"read the placement {text!r}",
-        found="it is none of S(d), R, P(kind)",
+        found="it is not S(d), R or P(kind)",
         do=f"Write S(0), R or P(sum); the reductions are {', '.join(REDUCE_OPS)}.",
         placement=text,
     )
@@ -78,18 +78,18 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
     """The placements as a normalised tuple (negative shard dims resolved, one object per value), or an error.
 
     Raises :class:`PlacementCountError` when there is not one placement per mesh dim and :class:`PlacementError`
-    for a shard dim that a tensor of ``ndim`` dims lacks or a placement that is not one of torch's plain three.
+    for a shard dim that a tensor of ``ndim`` dims does not have, and for any class but torch's plain three.
     """
-    given = tuple(placements)
-    if len(given) != mesh_ndim:
+    listed = tuple(placements)
+    if len(listed) != mesh_ndim:
         raise PlacementCountError(
-            asked=f"place a tensor by {show_all(given)}",
-            found=f"{len(given)} placements for a mesh of {mesh_ndim} dims",
+            asked=f"place a tensor by {show_all(listed)}",
+            found=f"{len(listed)} placements for a mesh of {mesh_ndim} dims",
             do="Give exactly one placement per mesh dim.",
-            placements=given,
+            placements=listed,
             mesh_ndim=mesh_ndim,
         )
-    return tuple(_check_one(placement, ndim) for placement in given)
+    return tuple(_check_one(placement, ndim) for placement in listed)
 
 
 def _check_one(placement: Placement, ndim: int) -> Placement:

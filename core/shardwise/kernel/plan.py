@@ -1,4 +1,4 @@
-"""A plan: the chosen strategy of one call signature, ready to run."""
+"""A plan: the strategy of one call signature, ready to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """Everything about one call signature that can be known ahead.
+    """What can be known of one call signature before its next call.
 
     ``redistributes`` has an entry per tensor argument: ``None``, a function that redistributes
     the local tensor, or for a list pairs of position and function; it is ``None`` when nothing moves, the usual case.
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The row taken on each mesh dim (of the first list position)."""
+        """The row of each mesh dim (of the first list position)."""
         return self.strategies[0].names if self.strategies else ()
 
     def __repr__(self) -> str:

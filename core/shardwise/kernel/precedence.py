@@ -1,7 +1,7 @@
 """Which of several rules for one op holds, and why the others do not.
 
-In this order: an ``override()`` of this process, the ``prefer`` setting, a rule that declares that it replaces the
-others' distributions, the only rule. Nothing depends on the order in which plugins were installed or loaded.
+An ``override()`` of this process goes first, then the ``prefer`` setting, then a rule that declares that it replaces
+the others' distributions, then the only rule. The order in which plugins were installed or loaded plays no part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Origin:
 
 @frozen(eq=False)
 class Entry:
-    """One rule for one op, with its origin; ``replaces`` is the distribution whose rule for the op gives way to it."""
+    """One rule for one op, with its origin; it replaces the rule of the distribution ``replaces``."""
 
     op: Op
     rule: AnyRule
@@ -54,7 +54,7 @@ class Entry:
 
 @frozen(eq=False)
 class Resolution:
-    """The rule that holds for an op (None: conflict, or none at all), why, and why each of the others does not."""
+    """Which rule holds for an op and why, and why each of the others does not; no ``winner`` where rules conflict."""
 
     op: Op
     winner: Entry | None
@@ -71,7 +71,7 @@ class Resolution:
 def resolve(
     op: Op, overrides: Sequence[Entry], entries: Sequence[Entry], prefer: Sequence[tuple[str, str]] = ()
 ) -> Resolution:
-    """Settle which entry holds for an op; ``overrides`` in the order in which they were made."""
+    """Find the entry that holds for an op; ``overrides`` come in the order in which they were made."""
     known = sorted(entries, key=lambda e: (e.origin.plugin, e.origin.distribution))
     if overrides:
         *earlier, last = overrides
@@ -103,16 +103,16 @@ def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]
 def _by_declaration(op: Op, known: Sequence[Entry]) -> Resolution:
     if len(known) == 1:
         return Resolution(op, known[0], "the only rule")
-    left = [e for e in known if not any(e.is_replaced_by(other) for other in known)]
-    if len(left) != 1:
+    standing = [e for e in known if not any(e.is_replaced_by(other) for other in known)]
+    if len(standing) != 1:
         return _conflict(op, known, "nothing says which one holds")
-    winner = left[0]
-    losers = tuple((e, f"replaced by {_replacers(e, known)}") for e in known if e is not winner)
-    return Resolution(op, winner, f"it declares replaces={winner.replaces!r}", losers)
-
-
-def _replacers(entry: Entry, known: Sequence[Entry]) -> str:
-    return ", ".join(str(other.origin) for other in known if entry.is_replaced_by(other))
+    winner = standing[0]
+    losers = []
+    for entry in known:
+        if entry is not winner:
+            replacers = ", ".join(str(other.origin) for other in known if entry.is_replaced_by(other))
+            losers.append((entry, f"replaced by {replacers}"))
+    return Resolution(op, winner, f"it declares replaces={winner.replaces!r}", tuple(losers))
 
 
 def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Resolution:

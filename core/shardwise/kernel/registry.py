@@ -33,7 +33,7 @@ class Failure:
 
 
 class Registrar:
-    """What a plugin's hook receives: the door through which its rules come in."""
+    """What a plugin's hook receives, to register rules with."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -47,14 +47,15 @@ class Registrar:
 
     @property
     def entries(self) -> list[Entry]:
-        """All that was handed over, in that order."""
+        """The registered rules, in order."""
         return list(self._by_op.values())
 
     def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
-        """Hand over rules.
+        """Register rules.
 
-        ``replaces`` names the distribution whose rules for these ops give way, for rules that do not say so themselves.
-        Raises :class:`RuleError` for what is no rule, an op that comes twice, or a plugin that replaces itself.
+        ``replaces`` names the distribution whose rules for these ops they replace, where a rule does not say so itself.
+        Raises :class:`RuleError` for anything but a rule, for an op that comes twice, and for a plugin that replaces
+        itself.
         """
         for rule in rules:
             if not isinstance(rule, (Rule, FullMeshRule)):
@@ -67,16 +68,16 @@ class Registrar:
                 self._add(op, rule, rule.replaces or replaces)
 
     def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
-        """Hand over the rule of an op that torch makes only when it is needed; ``make(op)`` is asked for it then.
+        """Register the rule of an op that torch makes only when it is needed; ``make(op)`` gives the rule then.
 
         ``name`` is that of the default overload: ``"prims::fma"``.
         """
         self.later[name] = make
 
     def add_optimizers(self, *classes: Any) -> None:
-        """Name optimizers whose step treats each element alone: it may run on shards as they are.
+        """Name optimizers whose step treats each element by itself, so that it may run on shards as they are.
 
-        Subclasses are not meant. Raises :class:`RuleError` for something that is no optimizer class.
+        Subclasses are not included. Raises :class:`RuleError` for anything but an optimizer class.
         """
         for cls in classes:
             if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
@@ -88,11 +89,11 @@ class Registrar:
         self.optimizers += classes
 
     def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
-        """Name ops that torch writes in terms of others and that make tensors of no operand on the way: a mask, say.
+        """Name ops that torch writes in terms of others and that make new tensors on the way, a mask for example.
 
-        What they make lies on the mesh as replicated then, as it is the same on every rank. ``instead`` runs in place
-        of the ops, above autograd, with their arguments: for one whose kernel or gradient formula does what cannot be
-        done on a mesh. It must give the same numbers. Raises :class:`RuleError` for what is no op.
+        Such a tensor is the same on every rank, so it lies on the mesh replicated. ``instead`` runs in place of the
+        ops, above autograd, with their arguments: for an op whose kernel or gradient formula cannot run on a mesh. It
+        must give the same numbers. Raises :class:`RuleError` for anything but an op.
         """
         for one in ops:
             op = as_op(one)
@@ -105,11 +106,11 @@ class Registrar:
             self.composites[op] = instead
 
     def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
-        twice = self._by_op.get(op)
-        if twice is not None:
+        first = self._by_op.get(op)
+        if first is not None:
             raise RuleError(
                 asked=f"register {op_name(op)} of {self.origin}",
-                found=f"the plugin has two rules for it: {twice.rule.source} and {rule.source}",
+                found=f"the plugin has two rules for it: {first.rule.source} and {rule.source}",
                 do="Keep one.",
                 op=op_name(op),
             )
@@ -125,14 +126,14 @@ class Registrar:
 
 
 class Override:
-    """Rules that stand above all others in this process until taken back: by a call, or at the end of a ``with``."""
+    """Rules that go before all others in this process until it is called, or until the end of a ``with``."""
 
     def __init__(self, registry: Registry, entries: list[Entry]) -> None:
         self._registry = registry
         self._entries = entries
 
     def __call__(self) -> None:
-        """Take the rules back; a second time does nothing."""
+        """Remove the rules; a second call does nothing."""
         entries, self._entries = self._entries, []
         if entries:
             self._registry.take_back(entries)
@@ -147,8 +148,8 @@ class Override:
 class Registry:
     """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
 
-    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold; ``unknown_ops`` says
-    what becomes of ops without a rule: ``refuse`` or ``replicate``.
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold. ``unknown_ops`` is
+    ``refuse`` or ``replicate``: what becomes of ops without a rule.
     """
 
     def __init__(self, prefer: Sequence[tuple[str, str]] = (), unknown_ops: str = "refuse") -> None:
@@ -168,7 +169,7 @@ class Registry:
 
     # -- filling --
     def accept(self, registrar: Registrar) -> None:
-        """Take over all that one plugin registered."""
+        """Add everything that one plugin registered."""
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
         self.composites.update(registrar.composites)
@@ -180,13 +181,13 @@ class Registry:
         self.changed()
 
     def reject(self, failure: Failure) -> None:
-        """Record a plugin that failed; none of its rules is taken."""
+        """Record a plugin that failed; none of its rules holds."""
         self.failures.append(failure)
 
     def override(self, *rules: AnyRule) -> Override:
-        """Put rules above all others in this process. Call what comes back, or use it in a ``with``, to undo it.
+        """Let rules go before all others in this process, until the returned object is called or its ``with`` ends.
 
-        Every rank of a program must do so alike and at the same point.
+        Every rank of a program must call this with the same rules and at the same point.
         """
         registrar = Registrar(Origin("override"))
         registrar.add(*rules)
@@ -202,11 +203,11 @@ class Registry:
         self.changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever a look-up may answer differently than before (caches of plans hang on it)."""
+        """Call ``listener`` whenever the answer of a look-up may change, so that caches of plans are cleared."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """Tell the listeners that a look-up may answer differently now."""
+        """Call the listeners: the answer of a look-up may have changed."""
         self._resolutions.clear()
         for listener in self._listeners:
             listener()
@@ -221,24 +222,22 @@ class Registry:
 
     def resolve(self, op: Op) -> Resolution:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
-        found = self._resolutions.get(op)
-        if found is None:
-            self._make_late(op)
+        resolution = self._resolutions.get(op)
+        if resolution is None:
+            later = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
+            if later is not None:
+                origin, make = later
+                registrar = Registrar(origin)
+                registrar.add(make(op))
+                self._entries.setdefault(op, []).extend(registrar.entries)
             overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
-            found = self._resolutions[op] = resolve(op, overrides, entries, self.prefer)
-        return found
-
-    def _make_late(self, op: Op) -> None:
-        known = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
-        if known is not None:
-            registrar = Registrar(known[0])
-            registrar.add(known[1](op))
-            self._entries.setdefault(op, []).extend(registrar.entries)
+            resolution = self._resolutions[op] = resolve(op, overrides, entries, self.prefer)
+        return resolution
 
     def conflicts(self) -> list[Resolution]:
         """The ops with several rules of which none holds, by name."""
-        found = (self.resolve(op) for op in self._entries)
-        return sorted((v for v in found if v.winner is None), key=lambda v: op_name(v.op))
+        resolutions = (self.resolve(op) for op in self._entries)
+        return sorted((r for r in resolutions if r.winner is None), key=lambda r: op_name(r.op))
 
     def find(self, op: Op) -> list[Entry]:
         """All rules for an op, overrides first."""
@@ -263,19 +262,19 @@ class Registry:
 
     # -- refusing --
     def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
-        """The error for an op without a rule. ``tried`` says what else was tried; ``parts`` are the ops that torch
-        decomposes it into, and those in ``missing`` have no rule either.
+        """The error for an op without a rule. ``tried`` says what else was tried.
+
+        Torch decomposes the op into ``parts``; those in ``missing`` have no rule either.
         """
-        looked = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
+        plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
-            found=f"no rule for it in the plugins {looked}"
+            found=f"no rule for it in the plugins {plugins}"
             + (f", and {tried}" if tried else "")
             + (f". Possible cause: {failed}" if failed else ""),
-            do="Install or enable a plugin that has it (shardwise plugins), write a rule, run it on local tensors "
-            "(to_local, from_local), or on whole ones: with shardwise.replicate_unknown(), or "
-            "SHARDWISE_UNKNOWN_OPS=replicate.",
+            do="Install or enable a plugin that has one (`shardwise plugins` lists them); docs/unknown-ops.md has the "
+            "other remedies.",
             op=op_name(op),
             plugins=tuple(sorted(o.plugin for o in self.origins)),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),

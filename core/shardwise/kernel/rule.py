@@ -1,4 +1,4 @@
-"""What a rule is: ops, and the rows that are legal for a call of them. How one is written is :mod:`shardwise.rule`."""
+"""What a rule is: ops, and the legal rows of a call of them. :mod:`shardwise.rule` has how one is written."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 @frozen(eq=False)
 class Rule:
-    """What is legal for some ops that behave alike. Made by :func:`rule` or :func:`rule_from`, never by hand.
+    """What is legal for some ops of one behaviour. :func:`rule` and :func:`rule_from` make it, never a hand.
 
     ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
     schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
     the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
-    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op gives way to this one,
+    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op this one replaces,
     ``form`` the function that made it.
     """
 
@@ -80,8 +80,8 @@ class Rule:
         described = self.describe(call)
         if callable(described):
             described = described(call)
-        found: Rows = described.bind(call)
-        return found.rows
+        bound: Rows = described.bind(call)
+        return bound.rows
 
     def __str__(self) -> str:
         return f"{', '.join(map(op_name, self.ops))}: {self.text}"

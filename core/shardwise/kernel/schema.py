@@ -1,4 +1,4 @@
-"""Schemas: one call described without data, and the strategies that answer it. The classic names, frozen."""
+"""Schemas: one call described without data, and its strategies, under their classic names."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class RuntimeSchemaInfo:
     def of(
         cls, op: Op, static: frozenset[str] = frozenset(), writes: frozenset[str] = frozenset()
     ) -> RuntimeSchemaInfo:
-        """Derived from the ATen schema; ``static`` moves arguments from by-type to by-value, ``writes`` adds written
-        ones.
-        """
+        """From the op's schema. ``static`` moves arguments from by-type to by-value, ``writes`` adds written ones."""
         args = signature(op).args
         return cls(
             by_value=frozenset(
@@ -149,10 +147,10 @@ class OpSchema:
 
 @frozen
 class PlacementStrategy:
-    """One legal choice for a whole mesh: where inputs and outputs lie, and what moving the inputs there costs.
+    """One legal choice for a whole mesh: where inputs and outputs lie, and the cost of redistributing the inputs.
 
     Specs are flat (lists flattened, ``None`` where absent); ``redistribute_cost`` has one figure in seconds per
-    input. ``names`` says which row was taken on each mesh dim.
+    input. ``names`` has the name of the row of each mesh dim.
     """
 
     input_specs: tuple[TensorSpec | None, ...]
@@ -208,9 +206,7 @@ class TupleStrategy:
 
 @frozen
 class OutputSharding:
-    """What propagation answers: output specs, and the schema to which the inputs must be redistributed first, if
-    any.
-    """
+    """The answer of propagation: output specs, and the schema to which the inputs must be redistributed, if any."""
 
     output_spec: TensorSpec | tuple[TensorSpec | None, ...] | None
     redistribute_schema: OpSchema | None = None

@@ -23,7 +23,7 @@ Op = OpOverload
 
 
 def as_op(op: Any) -> Op | None:
-    """The overload that is meant: itself, a custom op's only one, or the only one of a packet; else ``None``."""
+    """The overload that ``op`` stands for: itself, a custom op's only one, the only one of a packet; else ``None``."""
     return op if isinstance(op, Op) else overload_of(op)
 
 
@@ -130,7 +130,7 @@ def signature(op: Op) -> Signature:
             name=a.name,
             kind=_kind(str(a.type)),
             kwarg_only=a.kwarg_only,
-            is_out=a.is_out and _is_given_back(a, returned),
+            is_out=a.is_out and _is_result(a, returned),
             written=bool(a.alias_info and a.alias_info.is_write) and not reseats,
             is_list="List[" in str(a.type),
             has_default=a.has_default_value(),
@@ -144,9 +144,10 @@ def signature(op: Op) -> Signature:
     return Signature(op_name(op), args, results)
 
 
-def _is_given_back(arg: Any, returned: set[str]) -> bool:
-    """Whether a written keyword-only argument is one of the results, as ``out=`` is. A state that an op keeps up to
-    date is not; ATen's lists of ``out=`` tensors are, though their ops return nothing.
+def _is_result(arg: Any, returned: set[str]) -> bool:
+    """Whether a written keyword-only argument is one of the results, as ``out=`` is.
+
+    A state that an op updates is not. ATen's lists of ``out=`` tensors are, though their ops return nothing.
     """
     return _kind(str(arg.type)) is Kind.TENSORS or not returned.isdisjoint(arg.alias_info.before_set)
 
@@ -174,7 +175,7 @@ def op_name(op: Op) -> str:
 
 
 class ByType:
-    """Stands for a static argument that is keyed by its type, so that a rule cannot read its value."""
+    """Stands for a static argument that is keyed by its type: a rule cannot read its value."""
 
     __slots__ = ("name", "type")
 
@@ -239,9 +240,7 @@ class Call:
         return max((len(value) for value in lists if value), default=0)
 
     def position(self, i: int) -> Call:
-        """The call of one position of the zipped lists: element ``i`` in place of each list, ``None`` for an empty
-        one.
-        """
+        """The call of one position of the zipped lists: element ``i`` in place of a list, ``None`` of an empty one."""
         args = dict(self.args)
         for arg in self.signature.tensor_args:
             if arg.kind is Kind.TENSORS:
@@ -271,5 +270,5 @@ class Call:
 
 
 def scalar_type(value: Any) -> type:
-    """What a by-type argument contributes to the key."""
+    """The part of a key that a by-type argument is."""
     return torch.SymInt if isinstance(value, torch.SymInt) else type(value)

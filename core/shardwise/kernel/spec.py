@@ -123,7 +123,7 @@ class TensorMeta:
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-        """The meta of a freshly made row-major tensor."""
+        """The meta of a new row-major tensor."""
         stride: list[int] = []
         step = 1
         for n in reversed(shape):
@@ -185,7 +185,7 @@ class _Interned(type):
 
 @lru_cache(maxsize=4096)
 def _shared(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """The first tuple that was equal: many specs place alike."""
+    """One tuple for all that are equal: many specs have the same placements."""
     return placements
 
 
@@ -233,11 +233,11 @@ class TensorSpec(metaclass=_Interned):
     @cached_property
     def dim_map(self) -> tuple[tuple[int, ...], ...]:
         """Per tensor dim, the mesh dims that split it, in the order in which they do."""
-        found: list[list[int]] = [[] for _ in range(self.ndim)]
+        mesh_dims: list[list[int]] = [[] for _ in range(self.ndim)]
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
-                found[placement.dim].append(mesh_dim)
-        return tuple(map(tuple, found))
+                mesh_dims[placement.dim].append(mesh_dim)
+        return tuple(map(tuple, mesh_dims))
 
     @cached_property
     def shards_per_dim(self) -> tuple[int, ...]:
@@ -263,10 +263,10 @@ class TensorSpec(metaclass=_Interned):
         """The coordinate of this process on the mesh; raises when the mesh is abstract or the rank is not on it."""
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError("an AbstractMesh has no own coordinate; pass one")
-        found = self.mesh.get_coordinate()
-        if found is None:
+        coordinate = self.mesh.get_coordinate()
+        if coordinate is None:
             raise ValueError("this rank is not part of the mesh")
-        return tuple(found)
+        return tuple(coordinate)
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the local tensor of the rank at ``coordinate`` (default: this process)."""
@@ -326,7 +326,7 @@ class TensorSpec(metaclass=_Interned):
 
 @frozen(eq=False)
 class SpecLayout:
-    """A spec without a tensor's meta: what a compiled graph is guarded by beside sizes. Equal ones are one object."""
+    """A spec without a tensor's meta. A compiled graph is guarded by it and by sizes. Equal ones are one object."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -334,7 +334,7 @@ class SpecLayout:
     _specs: dict[Any, TensorSpec] = field(factory=dict, init=False, repr=False)
 
     def spec(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> TensorSpec:
-        """The spec of a tensor that lies so."""
+        """The spec of a tensor with this layout."""
         key = (shape, stride, dtype)
         try:
             return self._specs[key]
@@ -363,15 +363,16 @@ _per_world = PerWorld(_layouts, _layouts.clear)
 def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> SpecLayout:
     """The one layout of these parts."""
     known, key = _per_world.now(), (mesh, placements, is_copy)
-    found = known.get(key)
-    if found is None:
-        found = known[key] = SpecLayout(mesh, placements, is_copy)
-    return found
+    layout = known.get(key)
+    if layout is None:
+        layout = known[key] = SpecLayout(mesh, placements, is_copy)
+    return layout
 
 
 class SymbolicSpec(TensorSpec):
-    """A spec with a symbol among its sizes or strides, while a graph is traced. It has no hash, and is one of many
-    that are equal: nothing that is kept may depend on it.
+    """A spec with a symbol among its sizes or strides, while a graph is traced.
+
+    It has no hash, and equal ones are different objects: no cache may hold one.
     """
 
     __slots__ = ()
@@ -382,16 +383,16 @@ class SymbolicSpec(TensorSpec):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and start of one rank's shard, as symbols of the global shape."""
         where = self.coordinate() if coordinate is None else coordinate
-        placed = [
+        pieces = [
             place(n, [self.mesh_shape[m] for m in mesh_dims], [where[m] for m in mesh_dims])
             for n, mesh_dims in zip(self.shape, self.dim_map, strict=True)
         ]
-        return tuple(n for n, _ in placed), tuple(start for _, start in placed)
+        return tuple(n for n, _ in pieces), tuple(start for _, start in pieces)
 
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
-        """As of any spec; the same one where it places alike."""
-        wanted = tuple(placements)
-        return self if wanted == self.placements else TensorSpec(self.mesh, wanted, self.tensor_meta)
+        """As of any spec; this object where the placements are the same."""
+        target = tuple(placements)
+        return self if target == self.placements else TensorSpec(self.mesh, target, self.tensor_meta)
 
 
 def hinted(spec: TensorSpec) -> TensorSpec:
@@ -407,9 +408,7 @@ def hinted_meta(meta: TensorMeta) -> TensorMeta:
 
 
 def in_numbers(value: Any) -> Any:
-    """Specs, metas and lists of them, and static arguments, with numbers in place of symbols; the graph is guarded by
-    them from here on.
-    """
+    """Specs, metas, lists of them and static arguments with numbers in place of symbols, which become guards."""
     if isinstance(value, SymbolicSpec):
         return value.with_meta(in_numbers(value.tensor_meta))
     if isinstance(value, TensorMeta):

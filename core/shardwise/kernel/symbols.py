@@ -1,9 +1,9 @@
-"""Sizes that are symbols: what ``torch.compile`` puts in the place of integers where a size may change.
+"""Sizes that are symbols: ``torch.compile`` puts them in the place of integers where a size may change.
 
-A symbol is an ordinary number here. Where a program branches on it, torch notes the answer as a guard of the graph,
-and a size for which the answer differs makes another graph. All ranks must do so together, so what is asked here is
-asked of global sizes, alike on every rank: also which of all ranks' shards are empty or hold one element, because
-torch asks that of each rank's own.
+Code computes with a symbol as with a number. Where it branches on one, torch notes the answer as a guard of the graph,
+and a size with another answer makes another graph. All ranks must make it together, so every question here is about
+global sizes and has the same answer on every rank. That includes which shards of any rank are empty or hold one
+element, because torch asks that of each rank's own shard.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ def common_factor(one: Any, other: Any) -> Any:
         return one
     if is_known(one % other == 0):
         return other
-    found = math.gcd(hint(one), hint(other))
-    # Asked, so that it holds wherever the graph does.
-    return found if one % found == 0 and other % found == 0 else 1
+    factor = math.gcd(hint(one), hint(other))
+    # These questions become guards: the factor holds wherever the graph does.
+    return factor if one % factor == 0 and other % factor == 0 else 1
 
 
 def numbers(value: Any) -> Any:
-    """The numbers in place of symbols, in lists too. The graph is guarded by them from here on."""
+    """Numbers in place of symbols, in lists too. They become guards of the graph."""
     if isinstance(value, torch.SymInt):
         return int(value)
     if isinstance(value, torch.SymFloat):
@@ -93,19 +93,19 @@ def lengths(size: Any, parts: int) -> list[Any]:
     """The different sizes of the pieces. Asks of each whether it is empty or holds one element: see the module."""
     first = symbolic_chunk(size, parts, 0)[0]
     if size % parts == 0:
-        found = [first]
+        pieces = [first]
     elif size - first * (parts - 1) >= 0:
-        found = [first, symbolic_chunk(size, parts, parts - 1)[0]]
+        pieces = [first, symbolic_chunk(size, parts, parts - 1)[0]]
     else:
-        found = [symbolic_chunk(size, parts, i)[0] for i in range(parts)]
-    for n in found:
+        pieces = [symbolic_chunk(size, parts, i)[0] for i in range(parts)]
+    for n in pieces:
         if not n > 1:
             bool(n == 0)
-    return found
+    return pieces
 
 
 def place(size: Any, parts: Sequence[int], where: Sequence[int]) -> tuple[Any, Any]:
-    """Size and offset of one rank's piece of a dim that several mesh dims split, and what others hold asked for."""
+    """Size and offset of one rank's piece of a dim that several mesh dims split. Asks of other ranks' pieces, too."""
     start: Any = 0
     sizes = [size]
     for n, index in zip(parts, where, strict=True):

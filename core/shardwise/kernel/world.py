@@ -16,7 +16,7 @@ _seen: list[Any] = [None, 0]  # a weak reference to the default process group, a
 
 
 def world_number() -> int:
-    """A number that is another one whenever the default process group is. Specs and movers end with theirs."""
+    """The number of the default process group: another group, another number. What holds a group is kept by it."""
     now = dist.group.WORLD
     last = _seen[0]
     if now is not (None if last is None else last()):
@@ -25,9 +25,7 @@ def world_number() -> int:
 
 
 class PerWorld(Generic[Content]):
-    """A set or dict whose content belongs to one start of torch.distributed; ``forget`` empties it when there is
-    another.
-    """
+    """A set or dict whose content belongs to one start of torch.distributed; ``forget`` empties it after the next."""
 
     def __init__(self, content: Content, forget: Callable[[], object]) -> None:
         self._content = content
