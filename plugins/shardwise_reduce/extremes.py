@@ -1,4 +1,4 @@
-"""Largest and smallest values, any and all: a reduced dim leaves a partial max or min."""
+"""Largest and smallest values, any and all: a reduced dim gives a partial max or min."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, rule_from
-from shardwise_reduce.dims import ops, reduced_dims, reduction
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, labels, rule_from
+from shardwise_reduce.dims import kept, ops, reduced_dims, reduction
 
 __all__ = ["RULES", "least", "most"]
 
 
 def least(dtype: torch.dtype) -> float | int | bool:
-    """The value that no maximum takes notice of."""
+    """The value that changes no maximum."""
     if dtype == torch.bool:
         return False
     return float("-inf") if dtype.is_floating_point else int(torch.iinfo(dtype).min)
 
 
 def most(dtype: torch.dtype) -> float | int | bool:
-    """The value that no minimum takes notice of."""
+    """The value that changes no minimum."""
     if dtype == torch.bool:
         return True
     return float("inf") if dtype.is_floating_point else int(torch.iinfo(dtype).max)
@@ -30,16 +30,16 @@ NEUTRAL = {"max": least, "min": most}
 
 
 def _filled(kind: str) -> Lowering:
-    """The op itself, but on an empty shard, where it raises, the neutral value."""
+    """The op itself; on an empty shard, where the op raises, the neutral value."""
 
     def lowering(local: LocalCall, x: torch.Tensor, *args: Any, out: Any = None) -> torch.Tensor:
         if x.numel():
-            found: torch.Tensor = local.call.op(x, *args) if out is None else local.call.op(x, *args, out=out)
-            return found
+            values: torch.Tensor = local.call.op(x, *args) if out is None else local.call.op(x, *args, out=out)
+            return values
         spec = local.outputs[0]
         assert spec is not None
-        neutral = NEUTRAL[kind](x.dtype)
-        return x.new_full(local.local_shape(spec), neutral) if out is None else out.fill_(neutral)
+        value = NEUTRAL[kind](x.dtype)
+        return x.new_full(local.local_shape(spec), value) if out is None else out.fill_(value)
 
     return lowering
 
@@ -48,7 +48,7 @@ def _extreme(of: tuple[Op, ...], kind: str) -> Rule:
     def describe(call: Call) -> Flow:
         return reduction(call, kind, partial=[f"{kind} -> {kind}"], lowered=True)
 
-    describe.__doc__ = f"Any dim; a reduced one leaves a partial {kind}."
+    describe.__doc__ = f"Any dim; a reduced one gives a partial {kind}."
     return rule_from(of, lowering=_filled(kind))(describe)
 
 
@@ -58,11 +58,11 @@ AMIN = _extreme(ops("amin.default amin.out min.default min.unary_out"), "min")
 
 def _truth(of: tuple[Op, ...], kind: str) -> Rule:
     def describe(call: Call) -> Flow:
-        # Truth of a maximum is a maximum of truths only where all values are truths.
-        is_truth = call.args["self"].dtype == torch.bool
-        return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_truth else [])
+        # Whether a maximum is true is the maximum of what is true only where all values are bools.
+        is_bool = call.args["self"].dtype == torch.bool
+        return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_bool else [])
 
-    describe.__doc__ = f"Any dim; a reduced one leaves a partial {kind} of bools."
+    describe.__doc__ = f"Any dim; a reduced one gives a partial {kind} of bools."
     return rule_from(of)(describe)
 
 
@@ -77,23 +77,19 @@ def _both_filled(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -
     outs = {name: tensor for name, tensor in kwargs.items() if isinstance(tensor, torch.Tensor)}
     if x.numel():
         return local.call.op(x, *args, **kwargs)
-    found = []
+    values = []
     for spec, neutral, out in zip(local.outputs, (most, least), outs.values() or (None, None), strict=True):
         assert spec is not None
         value = neutral(x.dtype)
-        found.append(x.new_full(local.local_shape(spec), value) if out is None else out.fill_(value))
-    return tuple(found)
+        values.append(x.new_full(local.local_shape(spec), value) if out is None else out.fill_(value))
+    return tuple(values)
 
 
-@rule_from(
-    ops("aminmax.default aminmax.out"),
-    lowering=_both_filled,
-)
+@rule_from(ops("aminmax.default aminmax.out"), lowering=_both_filled)
 def aminmax(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial min and a partial max."""
-    kept = reduction(call, "min")
-    rows = [f"d{d} -> min, max" for d in reduced_dims(call)]
-    return Flow(kept.inputs, kept.outputs, partial=rows, lowered=rows)
+    """Any dim; a reduced one gives a partial min and a partial max."""
+    names = labels(call.args["self"].ndim)
+    return Flow([names], [kept(call, names)], lowered=[f"d{d} -> min, max" for d in reduced_dims(call)])
 
 
 RULES = (AMAX, AMIN, ANY, ALL, aminmax)

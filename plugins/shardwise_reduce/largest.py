@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.rule import Call, Flow, LocalCall, dim_of, labels, replaced, rule_from
 from shardwise_reduce.dims import into, ops
 from shardwise_reduce.line import Line, line_of
 
@@ -14,7 +14,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def _candidates(local: LocalCall, line: Line, x: torch.Tensor, k: int, largest: bool) -> Pair:
-    """The best ``k`` of each shard, in the order of the shards, and where they stand in the whole."""
+    """The best ``k`` of each shard, in the order of the shards, and their positions in the whole dim."""
     lengths = [min(k, n) for n in line.lengths]
     values, positions = x.topk(lengths[line.place], line.at, largest, True)
     positions = positions + local.offset(local.spec("self"))[line.at]
@@ -34,17 +34,19 @@ def _is_ambiguous(ranked: torch.Tensor, at: int) -> bool:
 
 
 def _best(local: LocalCall, x: torch.Tensor, k: int, largest: bool, in_order: bool) -> Pair:
-    """Values and positions. Which of equal values torch takes is its own affair, so then it is asked about all of
-    them; every rank sees the same candidates and decides alike.
+    """Values and positions.
+
+    torch does not say which of equal values it takes, so then its own op runs on the whole dim. Every rank sees the
+    same candidates, so all ranks decide the same.
     """
     line = line_of(local)
-    # What stands for a tensor in a graph that is being traced cannot be asked for its values.
+    # While a graph is traced there are no values to look at.
     if type(x) is torch.Tensor:
-        # One more than is wanted, to see whether the last one has an equal.
-        rivals, places = _candidates(local, line, x, k + 1, largest)
-        ranked, order = rivals.topk(min(k + 1, rivals.shape[line.at]), line.at, largest, True)
+        # One more than is asked for, to see whether the last one has an equal.
+        candidates, positions = _candidates(local, line, x, k + 1, largest)
+        ranked, order = candidates.topk(min(k + 1, candidates.shape[line.at]), line.at, largest, True)
         if k == 0 or not _is_ambiguous(ranked, line.at):
-            return ranked.narrow(line.at, 0, k), places.gather(line.at, order).narrow(line.at, 0, k)
+            return ranked.narrow(line.at, 0, k), positions.gather(line.at, order).narrow(line.at, 0, k)
     whole = torch.cat(line.gather(local, x, line.lengths), line.at)
     values, positions = whole.topk(k, line.at, largest, in_order)
     return values, positions
@@ -68,12 +70,11 @@ def _topk(
 def TOPK(call: Call) -> Flow:
     """Any dim; of the one that the op runs along, each shard sends its own best."""
     x, k = call.args["self"], call.args["k"]
-    at = call.args["dim"] % max(1, x.ndim)
-    # An order that was not asked for is torch's own affair, too. Little is saved where many are wanted.
-    cuts = call.args["sorted"] and 4 * k <= (x.shape[at] if x.ndim else 0)
-    labels = tuple(f"d{d}" if d != at else "cut" if cuts else None for d in range(x.ndim))
-    result = tuple(None if d == at else label for d, label in enumerate(labels))
-    return Flow([labels], [result], reduce={"cut": "R"}, lowered={"cut"})
+    at = dim_of(call.args["dim"], x.ndim)
+    result = labels(x.ndim, whole={at})
+    # torch does not say in which order it returns values that need not be sorted. Little is saved for a large k.
+    may_cut = x.ndim and call.args["sorted"] and 4 * k <= x.shape[at]
+    return Flow([replaced(result, at, "cut") if may_cut else result], [result], reduce={"cut": "R"}, lowered="cut")
 
 
 RULES = (TOPK,)

@@ -1,4 +1,4 @@
-"""The shards of one dim, in their order: what lowerings along a sharded dim ask of each other."""
+"""The shards of one dim, in their order: what the ranks of a lowering along a sharded dim know and send."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from math import prod
 
 import torch
 
-from shardwise.rule import LocalCall
+from shardwise.rule import LocalCall, dim_of
 
-__all__ = ["Line", "along_of", "line_of"]
+__all__ = ["Line", "line_of"]
 
 
 class Line:
@@ -18,18 +18,18 @@ class Line:
 
     def __init__(self, local: LocalCall) -> None:
         spec = local.spec("self")
-        self.at = along_of(local)
+        self.at = dim_of(local.call.args["dim"], spec.ndim)
         self.mesh_dims = local.sharding(spec, self.at)
         sizes = [spec.mesh_shape[m] for m in self.mesh_dims]
         self.lengths: list[int] = []
         self.place = 0
         for rank in range(prod(sizes)):
-            there, left = list(local.coordinate), rank
+            coordinate, left = list(local.coordinate), rank
             for m, n in zip(reversed(self.mesh_dims), reversed(sizes), strict=True):
-                left, there[m] = divmod(left, n)
-            if tuple(there) == tuple(local.coordinate):
+                left, coordinate[m] = divmod(left, n)
+            if tuple(coordinate) == tuple(local.coordinate):
                 self.place = rank
-            self.lengths.append(spec.local_shape_and_offset(tuple(there))[0][self.at])
+            self.lengths.append(spec.local_shape_and_offset(tuple(coordinate))[0][self.at])
 
     def gather(self, local: LocalCall, part: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         """Every rank's part, in the order of the shards; they differ in their length along the dim only."""
@@ -37,12 +37,6 @@ class Line:
         return local.comm.all_to_all([part] * len(lengths), self.mesh_dims, shapes)
 
 
-def along_of(local: LocalCall) -> int:
-    """The dim that a call works along, counted from the front."""
-    ndim: int = local.call.args["self"].ndim
-    return int(local.call.args["dim"]) % max(1, ndim)
-
-
 def line_of(local: LocalCall) -> Line:
-    """The line of a call, worked out once per plan."""
+    """The line of a call, computed once per plan."""
     return local.once(Line)

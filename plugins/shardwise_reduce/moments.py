@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -16,10 +17,7 @@ __all__ = ["RULES"]
 def _moments(local: LocalCall, x: torch.Tensor, correction: float | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Variance and mean over the global dims, with the reduced dims kept as size one."""
     dims, mesh_dims = reduced_dims(local.call), local.once(splitting)
-    shape = local.call.args["self"].shape
-    count = 1
-    for d in dims:
-        count *= shape[d]
+    count = prod(local.call.args["self"].shape[d] for d in dims)
     total = x.sum(dims, keepdim=True, dtype=accumulator(x.dtype))
     average = local.comm.all_reduce(total, "sum", mesh_dims) / count
     distance = (x - average).abs().square().sum(dims, keepdim=True)
@@ -38,9 +36,9 @@ def _lowering(finish: Callable[[torch.Tensor], torch.Tensor]) -> Lowering:
         **outs: torch.Tensor,
     ) -> Any:
         variance, average = _moments(local, x, correction)
-        given: list[torch.Tensor | None] = [*outs.values()] or [None] * len(local.outputs)
-        found = zip((finish(variance), average), given, strict=False)
-        results = tuple(into(local, tensor, out, at) for at, (tensor, out) in enumerate(found))
+        targets: list[torch.Tensor | None] = [*outs.values()] or [None] * len(local.outputs)
+        pairs = zip((finish(variance), average), targets, strict=False)
+        results = tuple(into(local, tensor, out, at) for at, (tensor, out) in enumerate(pairs))
         return results if len(results) > 1 else results[0]
 
     return lowering

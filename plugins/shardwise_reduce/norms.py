@@ -1,4 +1,4 @@
-"""Vector norms and logsumexp; over a sharded dim a lowering joins what each shard found."""
+"""Vector norms and logsumexp; over a sharded dim a lowering joins the values of all shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def joined_norm(local: LocalCall, x: torch.Tensor, p: float, dims: tuple[int, ..
     mesh_dims, size = local.once(splitting), x.abs()
     if math.isinf(p):
         kind, neutral = ("max", 0.0) if p > 0 else ("min", math.inf)
-        # amax refuses an empty shard; one more element, the neutral one, does no harm.
+        # amax refuses an empty shard; one more element, the neutral one, changes nothing.
         flat = size.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)) if dims else size[..., None]
         padded = torch.nn.functional.pad(flat, (0, 1), value=neutral)
-        found = padded.amax(-1) if p > 0 else padded.amin(-1)
-        return local.comm.all_reduce(found, kind, mesh_dims)
+        return local.comm.all_reduce(padded.amax(-1) if p > 0 else padded.amin(-1), kind, mesh_dims)
     if p == 0:
         return local.comm.all_reduce((size != 0).sum(dims).to(size.dtype), "sum", mesh_dims)
     return local.comm.all_reduce(size.pow(p).sum(dims), "sum", mesh_dims).pow(1 / p)
@@ -33,8 +32,7 @@ def _norm(local: LocalCall, x: torch.Tensor, p: float | None = 2, *_: Any, out: 
     assert result is not None
     wide = accumulator(result.dtype)
     cast = x.to(wide.to_complex() if x.is_complex() else wide)
-    found = joined_norm(local, cast, 2.0 if p is None else float(p), reduced_dims(local.call))
-    return into(local, found, out)
+    return into(local, joined_norm(local, cast, 2.0 if p is None else float(p), reduced_dims(local.call)), out)
 
 
 @rule_from(
@@ -45,7 +43,7 @@ def _norm(local: LocalCall, x: torch.Tensor, p: float | None = 2, *_: Any, out: 
     lowering=_norm,
 )
 def norm(call: Call) -> Flow:
-    """Any dim; over a reduced one the shards' powers are added up before the root is drawn."""
+    """Any dim; over a reduced one the powers of all shards are added up before the root is taken."""
     return reduction(call, "R", lowered=True)
 
 

@@ -1,4 +1,4 @@
-"""Largest and smallest values along one dim, and where they are; over a sharded dim the shards' winners compete."""
+"""Extremes along one dim, and where they are; over a sharded dim the extremes of all shards are compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, dim_of, rule_from, whole
 from shardwise_reduce.dims import into, ops, reduction
 from shardwise_reduce.extremes import least, most
 from shardwise_reduce.line import line_of
@@ -14,8 +14,8 @@ from shardwise_reduce.line import line_of
 __all__ = ["RULES"]
 
 
-def _winners(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The winning value along ``dim`` and its global position, the dim kept."""
+def _extremes(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The extreme value along ``dim`` and its global position, the dim kept."""
     pick = torch.max if largest else torch.min
     if x.shape[dim]:
         values, positions = pick(x, dim, keepdim=True)
@@ -25,20 +25,15 @@ def _winners(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tupl
         values = x.new_full(shape, (least if largest else most)(x.dtype))
         positions = torch.zeros(shape, dtype=torch.int64, device=x.device)
     line = line_of(local)
-    each = [1] * len(line.lengths)
-    # The shards stand in their order, and the first of equals wins.
-    values, winner = pick(torch.cat(line.gather(local, values, each), dim), dim, keepdim=True)
-    return values, torch.cat(line.gather(local, positions, each), dim).gather(dim, winner)
-
-
-def _dim(local: LocalCall) -> int:
-    ndim: int = local.call.args["self"].ndim
-    return int(local.call.args["dim"]) % max(1, ndim)
+    ones = [1] * len(line.lengths)
+    # The shards are in their order, and the first of equal values is picked.
+    values, shard = pick(torch.cat(line.gather(local, values, ones), dim), dim, keepdim=True)
+    return values, torch.cat(line.gather(local, positions, ones), dim).gather(dim, shard)
 
 
 def _lowering(largest: bool) -> Lowering:
     def lowering(local: LocalCall, x: torch.Tensor, dim: Any = None, keepdim: bool = False, **outs: Any) -> Any:
-        values, positions = _winners(local, x, _dim(local), largest)
+        values, positions = _extremes(local, x, dim_of(local.call.args["dim"], x.ndim), largest)
         if len(local.outputs) == 1:
             return into(local, positions, outs.get("out"))
         first, second = list(outs.values()) or (None, None)
@@ -49,10 +44,8 @@ def _lowering(largest: bool) -> Lowering:
 
 def _position(of: tuple[Op, ...], largest: bool) -> Rule:
     def describe(call: Call) -> Flow:
-        """Any dim; over the reduced one the shards' winners are compared."""
-        if call.args["dim"] is None:
-            return Flow([None], [None])
-        return reduction(call, "R", lowered=True)
+        """Any dim; over the reduced one the extremes of all shards are compared."""
+        return whole(call) if call.args["dim"] is None else reduction(call, "R", lowered=True)
 
     return rule_from(of, lowering=_lowering(largest))(describe)
 

@@ -1,4 +1,4 @@
-"""Running sums, products and extremes. Over a sharded dim each shard goes on from what the earlier ones come to."""
+"""Running sums, products and extremes. Over a sharded dim each shard starts from the totals of the earlier ones."""
 
 from __future__ import annotations
 
@@ -7,48 +7,37 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, rule_from
-from shardwise_reduce.dims import into, ops
+from shardwise.rule import Call, Facts, Flow, LocalCall, Lowering, Op, Rule, dim_of, labels, replaced, rule_from
+from shardwise_reduce.dims import into, ops, sums
 from shardwise_reduce.line import line_of
 
 __all__ = ["RULES"]
 
 Scan = Callable[[torch.Tensor, int], torch.Tensor]
+Partials = Callable[[torch.dtype], Sequence[str | Facts]]
 
 
-def _along(of: tuple[Op, ...], lowering: Lowering, partial: Sequence[str] = ()) -> Rule:
-    """A rule for ops that run along their argument ``dim`` and keep the shape."""
+def _along(of: tuple[Op, ...], lowering: Lowering, partial: Partials = lambda _: (), text: str = "") -> Rule:
+    """A rule for ops that run along their argument ``dim`` and keep the shape; ``text`` says what ``partial`` is."""
 
     def describe(call: Call) -> Flow:
         x, result = call.args["self"], call.outputs[0]
-        at = call.args["dim"] % max(1, x.ndim)
-        # Logarithms of sums of complex numbers have a branch to choose, which parts of a sum may choose otherwise.
-        cuts = not x.dtype.is_complex or "logcumsumexp" not in str(call.op)
-        labels = tuple(f"d{d}" if d != at else "cut" if cuts else None for d in range(x.ndim))
+        # The logarithm of a complex sum has a branch to choose, and parts of the sum may choose another one.
+        may_cut = x.ndim and not (x.dtype.is_complex and "logcumsumexp" in str(call.op))
+        at = dim_of(call.args["dim"], x.ndim)
+        names = replaced(labels(x.ndim), at, "cut" if may_cut else None) if x.ndim else ()
         same = result is not None and result.dtype == x.dtype != torch.bool
-        rows = _exact(partial, x.dtype) if same else ()
-        return Flow([labels], [labels], partial=rows, lowered={"cut"})
+        return Flow([names], [names], partial=partial(x.dtype) if same else (), lowered="cut")
 
-    describe.__doc__ = "Any dim; along a sharded one each shard goes on from the earlier ones." + "".join(
-        f" {row}." for row in partial
-    )
+    describe.__doc__ = f"Any dim; along a sharded one each shard starts from the totals of the earlier ones.{text}"
     return rule_from(of, lowering=lowering)(describe)
 
 
-def _exact(rows: Sequence[str], dtype: torch.dtype) -> list[str]:
-    """Averages of integers are cut off, which does not commute with adding."""
-    return [row for row in rows if "avg" not in row or dtype.is_floating_point or dtype.is_complex]
-
-
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to run in: what a shard comes to may leave the range that the whole run stays in."""
+    """The dtype to run in: the total of a shard may leave the range in which the whole run stays."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _written(local: LocalCall, x: torch.Tensor, found: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    return into(local, found, x if local.call.signature.args[0].written else out)
 
 
 def _scanning(scan: Scan, total: Scan) -> Lowering:
@@ -59,8 +48,8 @@ def _scanning(scan: Scan, total: Scan) -> Lowering:
         totals = line.gather(local, total(cast, line.at), [1] * len(line.lengths))
         # The totals in front of the shard's own elements: the scan itself adds them up, in the order of the shards.
         joined = torch.cat([*totals[: line.place], cast], line.at)
-        found = scan(joined, line.at).narrow(line.at, line.place, cast.shape[line.at])
-        return _written(local, x, found, out)
+        values = scan(joined, line.at).narrow(line.at, line.place, cast.shape[line.at])
+        return into(local, values, x if local.call.signature.args[0].written else out)
 
     return lowering
 
@@ -71,8 +60,8 @@ def _scanned(
     """The running extreme and its place; the op takes no empty dim."""
     if not values.numel():
         return values, places
-    found, winner = scan(values, at)
-    return found, places.gather(at, winner)
+    extremes, positions = scan(values, at)
+    return extremes, places.gather(at, positions)
 
 
 def _extremes(scan: Callable[..., Any]) -> Lowering:
@@ -96,12 +85,14 @@ def _extremes(scan: Callable[..., Any]) -> Lowering:
 CUMSUM = _along(
     ops("cumsum.default cumsum_.default cumsum.out"),
     _scanning(torch.cumsum, lambda x, dim: x.sum(dim, keepdim=True, dtype=x.dtype)),
-    ["sum -> sum", "avg -> avg"],
+    lambda dtype: sums(dtype, dtype),
+    " Linear.",
 )
 CUMPROD = _along(
     ops("cumprod.default cumprod_.default cumprod.out"),
     _scanning(torch.cumprod, lambda x, dim: x.prod(dim, keepdim=True, dtype=x.dtype)),
-    ["product -> product"],
+    lambda _: ["product -> product"],
+    " Products pass.",
 )
 LOGCUMSUMEXP = _along(
     ops("logcumsumexp.default logcumsumexp.out"),

@@ -6,43 +6,38 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
-from shardwise_reduce.dims import accumulator, into, ops, reduction
+from shardwise.rule import Call, Facts, Flow, LocalCall, rule_from
+from shardwise_reduce.dims import accumulator, into, ops, reduction, sums
 
 __all__ = ["RULES"]
 
 
-def _linear(call: Call) -> tuple[str, ...]:
-    """The partial rows of a linear op: none where a cast comes first that does not commute with adding."""
-    x, result = call.args["self"].dtype, call.outputs[0]
-    made = result.dtype if result is not None else x
-    if x.is_floating_point or x.is_complex:
-        same = made.is_floating_point or made.is_complex
-        return ("sum -> sum", "avg -> avg") if same else ()
-    return ("sum -> sum",) if x == made and x != torch.bool else ()
+def _sums(call: Call) -> tuple[str | Facts, ...]:
+    x, result = call.args["self"], call.outputs[0]
+    return sums(x.dtype, x.dtype if result is None else result.dtype)
 
 
 @rule_from(ops("sum.default sum.dim_IntList sum.out sum.IntList_out"))
 def sum_(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial sum."""
-    return reduction(call, "sum", partial=_linear(call))
+    """Any dim; a reduced one gives a partial sum."""
+    return reduction(call, "sum", partial=_sums(call))
 
 
 @rule_from(ops("nansum.default nansum.out"))
 def nansum(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial sum. Leaving NaN out is not linear: nothing partial comes in."""
+    """Any dim; a reduced one gives a partial sum. To leave NaN out is not linear, so the operand is not partial."""
     return reduction(call, "sum")
 
 
 @rule_from(ops("count_nonzero.default count_nonzero.dim_IntList count_nonzero.out count_nonzero.dim_IntList_out"))
 def count_nonzero(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial sum of counts."""
+    """Any dim; a reduced one gives a partial sum of counts."""
     return reduction(call, "sum")
 
 
 @rule_from(ops("prod.default prod.dim_int prod.out prod.int_out"))
 def prod(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial product."""
+    """Any dim; a reduced one gives a partial product."""
     x, result = call.args["self"].dtype, call.outputs[0]
     same = result is not None and result.dtype == x != torch.bool
     return reduction(call, "product", partial=["product -> product"] if same else [])
@@ -64,8 +59,8 @@ def _share(
 
 @rule_from(ops("mean.default mean.dim mean.out mean.dtype_out"), lowering=_share)
 def mean(call: Call) -> Flow:
-    """Any dim; a reduced one leaves a partial sum of shares."""
-    return reduction(call, "sum", partial=_linear(call), lowered=True)
+    """Any dim; a reduced one gives a partial sum of shares."""
+    return reduction(call, "sum", partial=_sums(call), lowered=True)
 
 
 RULES = (sum_, nansum, count_nonzero, prod, mean)

@@ -5,12 +5,13 @@ The distribution ``shardwise-fft`` has rules in place of these by which transfor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule_from
 
 __all__ = ["RULES"]
 
@@ -18,14 +19,14 @@ aten = torch.ops.aten
 
 
 def _locally(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None) -> Tensor:
-    """The op on a shard. Of no elements it makes none; torch's kernels refuse to transform nothing."""
+    """The op on a shard; an empty shard gives an empty result, since torch's kernels refuse it."""
     if x.numel():
-        found = local.call.op.overloadpacket.default(x, *args)
+        result = local.call.op.overloadpacket.default(x, *args)
     else:
-        result = local.outputs[0]
-        assert result is not None
-        found = x.new_empty(local.local_shape(result), dtype=result.dtype)
-    return found if out is None else out.copy_(found)
+        spec = local.outputs[0]
+        assert spec is not None
+        result = x.new_empty(local.local_shape(spec), dtype=spec.dtype)
+    return result if out is None else out.copy_(result)
 
 
 @rule_from(
@@ -36,12 +37,9 @@ def _locally(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None)
     ],
     lowering=_locally,
 )
-def TRANSFORM(call: Call) -> Flow:
-    """Dims that are not transformed pass, and so do sums and averages."""
-    x = call.args["self"]
-    dims = {d % x.ndim for d in call.args["dim"]}
-    labels = tuple(None if d in dims else f"d{d}" for d in range(x.ndim))
-    return Flow([labels], [labels], partial=["sum -> sum", "avg -> avg"], lowered="*")
+def TRANSFORM(self: TensorMeta, dim: Sequence[int]) -> Flow:
+    """Dims that are not transformed pass; linear."""
+    return like(self, whole=dim, linear="self", lowered="*")
 
 
 RULES = (TRANSFORM,)
