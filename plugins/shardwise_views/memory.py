@@ -1,7 +1,7 @@
 """Ops that see a tensor as the memory it lies in: other strides, other sizes over the same elements.
 
-Memory is that of the whole tensor on one device, so the elements come together first. Where an offset is counted from
-the start of the memory, the tensor must be all that is in it, on every rank.
+Memory is that of the whole tensor on one device, so the elements are gathered first. Where an offset is counted from
+the start of the memory, the tensor must fill its memory on every rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["RULES", "rows", "strided"]
 aten = torch.ops.aten
 
 
-# -- what may be seen --------------------------------------------------------------------------------------------
+# -- what lies in the memory ------------------------------------------------------------------------------------
 
 
 def _is_dense(x: TensorMeta) -> bool:
-    """Whether the elements fill their memory, in some order and each once."""
+    """Whether the elements fill their memory, in any order, each at a place of its own."""
     step = 1
     for n, stride in sorted(((n, s) for n, s in zip(x.shape, x.stride, strict=True) if n != 1), key=lambda p: p[1]):
         if stride != step:
@@ -41,7 +41,7 @@ def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 
 
 def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Flow | Rows:
-    """From any placement to a whole result; none where memory beside the tensor's own would be seen."""
+    """From any placement to a whole result; not one row where the result would reach beyond the tensor's memory."""
     if not _is_dense(x) or _reach(size, stride, offset or 0) > x.numel:
         return Rows(())
     names = [f"d{d}" for d in range(x.ndim)]
@@ -51,8 +51,8 @@ def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int 
 # -- the memory --------------------------------------------------------------------------------------------------
 
 
-def _together(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
-    """The whole tensor, of any local part of it."""
+def _gathered(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+    """The whole tensor, from the local parts of all ranks."""
     spec = local.spec("self")
     for mesh_dim, placement in reversed(list(enumerate(spec.placements))):
         if isinstance(placement, Partial):
@@ -63,12 +63,8 @@ def _together(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _as_on_one_device(x: torch.Tensor, meta: TensorMeta) -> bool:
-    return all(n == 1 or step == own for n, step, own in zip(meta.shape, meta.stride, x.stride(), strict=True))
-
-
 def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
-    """Raise on all ranks when the tensor is, on any, a part of something larger."""
+    """Raise on every rank when on any rank the tensor is a view of a part of its memory."""
     spec = local.spec("self")
     alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
     flag = torch.tensor(int(alone), dtype=torch.int32, device=x.device)
@@ -81,10 +77,10 @@ def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
 
 
 def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
-    """The elements in one line, in the order in which they lie on one device; ``x`` itself where it lies so."""
+    """The elements in one dim, in the order that they have on one device; ``x`` itself where it has that order."""
     meta = local.spec("self").tensor_meta
-    whole = _together(local, x)
-    if not _as_on_one_device(whole, meta):
+    whole = _gathered(local, x)
+    if any(n != 1 and step != own for n, step, own in zip(meta.shape, meta.stride, whole.stride(), strict=True)):
         result = local.call.signature.results[0]
         if result.alias is not None and not result.written and whole is x:
             raise NoStrategyError(
@@ -124,8 +120,8 @@ def _scatter(
     meta = local.spec("self").tensor_meta
     line = _memory(local, x).clone()
     line.as_strided(size, stride, storage_offset or 0).copy_(src)
-    found = line.as_strided(meta.shape, meta.stride)
-    return found if out is None else out.copy_(found)
+    result = line.as_strided(meta.shape, meta.stride)
+    return result if out is None else out.copy_(result)
 
 
 @rule_from([aten.as_strided_scatter.default, aten.as_strided_scatter.out], lowering=_scatter)
@@ -152,13 +148,13 @@ def _resize(local: LocalCall, x: torch.Tensor, *_: Any, memory_format: torch.mem
 
 def _resized(x: TensorMeta, size: Sequence[int], memory_format: torch.memory_format | None) -> Flow | Rows:
     if tuple(size) == tuple(x.shape) and memory_format in (None, torch.preserve_format):
-        return like(x, partial=("* -> *",), lowered=("*", "R"))
+        return like(x, moves="self", lowered=("*", "R"))
     return Flow([None], [None], lowered=("R",)) if _is_dense(x) else Rows(())
 
 
 @rule_from(aten.resize_.default, lowering=_resize)
 def RESIZE(self: TensorMeta, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Flow | Rows:
-    """As it lies where the size stays, whole where it changes: what is kept is a run of the memory."""
+    """Any placement where the size stays; whole where it changes, since resize_ cuts the memory of the whole tensor."""
     return _resized(self, size, memory_format)
 
 
@@ -166,11 +162,9 @@ def RESIZE(self: TensorMeta, size: Sequence[int], *, memory_format: torch.memory
 def RESIZE_AS(
     self: TensorMeta, the_template: TensorMeta, *, memory_format: torch.memory_format | None = None
 ) -> Flow | Rows:
-    """As resize_, wherever the template lies: only its size counts."""
-    kept = _resized(self, the_template.shape, memory_format)
-    if isinstance(kept, Rows):
-        return kept
-    return evolve(kept, inputs=[*kept.inputs, None], partial=["*, R -> *"] if kept.partial else ())
+    """As resize_; the template is whole, and only its size counts."""
+    rows = _resized(self, the_template.shape, memory_format)
+    return rows if isinstance(rows, Rows) else evolve(rows, inputs=[*rows.inputs, None])
 
 
 RULES = (AS_STRIDED_SCATTER, RESIZE, RESIZE_AS)

@@ -1,8 +1,8 @@
 """How the dims of one shape become those of another with the same elements in the same order.
 
 Both shapes are read as runs of factors, as in einops: ``(6, 4) -> (24,)`` is ``a b -> (a b)``, ``(8,) -> (2, 4)`` is
-``(a b) -> a b``, and ``(6, 4) -> (4, 6)`` is ``(a b) r -> (a s) t`` with ``a`` the common factor 2. A shard may stay
-where it is exactly when a factor leads its dim on both sides.
+``(a b) -> a b``, and ``(6, 4) -> (4, 6)`` is ``(a b) r -> (a s) t`` with ``a`` the common factor 2. A dim may stay
+sharded by a factor exactly when that factor leads its dim on both sides.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ __all__ = ["regroup"]
 
 _Factors = list[tuple[str, int]]
 _Named = str | tuple[tuple[str, int], ...] | None
-_ANY_PARTIAL = ("* -> *",)
 
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
-    """The flow of dims from a shape to another with as many elements. Every reduction passes."""
+    """How the dims of ``self`` flow to a shape with as many elements; every reduction passes."""
     if prod(before) == 0:
         return _without_elements(before, after)
     left: list[_Named] = [None] * len(before)
@@ -33,7 +32,7 @@ def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
             left[at] = _label(factors)
         for at, factors in zip(others, theirs, strict=True):
             right[at] = _label(factors)
-    return Flow([left], [right], partial=_ANY_PARTIAL)
+    return Flow([left], [right], moves="self")
 
 
 def _label(factors: _Factors) -> _Named:
@@ -41,23 +40,23 @@ def _label(factors: _Factors) -> _Named:
 
 
 def _without_elements(before: Sequence[int], after: Sequence[int]) -> Flow:
-    """Leading dims alike pass; a shard of any other dim has nothing to lose, so the result may be whole."""
-    alike = 0
-    while alike < min(len(before), len(after)) and before[alike] == after[alike]:
-        alike += 1
+    """Leading dims that keep their size pass; a shard of another dim has no elements, so the result is whole."""
+    same = 0
+    while same < min(len(before), len(after)) and before[same] == after[same]:
+        same += 1
     left = [f"d{i}" for i in range(len(before))]
-    right = [*left[:alike], *[None] * (len(after) - alike)]
-    return Flow([left], [right], reduce=dict.fromkeys(left[alike:], "R"), partial=_ANY_PARTIAL)
+    right = [*left[:same], *[None] * (len(after) - same)]
+    return Flow([left], [right], reduce=dict.fromkeys(left[same:], "R"), moves="self")
 
 
 def _ones(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of size-1 dims that stand behind equally many elements, from left to right."""
+    """Pairs of size-1 dims with as many elements in front of them, from left to right."""
     spare = [(prod(after[:j]), j) for j, n in enumerate(after) if n == 1]
     for i, n in enumerate(before):
-        found = next((pair for pair in spare if n == 1 and pair[0] == prod(before[:i])), None)
-        if found:
-            spare.remove(found)
-            yield i, found[1]
+        partner = next((pair for pair in spare if n == 1 and pair[0] == prod(before[:i])), None)
+        if partner:
+            spare.remove(partner)
+            yield i, partner[1]
 
 
 def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:

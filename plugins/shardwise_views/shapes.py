@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, dim_of, labels, rule_from
 from shardwise_views.regroup import regroup
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-ANY_PARTIAL = ("* -> *",)
 
 
 def _local_size(local: LocalCall) -> Mapping[str, Any]:
@@ -48,37 +47,36 @@ def UNSAFE_VIEW(call: Call) -> Flow:
 def EXPAND(self: TensorMeta, size: Sequence[int]) -> Flow:
     """Dims that keep their size pass; new ones and those of size one that grow are whole."""
     new = len(size) - self.ndim
-    kept = [f"d{i}" if size[new + i] in (n, -1) else None for i, n in enumerate(self.shape)]
-    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PARTIAL)
+    names = labels(self.ndim, whole={d for d, n in enumerate(self.shape) if size[new + d] not in (n, -1)})
+    return Flow([names], [[*[None] * new, *names]], moves="self")
 
 
 @rule_from([aten.repeat.default, aten.repeat.out])
 def REPEAT(self: TensorMeta, repeats: Sequence[int]) -> Flow:
     """Dims that are not repeated pass."""
     new = len(repeats) - self.ndim
-    kept = [f"d{i}" if repeats[new + i] == 1 else None for i in range(self.ndim)]
-    return Flow([kept], [[*[None] * new, *kept]], partial=ANY_PARTIAL)
+    names = labels(self.ndim, whole={d for d in range(self.ndim) if repeats[new + d] != 1})
+    return Flow([names], [[*[None] * new, *names]], moves="self")
 
 
 @rule_from([aten.unsqueeze.default, aten.unsqueeze_.default, aten.unsqueeze_copy.default, aten.unsqueeze_copy.out])
 def UNSQUEEZE(self: TensorMeta, dim: int) -> Flow:
     """Every dim passes, around a new one."""
-    kept: list[str | None] = [f"d{i}" for i in range(self.ndim)]
-    at = dim % (self.ndim + 1)
-    return Flow([kept], [[*kept[:at], None, *kept[at:]]], partial=ANY_PARTIAL)
+    names, at = labels(self.ndim), dim % (self.ndim + 1)
+    return Flow([names], [[*names[:at], None, *names[at:]]], moves="self")
 
 
 def _squeezed(x: TensorMeta, dim: int | Sequence[int] | None) -> list[int]:
     """The dims that squeeze removes: of those named (all, for ``None``) the ones of size one."""
-    named = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
-    wanted = {d % x.ndim for d in named} if x.ndim else set()
-    return [d for d in range(x.ndim) if d in wanted and x.shape[d] == 1]
+    dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
+    named = {dim_of(d, x.ndim) for d in dims}
+    return [d for d in range(x.ndim) if d in named and x.shape[d] == 1]
 
 
 def _squeeze_locally(
     local: LocalCall, x: torch.Tensor, dim: int | Sequence[int] | None = None, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    # A shard may have size one where the whole tensor has not, so the global shape says what goes.
+    # A shard may have size one where the whole tensor does not, so the global shape decides.
     gone = _squeezed(local.spec("self").tensor_meta, dim)
     if out is not None:
         return out.copy_(x.squeeze(gone))
@@ -105,11 +103,9 @@ def _squeeze_locally(
     lowering=_squeeze_locally,
 )
 def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
-    """Dims that stay pass; one that goes is whole."""
-    gone = _squeezed(self, dim)
-    kept = [None if i in gone else f"d{i}" for i in range(self.ndim)]
-    stay = [label for i, label in enumerate(kept) if i not in gone]
-    return Flow([kept], [stay], partial=ANY_PARTIAL, lowered="*")
+    """Dims that stay pass; a dim that is removed is whole."""
+    names = labels(self.ndim, whole=_squeezed(self, dim))
+    return Flow([names], [filter(None, names)], moves="self", lowered="*")
 
 
 RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)

@@ -1,13 +1,13 @@
-"""Views by explicit strides that are made of dims of the operand and of windows along one; others are in ``memory``."""
+"""Views by strides whose dims are dims of the operand, or windows along one of them; ``memory`` has the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from attrs import evolve, frozen
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, rule_from
+from shardwise.rule import Flow, LocalCall, Rows, TensorMeta, labels, rule_from
 from shardwise_views import memory
 from shardwise_views.regroup import regroup
 
@@ -16,10 +16,8 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-def _always_lowered(flow: Flow) -> Callable[[Call], Rows]:
-    """All rows through the lowering, the whole one too: local strides may differ from the global ones."""
-    return lambda call: Rows(tuple(evolve(row, lowered=True) for row in flow.bind(call).rows))
-
+# Local strides may differ from the global ones, so every row runs the lowering, the whole one too.
+ALL = ("*", "R")
 
 # -- _reshape_alias ----------------------------------------------------------------------------------------------
 
@@ -31,9 +29,9 @@ def _view_locally(local: LocalCall, x: torch.Tensor, size: Sequence[int], stride
 
 
 @rule_from(aten._reshape_alias.default, lowering=_view_locally)
-def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int]) -> Callable[[Call], Rows]:
-    """As view: the strides only say what the view has anyway."""
-    return _always_lowered(regroup(self.shape, size))
+def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int]) -> Flow:
+    """As view, which has these strides anyway."""
+    return evolve(regroup(self.shape, size), lowered=ALL)
 
 
 # -- as_strided --------------------------------------------------------------------------------------------------
@@ -41,7 +39,7 @@ def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int]) -> Callable[[Call], Row
 
 @frozen
 class _Geometry:
-    """What each dim of the result is: a dim of ``x`` (``dims``), or else so many steps along the one dim ``along``."""
+    """What each dim of the result is: a dim of ``x`` (``dims``), or a number of steps along the one dim ``along``."""
 
     dims: tuple[int | None, ...]
     steps: tuple[int, ...]
@@ -51,7 +49,7 @@ class _Geometry:
 def _geometry(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> _Geometry | None:
     """How the result lies in ``x``, when it is made of dims of it and of windows along at most one more.
 
-    What windows reach must lie within that dim, or they would read what is no part of ``x``.
+    The windows must end within that dim, or they would read what is not a part of ``x``.
     """
     left = [d for d, n in enumerate(x.shape) if n != 1]
     dims: list[int | None] = []
@@ -83,16 +81,16 @@ def _stride_locally(
 ) -> torch.Tensor:
     spec = local.outputs[0]
     assert spec is not None
-    found = _geometry(local.spec("self").tensor_meta, size, stride)
-    if found is None or storage_offset is not None:
-        seen = memory.strided(local, x, size, stride, storage_offset)
+    geometry = _geometry(local.spec("self").tensor_meta, size, stride)
+    if geometry is None or storage_offset is not None:
+        view = memory.strided(local, x, size, stride, storage_offset)
     else:
-        unit = 0 if found.along is None else x.stride(found.along)
-        steps = [step * unit if d is None else x.stride(d) for d, step in zip(found.dims, found.steps, strict=True)]
-        seen = x.as_strided(local.local_shape(spec), steps)
+        unit = 0 if geometry.along is None else x.stride(geometry.along)
+        pairs = zip(geometry.dims, geometry.steps, strict=True)
+        view = x.as_strided(local.local_shape(spec), [step * unit if d is None else x.stride(d) for d, step in pairs])
     if out is not None:
-        return out.copy_(seen)
-    return seen if local.call.signature.results[0].alias is not None else seen.clone()
+        return out.copy_(view)
+    return view if local.call.signature.results[0].alias is not None else view.clone()
 
 
 @rule_from(
@@ -101,15 +99,15 @@ def _stride_locally(
 )
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
-) -> Callable[[Call], Rows] | Flow | Rows:
-    """Dims reordered, dropped at size one, or new, and windows along one dim; by other strides, all of the memory."""
-    found = _geometry(self, size, stride)
+) -> Flow | Rows:
+    """Dims reordered, dropped at size one, or new, and windows along one dim; other strides need the whole memory."""
+    geometry = _geometry(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
-    if found is None or storage_offset is not None:
+    if geometry is None or storage_offset is not None:
         return memory.rows(self, size, stride, storage_offset)
-    names = [f"d{d}" if n != 1 and d != found.along else None for d, n in enumerate(self.shape)]
-    out = [None if d is None else names[d] for d in found.dims]
-    return _always_lowered(Flow([names], [out], partial=("* -> *",)))
+    names = labels(self.ndim, whole={d for d, n in enumerate(self.shape) if n == 1 or d == geometry.along})
+    result = [None if d is None else names[d] for d in geometry.dims]
+    return Flow([names], [result], moves="self", lowered=ALL)
 
 
 RULES = (RESHAPE_ALIAS, AS_STRIDED)
