@@ -1,4 +1,4 @@
-"""The elementwise ``_foreach`` ops, by the partial tensors that pass through them."""
+"""The elementwise ``_foreach`` ops, by the facts that hold for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.rule import Op, Rule, rule
+from shardwise.rule import Op, Rule, affine, linear, moves, rule
 from shardwise_optim.positions import at_each_position, overloads
 
 __all__ = ["RULES"]
@@ -19,22 +19,23 @@ UNARY = """
     _foreach_log1p _foreach_log2 _foreach_reciprocal _foreach_round _foreach_rsqrt _foreach_sigmoid _foreach_sign
     _foreach_sin _foreach_sinh _foreach_sqrt _foreach_tan _foreach_tanh _foreach_trunc
 """
-# A partial sum divided by zero gives infinities of both signs, so division passes none.
+# A partial sum divided by zero gives infinities of both signs, so division takes no partial sum.
 BINARY = """
     _foreach_div _foreach_pow _foreach_clamp_max _foreach_clamp_min _foreach_maximum _foreach_minimum _foreach_addcdiv
 """
 
-# Partial rows have a word per list: a scalar, and a tensor that all positions share, are whole.
-LINEAR = ("sum -> sum", "avg -> avg")
-SUMS = ("sum, sum -> sum", "avg, avg -> avg", "avg, R -> avg", "R, avg -> avg")
-PRODUCTS = ("sum, R -> sum", "avg, R -> avg", "R, sum -> sum", "R, avg -> avg")
-LERP = (*SUMS, "sum, sum, R -> sum", "avg, avg, R -> avg", "avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg")
-ADDCMUL = (
-    *("sum, sum, R -> sum", "sum, R, sum -> sum", "avg, avg, R -> avg", "avg, R, avg -> avg"),
-    *("avg, R, R -> avg", "R, avg, R -> avg", "R, R, avg -> avg"),
-)
+# Facts by the number of lists: a scalar, and a tensor that all positions share, are whole.
+NEGATION = {1: [linear("self")]}
+SUMS = {1: [affine("self")], 2: [linear("self other") + affine("self", "other")]}
+PRODUCTS = {1: [linear("self")], 2: [linear("self"), linear("other")]}
+LERP = {
+    2: [linear("self tensors1") + affine("self", "tensors1")],
+    3: [linear("self tensors1") + affine("self", "tensors1", "weights")],
+}
+ADDCMUL = {3: [linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")]}
 # The old content does not matter, but in place its placement does.
-COPIES = tuple(f"{old}, {kind} -> {kind}" for kind in ("sum", "avg", "max", "min", "product") for old in (kind, "R"))
+COPIES = {2: [moves("self src", "src")]}
+MOVES = {1: [moves("self")]}
 
 
 def _matrices() -> tuple[Rule, ...]:
@@ -42,11 +43,10 @@ def _matrices() -> tuple[Rule, ...]:
     mm = getattr(torch.ops.aten, "_foreach_mm", None)
     if mm is None:
         return ()
-    partial = ("sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg")
-    return (rule(mm.default, "m k, k n -> m n", reduce={"k": "sum"}, partial=partial, zip_lists=True),)
+    return (rule(mm.default, "m k, k n -> m n", reduce={"k": "sum"}, linear=("self", "mat2"), zip_lists=True),)
 
 
-# On the meta device these refuse a tensor of scalars, which they want on the CPU.
+# On the meta device these refuse a tensor of scalars, which must be on the CPU.
 BY_SCALARS = (torch.ops.aten._foreach_addcmul.Tensor, torch.ops.aten._foreach_addcdiv.Tensor)
 
 
@@ -63,12 +63,12 @@ RULES = (
     at_each_position(_but(BINARY)),
     evolve(at_each_position(BY_SCALARS[:1], ADDCMUL), meta=_like_self),
     evolve(at_each_position(BY_SCALARS[1:]), meta=_like_self),
-    at_each_position(overloads("_foreach_neg"), LINEAR),
-    at_each_position(overloads("_foreach_add _foreach_sub"), ("avg -> avg", *SUMS)),
-    at_each_position(overloads("_foreach_mul"), (*LINEAR, *PRODUCTS)),
+    at_each_position(overloads("_foreach_neg"), NEGATION),
+    at_each_position(overloads("_foreach_add _foreach_sub"), SUMS),
+    at_each_position(overloads("_foreach_mul"), PRODUCTS),
     at_each_position(overloads("_foreach_lerp"), LERP),
     at_each_position(_but("_foreach_addcmul"), ADDCMUL),
     at_each_position(overloads("_foreach_copy"), COPIES),
-    at_each_position(overloads("_foreach_zero _foreach_clone"), ("* -> *",)),
+    at_each_position(overloads("_foreach_zero _foreach_clone"), MOVES),
     *_matrices(),
 )

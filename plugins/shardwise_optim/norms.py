@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, Lowering, Rows, Rule, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Lowering, Rows, Rule, TensorMeta, labels, rule_from
 
 __all__ = ["RULES"]
 
@@ -18,10 +18,10 @@ aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
 
 
-def _reduced(x: TensorMeta, kind: str, *, lowered: Iterable[str] = (), partial: Sequence[str] = ()) -> Flow:
-    """Any dim may be sharded; the result has none and is partial, or whole (``R``)."""
-    dims = [f"d{d}" for d in range(x.ndim)]
-    return Flow([dims], [()], reduce=dict.fromkeys(dims, kind), lowered=lowered, partial=partial)
+def _reduced(x: TensorMeta, kind: str, *, lowered: str = "", partial: Sequence[str] = ()) -> Flow:
+    """Any dim may be sharded; the result has no dims and is partial, or whole (``R``)."""
+    gone = dict.fromkeys((f"d{d}" for d in range(x.ndim)), kind)
+    return Flow([labels(x.ndim)], [()], reduce=gone, lowered=lowered, partial=partial)
 
 
 # -- norms -------------------------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ def _reduced(x: TensorMeta, kind: str, *, lowered: Iterable[str] = (), partial: 
 
 @frozen
 class _Group:
-    """Tensors whose shards lie over the same mesh dims, and which are alike in their own and their norms' dtype."""
+    """Tensors that are sharded over the same mesh dims, of one dtype, and whose norms have one dtype."""
 
     mesh_dims: tuple[int, ...]
     positions: tuple[int, ...]
@@ -38,7 +38,7 @@ class _Group:
 
 @frozen
 class _Layout:
-    """What a list of shards says about its norms, the same at every call of a plan."""
+    """How the norms of a list of shards are joined, the same at every call of a plan."""
 
     there: tuple[bool, ...]  # per tensor: whether this rank's shard counts
     groups: tuple[_Group, ...]
@@ -62,45 +62,45 @@ def norms(
 ) -> Sequence[Tensor]:
     """Norms of whole tensors, with one all-reduce for all that are sharded over the same mesh dims."""
     layout = local.once(_layout)
-    found = _of_shards(local, tensors, layout.there, order, dtype)
+    norms = _of_shards(local, tensors, layout.there, order, dtype)
     if len(layout.groups) == 1:
-        return _joined(local, layout.groups[0], found, order)
+        return _joined(local, layout.groups[0], norms, order)
     for group in layout.groups:
-        joined = _joined(local, group, [found[i] for i in group.positions], order)
+        joined = _joined(local, group, [norms[i] for i in group.positions], order)
         for i, norm in zip(group.positions, joined, strict=True):
-            found[i] = norm
-    return found
+            norms[i] = norm
+    return norms
 
 
-def _joined(local: LocalCall, group: _Group, found: list[Tensor], order: float) -> Sequence[Tensor]:
-    """Norms of whole tensors from those of their shards here, alike in dtype but for those of empty shards."""
+def _joined(local: LocalCall, group: _Group, norms: list[Tensor], order: float) -> Sequence[Tensor]:
+    """Norms of whole tensors from those of their shards here, which have one dtype unless a shard is empty."""
     if not group.mesh_dims:
-        return [norm.to(group.dtype) for norm in found]
+        return [norm.to(group.dtype) for norm in norms]
     kind, power, root = _arithmetic(float(order))
-    # In double precision, so that the way over powers and a root rounds only once.
-    powers = power(torch.stack(found).double())
+    # In double precision, so that power and root together round only once.
+    powers = power(torch.stack(norms).double())
     return root(local.comm.all_reduce(powers, kind, group.mesh_dims)).to(group.dtype).unbind()
 
 
 def _of_shards(
     local: LocalCall, tensors: Sequence[Tensor], there: Sequence[bool], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Norms of local tensors; an empty shard counts for nothing, a tensor that is wholly empty is torch's affair."""
+    """Norms of local tensors; that of an empty shard is neutral, that of an empty tensor is what torch says."""
     some = list(tensors) if all(there) else [t for t, is_there in zip(tensors, there, strict=True) if is_there]
     if dtype is None and all(t.dtype.itemsize < torch.float32.itemsize for t in some):
         dtype = torch.float32  # so that half precision is rounded once, at the end
-    found = list(torch._foreach_norm(some, order, dtype)) if some else []
-    if len(found) == len(tensors):
-        return found
-    left, nothing = iter(found), math.inf if order < 0 else 0.0
+    norms = list(torch._foreach_norm(some, order, dtype)) if some else []
+    if len(norms) == len(tensors):
+        return norms
+    left, neutral = iter(norms), math.inf if order < 0 else 0.0
     return [
-        next(left) if is_there else t.new_tensor(nothing, dtype=dtype or t.abs().dtype)
+        next(left) if is_there else t.new_tensor(neutral, dtype=dtype or t.abs().dtype)
         for t, is_there in zip(tensors, there, strict=True)
     ]
 
 
 def _arithmetic(order: float) -> tuple[str, Elementwise, Elementwise]:
-    """How norms of parts make the norm of the whole: the reduction, what to do before it, what after it."""
+    """How norms of parts make the norm of the whole: the reduction, the function before it, and the one after it."""
     if math.isinf(order):
         return ("max" if order > 0 else "min"), torch.positive, torch.positive
     if order == 0:
@@ -115,19 +115,19 @@ def NORM(self: TensorMeta) -> Flow:
 
 
 def _into(lowering: Lowering) -> Lowering:
-    """The same with ``out=`` tensors to take the results."""
+    """The same, with ``out=`` tensors that receive the results."""
 
     def into(local: LocalCall, tensors: Sequence[Tensor], *args: Any, out: Sequence[Tensor]) -> None:
-        for target, found in zip(out, lowering(local, tensors, *args), strict=True):
-            target.copy_(found)
+        for target, result in zip(out, lowering(local, tensors, *args), strict=True):
+            target.copy_(result)
 
     return into
 
 
 def _without_results(flow: Flow, call: Call) -> Rows:
-    """The rows of an op that returns nothing: its ``out=`` tensors lie as the results would."""
-    found = flow.bind(evolve(call, outputs=call.out_operands)).rows
-    return Rows(tuple(evolve(row, outputs=()) for row in found))
+    """The rows of an op that returns nothing: its ``out=`` tensors have the placements of the results."""
+    rows = flow.bind(evolve(call, outputs=call.out_operands)).rows
+    return Rows(tuple(evolve(row, outputs=()) for row in rows))
 
 
 @rule_from(aten._foreach_norm.Scalar_out, zip_lists=True, lowering=_into(norms))

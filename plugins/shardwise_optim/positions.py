@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from attrs import evolve
 
-from shardwise.rule import Call, Kind, Op, Row, Rows, Rule, einop, rule_from
+from shardwise.rule import Call, Facts, Kind, Op, Row, Rows, Rule, einop, rule_from
 
 __all__ = ["at_each_position", "overloads"]
 
@@ -22,40 +22,32 @@ def overloads(names: str) -> Iterator[Op]:
                 yield from (getattr(packet, tag) for tag in packet.overloads())
 
 
-def at_each_position(ops: Iterable[Op], partials: Sequence[str] = (), whole: Sequence[str] = ()) -> Rule:
-    """One rule for elementwise ops over tensor lists: each position is free to lie as it likes.
+def at_each_position(
+    ops: Iterable[Op], facts: Mapping[int, Sequence[Facts]] | None = None, whole: Sequence[str] = ()
+) -> Rule:
+    """One rule for elementwise ops over tensor lists: each position has a placement of its own.
 
-    Tensors beside the lists, and the lists named in ``whole``, are whole. ``partial`` rows have a word per other list;
-    those for another number of lists do not count, and none does unless all tensors are floating-point and of one
-    dtype: others wrap around or are rounded on the way.
+    Tensors beside the lists, and the lists named in ``whole``, are whole. ``facts`` are those of the ops that take so
+    many other lists. They hold only where all tensors are floating-point and of one dtype: integers wrap around, and
+    a cast rounds.
     """
+    stated = facts or {}
 
     def describe(call: Call) -> Rows:
-        seen = evolve(call, outputs=call.outputs or call.out_operands or call.operands[:1])
+        bound = evolve(call, outputs=call.outputs or call.out_operands or call.operands[:1])
         free = [a.kind is Kind.TENSORS and a.name not in whole for a in call.signature.tensor_args if not a.is_out]
         notation = ", ".join("..." if is_free else "R" for is_free in free) + " -> ..."
-        rows = [_spread(row, free) for row in partials if row.count(",") + 1 == sum(free)] if _are_floats(seen) else []
-        bound = einop(notation, partial=rows)(seen).bind(seen).rows
-        return Rows(bound if call.outputs else tuple(_without_result(call, bound)))
+        dtypes = {meta.dtype for meta in (*bound.operands, *bound.outputs) if meta is not None}
+        are_floats = len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
+        rows = einop(notation, partial=stated.get(sum(free), ()) if are_floats else ())(bound).bind(bound).rows
+        return Rows(rows if call.outputs else tuple(_without_result(call, rows)))
 
-    describe.__doc__ = "; ".join(("[...], [...] -> [...]", *partials))
+    describe.__doc__ = "; ".join(("[...], [...] -> [...]", *map(str, stated[max(stated)] if stated else ())))
     return rule_from(list(ops), zip_lists=True)(describe)
 
 
-def _spread(row: str, free: Sequence[bool]) -> str:
-    """A row over the free lists as one over all tensor arguments."""
-    left, _, right = row.partition("->")
-    words = iter(left.split(","))
-    return ", ".join(next(words).strip() if is_free else "R" for is_free in free) + " ->" + right
-
-
-def _are_floats(call: Call) -> bool:
-    dtypes = {meta.dtype for meta in (*call.operands, *call.outputs) if meta is not None}
-    return len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
-
-
 def _without_result(call: Call, rows: Iterable[Row]) -> Iterator[Row]:
-    """The rows of an op that returns nothing; in place, those in which the first operand lies as what it becomes."""
+    """The rows of an op that returns nothing; in place, those that leave the first operand its placement."""
     for row in rows:
         if call.out_operands or row.inputs[0] == row.outputs[0]:
             yield evolve(row, outputs=())

@@ -1,4 +1,4 @@
-"""Loss scaling: gradients are checked and unscaled together, the scale follows what was found."""
+"""Loss scaling: all gradients are checked and unscaled together, then the scale is updated."""
 
 from __future__ import annotations
 

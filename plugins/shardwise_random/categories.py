@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Draw, Flow, LocalCall, Region, TensorMeta, rule_from
+from shardwise.rule import Draw, Flow, LocalCall, Region, TensorMeta, like, rule_from
 from shardwise_random.whole import gathered, part, rehearse
 
 __all__ = ["RULES"]
@@ -37,40 +37,40 @@ def _sample(
     if not self.numel() or not num_samples:
         return self.new_zeros(local.local_shape(result), dtype=torch.int64)
     if not draw.by_place:
-        place = draw.generator(self.device, local.offset(result))
-        drawn: Tensor = local.call.op(self, num_samples, replacement, generator=place)
-        return drawn
+        own = draw.generator(self.device, local.offset(result))
+        sample: Tensor = local.call.op(self, num_samples, replacement, generator=own)
+        return sample
     if replacement:
         return _by_inversion(draw, self, local.region(result))
     return _by_race(draw, self, num_samples, local.region(local.spec("self")))
 
 
 def _by_race(draw: Draw, weights: Tensor, count: int, region: Region) -> Tensor:
-    """The categories whose exponential clocks, of these rates, are the first to ring, in that order."""
-    clocks = draw.positive(region, torch.float64, weights.device).log_().neg_().div_(weights.double())
-    return clocks.topk(count, -1, largest=False).indices
+    """The categories with the smallest exponential values of these rates, in their order."""
+    times = draw.positive(region, torch.float64, weights.device).log_().neg_().div_(weights.double())
+    return times.topk(count, -1, largest=False).indices
 
 
 def _by_inversion(draw: Draw, weights: Tensor, region: Region) -> Tensor:
-    """Where uniform values fall among the cumulative weights; a category without weight takes up no room."""
+    """Where uniform values fall among the cumulative weights; a category without weight is never drawn."""
     sums = weights.double().cumsum(-1)
     total = sums[..., -1:]
-    reached = draw.uniform(region, torch.float64, weights.device) * total
+    values = draw.uniform(region, torch.float64, weights.device) * total
     last = (weights > 0).double().cumsum(-1).argmax(-1, keepdim=True)
     # A product may round up to the total, behind the last category that has weight.
-    return torch.searchsorted(sums.contiguous(), reached.contiguous(), right=True).minimum(last)
+    return torch.searchsorted(sums.contiguous(), values.contiguous(), right=True).minimum(last)
 
 
 def _check(local: LocalCall, weights: Tensor, count: int, *, replacement: bool) -> None:
     """Refuse weights as torch does, on every rank when they are wrong on one."""
     positive = weights > 0
     enough = positive.any(-1) if replacement else positive.sum(-1) >= count
-    fine = bool((weights >= 0).all() & weights.isfinite().all() & enough.all())
+    are_valid = bool((weights >= 0).all() & weights.isfinite().all() & enough.all())
     sharding = local.sharding(local.spec("self"))
     if sharding:
-        flag = torch.tensor([int(not fine)], device=weights.device)
-        fine = not bool(local.comm.all_reduce(flag, "max", sharding))
-    if not fine:
+        flag = torch.tensor([int(not are_valid)], device=weights.device)
+        are_valid = not bool(local.comm.all_reduce(flag, "max", sharding))
+    if not are_valid:
         needed = "one positive weight" if replacement else f"{count} positive weights"
         raise RuntimeError(
             f"invalid multinomial distribution: weights must be finite and not negative, with at least {needed} in "
@@ -81,8 +81,7 @@ def _check(local: LocalCall, weights: Tensor, count: int, *, replacement: bool) 
 @rule_from(aten.multinomial.default, lowering=_sample)
 def MULTINOMIAL(self: TensorMeta) -> Flow:
     """Rows may be sharded; the categories are whole."""
-    labels = ("b", None) if self.ndim == 2 else (None,)  # noqa: PLR2004  # rows of categories
-    return Flow([labels], [labels], lowered=("*", "R"))
+    return like(self, whole={-1}, lowered=("*", "R"))
 
 
 # -- random orders ---------------------------------------------------------------------------------------------------
@@ -101,8 +100,8 @@ def _permute(local: LocalCall, n: int, *, generator: torch.Generator | None = No
 
 @rule_from(aten.randperm.generator_out, lowering=_permute)
 def PERMUTATION() -> Flow:
-    """The order may be cut, for every rank works all of it out."""
-    return Flow([], [("n",)], reduce={}, lowered=("*", "R"))
+    """The order may be sharded, since every rank computes all of it."""
+    return Flow([], [("n",)], lowered=("*", "R"))
 
 
 RULES = (MULTINOMIAL, PERMUTATION)

@@ -1,6 +1,6 @@
-"""What the random ops draw: each distribution by place in the global tensor, and by one of torch's generators.
+"""What the random ops draw: each distribution by position in the global tensor, and by one of torch's generators.
 
-The values by place follow torch's own definitions (aten/src/ATen/core/TransformationHelper.h and
+The values by position follow torch's own definitions (aten/src/ATen/core/TransformationHelper.h and
 native/DistributionTemplates.h): on which side an interval is open, and what range a dtype has.
 """
 
@@ -31,8 +31,10 @@ __all__ = [
 
 @frozen
 class Distribution:
-    """How a tensor is filled: ``in_place(tensor, generator=...)`` by torch, or with ``values(draw, region, dtype,
-    device)``, of the region's size or broadcasting to it. Both take parameters that fit this rank's part.
+    """How a tensor is filled: by torch's ``in_place(tensor, generator=...)``, or with values by position.
+
+    ``values(draw, region, dtype, device)`` have the region's size or broadcast to it. Both take parameters that fit
+    this rank's part.
     """
 
     in_place: Callable[..., Any]
@@ -40,15 +42,12 @@ class Distribution:
 
     def fill(self, tensor: Tensor, draw: Draw, region: Region) -> Tensor:
         """Fill this rank's part of a draw."""
-        # On no elements torch draws nothing, and refuses parameters that it would refuse.
+        # On a tensor without elements torch draws nothing, and still refuses wrong parameters.
         self.in_place(tensor.new_empty(0), generator=None)
-        if not draw.by_place:
-            return self._by_torch(tensor, draw, region)
-        return tensor.copy_(self.values(draw, region, tensor.dtype, tensor.device))
-
-    def _by_torch(self, tensor: Tensor, draw: Draw, region: Region) -> Tensor:
+        if draw.by_place:
+            return tensor.copy_(self.values(draw, region, tensor.dtype, tensor.device))
         if tensor.numel():
-            # Ranks whose shards start at one place hold one shard.
+            # Ranks whose shards start at the same position hold the same shard.
             self.in_place(tensor, generator=draw.generator(tensor.device, region.offset))
         return tensor
 
@@ -57,11 +56,12 @@ def uniform(low: float = 0.0, high: float = 1.0) -> Distribution:
     """On ``[low, high)``, also where rounding to the dtype would reach ``high``."""
 
     def values(draw: Draw, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        found = draw.uniform(region, dtype, device)
+        unit = draw.uniform(region, dtype, device)
         if (low, high) == (0.0, 1.0):
-            return found
-        found = (found.to(_computed(dtype)) * (high - low) + low).to(dtype)
-        return torch.where(found >= high, low, found)
+            return unit
+        wide = torch.float64 if dtype is torch.float64 else torch.float32
+        scaled = (unit.to(wide) * (high - low) + low).to(dtype)
+        return torch.where(scaled >= high, low, scaled)
 
     return Distribution(lambda tensor, generator: tensor.uniform_(low, high, generator=generator), values)
 
@@ -70,8 +70,8 @@ def normal(mean: Any = 0.0, std: Any = 1.0) -> Distribution:
     """Normal values; mean and standard deviation are numbers or tensors."""
 
     def values(draw: Draw, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        found: Tensor = draw.normal(region, dtype, device) * std + mean
-        return found
+        scaled: Tensor = draw.normal(region, dtype, device) * std + mean
+        return scaled
 
     def in_place(tensor: Tensor, generator: torch.Generator | None) -> Any:
         if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
@@ -119,17 +119,17 @@ def log_normal(mean: float = 1.0, std: float = 2.0) -> Distribution:
 
 
 def geometric(probability: float) -> Distribution:
-    """The number of the first success, from 1 on; in float64, since tensors of whole numbers hold large ones."""
+    """The number of the first success, from 1 on; in float64, since tensors of integers hold large ones."""
 
     def values(draw: Draw, region: Region, _: torch.dtype, device: torch.device) -> Tensor:
-        found = draw.positive(region, torch.float64, device).log_()
-        return found.div_(math.log1p(-probability)).ceil_().clamp_(min=1)
+        logarithm = draw.positive(region, torch.float64, device).log_()
+        return logarithm.div_(math.log1p(-probability)).ceil_().clamp_(min=1)
 
     return Distribution(lambda tensor, generator: tensor.geometric_(probability, generator=generator), values)
 
 
 def whole(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Distribution:
-    """Whole numbers from ``low`` to ``high - 1``, or to the largest that a dtype holds without a gap."""
+    """Integers from ``low`` to ``high - 1``, or to the largest up to which a dtype holds all."""
     end = _gapless(dtype) + 1 if high is None else high
 
     def in_place(tensor: Tensor, generator: torch.Generator | None) -> Any:
@@ -143,23 +143,19 @@ def whole(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Distribu
     return Distribution(in_place, values)
 
 
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
-
-
 def _digits(dtype: torch.dtype) -> int:
     return 1 - int(math.log2(torch.finfo(dtype).eps))
 
 
 def _gapless(dtype: torch.dtype) -> int:
-    """The largest whole number of a dtype up to which it holds all."""
+    """The largest integer up to which a dtype holds all."""
     if dtype is torch.bool:
         return 1
     return 1 << _digits(dtype) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _exclusive(end: int, dtype: torch.dtype) -> int:
-    """Where a range of whole numbers ends so that none is rounded up to ``end`` in a dtype."""
+    """The end of a range of integers of which the dtype rounds not one up to ``end``."""
     if not dtype.is_floating_point or int(torch.tensor(float(end - 1), dtype=dtype)) < end:
         return end
     return end - (1 << (end.bit_length() - 1 - _digits(dtype) + 1))

@@ -61,8 +61,8 @@ def fill_part(
     if draw is not None:
         return _distribution(local.call.op, self.dtype, parameters).fill(self, draw, local.region(spec))
     # A tensor of probabilities is called p.
-    given = [gathered(local, "p", value) for value in parameters]
-    whole = local.call.op(like_whole(spec.tensor_meta, self.device), *given, generator=generator)
+    parameters = tuple(gathered(local, "p", value) for value in parameters)
+    whole = local.call.op(like_whole(spec.tensor_meta, self.device), *parameters, generator=generator)
     return self.copy_(part(local, spec, whole))
 
 
@@ -74,19 +74,19 @@ def draw_part(
     **options: Any,
 ) -> torch.Tensor:
     """Draw this rank's part of a tensor like ``self``."""
-    (result,) = local.outputs
-    assert result is not None
+    (spec,) = local.outputs
+    assert spec is not None
     if "generator" in local.call.args:
         options["generator"] = generator
     if local.without_data(self):
-        made: torch.Tensor = local.call.op(self, *parameters, **options)
-        return made
+        result: torch.Tensor = local.call.op(self, *parameters, **options)
+        return result
     draw = local.draw() if generator is None else None
     if draw is not None:
-        blank = torch.empty_like(self, dtype=result.dtype)
-        return _distribution(local.call.op, result.dtype, parameters).fill(blank, draw, local.region(result))
+        blank = torch.empty_like(self, dtype=spec.dtype)
+        return _distribution(local.call.op, spec.dtype, parameters).fill(blank, draw, local.region(spec))
     whole = local.call.op(like_whole(local.spec("self").tensor_meta, self.device), *parameters, **options)
-    return part(local, result, whole).clone()
+    return part(local, spec, whole).clone()
 
 
 FILL = rule(

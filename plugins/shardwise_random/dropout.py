@@ -19,7 +19,7 @@ def drop(
     p: float,
     train: bool | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply this rank's part of the mask, which the in-place Bernoulli draw would be too."""
+    """Apply this rank's part of the mask, the same values that the in-place Bernoulli draw gives."""
     mask = torch.ones_like(input, dtype=torch.bool)
     if train is False:
         return input.clone(), mask
@@ -38,7 +38,7 @@ DROPOUT = rule(aten.native_dropout.default, "... -> ..., ...", lowering={("*", "
 BACKWARD = rule(
     aten.native_dropout_backward.default,
     "..., ... -> ...",
-    partial=["sum, R -> sum", "avg, R -> avg"],
+    linear="grad_output",
 )
 
 RULES = (DROPOUT, BACKWARD)

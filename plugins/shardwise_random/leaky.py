@@ -29,28 +29,28 @@ def rectify(
     if local.without_data(self) or not training:
         if training:
             rehearse(local, self=self)
-        found = torch.where(self <= 0, self * ((lower + upper) / 2), self)
+        result = torch.where(self <= 0, self * ((lower + upper) / 2), self)
     else:
         draw = local.draw() if generator is None else None
         if draw is None:
-            found = _as_torch_does(local, self, noise, lower, upper, generator)
+            result = _as_torch_does(local, self, noise, lower, upper, generator)
         else:
             slopes = uniform(lower, upper).fill(torch.empty_like(self), draw, local.region(local.spec("self")))
             noise.copy_(torch.where(self <= 0, slopes, 1))
-            found = self * noise
-    return self.copy_(found) if local.call.signature.results[0].written else found
+            result = self * noise
+    return self.copy_(result) if local.call.signature.results[0].written else result
 
 
 def _as_torch_does(
     local: LocalCall, self: Tensor, noise: Tensor, lower: float, upper: float, generator: torch.Generator | None
 ) -> Tensor:
-    """It draws for values that are not positive only, so what is drawn depends on all of them, in memory's order."""
+    """Draw for values that are not positive, in the order of memory, so that a draw depends on all of them."""
     spec, noise_spec = local.spec("self"), local.spec("noise")
     whole = like_whole(spec.tensor_meta, self.device).copy_(gathered(local, "self", self))
     slopes = like_whole(noise_spec.tensor_meta, noise.device)
-    found = local.call.op(whole, slopes, lower, upper, True, generator)
+    result = local.call.op(whole, slopes, lower, upper, True, generator)
     noise.copy_(part(local, noise_spec, slopes))
-    return part(local, spec, found).clone()
+    return part(local, spec, result).clone()
 
 
 RECTIFY = rule(

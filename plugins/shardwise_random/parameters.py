@@ -1,4 +1,4 @@
-"""Rules for draws in which each value has parameters of its own: they may lie as the values do."""
+"""Rules for draws in which each value has parameters of its own: they may be sharded as the values are."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
     def draw_part(local: LocalCall, *args: Any, generator: torch.Generator | None = None) -> Tensor:
         (result,) = local.outputs
         assert result is not None
-        given = dict(zip((a.name for a in local.call.signature.positional), args, strict=True))
-        first = next(value for value in given.values() if isinstance(value, Tensor))
+        parameters = dict(zip((a.name for a in local.call.signature.positional), args, strict=True))
+        first = next(value for value in parameters.values() if isinstance(value, Tensor))
         if local.without_data(first):
-            rehearse(local, **given)
+            rehearse(local, **parameters)
             return first.new_empty(local.local_shape(result), dtype=result.dtype)
         draw = local.draw() if generator is None else None
         if draw is None:
-            found = local.call.op(*(gathered(local, n, v) for n, v in given.items()), generator=generator)
-            return part(local, result, found).clone()
-        _check(local, given)
+            whole = local.call.op(*(gathered(local, n, v) for n, v in parameters.items()), generator=generator)
+            return part(local, result, whole).clone()
+        _check(local, parameters)
         blank = first.new_empty(local.local_shape(result), dtype=result.dtype)
-        return make(*(given[name] for name in names)).fill(blank, draw, local.region(result))
+        return make(*(parameters[name] for name in names)).fill(blank, draw, local.region(result))
 
     return draw_part
 
 
-def _check(local: LocalCall, given: dict[str, Any]) -> None:
+def _check(local: LocalCall, parameters: dict[str, Any]) -> None:
     """Refuse parameters as torch does, on every rank when they are wrong on one."""
-    name, least, most = ("std", 0.0, float("inf")) if "std" in given else ("p", 0.0, 1.0)
-    name_of_tensor = name if name in given else "self"
-    value = given[name_of_tensor]
+    name, least, most = ("std", 0.0, float("inf")) if "std" in parameters else ("p", 0.0, 1.0)
+    name_of_tensor = name if name in parameters else "self"
+    value = parameters[name_of_tensor]
     if isinstance(value, Tensor):
         wrong = not bool(((value >= least) & (value <= most)).all())
         sharding = local.sharding(local.spec(name_of_tensor))
@@ -73,12 +73,12 @@ NORMALS = rule(
 
 
 def _draw_whole(local: LocalCall, *args: Any) -> Any:
-    """Draw all values, which take as many random numbers as they happen to need, by a generator of this draw's own."""
-    *given, generator = args
-    if generator is None and not local.without_data(given[0]):
+    """Draw all values by a generator of this draw's own: how many random numbers a value takes is not known before."""
+    *parameters, generator = args
+    if generator is None and not local.without_data(parameters[0]):
         draw = local.draw()
-        generator = None if draw is None else draw.generator(given[0].device)
-    return local.call.op(*given, generator)
+        generator = None if draw is None else draw.generator(parameters[0].device)
+    return local.call.op(*parameters, generator)
 
 
 REJECTED = rule(

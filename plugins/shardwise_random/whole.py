@@ -1,8 +1,8 @@
 """Where torch's generators draw: the whole tensor on every rank, of which each rank keeps its part.
 
-So a program on a mesh draws the numbers that torch draws on one device: its generators give values by their place in
-memory, so the draw must have the global shape and strides, and ranks whose generators are in one state stay in one
-state. The price is time and memory of the whole tensor on every rank, for as long as the draw takes.
+So a program on a mesh draws the numbers that torch draws on one device. Its generators give values by their position in
+memory, so the draw must have the global shape and strides; generators that have the same state on all ranks then keep
+the same state. Each draw costs the time and memory of the whole tensor on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def part(local: LocalCall, spec: TensorSpec, whole: Tensor) -> Tensor:
 
 
 def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
-    """The whole of an operand, by communication; what is no tensor stays as it is."""
+    """The whole of an operand, by communication; a value that is not a tensor is returned as it is."""
     if not isinstance(tensor, Tensor):
         return tensor
     for mesh_dim, placement in reversed(list(enumerate(local.spec(name).placements))):
@@ -40,7 +40,7 @@ def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
 
 
 def rehearse(local: LocalCall, **operands: Any) -> None:
-    """Issue what a draw of torch's would: for operands on the meta device, of which nothing is drawn."""
+    """Issue the collectives of a draw by torch, for operands on the meta device, for which nothing is drawn."""
     if local.torch_draws:
         for name, tensor in operands.items():
             gathered(local, name, tensor)
