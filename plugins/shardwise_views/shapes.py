@@ -105,7 +105,7 @@ def _squeeze_locally(
 def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     """Dims that stay pass; a dim that is removed is whole."""
     names = labels(self.ndim, whole=_squeezed(self, dim))
-    return Flow([names], [filter(None, names)], moves="self", lowered="*")
+    return Flow([names], [[*filter(None, names)]], moves="self", lowered="*")
 
 
 RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)
