@@ -1,4 +1,4 @@
-"""The four-step algorithm: all ranks share one long transform, where there are too few to deal out.
+"""The four-step algorithm: all ranks share one long transform, where there are fewer lines than ranks.
 
 A transform of size ``n1 * n2`` is one of size ``n1``, a multiplication by roots of unity, and one of size ``n2``, with
 transpositions between them (D. H. Bailey, "FFTs in external or hierarchical memory", 1990). Three all-to-alls; no rank
@@ -22,7 +22,7 @@ __all__ = ["FourStep", "factors"]
 
 
 def factors(size: int, ranks: int, kernel: Kernel) -> tuple[int, int] | None:
-    """``n1 * n2 == size``, both multiples of the number of ranks and as equal as may be; ``None`` where there are none.
+    """``n1 * n2 == size``, both multiples of the number of ranks and as close as possible, or ``None``.
 
     ``None`` as well for a transform that makes or takes half a spectrum.
     """
@@ -66,7 +66,7 @@ class FourStep:
 
 
 def _roots(x: Tensor, size: int, rank: int, *, forward: bool) -> Tensor:
-    """``exp(-+ 2 pi i j2 k1 / size)`` for all ``k1`` and this rank's ``j2``, worked out in double precision."""
+    """``exp(-+ 2 pi i j2 k1 / size)`` for all ``k1`` and this rank's ``j2``, computed in double precision."""
     _, n1, here = x.shape
     k1 = torch.arange(n1, device=x.device, dtype=torch.float64)
     j2 = torch.arange(here, device=x.device, dtype=torch.float64) + rank * here

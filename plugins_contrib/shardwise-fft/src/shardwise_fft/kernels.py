@@ -40,22 +40,19 @@ class Kernel:
         return n // 2 + 1 if self.kind == "r2c" and self.onesided else n
 
     def run(self, x: Tensor, dims: Sequence[int]) -> Tensor:
-        """The transform of dims that are whole on this rank. Of no elements it makes none; torch's own refuses them."""
+        """The transform of dims that are whole on this rank; torch's kernels refuse an empty tensor."""
+        result: Tensor
         if not x.numel():
-            return self._empty(x, dims[-1])
-        found: Tensor
+            shape = list(x.shape)
+            shape[dims[-1]] = self.result_size(shape[dims[-1]])
+            return x.new_empty(shape, dtype=x.dtype.to_real() if self.kind == "c2r" else x.dtype.to_complex())
         if self.kind == "c2c":
-            found = aten._fft_c2c(x, dims, self.normalization, self.forward)
+            result = aten._fft_c2c(x, dims, self.normalization, self.forward)
         elif self.kind == "r2c":
-            found = aten._fft_r2c(x, dims, self.normalization, self.onesided)
+            result = aten._fft_r2c(x, dims, self.normalization, self.onesided)
         else:
-            found = aten._fft_c2r(x, dims, self.normalization, self.size)
-        return found
-
-    def _empty(self, x: Tensor, last: int) -> Tensor:
-        shape = list(x.shape)
-        shape[last] = self.result_size(shape[last])
-        return x.new_empty(shape, dtype=x.dtype.to_real() if self.kind == "c2r" else x.dtype.to_complex())
+            result = aten._fft_c2r(x, dims, self.normalization, self.size)
+        return result
 
 
 @frozen
@@ -67,10 +64,10 @@ class Stage:
 
 
 def stages(call: Call) -> tuple[Stage, ...]:
-    """What a call does, one behind the other.
+    """The stages of a call, in the order in which they run.
 
-    The last dim of a real transform is the one that is halved: first of all on the way there, last of all on the way
-    back (as torch's kernels do it; the order shows where the spectrum of a ``c2r`` is not Hermitian).
+    The last dim of a real transform is halved in the first stage, and restored in the last stage of the inverse.
+    torch's kernels have this order; another one gives other values where the spectrum of a ``c2r`` is not Hermitian.
     """
     args = call.args
     ndim, norm = args["self"].ndim, args["normalization"]

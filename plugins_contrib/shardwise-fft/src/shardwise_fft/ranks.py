@@ -31,21 +31,21 @@ class Ranks:
 
     @property
     def here(self) -> int:
-        """Which of them this one is."""
-        found = 0
+        """The number of this rank among them."""
+        number = 0
         for count, at in zip(self.shape, self.place, strict=True):
-            found = found * count + at
-        return found
+            number = number * count + at
+        return number
 
     def shares(self, size: int) -> list[int]:
-        """What each rank has of ``size`` elements that the mesh dims shard, the first of them outermost."""
-        found = [size]
+        """How many of ``size`` elements each rank has, which the mesh dims shard, the first of them outermost."""
+        sizes = [size]
         for count in self.shape:
-            found = [chunk(n, count, i)[0] for n in found for i in range(count)]
-        return found
+            sizes = [chunk(n, count, i)[0] for n in sizes for i in range(count)]
+        return sizes
 
     def share(self, size: int) -> int:
-        """What this rank has of them."""
+        """How many of them this rank has."""
         return self.shares(size)[self.here]
 
 

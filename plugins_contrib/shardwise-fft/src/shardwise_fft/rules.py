@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Placement, Row, Rows, Rule, TensorMeta, rule_from, shard
+from shardwise.rule import REPLICATE, Call, LocalCall, Placement, Row, Rows, Rule, TensorMeta, like, rule_from, shard
 from shardwise_fft.schedule import schedule
 from shardwise_fft.steps import run_all
 
@@ -29,18 +29,18 @@ def transform(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None
     steps = local.once(schedule)
     x = x.resolve_conj().resolve_neg()
     if steps is not None:
-        found = _dense(run_all(steps, local, x), local)
+        result = _dense(run_all(steps, local, x), local)
     elif x.numel():
-        found = local.call.op.overloadpacket.default(x, *args)
-    else:  # torch's kernels refuse to transform nothing
-        result = local.outputs[0]
-        assert result is not None
-        found = x.new_empty(local.local_shape(result), dtype=result.dtype)
-    return found if out is None else out.copy_(found)
+        result = local.call.op.overloadpacket.default(x, *args)
+    else:  # torch's kernels refuse an empty shard
+        spec = local.outputs[0]
+        assert spec is not None
+        result = x.new_empty(local.local_shape(spec), dtype=spec.dtype)
+    return result if out is None else out.copy_(result)
 
 
 def _dense(x: Tensor, local: LocalCall) -> Tensor:
-    """``x`` in the memory order that the whole result has, so that it can be viewed as that can."""
+    """``x`` in the memory order of the whole result, so that the same views of it are possible."""
     result = local.outputs[0]
     assert result is not None
     order = sorted(range(x.ndim), key=lambda d: -result.stride[d])
@@ -54,14 +54,13 @@ def _dense(x: Tensor, local: LocalCall) -> Tensor:
 def _rows(call: Call, *, keep: bool) -> Rows:
     """Dims that are not transformed pass; a transformed one stays sharded, or another is sharded in its place.
 
-    The first that fits is taken: the transformed dim stays (``keep``), or its place is taken.
+    Rows that cost the same are preferred in their order: first the transformed dim stays (``keep``), or first it does
+    not. No named dim says that a shard moves from one dim to another, so these rows are written out.
     """
     x = call.args["self"]
     dims = [d % x.ndim for d in call.args["dim"]]
-    labels = tuple(None if d in dims else f"d{d}" for d in range(x.ndim))
-    names = [label for label in labels if label]
-    flow = Flow([labels], [labels], partial=["sum -> sum", "avg -> avg"], lowered=names)
-    *others, whole = flow.bind(call).rows
+    names = [f"d{d}" for d in range(x.ndim) if d not in dims]
+    *others, whole = like(x, whole=dims, linear="self", lowered=names).bind(call).rows
     moving = [row for d in dims for row in _moving(call, d, dims, keep=keep)]
     return Rows((*others[: len(names)], *moving, *others[len(names) :], whole))
 
@@ -70,7 +69,7 @@ def _moving(call: Call, dim: int, dims: Sequence[int], *, keep: bool) -> list[Ro
     x = call.args["self"]
     stay = _row(call, dim, shard(dim))
     moved = [_row(call, dim, shard(e)) for e in _places(x, dim, dims, forward=_is_forward(call))]
-    # Half a spectrum is cut, and written in part, by the gradients of real transforms; no shard of it may be.
+    # Gradients of real transforms slice half a spectrum and write to parts of it, which a sharded dim does not allow.
     if dim == dims[-1] and call.args.get("onesided"):
         return [*(moved or [_row(call, dim, REPLICATE)]), stay]
     return [stay, *moved] if keep else [*moved, stay]
@@ -89,8 +88,9 @@ def _is_forward(call: Call) -> bool:
 def _places(x: TensorMeta, dim: int, dims: Sequence[int], *, forward: bool) -> list[int]:
     """The dims that may be sharded in place of a transformed one, the best first.
 
-    Of the transformed dims the next one, and on the way back the one before: so there and back ends where it began, and
-    pencils on several mesh dims make room for each other. Then the others, the largest first.
+    First the transformed dims, from the next one on, and in an inverse transform from the one before. So a transform
+    and its inverse end with the placement that they began with, and shards on several mesh dims do not ask for the same
+    dim. Then the others, the largest first.
     """
     ring = sorted(dims)
     at = ring.index(dim)
@@ -107,7 +107,7 @@ def _rule(ops: Sequence[Any], *, keep: bool) -> Rule:
         return _rows(call, keep=keep)
 
     first = "a transformed dim stays sharded" if keep else "another dim is sharded in place of a transformed one"
-    describe.__doc__ = f"Other dims pass; {first}, by all-to-all. sum -> sum; avg -> avg."
+    describe.__doc__ = f"Other dims pass; {first}, by all-to-all; linear."
     return rule_from(ops, lowering=transform, replaces="shardwise")(describe)
 
 

@@ -125,15 +125,15 @@ class _Course:
 
     def _freeing(self, dim: int, undone: set[int]) -> list[_Move] | None:
         """The moves that make a dim whole on the way to the goal, if there are such."""
-        found: list[_Move] = []
+        moves: list[_Move] = []
         layout = self.layout
         while _splits(layout, dim):
             move = self._move(layout, dim, undone)
             if move is None:
                 return None
-            found.append(move)
+            moves.append(move)
             layout = move.moved(layout)
-        return found
+        return moves
 
     def _detour(self, dim: int, undone: set[int]) -> list[_Move] | None:
         """A swap with a third dim where the goal's own is not done yet: two moves; ``Along`` would take three."""
@@ -178,5 +178,5 @@ class _Course:
 
     def _any_move(self) -> _Move | None:
         sharded = sorted({d for d in self.layout if d is not None})
-        found = (self._move(self.layout, d, ()) for d in sharded)
-        return next((move for move in found if move is not None), None)
+        moves = (self._move(self.layout, d, ()) for d in sharded)
+        return next((move for move in moves if move is not None), None)

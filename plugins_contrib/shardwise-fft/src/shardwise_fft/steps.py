@@ -1,7 +1,7 @@
 """The steps of a distributed transform: local transforms, and what moves data between the ranks of a mesh dim.
 
-A step takes this rank's part and gives the next one. Every rank runs the same steps, so their collectives pair up; each
-knows the shapes of what comes, so that nobody asks for them.
+A step takes this rank's part and gives the next one. Every rank runs the same steps, so their collectives match; each
+rank knows the shapes of the tensors that it receives, so they need no exchange of shapes.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Swap:
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
         pieces = torch.split(x, self.over.shares(x.shape[self.into]), self.into)
-        coming = _resized(pieces[self.over.here], self.dim, self.over.shares(self.size))
-        return torch.cat(local.comm.all_to_all(pieces, self.over.mesh_dims, coming), self.dim)
+        shapes = _resized(pieces[self.over.here], self.dim, self.over.shares(self.size))
+        return torch.cat(local.comm.all_to_all(pieces, self.over.mesh_dims, shapes), self.dim)
 
 
 @frozen
@@ -69,14 +69,14 @@ class Gather:
 
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
-        # An all-gather cannot say what comes; to send all of it to all ranks is the same exchange.
-        coming = _resized(x, self.dim, self.over.shares(self.size))
-        return torch.cat(local.comm.all_to_all([x] * self.over.count, self.over.mesh_dims, coming), self.dim)
+        # An all-gather takes no shapes of the received tensors; an all-to-all of the same tensor does the same.
+        shapes = _resized(x, self.dim, self.over.shares(self.size))
+        return torch.cat(local.comm.all_to_all([x] * self.over.count, self.over.mesh_dims, shapes), self.dim)
 
 
 @frozen
 class Place:
-    """Keep what the result's spec gives to this rank, of dims that are whole."""
+    """Keep this rank's part of dims that are whole, by the spec of the result."""
 
     dims: tuple[int, ...]
 
@@ -92,10 +92,10 @@ class Place:
 
 @frozen
 class Along:
-    """Transform a dim of ``size`` that the ranks of ``over`` shard, and leave it so: its lines are dealt out to them.
+    """Transform a dim of ``size`` that the ranks of ``over`` shard, and leave it so: each rank gets some of its lines.
 
-    A line is one run of the dim; there are as many as the other dims have elements here. They are dealt out evenly,
-    whatever the other dims are, transformed, and returned: two all-to-alls.
+    A line is one run of the dim; there are as many as the other dims have elements here. They are shared out evenly,
+    whatever the other dims are, transformed, and sent back: two all-to-alls.
     """
 
     over: Ranks
@@ -106,12 +106,12 @@ class Along:
     def run(self, local: LocalCall, x: Tensor) -> Tensor:
         """See :class:`Step`."""
         over, comm = self.over, local.comm
-        dealt = lines_of(x, self.dim).tensor_split(over.count, 0)
-        mine = len(dealt[over.here])
-        coming = [(mine, n) for n in over.shares(self.size)]
-        lines = self.kernel.run(torch.cat(comm.all_to_all(dealt, over.mesh_dims, coming), 1), (1,))
+        pieces = lines_of(x, self.dim).tensor_split(over.count, 0)
+        own = len(pieces[over.here])
+        shapes = [(own, n) for n in over.shares(self.size)]
+        lines = self.kernel.run(torch.cat(comm.all_to_all(pieces, over.mesh_dims, shapes), 1), (1,))
         shares = over.shares(lines.shape[1])
-        back = [(len(given), shares[over.here]) for given in dealt]
+        back = [(len(piece), shares[over.here]) for piece in pieces]
         lines = torch.cat(comm.all_to_all(torch.split(lines, shares, 1), over.mesh_dims, back), 0)
         return from_lines(lines, x, self.dim)
 
