@@ -260,7 +260,7 @@ def refused_unless_asked():
     """On one rank: without the context refused, with it the numbers of one device, and one warning for each line."""
     grid = mesh((4,))
     a = sw.distribute_tensor(x, grid, [Shard(0)])
-    with pytest.raises(NoRuleError, match="replicate_unknown"):
+    with pytest.raises(NoRuleError, match="unknown-ops"):
         sorted_by_sum(a)
     with warnings.catch_warnings(record=True) as told, sw.replicate_unknown():
         warnings.simplefilter("always")

@@ -29,12 +29,16 @@ def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[
     key = (id(op), *map(_type_of, args), *((name, _type_of(value)) for name, value in kwargs.items()))
     call = _known.get(key)
     if call is None:
-        call = direct_call(op)
-        effect = _effect(call, args, kwargs)
-        if effect is not None and [name for name, _ in effect] == [op]:
-            call = next((c for c in _candidates(op) if _effect(c, args, kwargs) == effect), call)
-        _known[key] = call
+        call = _known[key] = _find(op, args, kwargs)
     return call
+
+
+def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    call = direct_call(op)
+    effect = _effect(call, args, kwargs)
+    if effect is None or [name for name, _ in effect] != [op]:
+        return call
+    return next((c for c in _candidates(op) if _effect(c, args, kwargs) == effect), call)
 
 
 def _type_of(value: Any) -> Any:
