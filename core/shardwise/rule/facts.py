@@ -43,7 +43,7 @@ class FactWords(TypedDict, total=False):
     moves: str | Iterable[str]
 
 
-@frozen
+@frozen(cache_hash=True)
 class Fact:
     """One word about operands that are partial together; every other operand is whole.
 
@@ -59,7 +59,7 @@ class Fact:
         return f"{self.word} in {' with '.join(self.operands)}"
 
 
-@frozen
+@frozen(cache_hash=True)
 class Facts:
     """Facts that give their rows together: by reduction, and for one reduction in the order in which they stand.
 
@@ -95,19 +95,35 @@ class Facts:
         An optional operand that is not given drops out. A number in place of a tensor is whole on every rank, so a
         fact that has it partial says nothing of this call.
         """
+        # All that the texts depend on: no size, so most calls of one op have the same key.
+        kinds = [tuple(map(type, v)) if type(v) is tuple else type(v) for v in call.args.values()]
+        key = (self, call.op, call.is_position, len(call.outputs), *kinds)
+        rows = _written.get(key)
+        if rows is None:
+            if len(_written) >= _MAX_WRITTEN:
+                _written.clear()
+            rows = _written[key] = self._rows(call)
+        return rows
+
+    def _rows(self, call: Call) -> tuple[str, ...]:
         self.check(call.op)
         rows: list[str] = []
+        positions = [_positions(call, fact.operands) for fact in self.facts]
         for kind in REDUCE_OPS:
-            for fact in self.facts:
-                made = _PASSED[fact.word].get(kind)
-                positions = _positions(call, fact.operands)
-                if made is None or not positions:
+            for fact, partial in zip(self.facts, positions, strict=True):
+                passed = _PASSED[fact.word].get(kind)
+                if passed is None or not partial:
                     continue
-                left = [kind if i in positions else "R" for i in range(len(call.operands))]
+                left = [kind if i in partial else "R" for i in range(len(call.operands))]
                 count = len(call.outputs)
-                right = [made if fact.results is None or i in fact.results else "R" for i in range(count)]
+                right = [passed if fact.results is None or i in fact.results else "R" for i in range(count)]
                 rows.append(f"{_shortened(left)} -> {_shortened(right)}".rstrip())
         return tuple(rows)
+
+
+# Rows of facts that were written out before; all are dropped when there are many.
+_written: dict[tuple[Any, ...], tuple[str, ...]] = {}
+_MAX_WRITTEN: Final = 4096
 
 
 def linear(*operands: str, results: Iterable[int] | None = None) -> Facts:
@@ -137,13 +153,15 @@ def moves(*operands: str, results: Iterable[int] | None = None) -> Facts:
 
 def stated(words: FactWords) -> tuple[Facts, ...]:
     """Keyword arguments as facts, in the order in which they are written; nothing where there is none."""
-    given: Mapping[str, Any] = words
-    unknown = [word for word in given if word not in _PASSED]
+    if not words:
+        return ()
+    operands_of: Mapping[str, Any] = words
+    unknown = [word for word in operands_of if word not in _PASSED]
     if unknown:
         raise TypeError(f"{unknown[0]!r} is not a fact or another option of a rule; facts are {', '.join(_PASSED)}")
     facts = [
         fact
-        for word, operands in given.items()
+        for word, operands in operands_of.items()
         for fact in _facts(word, (operands,) if isinstance(operands, str) else tuple(operands), None).facts
     ]
     return (Facts(tuple(facts)),) if facts else ()

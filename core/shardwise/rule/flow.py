@@ -88,23 +88,24 @@ class Flow:
         nonempty: Iterable[str] = (),
         **facts: Unpack[FactWords],
     ) -> None:
-        names = row_names(lowered)
         rows = (*stated(facts), *partial)
-        own = tuple(name for name in names if _is_row(name) and name not in rows)
-        self.__attrs_init__(inputs, outputs, reduce or {}, replicate, (*rows, *own), names, nonempty)
+        names = row_names(lowered) if lowered else ()
+        if names:
+            rows += tuple(name for name in names if _is_row(name) and name not in rows)
+        self.__attrs_init__(inputs, outputs, reduce or {}, replicate, rows, names, nonempty)
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
-        explicit = tuple(self._explicit_rows(call))
+        explicit = tuple(self._explicit_rows(call)) if self.partial else ()
         try:
             key = self._key(call.operands, call.outputs, len(call.out_operands), explicit)
             rows = _bound.get(key)
         except TypeError:  # symbolic sizes have no hash
-            return self._bind(call)
+            return self._bind(call, explicit)
         if rows is None:
             if len(_bound) >= _MAX_BOUND:
                 _bound.clear()
-            rows = _bound[key] = self._bind(call)
+            rows = _bound[key] = self._bind(call, explicit)
         return rows
 
     def _explicit_rows(self, call: Call) -> Iterator[tuple[str, bool]]:
@@ -114,8 +115,7 @@ class Flow:
             for text in (stated_row,) if isinstance(stated_row, str) else stated_row.rows(call):
                 yield text, lowered
 
-    def _bind(self, call: Call) -> Rows:
-        explicit = tuple(self._explicit_rows(call))
+    def _bind(self, call: Call, explicit: tuple[tuple[str, bool], ...]) -> Rows:
         rows = self._fitted(call)._rows(call.operands, explicit)  # noqa: SLF001  # a Flow too
         unique = {(r.inputs, r.outputs): r for r in reversed(rows)}
         legal = [r for r in rows if unique[r.inputs, r.outputs] is r]
