@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shardwise.rule import Call, Flow, LocalCall, rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, rule, rule_from, whole
 
 __all__ = ["RULES"]
 
@@ -46,14 +46,14 @@ def _differentiated(local: LocalCall, *args: Any) -> Tensor:
     given = _named(local, args)
     if not given["input_lengths"]:
         return torch.zeros_like(given["log_probs"])
-    found: Tensor = local.call.op(*given.values())
-    return found
+    gradient: Tensor = local.call.op(*given.values())
+    return gradient
 
 
 def _flow(call: Call, outputs: list[Any]) -> Flow:
     batched = call.args["log_probs"].ndim == _BATCHED and call.args["targets"].ndim == _PADDED
     if not batched:
-        return Flow([None] * len(call.operands), [None] * len(outputs))
+        return whole(call)
     dims = {
         "grad": ("n",),
         "log_probs": (None, "n", None),
@@ -87,7 +87,7 @@ WHOLE = rule(aten._ctc_loss.Tensor, "R, R, R, R -> R")
 @rule_from(aten._ctc_loss_backward.Tensor, meta=_like_scores)
 def whole_backward(call: Call) -> Flow:
     """Whole."""
-    return Flow([None] * len(call.operands), [None])
+    return whole(call)
 
 
 RULES = (forward, backward, WHOLE, whole_backward)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, einop, rule_from
+from shardwise.rule import Call, Flow, einop, rule_from, whole
 from shardwise_loss.reduction import MEAN, NONE, scaled
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-LINEAR = ("sum, R, ... -> sum", "avg, R, ... -> avg")
 
-
-def _alike(call: Call) -> bool:
+def _same_shape(call: Call) -> bool:
     """Whether the two tensors have one shape: the kernels that broadcast them average over different numbers."""
     return bool(call.args["self"].shape == call.args["target"].shape)
 
@@ -43,8 +41,8 @@ def _dims(call: Call) -> tuple[str, ...]:
 def forward(call: Call) -> Flow:
     """Any dim; a sum or mean over a sharded one is a partial sum."""
     dims, reduction = _dims(call), call.args["reduction"]
-    if not _alike(call):
-        return Flow([None] * len(call.operands), [None])
+    if not _same_shape(call):
+        return whole(call)
     flow = einop("... -> ...")(call)
     if reduction == NONE:
         return flow
@@ -69,10 +67,10 @@ def forward(call: Call) -> Flow:
 def backward(call: Call) -> Flow:
     """Any dim; linear in the gradient."""
     dims, reduction = _dims(call), call.args["reduction"]
-    if not _alike(call):
-        return Flow([None] * len(call.operands), [None], partial=LINEAR)
+    if not _same_shape(call):
+        return Flow([None], [None], linear="grad_output")
     flow = einop("... -> ...")(call)
-    return Flow(flow.inputs, flow.outputs, partial=LINEAR, lowered=dims if reduction == MEAN else ())
+    return Flow(flow.inputs, flow.outputs, linear="grad_output", lowered=dims if reduction == MEAN else ())
 
 
 RULES = (forward, backward)

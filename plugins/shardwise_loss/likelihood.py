@@ -1,8 +1,8 @@
 """Negative log likelihood: batch, positions and classes may be sharded.
 
-Of sharded classes every rank looks up the targets that are its own and passes over the others, so the scores stay
-where they are. The mean divides by the total weight of the targets, the ignored ones left out. Over a sharded batch
-that is the *global* total weight; a mean of the ranks' means would be wrong.
+Where classes are sharded, each rank looks up the targets that are among its own classes and skips the others, so the
+scores do not move. A mean divides by the total weight of the targets that are not ignored. Over a sharded batch that is
+the *global* total weight: a mean of the ranks' means would be wrong.
 """
 
 from __future__ import annotations
@@ -20,13 +20,10 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-SUM = 2
+SUM = 2  # a value of ATen's ``reduction`` argument, beside MEAN and NONE
 
 
-Labels = tuple[str, ...]
-
-
-def _labels(call: Call) -> tuple[Labels, Labels]:
+def _labels(call: Call) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Dims of the scores (batch, class, positions) and of the targets."""
     ndim = call.args["self"].ndim
     scores = tuple("v" if d == min(1, ndim - 1) else f"n{d}" for d in range(ndim))
@@ -60,7 +57,7 @@ def _scattered(local: LocalCall, gradient: Tensor, scores: Tensor, *args: Any, g
     """The gradient by the scores of this rank's classes, of which only the targets' own are not zero."""
     target, weight, reduction, ignore_index, total_weight = args
     _, target, weight, ignored = own_classes(local, scores, target, weight, ignore_index)
-    found = (
+    by_scores = (
         # The kernel for positions takes no other strides, and a part may have others than the whole.
         getattr(aten, _packet(local)).default(
             gradient, scores.contiguous(), target, weight, reduction, ignored, total_weight
@@ -68,7 +65,7 @@ def _scattered(local: LocalCall, gradient: Tensor, scores: Tensor, *args: Any, g
         if scores.numel()
         else torch.zeros_like(scores)
     )
-    return found if grad_input is None else grad_input.copy_(found)
+    return by_scores if grad_input is None else grad_input.copy_(by_scores)
 
 
 def _packet(local: LocalCall) -> str:
@@ -86,28 +83,19 @@ def _packet(local: LocalCall) -> str:
     lowering=_shared,
 )
 def forward(call: Call) -> Flow:
-    """Batch, positions and classes; a sum is partial, a mean is taken over all shards, and so is the total weight."""
+    """Batch, positions and classes; a sum is partial, a mean and the total weight are whole after an exchange."""
+    # Three rules, one for each reduction. "R" as a reduction: every rank has the whole value of that result.
     scores, target = _labels(call)
+    inputs = [scores, target, ("v",)]
     reduction = call.args["reduction"]
-    if reduction == NONE and not target:
-        # The kernels take one sample without a batch for a sum.
-        reduction = SUM
-    if reduction == NONE:
-        # Without a reduction there is no total weight, and every rank answers the same zero.
-        looked_up = "v, R, v -> sum, R"
-        return Flow(
-            [scores, target, ("v",)],
-            [target, None],
-            reduce=dict.fromkeys(target, "R"),
-            partial=[looked_up],
-            lowered=[looked_up],
-        )
-    return Flow(
-        [scores, target, ("v",)],
-        [None, None],
-        reduce=dict.fromkeys((*target, "v"), "sum" if reduction == SUM else "R"),
-        lowered=(*target, "v") if reduction == MEAN else ["v"],
-    )
+    if reduction == MEAN:
+        # The lowering adds up losses and weights over the shards of any dim, and divides.
+        return Flow(inputs, [None, None], reduce=dict.fromkeys((*target, "v"), "R"), lowered=(*target, "v"))
+    if reduction == SUM or not target:
+        # A single sample without a batch is summed by the kernels, whatever the reduction.
+        return Flow(inputs, [None, None], reduce=dict.fromkeys((*target, "v"), "sum"), lowered="v")
+    # Each target has a loss of its own. The total weight is zero on every rank.
+    return Flow(inputs, [target, None], reduce=dict.fromkeys(target, "R"), lowered="v, R, v -> sum, R")
 
 
 @rule_from(
@@ -120,14 +108,14 @@ def forward(call: Call) -> Flow:
     lowering=_scattered,
 )
 def backward(call: Call) -> Flow:
-    """Batch, positions and classes: the total weight is that of all shards already. Linear in the gradient."""
+    """Batch, positions and classes; the total weight is that of all shards. Linear in the gradient."""
     scores, target = _labels(call)
     gradient = target if call.args["reduction"] == NONE else None
     return Flow(
         [gradient, scores, target, ("v",), None],
         [scores],
-        lowered=["v"],
-        partial=["sum, R, R, R, R -> sum", "avg, R, R, R, R -> avg"],
+        lowered="v",
+        linear="grad_output",
     )
 
 

@@ -14,7 +14,6 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-LINEAR = ("sum, R, ... -> sum", "avg, R, ... -> avg")
 BATCHED = 2  # the dims of scores with a batch
 
 
@@ -81,7 +80,7 @@ def backward(call: Call) -> Flow:
     return Flow(
         inputs,
         [dims.get("self")],
-        partial=LINEAR,
+        linear="grad_output",
         lowered="n" if reduction == MEAN else (),
         nonempty=["n"] if dims else [],
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from, whole
 
 __all__ = ["RULES"]
 
@@ -29,11 +29,11 @@ def _share(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
     """A rank's share of a mean, and of its gradients: its sum over the total weight of all ranks."""
     names = [a.name for a in local.call.signature.args]
     given = dict(zip(names, args, strict=True)) | {"reduction": "sum"}
-    found: tuple[Tensor, ...] = local.call.op(*given.values())
+    sums: tuple[Tensor, ...] = local.call.op(*given.values())
     if local.arg("reduction") != "mean":
-        return found
+        return sums
     total = _total_weight(local, given["target"], given["weight"])
-    return tuple((value / total).to(value.dtype) for value in found)
+    return tuple((value / total).to(value.dtype) for value in sums)
 
 
 def _reduced(call: Call) -> Flow:
@@ -41,11 +41,11 @@ def _reduced(call: Call) -> Flow:
     by_input = ("n", None) if call.args["compute_input_grad"] else (None, None)
     inputs = [("n", None), None, ("n",), None, None]
     if call.args["reduction"] not in ("sum", "mean"):
-        return Flow([None] * len(inputs), [None] * 4)
+        return whole(call)
     if call.args["compute_input_grad"]:
-        return Flow(inputs, [None, by_input, None, None], reduce={"n": "sum"}, lowered=["n"], nonempty={"n"})
+        return Flow(inputs, [None, by_input, None, None], reduce={"n": "sum"}, lowered="n", nonempty={"n"})
     row = "n, R, n, R, R -> sum, R, sum, sum"
-    return Flow(inputs, [None, by_input, None, None], replicate={"n"}, partial=[row], lowered=[row], nonempty={"n"})
+    return Flow(inputs, [None, by_input, None, None], replicate={"n"}, lowered=row, nonempty={"n"})
 
 
 def _each(call: Call) -> Flow:

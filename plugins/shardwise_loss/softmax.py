@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, Rows, like, rule_from
+from shardwise.rule import Call, Flow, Rows, like, rule_from, whole
 from shardwise_loss.shared_dim import log_softmax, log_softmax_backward, safe_softmax, softmax, softmax_backward
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
-
-LINEAR = ("sum, R -> sum", "avg, R -> avg")
 
 
 def _rows(flow: Flow, call: Call) -> Rows:
@@ -35,7 +33,7 @@ def _forward(call: Call) -> Rows:
 
 def _backward(call: Call) -> Rows:
     """Any dim; the shards of the softmax dim exchange their sums. Linear in the gradient."""
-    return _rows(like(call.args["output"], partial=LINEAR, lowered=_along(call, "output")), call)
+    return _rows(like(call.args["output"], linear="grad_output", lowered=_along(call, "output")), call)
 
 
 def _like_first(x: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
@@ -56,7 +54,7 @@ def masked(call: Call) -> Flow:
     """Any dim but the softmax dim, where the mask has the shape of the scores."""
     scores, mask, dim = call.operands[0], call.args["mask"], call.args["dim"]
     if scores is None or scores.shape != mask.shape or not scores.ndim:
-        return Flow([None] * len(call.operands), [None])
+        return whole(call)
     return like(scores, whole=[-1 if dim is None else dim])
 
 
