@@ -95,7 +95,7 @@ def backward(call: Call) -> Rows:
         [dims["input"], dims["weight"], dims["bias"]],
         reduce={"n": "sum", "o": "sum", "i": "R"},
         replicate=_positions(call),
-        partial=["sum, R, R -> sum, ...", "avg, R, R -> avg, ..."],
+        linear="grad_output",
         nonempty={"o", "i", "g"},
     )
     # Written out, for a dim of positions has another size in the gradient than in the input.

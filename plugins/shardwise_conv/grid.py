@@ -10,12 +10,9 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# Linear in the picture; not in the points.
-LINEAR = ("sum, R -> sum", "avg, R -> avg")
-
 
 def _forward(op: Op, positions: str, points: str) -> Rule:
-    return rule(op, f"n c {positions}, n {points} _ -> n c {points}", partial=LINEAR)
+    return rule(op, f"n c {positions}, n {points} _ -> n c {points}", linear="input")  # not in the points
 
 
 def _backward(op: Op, positions: str, points: str) -> Rule:
@@ -23,7 +20,7 @@ def _backward(op: Op, positions: str, points: str) -> Rule:
         op,
         f"n c {points}, n c {positions}, n {points} _ -> n c {positions}, n {points} _",
         reduce=dict.fromkeys(["c", *points.split()], "sum"),
-        partial=["sum, R, R -> sum, sum", "avg, R, R -> avg, avg"],
+        linear="grad_output",
     )
 
 

@@ -5,22 +5,36 @@ So may the positions of a pool of fixed windows, by halo exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Row, Rows, Rule, rule_from, shard
+from shardwise.rule import (
+    Call,
+    Facts,
+    Flow,
+    LocalCall,
+    Lowering,
+    Op,
+    Row,
+    Rows,
+    Rule,
+    labels,
+    linear,
+    moves,
+    rule_from,
+    shard,
+)
 from shardwise_conv.spatial_pool import average, average_backward, largest, largest_backward
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-UNARY = ("sum -> sum", "avg -> avg")
-# Every value of the result is one of the operand's.
-PICKING = ("* -> *",)
-LINEAR_FIRST = ("sum, R, ... -> sum", "avg, R, ... -> avg")
+PICKING = moves("self")
+UNARY = linear("self|grad_output")  # a rule may be for an interpolation and its backward
+BY_GRADIENT = linear("grad_output")
 
 # Torch has no working meta kernel for these.
 UNPLANNED = {("_adaptive_avg_pool3d_backward", "out")}
@@ -43,29 +57,28 @@ def _sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"input_size": local.local_shape(result)}
 
 
-def planes(names: str, positions: int, partial: Iterable[str] = (), by_position: Lowering | None = None) -> Rule:
+def planes(names: str, positions: int, facts: Facts | None = None, by_position: Lowering | None = None) -> Rule:
     """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
 
-    With the lowering ``by_position`` those dims may be sharded too, alike in all operands and results.
+    With the lowering ``by_position`` those dims may be sharded too, in every operand and result.
     """
-    rows = tuple(partial)
 
     def describe(call: Call) -> Rows:
         x = call.operands[0]
         assert x is not None
         lead = x.ndim - positions
-        labels = tuple(f"d{d}" if d < lead else None for d in range(x.ndim))
+        names = labels(x.ndim, whole=range(lead, x.ndim))
         # Interpolating and averaging bytes rounds.
-        exact = rows if x.dtype.is_floating_point or rows == PICKING else ()
+        exact = [facts] if facts and (x.dtype.is_floating_point or facts == PICKING) else []
         # The kernels take an empty batch, but no planes without channels.
-        flow = Flow([labels], [labels], partial=exact, nonempty=[d for d in labels[lead - 1 : lead] if d])
-        found = flow.bind(call).rows
+        flow = Flow([names], [names], partial=exact, nonempty=[d for d in names[lead - 1 : lead] if d])
+        rows = flow.bind(call).rows
         if by_position is None or not x.dtype.is_floating_point:
-            return Rows(found)
-        return Rows((*found[:-1], *(_sharded(found[-1], d) for d in range(lead, x.ndim)), found[-1]))
+            return Rows(rows)
+        return Rows((*rows[:-1], *(_sharded(rows[-1], d) for d in range(lead, x.ndim)), rows[-1]))
 
     how = "positions by halo exchange" if by_position else "positions are whole"
-    describe.__doc__ = f"Batch and channels; {how}." + "".join(f" {row}." for row in rows)
+    describe.__doc__ = f"Batch and channels; {how}" + (f"; {facts}." if facts else ".")
     return rule_from(_overloads(names), local_args=_sizes, lowering=by_position)(describe)
 
 
@@ -75,31 +88,31 @@ def _sharded(whole: Row, dim: int) -> Row:
     return Row(inputs, outputs, f"shard d{dim}", lowered=True)
 
 
-def _each(names: str, partial: Iterable[str] = ()) -> list[Rule]:
+def _each(names: str, facts: Facts | None = None) -> list[Rule]:
     """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
-    found = []
+    rules = []
     for dims in (1, 2, 3):
         there = " ".join(
             name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text
         )
         if there:
-            found.append(planes(there, dims, partial))
-    return found
+            rules.append(planes(there, dims, facts))
+    return rules
 
 
-MAX_POOLS = [planes(f"max_pool{n}d_with_indices", n, (), largest) for n in (2, 3)]
-MAX_POOL_BACKWARDS = [planes(f"max_pool{n}d_with_indices_backward", n, LINEAR_FIRST, largest_backward) for n in (2, 3)]
+MAX_POOLS = [planes(f"max_pool{n}d_with_indices", n, None, largest) for n in (2, 3)]
+MAX_POOL_BACKWARDS = [planes(f"max_pool{n}d_with_indices_backward", n, BY_GRADIENT, largest_backward) for n in (2, 3)]
 AVERAGE_POOLS = [planes(f"avg_pool{n}d", n, UNARY, average) for n in (2, 3)]
-AVERAGE_POOL_BACKWARDS = [planes(f"avg_pool{n}d_backward", n, LINEAR_FIRST, average_backward) for n in (2, 3)]
+AVERAGE_POOL_BACKWARDS = [planes(f"avg_pool{n}d_backward", n, BY_GRADIENT, average_backward) for n in (2, 3)]
 ADAPTIVE_POOLS = [
     planes("adaptive_max_pool2d", 2),
     planes("adaptive_max_pool3d", 3),
-    planes("adaptive_max_pool2d_backward", 2, LINEAR_FIRST),
-    planes("adaptive_max_pool3d_backward", 3, LINEAR_FIRST),
+    planes("adaptive_max_pool2d_backward", 2, BY_GRADIENT),
+    planes("adaptive_max_pool3d_backward", 3, BY_GRADIENT),
     planes("_adaptive_avg_pool2d", 2, UNARY),
     planes("_adaptive_avg_pool3d", 3, UNARY),
-    planes("_adaptive_avg_pool2d_backward", 2, LINEAR_FIRST),
-    planes("_adaptive_avg_pool3d_backward", 3, LINEAR_FIRST),
+    planes("_adaptive_avg_pool2d_backward", 2, BY_GRADIENT),
+    planes("_adaptive_avg_pool3d_backward", 3, BY_GRADIENT),
 ]
 NEAREST = _each("upsample_nearest#d _upsample_nearest_exact#d", PICKING)
 NEAREST_BACKWARDS = _each("upsample_nearest#d_backward _upsample_nearest_exact#d_backward", UNARY)
@@ -118,7 +131,7 @@ SMOOTH = [
     planes("upsample_trilinear3d upsample_trilinear3d_backward", 3, UNARY),
 ]
 PADDINGS = _each("reflection_pad#d replication_pad#d", PICKING)
-PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", LINEAR_FIRST)
+PADDING_BACKWARDS = _each("reflection_pad#d_backward replication_pad#d_backward", BY_GRADIENT)
 
 RULES = (
     *MAX_POOLS,

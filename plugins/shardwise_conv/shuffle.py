@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, rule_from
+from shardwise.rule import Call, Flow, like, rule_from
 
 __all__ = ["RULES"]
 
@@ -36,7 +36,7 @@ def pixel_shuffle(call: Call) -> Flow:
     result = call.outputs[0]
     assert result is not None
     coarse, fine = _fine(call, result.shape[-2], result.shape[-1], result.shape[-3], call.args["upscale_factor"])
-    return Flow([coarse], [fine], partial=["* -> *"], nonempty=_batch(coarse))
+    return Flow([coarse], [fine], moves="self", nonempty=_batch(coarse))
 
 
 @rule_from([aten.pixel_unshuffle.default, aten.pixel_unshuffle.out])
@@ -44,14 +44,13 @@ def pixel_unshuffle(call: Call) -> Flow:
     """Batch; channels and positions where the shards are of whole blocks."""
     x = call.args["self"]
     coarse, fine = _fine(call, x.shape[-2], x.shape[-1], x.shape[-3], call.args["downscale_factor"])
-    return Flow([fine], [coarse], partial=["* -> *"], nonempty=_batch(fine))
+    return Flow([fine], [coarse], moves="self", nonempty=_batch(fine))
 
 
 @rule_from([aten.channel_shuffle.default, aten.channel_shuffle.out])
 def channel_shuffle(call: Call) -> Flow:
     """Batch and positions; channels change places."""
-    labels = tuple(None if d == 1 else f"d{d}" for d in range(call.args["self"].ndim))
-    return Flow([labels], [labels], partial=["* -> *"])
+    return like(call.args["self"], whole=[1], moves="self")
 
 
 def _folded(call: Call, channels: int, window: int) -> tuple[tuple[Any, ...], ...]:
@@ -74,14 +73,14 @@ def unfold(call: Call) -> Flow:
     """Batch; channels in even shards."""
     picture, columns = _folded(call, call.args["self"].shape[-3], _window(call))
     # Padding puts zeros in, which are partial sums and averages of zero but no maxima.
-    return Flow([picture], [columns], partial=["sum -> sum", "avg -> avg"])
+    return Flow([picture], [columns], linear="self")
 
 
 @rule_from(FOLDS)
 def fold(call: Call) -> Flow:
     """Batch; channels in even shards. Overlaps are added up."""
     picture, columns = _folded(call, call.args["self"].shape[-2] // _window(call), _window(call))
-    return Flow([columns], [picture], partial=["sum -> sum", "avg -> avg"])
+    return Flow([columns], [picture], linear="self")
 
 
 RULES = (pixel_shuffle, pixel_unshuffle, channel_shuffle, unfold, fold)

@@ -7,40 +7,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, rule_from
+from shardwise.rule import Call, Flow, labels, rule_from
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-LINEAR = ("sum, R, ... -> sum", "avg, R, ... -> avg")
 
-
-def _planes(call: Call, positions: int) -> tuple[str | None, ...]:
-    lead = call.args["self"].ndim - positions
-    return tuple(f"d{d}" if d < lead else None for d in range(lead + positions))
-
-
-def _flow(call: Call, positions: int, partial: tuple[str, ...] = ()) -> Flow:
-    labels = _planes(call, positions)
+def _flow(call: Call, positions: int, linear: str | tuple[()] = ()) -> Flow:
+    names = labels(call.args["self"].ndim, whole=range(-positions, 0))
     # The random numbers of a picture without a batch still have a batch dim, of size one.
-    named = [label for label in labels if label]
+    named = [name for name in names if name]
     numbers: Any = (*(None,) * (2 - len(named)), *named, None)
-    inputs = [numbers if name == "random_samples" else labels for name in call.operand_names]
+    inputs = [numbers if name == "random_samples" else names for name in call.operand_names]
     # The kernels take no planes without channels, and some no empty batch.
-    return Flow(inputs, [labels], partial=partial, nonempty=named)
+    return Flow(inputs, [names], linear=linear, nonempty=named)
 
 
 @rule_from([aten.max_unpool2d.default, aten.max_unpool2d.out])
 def unpool_2d(call: Call) -> Flow:
     """Batch and channels; places count within a plane. Linear in the values."""
-    return _flow(call, 2, LINEAR)
+    return _flow(call, 2, "self")
 
 
 @rule_from([aten.max_unpool3d.default, aten.max_unpool3d.out])
 def unpool_3d(call: Call) -> Flow:
     """Batch and channels; places count within a volume. Linear in the values."""
-    return _flow(call, 3, LINEAR)
+    return _flow(call, 3, "self")
 
 
 @rule_from([aten.fractional_max_pool2d.default, aten.fractional_max_pool2d.output])
@@ -58,7 +51,7 @@ def fractional_3d(call: Call) -> Flow:
 @rule_from([aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool2d_backward.grad_input])
 def fractional_2d_backward(call: Call) -> Flow:
     """Batch and channels; linear in the gradient."""
-    return _flow(call, 2, LINEAR)
+    return _flow(call, 2, "grad_output")
 
 
 def _like_input(_: Tensor, x: Tensor, *__: Any, grad_input: Tensor | None = None) -> Tensor:
@@ -70,7 +63,7 @@ def _like_input(_: Tensor, x: Tensor, *__: Any, grad_input: Tensor | None = None
 )
 def fractional_3d_backward(call: Call) -> Flow:
     """Batch and channels; linear in the gradient."""
-    return _flow(call, 3, LINEAR)
+    return _flow(call, 3, "grad_output")
 
 
 RULES = (unpool_2d, unpool_3d, fractional_2d, fractional_3d, fractional_2d_backward, fractional_3d_backward)

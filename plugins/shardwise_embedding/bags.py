@@ -79,8 +79,8 @@ def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *a
     assert sizes_spec is not None
     bag_of = _bag_of_index(offsets, indices.shape[0], result.shape[0])
     if not local.sharding(local.spec("weight"), 0) and weight.numel():
-        found = local.call.op(weight, indices, offsets, *args)
-        return found[0], bag_of.to(bag_of_index.dtype), *found[2:]
+        bags, _, *others = local.call.op(weight, indices, offsets, *args)
+        return bags, bag_of.to(bag_of_index.dtype), *others
     mode = local.arg("mode")
     bags, counts = _summed(local, weight, indices, bag_of, args[3])
     if mode == MEAN:
@@ -121,7 +121,7 @@ def backward(call: Call) -> Flow | Rows:
     return Flow(
         [dims.get(name) for name in call.operand_names],
         [(None, "d")],
-        partial=["sum, R, ... -> sum", "avg, R, ... -> avg"],
+        linear="grad",
         nonempty={"d"},
     )
 
@@ -142,8 +142,8 @@ def _by_scale(
         bag_of = _bag_of_index(offsets, indices.shape[0], gradient.shape[0])
     own, _relative = own_rows(local, local.spec("weight"), indices)
     values = own_values(local, weight, indices)
-    found = (gradient.index_select(0, bag_of) * values).sum(1)
-    return found.masked_fill(own.logical_not() | (indices == padding), 0) if padding >= 0 else found
+    products = (gradient.index_select(0, bag_of) * values).sum(1)
+    return products.masked_fill(own.logical_not() | (indices == padding), 0) if padding >= 0 else products
 
 
 @rule_from(aten._embedding_bag_per_sample_weights_backward.default, lowering=_by_scale)

@@ -22,15 +22,15 @@ aten = torch.ops.aten
 
 
 def _masked_lookup(local: LocalCall, weight: Tensor, indices: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:
-    found = own_values(local, weight, indices)
-    return found if out is None else out.copy_(found)
+    rows = own_values(local, weight, indices)
+    return rows if out is None else out.copy_(rows)
 
 
 EMBEDDING = rule(
     [aten.embedding.default, aten.embedding.out],
     "v d, ... -> ... d",
     reduce={"v": "sum"},
-    partial=["*, R -> *"],
+    moves="weight",
     lowering={"v": _masked_lookup},
 )
 
@@ -40,7 +40,7 @@ EMBEDDING = rule(
 
 @rule_from(aten.embedding_dense_backward.default)
 def embedding_backward(call: Call) -> Callable[[Call], Flow]:
-    """Columns follow; sharded indices leave a partial sum."""
+    """Columns; over sharded indices a partial sum. Linear in the gradient."""
     batch = [f"...{d}" for d in range(call.args["indices"].ndim, 0, -1)]
     # How often an index occurs is a global count.
     counted = call.args["scale_grad_by_freq"]
@@ -48,7 +48,7 @@ def embedding_backward(call: Call) -> Callable[[Call], Flow]:
         "... d, ... -> _ d",
         reduce={} if counted else dict.fromkeys(batch, "sum"),
         replicate=batch if counted else (),
-        partial=["sum, R -> sum", "avg, R -> avg"],
+        linear="grad_output",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Op, Rule, TensorMeta, rule_from
+from shardwise.rule import Call, Facts, Flow, LocalCall, Op, Rule, TensorMeta, rule_from, whole
 
 __all__ = ["matrices", "on_batches", "ops", "together"]
 
@@ -28,7 +28,7 @@ def on_batches(
     of: str,
     notation: str,
     *,
-    partial: Sequence[str] = (),
+    partial: Sequence[Facts] = (),
     lowering: Callable[..., Any] | None = None,
     unless: str = "",
     results: Any = None,
@@ -41,15 +41,20 @@ def on_batches(
 
     def describe(call: Call) -> Flow:
         if unless and call.args[unless]:
-            return Flow([None], [None])
+            return whole(call)
         return matrices(call, notation, partial=partial, lowered=() if lowering is None else "*")
 
-    describe.__doc__ = f"Batch dims pass; behind them {notation}." + "".join(f" {row};" for row in partial).rstrip(";")
+    describe.__doc__ = f"Batch dims pass; behind them {notation}." + "".join(f" It is {facts}." for facts in partial)
     return rule_from(ops(of), lowering=lowering, results=results, meta=meta)(describe)
 
 
 def matrices(
-    call: Call, notation: str, *, partial: Iterable[str] = (), lowered: Iterable[str] = (), nonempty: Iterable[str] = ()
+    call: Call,
+    notation: str,
+    *,
+    partial: Iterable[Facts] = (),
+    lowered: Iterable[str] = (),
+    nonempty: Iterable[str] = (),
 ) -> Flow:
     """The named dims of one call. A result without the batch dims of the call does not depend on what is sharded."""
     left, _, right = notation.partition("->")
@@ -57,10 +62,9 @@ def matrices(
     outputs = [_trailing(text) for text in right.split(",")]
     sizes = _batch(call.operands, inputs)
     read = [_named(meta, last, sizes, exact=False) for meta, last in zip(call.operands, inputs, strict=True)]
-    made = [_named(meta, last, sizes, exact=True) for meta, last in zip(call.outputs, outputs, strict=True)]
+    written = [_named(meta, last, sizes, exact=True) for meta, last in zip(call.outputs, outputs, strict=True)]
     names = {label for labels in read for label in labels or () if label}
-    whole = dict.fromkeys(names, "R")
-    return Flow(read, made, reduce=whole, partial=partial, lowered=lowered, nonempty=nonempty)
+    return Flow(read, written, reduce=dict.fromkeys(names, "R"), partial=partial, lowered=lowered, nonempty=nonempty)
 
 
 def _trailing(text: str) -> list[str | None]:
@@ -80,10 +84,10 @@ def _named(meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[
     batch = meta.ndim - len(last)
     if batch < 0 or (exact and batch != len(sizes)):
         return None
-    found: _Labels = [f"b{i}" for i in range(batch, 0, -1)]
+    names: _Labels = [f"b{i}" for i in range(batch, 0, -1)]
     if exact:
-        found = [name if n == size else None for name, n, size in zip(found, meta.shape, sizes, strict=False)]
-    return [*found, *last]
+        names = [name if n == size else None for name, n, size in zip(names, meta.shape, sizes, strict=False)]
+    return [*names, *last]
 
 
 # -- errors ------------------------------------------------------------------------------------------------------
@@ -100,21 +104,21 @@ def together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
 
     Compiled code cannot ask the others: there each rank raises for itself.
     """
-    found, failure = None, None
+    results, failure = None, None
     try:
-        found = local.call.op(*args, **kwargs)
+        results = local.call.op(*args, **kwargs)
     except RuntimeError as error:
         failure = error
     if not torch.compiler.is_compiling():
-        given = next(arg for arg in args if isinstance(arg, torch.Tensor))
+        tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
         fate = FINE if failure is None else FAILED if isinstance(failure, LinAlgError) else REFUSED
-        worst = local.comm.all_reduce(given.new_full((), fate, dtype=torch.int32), "max", _split(local)).item()
+        worst = local.comm.all_reduce(tensor.new_full((), fate, dtype=torch.int32), "max", _split(local)).item()
         if failure is None and worst != FINE:
             kind = LinAlgError if worst == FAILED else RuntimeError
             failure = kind(f"{local.call.op}: it failed on a batch element that another rank holds.")
     if failure is not None:
         raise failure
-    return found
+    return results
 
 
 def _split(local: LocalCall) -> list[int]:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, rule, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_linalg.batches import ops
 
 __all__ = ["RULES"]
-
-BILINEAR = ("sum, R -> sum", "R, sum -> sum", "avg, R -> avg", "R, avg -> avg")
 
 # Above that many rows of either matrix, and where it is left to it, torch takes Euclidean distances by way of a
 # matrix product, which is less exact (aten/src/ATen/native/Distance.cpp).
@@ -32,22 +30,20 @@ CDIST_BACKWARD = rule(
     ops("_cdist_backward.default _cdist_backward.out"),
     "... p r, ... p _, ... r _, ... p r -> ... p _",
     reduce={"r": "sum"},
-    partial=["sum, R, R, R -> sum", "avg, R, R, R -> avg"],
+    linear="grad",
 )
 PDIST = rule(ops("_pdist_forward.default _pdist_forward.out"), "R -> R")
 PDIST_BACKWARD = rule(
     ops("_pdist_backward.default _pdist_backward.out"),
     "R, R, R -> R",
-    partial=["sum, R, R -> sum", "avg, R, R -> avg"],
+    linear="grad",
 )
 
 
 @rule_from(ops("linalg_cross.default linalg_cross.out"))
 def CROSS(self: TensorMeta, other: TensorMeta, dim: int) -> Flow:
-    """All dims pass but that of the vectors; bilinear: one operand may be partial."""
-    vectors = dim % self.ndim
-    labels = [None if d == vectors else f"d{d}" for d in range(self.ndim)]
-    return Flow([labels], [labels], partial=BILINEAR)
+    """All dims but that of the vectors; linear in each operand."""
+    return like(self, whole=[dim], linear=("self", "other"))
 
 
 RULES = (CDIST, EUCLIDEAN, CDIST_BACKWARD, PDIST, PDIST_BACKWARD, CROSS)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, rule_from, whole
 from shardwise_linalg.batches import matrices, ops, together
 
 __all__ = ["RULES"]
@@ -23,7 +23,7 @@ def _is_vector(a: Sequence[int], b: Sequence[int]) -> bool:
     return len(b) == 1 or (len(a) - 1 == len(b) and tuple(a[:-1]) == tuple(b))
 
 
-def _made(
+def _on_meta(
     a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **out: Tensor
 ) -> tuple[Tensor, ...]:
     """What lstsq gives on the meta device, which torch does not say; by the CPU's driver where none is named."""
@@ -61,16 +61,16 @@ def _results(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
     if call.args["driver"] or call.out_operands or device_type in DEFAULT or None in call.outputs:
         return call.outputs
     a, b = (call.args[name].to_meta_tensor() for name in ("self", "b"))
-    return [TensorMeta.of(made) for made in _made(a, b, driver=ELSEWHERE)]
+    return [TensorMeta.of(result) for result in _on_meta(a, b, driver=ELSEWHERE)]
 
 
 @rule_from(
-    ops("linalg_lstsq.default linalg_lstsq.out"), static=("rcond",), lowering=together, meta=_made, results=_results
+    ops("linalg_lstsq.default linalg_lstsq.out"), static=("rcond",), lowering=together, meta=_on_meta, results=_results
 )
 def LEAST_SQUARES(self: TensorMeta, b: TensorMeta, call: Call) -> Flow:
     """Batch dims pass, and the right-hand sides; whole where the ranks of matrices decide on a result's shape."""
     if None in call.outputs:
-        return Flow([None], [None])
+        return whole(call)
     right, sums = ("_", "_") if _is_vector(self.shape, b.shape) else ("_ n", "n")
     # With singular values torch's CPU kernels crash on no right-hand side at all, and matrices that all batch elements
     # share are not even looked at where a rank has none of these.
