@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardwise as sw
+from shardwise.comm.events import observe
 from shardwise.comm.link_agreement import agree_on_links, agree_to, forget
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError, WorkerError
 from shardwise.kernel.dispatcher import clear_plans
 from shardwise.kernel.spec import AbstractMesh
+from shardwise.planning import strategies
 from shardwise.planning.cost import Connection, Link, Links, default_links, links_of, use_links
 from shardwise.planning.link_file import Calibration, Site, show
 
@@ -44,9 +46,10 @@ def agreed(shape, *files, order=None):
     """On a rank: what the mesh's ranks agree on when each has a file of its own."""
     mesh = init_device_mesh("cpu", shape) if order is None else DeviceMesh("cpu", order)
     with reading(files[dist.get_rank() % len(files)]):
-        changed = agree_on_links(mesh)
-        assert not agree_on_links(mesh)
-        return changed, links_of(mesh)
+        before = links_of(mesh)
+        for _ in range(2):
+            agree_on_links(mesh)
+        return links_of(mesh) != before, links_of(mesh)
 
 
 @pytest.fixture
@@ -115,40 +118,52 @@ def test_a_file_that_cannot_be_used_is_refused_on_every_rank(pool, tmp_path, fil
 
 def test_planning_without_ranks_asks_nobody():
     mesh = AbstractMesh((2, 2))
-    assert agree_on_links(mesh) is False
+    agree_on_links(mesh)
     assert links_of(mesh) == default_links(mesh)
 
 
 # -- when ------------------------------------------------------------------------------------------------------------
 
 
-def plan_two(file):
-    """On a rank: the figures in use after a plan that moves nothing, and after one that does."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    rows = sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0), sw.Shard(0)], src_data_rank=None)
-    seen = []
-    with reading(file):
-        for run in (lambda: rows + 1, lambda: rows @ rows):
-            run()
+def first_uses(file):
+    """On a rank: the figures in use after each way to put a tensor on a mesh, the collectives that observers saw, and
+    how often the strategy of a first call was chosen.
+    """
+    seen, events, choices = [], [], []
+    before = strategies.choose
+    for put in (
+        lambda mesh: sw.distribute_tensor(torch.ones(8, 8), mesh, [sw.Shard(0), sw.Shard(0)], src_data_rank=None),
+        lambda mesh: sw.MeshTensor.from_local(torch.ones(2, 8), mesh, [sw.Shard(0), sw.Shard(0)]),
+        lambda mesh: sw.ones(8, 8, device_mesh=mesh, placements=[sw.Shard(0), sw.Shard(0)]),
+    ):
+        mesh = init_device_mesh("cpu", (2, 2))
+        with reading(file), observe(events.append):
+            rows = put(mesh)
             seen.append(links_of(mesh))
-    return seen
+        with reading(file):
+            strategies.choose = lambda problem: choices.append(problem) or before(problem)
+            try:
+                rows @ rows
+            finally:
+                strategies.choose = before
+            assert links_of(mesh) == seen[-1]
+    return seen, len(events), len(choices)
 
 
-def test_ranks_agree_before_the_first_plan_that_moves_anything(pool, files):
-    default = default_links(AbstractMesh((2, 2)))
-    assert pool.run(plan_two, files[1]) == [[default, links(2)]] * 4
+def test_ranks_agree_where_a_tensor_is_first_put_on_a_mesh(pool, files):
+    assert pool.run(first_uses, files[1]) == [([links(2)] * 3, 0, 3)] * 4
 
 
 def plan_alone(file):
     mesh = init_device_mesh("cpu", (4,))
-    whole = sw.distribute_tensor(torch.ones(8), mesh, [sw.Replicate()], src_data_rank=None)
     with reading(file):
+        whole = sw.distribute_tensor(torch.ones(8), mesh, [sw.Replicate()], src_data_rank=None)
         return (whole * 3).to_local().sum().item() if dist.get_rank() == 2 else None
 
 
-def test_a_rank_may_plan_alone_what_moves_nothing(pool, files):
-    # The file has nothing for this mesh: asking anybody would raise, and asking alone would hang.
-    assert pool.run(plan_alone, files[0], timeout=30.0) == [None, None, 24.0, None]
+def test_a_rank_may_plan_alone_on_a_mesh_that_was_met(pool):
+    # To ask the others once more would hang.
+    assert pool.run(plan_alone, "off", timeout=30.0) == [None, None, 24.0, None]
 
 
 def redistribute_first(file):
@@ -171,7 +186,7 @@ def test_a_mesh_of_fake_ranks_asks_nobody():
     try:
         mesh = init_device_mesh("cpu", (2, 2))
         with reading("/nowhere"):
-            assert not agree_on_links(mesh)
+            agree_on_links(mesh)
             assert links_of(mesh) == default_links(mesh)
     finally:
         dist.destroy_process_group()
@@ -181,8 +196,9 @@ def told(mine):
     mesh = init_device_mesh("cpu", (4, 1))
     with reading("/nowhere"):
         agree_to(mesh, mine)
-        return agree_on_links(mesh), links_of(mesh)
+        agree_on_links(mesh)
+        return links_of(mesh)
 
 
 def test_figures_that_are_known_alike_need_no_asking(pool):
-    assert pool.run(told, links(6)) == [(False, links(6))] * 4
+    assert pool.run(told, links(6)) == [links(6)] * 4

@@ -1,9 +1,8 @@
 """The agreement of a mesh's ranks on the figures that moves are costed by.
 
-Ranks that cost moves by different figures would issue different collectives and wait for each other for ever, and ranks
-on several hosts may find different files. So the mesh's first rank reads the file and tells the others, and all tell
-each other which host they are on. That is communication, and happens once per mesh, where all its ranks come by: before
-the first plan or redistribution that moves anything is made. A plan that moves nothing is the same by any figures.
+Ranks that cost redistributions by different figures would issue different collectives and wait for each other for ever,
+and ranks on several hosts may find different files. So the mesh's first rank reads the file and sends it to the others,
+and every rank sends the number of its host. This happens once per mesh, at its first use (see ``meeting``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from shardwise.comm.groups import backend_of, broadcast_, carrying_device
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.kernel.spec import Mesh
 from shardwise.kernel.world import PerWorld
-from shardwise.planning.cost import Links, are_chosen, default_links, links_of, use_agreed_links
+from shardwise.planning.cost import Links, are_chosen, default_links, use_agreed_links
 from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, find, parse
 from shardwise.private_torch.tracing import outside_modes
 
@@ -44,24 +43,22 @@ class Ground:
 _agreed: set[DeviceMesh] = set()
 
 
-def agree_on_links(mesh: Mesh) -> bool:
-    """Bring one set of figures to all ranks of a mesh, once; whether the figures in use changed by it.
+def agree_on_links(mesh: Mesh) -> None:
+    """Bring one set of figures to all ranks of a mesh, once. Every rank must call this.
 
-    All ranks must come by alike. Nothing happens on an abstract mesh, a mesh of one rank, or one whose figures the
-    program has set. Raises :class:`LinksFileError`, :class:`LinksVersionError` or :class:`LinksFitError` on every rank
-    when the first rank's file cannot be used.
+    Nothing is sent on an abstract mesh, on a mesh of one rank or of fake ranks, by a rank that is not part of the mesh,
+    or where the program has set the figures. Raises :class:`LinksFileError`, :class:`LinksVersionError` or
+    :class:`LinksFitError` on every rank when the first rank's file cannot be used.
     """
     if not isinstance(mesh, DeviceMesh) or mesh in _per_world.now():
-        return False
-    if mesh.size() > 1 and not are_chosen(mesh) and backend_of(mesh) != "fake":
-        before = links_of(mesh)
-        # Plans are made under tracing too, where a tensor made here would not be real.
+        return
+    has_others = mesh.size() > 1 and mesh.get_coordinate() is not None and backend_of(mesh) != "fake"
+    if has_others and not are_chosen(mesh):
+        # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
-            links = _links_on(locate(mesh, _read_file()), mesh)
-        agree_to(mesh, links)
-        return links_of(mesh) != before
-    _agreed.add(mesh)
-    return False
+            agree_to(mesh, _links_on(locate(mesh, _read_file()), mesh))
+    else:
+        _agreed.add(mesh)
 
 
 def agree_to(mesh: DeviceMesh, links: Links) -> None:

@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
-from shardwise.comm.link_agreement import agree_on_links
+from shardwise.comm.meeting import meet
 from shardwise.comm.packing import Run
 from shardwise.comm.run_step import Start, StepRunner, step_runner
 from shardwise.kernel.placements import Placement, Shard, check_placements, shard
@@ -115,7 +115,7 @@ def _cached_runner(src: TensorSpec, dst: TensorSpec, start: int) -> StepRunner:
 
 
 def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
-    agree_on_links(src.mesh)
+    meet(src.mesh)
     # The way is chosen by numbers; only what is then done depends on symbols.
     there, wanted = hinted(src), hinted(dst)
     order = memory_order(there.tensor_meta)

@@ -8,7 +8,8 @@ from weakref import WeakSet
 
 from attrs import define, field
 
-from shardwise.comm.rule_agreement import agree_on_rules, at_first_use
+from shardwise.comm.meeting import meet
+from shardwise.comm.rule_agreement import at_first_use
 from shardwise.discovery.process import default_registry
 from shardwise.engine.composites import intercept
 from shardwise.engine.no_rule import UnknownOp
@@ -51,8 +52,8 @@ class PlanningEngine:
         return registry
 
     def meet(self, mesh: Mesh) -> None:
-        """Have the ranks of a mesh agree on their rules, once."""
-        agree_on_rules(mesh)
+        """Have the ranks of a mesh agree on rules and link figures, once."""
+        meet(mesh)
 
     def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
         """The plan of one call."""

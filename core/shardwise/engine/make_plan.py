@@ -10,7 +10,6 @@ import torch
 from attrs import frozen
 
 from shardwise.comm.agreement import agree_on_generator
-from shardwise.comm.link_agreement import agree_on_links
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
@@ -61,9 +60,6 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
     """Choose the strategy of a call and freeze it; raises before anything is communicated."""
     entry, schema, call = described.entry, described.schema, described.call
     chosen = choose(entry.rule, schema, call)
-    # Whether the cheapest moves anything is the same by all figures; what it moves must be chosen by common ones.
-    if any(strategy.cost for strategy in chosen) and agree_on_links(schema.mesh):
-        chosen = choose(entry.rule, schema, call)
     targets, results = merged(schema, chosen)
     # An operand that stays keeps its own spec, which may be marked as a copy.
     inputs = [

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
+from shardwise.comm.meeting import meet
 from shardwise.comm.redistribute import Route, redistribute_local, route
-from shardwise.comm.rule_agreement import agree_on_rules
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tensor_class, wrap
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
@@ -161,7 +161,7 @@ def from_local(
     wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
     given = check_placements(wanted, mesh.ndim, local.ndim)
     spec = _spec_of_local(local, mesh, given, shape, stride)
-    agree_on_rules(mesh)
+    meet(mesh)
     if run_check:
         check_agreement(local, spec)
     return _FromLocal.apply(local, spec, _given(grad_placements, spec))  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import broadcast_whole
-from shardwise.comm.rule_agreement import agree_on_rules
+from shardwise.comm.meeting import meet
 from shardwise.errors import PlacementCountError, PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorMeta, TensorSpec
@@ -51,7 +51,7 @@ def distribute_tensor(
     check_device(tensor, mesh)
     wanted = [REPLICATE] * mesh.ndim if placements is None else placements
     spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
-    agree_on_rules(mesh)
+    meet(mesh)
     whole = tensor.detach()
     if src_data_rank is not None and mesh.size() > 1 and whole.device.type != "meta":
         whole = broadcast_whole(whole, mesh, src_data_rank)

@@ -11,8 +11,8 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import agree_on_generator
+from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
-from shardwise.comm.rule_agreement import agree_on_rules
 from shardwise.errors import LayoutError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorMeta, TensorSpec
@@ -95,7 +95,7 @@ def _make(
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
     asked = [REPLICATE] * mesh.ndim if placements is None else placements
     spec = TensorSpec(mesh, check_placements(asked, mesh.ndim, len(size)), meta)
-    agree_on_rules(mesh)
+    meet(mesh)
     if values is not None:
         agree_on_generator(mesh)
         part = values.part(spec, meta.dtype)
