@@ -258,10 +258,10 @@ def test_packed_pieces_come_back_in_whatever_order_they_lie():
     for order in itertools.permutations(quarters):
         packed = torch.cat([whole[r : r + 2, c : c + 3].flatten() for r, c in order])
         pieces = [packing.Piece((2, 3), r * 6 + c, i * 6) for i, (r, c) in enumerate(order)]
-        blocks = packing._blocks(pieces, (4, 6))
-        assert torch.equal(packing._unpack(packed, torch.empty(4, 6), blocks), whole)
+        blocks = packing.copies_of(pieces, (4, 6))
+        assert torch.equal(packing.unpack(packed, torch.empty(4, 6), blocks), whole)
     in_order = [packing.Piece((2, 3), r * 6 + c, i * 6) for i, (r, c) in enumerate(quarters)]
-    assert len(packing._blocks(in_order, (4, 6))) == 2, "two pieces side by side are one copy"
+    assert len(packing.copies_of(in_order, (4, 6))) == 2, "two pieces side by side are one copy"
 
 
 # -- groups and movers ------------------------------------------------------------------------------------------------
@@ -319,10 +319,9 @@ def test_observers_see_each_collective_and_no_local_step(pool):
     assert pool.run(seen, "R S(1)", "R S(0)") == [[Event("all_to_all", 64, 2, (1,))]] * 4
 
 
-def test_movers_are_made_once_and_not_kept_past_their_process_group(pool):
+def test_runners_are_built_once_and_not_kept_past_their_process_group(pool):
     def made():
         from shardwise.comm import groups
-        from shardwise.kernel import world as start
 
         full = numbers((8, 4), torch.float32)
         src, dst = (spec_of(full, mesh((2, 2)), text) for text in ("S(0) S(0)", "R R"))
@@ -330,7 +329,7 @@ def test_movers_are_made_once_and_not_kept_past_their_process_group(pool):
         assert runner(src, dst) is first
         assert groups.group_of(src.mesh, (0, 1)) is group
         # As if the default process group had been another one until now.
-        start._seen[0] = None
+        groups._per_world._group = lambda: None
         assert groups.group_of(src.mesh, (0, 1)) is not group
 
     pool.run(made)

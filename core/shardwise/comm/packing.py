@@ -10,7 +10,19 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-__all__ = ["Run", "copied"]
+__all__ = [
+    "Piece",
+    "Run",
+    "Shape",
+    "all_equal",
+    "copied",
+    "copies_of",
+    "is_one_run",
+    "packer",
+    "row_major",
+    "unpack",
+    "unpacker",
+]
 
 Run = Callable[[Tensor], Tensor]
 Shape = tuple[int, ...]
@@ -21,12 +33,9 @@ def copied(local: Tensor) -> Tensor:
     return local.clone(memory_format=torch.contiguous_format)
 
 
-def _row_major(local: Tensor) -> Tensor:
+def row_major(local: Tensor) -> Tensor:
     """The tensor with its values in row-major memory; backends send memory, so lazy conjugation ends here."""
     return copied(local) if local.is_conj() or local.is_neg() else local.contiguous()
-
-
-# -- pieces of a tensor, packed one behind the other -------------------------------------------------------------------
 
 
 @frozen
@@ -42,11 +51,21 @@ class Piece:
 Block = tuple[Shape, Shape, int, Shape, int]
 
 
-def _blocks(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
-    """The copies between a row-major tensor and its packed pieces; pieces at even distances go in one."""
+def copies_of(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
+    """The copies between a row-major tensor and its packed pieces; pieces of one shape at even distances are one copy.
+
+    The rows of a (4, 6) tensor that is split in two along dim 1 are pieces of shape (4, 3), one from element 0 and one
+    from element 3 on: one copy of shape (2, 4, 3).
+    """
     strides = _strides(whole)
     blocks: list[Block] = []
-    for run in _runs(pieces):
+    runs: list[list[Piece]] = []
+    for piece in pieces:
+        if runs and piece.shape == runs[-1][0].shape and _evenly([*runs[-1], piece]):
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+    for run in runs:
         shape, at, to = run[0].shape, run[0].whole_offset, run[0].packed_offset
         if len(run) == 1:
             blocks.append((shape, strides, at, _strides(shape), to))
@@ -56,20 +75,10 @@ def _blocks(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
     return blocks
 
 
-def _runs(pieces: Sequence[Piece]) -> list[list[Piece]]:
-    """The pieces in runs of one shape and one distance forward."""
-    runs: list[list[Piece]] = []
-    for piece in pieces:
-        if runs and piece.shape == runs[-1][0].shape and _evenly([*runs[-1], piece]):
-            runs[-1].append(piece)
-        else:
-            runs.append([piece])
-    return runs
-
-
 def _evenly(pieces: Sequence[Piece]) -> bool:
+    """Whether the distances between the pieces are the same, and lead forward."""
     steps = [(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)]
-    return _alike(steps) and min(steps[0]) > 0  # a tensor has no negative strides
+    return all_equal(steps) and min(steps[0]) > 0  # a tensor has no negative strides
 
 
 def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
@@ -83,15 +92,15 @@ def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
     return pieces
 
 
-def _packing(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
-    """All elements, flat, piece by piece of a split along ``dim``."""
+def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
+    """A function that gives all elements, flat, piece by piece of a split along ``dim``."""
     if math.prod(whole[:dim]) == 1:
-        return lambda local: _row_major(local).view(-1)
-    blocks = _blocks(_split(whole, dim, shapes), whole)
+        return lambda local: row_major(local).view(-1)
+    blocks = copies_of(_split(whole, dim, shapes), whole)
     count = math.prod(whole)
 
     def pack(local: Tensor) -> Tensor:
-        source, flat = _row_major(local), local.new_empty(count)
+        source, flat = row_major(local), local.new_empty(count)
         base = source.storage_offset()
         for size, there, at, here, to in blocks:
             flat.as_strided(size, here, to).copy_(source.as_strided(size, there, base + at))
@@ -100,15 +109,16 @@ def _packing(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
     return pack
 
 
-def _unpacking(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
-    """The inverse of :func:`_packing`."""
+def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
+    """The inverse of :func:`packing`."""
     if math.prod(whole[:dim]) == 1:
         return lambda flat: flat.view(whole)
-    blocks = _blocks(_split(whole, dim, shapes), whole)
-    return lambda flat: _unpack(flat, flat.new_empty(whole), blocks)
+    blocks = copies_of(_split(whole, dim, shapes), whole)
+    return lambda flat: unpack(flat, flat.new_empty(whole), blocks)
 
 
-def _unpack(packed: Tensor, out: Tensor, blocks: Sequence[Block]) -> Tensor:
+def unpack(packed: Tensor, out: Tensor, blocks: Sequence[Block]) -> Tensor:
+    """Fill ``out`` by copies from packed memory."""
     for size, there, at, here, to in blocks:
         out.as_strided(size, there, at).copy_(packed.as_strided(size, here, to))
     return out
@@ -118,12 +128,12 @@ def _strides(shape: Shape) -> Shape:
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
-def _alike(values: Sequence[Shape]) -> bool:
-    # Not by a set: sizes may be symbols.
+def all_equal(values: Sequence[Shape]) -> bool:
+    """Whether all values are the same. Not by a set: sizes may be symbols."""
     return all(value == values[0] for value in values)
 
 
-def _is_run(shape: Shape, whole: Shape) -> bool:
+def is_one_run(shape: Shape, whole: Shape) -> bool:
     """Whether a box of that shape is one run of a row-major tensor's memory."""
     cut = [d for d, (part, full) in enumerate(zip(shape, whole, strict=True)) if part != full]
     return not cut or math.prod(shape[: cut[-1]]) == 1

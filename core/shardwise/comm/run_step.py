@@ -1,7 +1,7 @@
-"""Runners: one per kind of step, which resolves the step for this rank ahead of its first run.
+"""The steps of a redistribution, carried out: one function per kind of step prepares it for this rank.
 
-The tensors here are row-major: ``redistribute`` hands over locals whose dims are in the order of the global tensor's
-memory. A runner never modifies its input and its result is new memory. Pieces that differ in shape travel flat.
+The tensors here are row-major: ``redistribute`` passes local tensors whose dims are in the order of the global tensor's
+memory. A step never modifies its input, and its result is new memory. Pieces that differ in shape are sent flat.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from shardwise.comm.packing import (
     Piece,
     Run,
     Shape,
-    _alike,
-    _blocks,
-    _is_run,
-    _packing,
-    _row_major,
-    _unpack,
-    _unpacking,
+    all_equal,
     copied,
+    copies_of,
+    is_one_run,
+    packer,
+    row_major,
+    unpack,
+    unpacker,
 )
 from shardwise.kernel.placements import Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_traced
 
-__all__ = ["StepRunner", "Start", "step_runner"]
+__all__ = ["StepRunner"]
 
 Start = Callable[[Tensor], AsyncResult]
 # Per tensor dim that is cut: the dim, where the part starts, how long it is.
@@ -45,28 +45,29 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 @frozen
 class StepRunner:
-    """``run`` gives this rank's local tensor as it lies afterwards; ``start``, where anything is communicated, issues
-    that and gives the result.
+    """One step, ready to run on this rank: ``run`` gives the local tensor after it.
+
+    ``start`` issues what the step communicates and gives an :class:`AsyncResult`; None where nothing is communicated.
     """
 
     run: Run
     start: Start | None = None
 
-
-def step_runner(kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> StepRunner:
-    """The runner of one step (see :class:`shardwise.planning.path.Step`) for this rank's local tensors."""
-    if kind in ("slice", "relabel"):
-        return StepRunner(_slice(src, dst))
-    if kind == "fill":
-        return StepRunner(_fill(src, dst, mesh_dims[0]))
-    mesh: Any = src.mesh
-    group = group_of(mesh, mesh_dims)
-    # A rank whose part is empty still takes part where another's is not.
-    if math.prod(src.shape) == 0 or _nothing_moves(kind, src, dst, group):
-        shape = dst.local_shape()
-        return StepRunner(lambda local: local.new_empty(shape))
-    start = _COMMUNICATING[kind](group, src, dst)
-    return StepRunner(lambda local: start(local).wait(), start)
+    @classmethod
+    def of(cls, kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> StepRunner:
+        """Prepare one step (see :class:`shardwise.planning.path.Step`) for this rank's local tensors."""
+        if kind in ("slice", "relabel"):
+            return cls(_slice(src, dst))
+        if kind == "fill":
+            return cls(_fill(src, dst, mesh_dims[0]))
+        mesh: Any = src.mesh
+        group = group_of(mesh, mesh_dims)
+        # A rank whose part is empty still takes part where another's is not.
+        if math.prod(src.shape) == 0 or _nothing_moves(kind, src, dst, group):
+            shape = dst.local_shape()
+            return cls(lambda local: local.new_empty(shape))
+        start = _COLLECTIVES[kind](group, src, dst)
+        return cls(lambda local: start(local).wait(), start)
 
 
 def _nothing_moves(kind: str, src: TensorSpec, dst: TensorSpec, group: Group) -> bool:
@@ -98,7 +99,7 @@ def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:
 
 
 def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Run:
-    """The shard in a tensor that is otherwise neutral. An average has no neutral value: its zeros take a factor."""
+    """Put the shard into a tensor of neutral values. An average has none: its zeros need the shard times a factor."""
     cuts = _cuts(src, dst, src.coordinate())
     shape = dst.local_shape()
     value = 0 if kind == "avg" else neutral(kind, src.dtype)
@@ -125,24 +126,24 @@ def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     dim = _shard_dim(dst, group)
     shape = dst.local_shape()
     shapes = [dst.local_shape(c) for c in _members(src, group)]
-    if _alike(shapes):
+    if all_equal(shapes):
         pieces = _even_pieces(group.size, dim, shape)
         return lambda local: group.start_reduce_scatter(pieces(local), kind)
     counts = list(map(math.prod, shapes))
-    pack = _packing(src.local_shape(), dim, shapes)
+    pack = packer(src.local_shape(), dim, shapes)
     return lambda local: group.start_reduce_scatter_uneven(pack(local), counts, kind).then(
         lambda flat: flat.view(shape)
     )
 
 
 def _even_pieces(parts: int, dim: int, shape: Shape) -> Run:
-    """Stack the pieces of an even split along ``dim``; the memory itself where they lie one behind the other."""
+    """Stack the pieces of an even split along ``dim``; a view where they lie one behind the other."""
     stacked = (parts, *shape)
     if math.prod(shape[:dim]) == 1:
-        return lambda local: _row_major(local).view(stacked)
+        return lambda local: row_major(local).view(stacked)
     split = (*shape[:dim], parts, *shape[dim:])
     axes = (dim, *range(dim), *range(dim + 1, len(split)))
-    return lambda local: _row_major(local).view(split).permute(axes).contiguous()
+    return lambda local: row_major(local).view(split).permute(axes).contiguous()
 
 
 # -- gathers ---------------------------------------------------------------------------------------------------------
@@ -155,18 +156,18 @@ def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     longest = max(map(math.prod, shapes))
     at = [_offset(_cuts(src, dst, c), whole) for c in members]
     pieces = [Piece(s, o, i * longest) for i, (s, o) in enumerate(zip(shapes, at, strict=True)) if math.prod(s)]
-    if all(p.whole_offset == p.packed_offset and _is_run(p.shape, whole) for p in pieces):
+    if all(p.whole_offset == p.packed_offset and is_one_run(p.shape, whole) for p in pieces):
         return _gather_in_place(group, longest, whole)
-    if _alike(shapes):
+    if all_equal(shapes):
         return _gather_blocks(group, src, shapes[0], whole)
     return _gather_uneven(group, longest, pieces, whole)
 
 
 def _gather_in_place(group: Group, longest: int, whole: Shape) -> Start:
-    """Pieces padded to the longest lie in the gathered memory just as they lie in the whole's: nothing is copied."""
+    """Padded to the longest, the pieces lie in the gathered memory as they lie in the whole: nothing is copied."""
     total = math.prod(whole)
     if longest * group.size == total:
-        return lambda local: group.start_all_gather(local.new_empty(whole), _row_major(local))
+        return lambda local: group.start_all_gather(local.new_empty(whole), row_major(local))
     padded_size = longest * group.size
 
     def start(local: Tensor) -> AsyncResult:
@@ -190,26 +191,26 @@ def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) ->
     def put(gathered: Tensor) -> Tensor:
         return gathered.permute(axes).contiguous().view(whole)
 
-    return lambda local: group.start_all_gather(local.new_empty(stacked), _row_major(local)).then(put)
+    return lambda local: group.start_all_gather(local.new_empty(stacked), row_major(local)).then(put)
 
 
 def _gather_uneven(group: Group, longest: int, pieces: Sequence[Piece], whole: Shape) -> Start:
-    blocks = _blocks(pieces, whole)
+    blocks = copies_of(pieces, whole)
     padded_size = longest * group.size
 
     def put(gathered: Tensor) -> Tensor:
-        return _unpack(gathered, gathered.new_empty(whole), blocks)
+        return unpack(gathered, gathered.new_empty(whole), blocks)
 
     return lambda local: group.start_all_gather(local.new_empty(padded_size), _padded(local, longest)).then(put)
 
 
 def _padded(local: Tensor, length: int) -> Tensor:
-    """The elements as a flat tensor of ``length``; what lies beyond them is left as it is."""
-    flat = _row_major(local).view(-1)
+    """The elements at the front of a flat tensor of ``length``; the rest of it has any values."""
+    flat = row_major(local).view(-1)
     if flat.numel() == length:
         return flat
     if is_traced(local):
-        # Compilers merge calls that are alike, but never memory that is not written yet: ranks whose parts need no
+        # Compilers merge equal calls, but never calls on memory that is not written yet. So ranks whose parts need no
         # padding would send less often than the others.
         return torch.cat([flat, flat.new_zeros(length - flat.numel())])
     padded = local.new_empty(length)
@@ -224,14 +225,14 @@ def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
     members = _members(src, group)
     before, after = [src.local_shape(c) for c in members], [dst.local_shape(c) for c in members]
     old, new = _shard_dim(src, group), _shard_dim(dst, group)
-    if _alike(before) and _alike(after):
+    if all_equal(before) and all_equal(after):
         return _even_all_to_all(group, old, new, before[0], after[0])
     here = dst.local_shape()
     mine = before[group.position]
     sent = [_replaced(mine, new, shape[new]) for shape in after]
     received = [_replaced(shape, new, here[new]) for shape in before]
     counts = list(map(math.prod, sent)), list(map(math.prod, received))
-    pack, unpack = _packing(mine, new, sent), _unpacking(here, old, received)
+    pack, unpack = packer(mine, new, sent), unpacker(here, old, received)
     return lambda local: group.start_exchange(pack(local), *counts).then(unpack)
 
 
@@ -253,13 +254,13 @@ def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Sha
 def _members(spec: TensorSpec, group: Group) -> list[tuple[int, ...]]:
     """The coordinates of the group's ranks, in its order."""
     here = spec.coordinate()
-    found = []
+    members = []
     for along in product(*(range(spec.mesh_shape[m]) for m in group.mesh_dims)):
         coordinate = list(here)
         for m, i in zip(group.mesh_dims, along, strict=True):
             coordinate[m] = i
-        found.append(tuple(coordinate))
-    return found
+        members.append(tuple(coordinate))
+    return members
 
 
 def _cuts(part: TensorSpec, whole: TensorSpec, coordinate: Sequence[int]) -> Cuts:
@@ -295,7 +296,7 @@ def _shard_dim(spec: TensorSpec, group: Group) -> int:
     return _dim(spec.placements[group.mesh_dims[0]])
 
 
-_COMMUNICATING: dict[str, Callable[[Group, TensorSpec, TensorSpec], Start]] = {
+_COLLECTIVES: dict[str, Callable[[Group, TensorSpec, TensorSpec], Start]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

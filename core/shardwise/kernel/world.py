@@ -1,4 +1,4 @@
-"""Which start of torch.distributed this is, without holding on to its process groups."""
+"""Which world this is: which default process group of torch.distributed, without holding on to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _seen: list[Any] = [None, 0]  # a weak reference to the default process group, a
 
 
 def world_number() -> int:
-    """The number of the default process group: another group, another number. What holds a group is kept by it."""
+    """A number that changes with the default process group. It is in the keys of what ends with that group."""
     now = dist.group.WORLD
     last = _seen[0]
     if now is not (None if last is None else last()):
@@ -24,18 +24,24 @@ def world_number() -> int:
     return int(_seen[1])
 
 
-class PerWorld(Generic[Content]):
-    """A set or dict whose content belongs to one start of torch.distributed; ``forget`` empties it after the next."""
+def _no_group() -> None:
+    """In place of a weak reference, before there is a default process group."""
 
-    def __init__(self, content: Content, forget: Callable[[], object]) -> None:
+
+class PerWorld(Generic[Content]):
+    """A container whose content belongs to one default process group; ``empty`` empties it when there is another."""
+
+    __slots__ = ("_content", "_empty", "_group")
+
+    def __init__(self, content: Content, empty: Callable[[], object]) -> None:
         self._content = content
-        self._forget = forget
-        self._start = 0
+        self._empty = empty
+        self._group: Callable[[], Any] = _no_group
 
     def now(self) -> Content:
-        """The content, without what an earlier start left."""
-        start = world_number()
-        if start != self._start:
-            self._start = start
-            self._forget()
+        """The container, without what belongs to an earlier default process group."""
+        if self._group() is not dist.group.WORLD:  # in line: every redistribution asks
+            group = dist.group.WORLD
+            self._group = _no_group if group is None else ref(group)
+            self._empty()
         return self._content
