@@ -40,7 +40,7 @@ def test_what_was_let_go_of_is_found_again():
         leaving.let_go()
         assert not groups._groups
         assert not dispatcher._state.handlers
-        assert redistribute._mover.cache_info().currsize == 0
+        assert redistribute._runners.cache_info().currsize == 0
         assert x.redistribute(placements=[Replicate()]).shape == (8, 4)
         assert torch.equal((x + x).to_local(), 2 * x.to_local())
     finally:

@@ -231,4 +231,4 @@ def test_no_rank_is_empty_where_a_row_needs_every_rank_to_hold_something():
         x = spec((2, 3), (size,), REPLICATE, REPLICATE)
         schema = OpSchema.of(aten.clone.default, x)
         found = Problem(schema, (row,), (x,), (x.tensor_meta,), (), (), (2, 3))
-        assert found.allowed((0, 0)) is fits_both
+        assert (found.conflict((0, 0)) is None) is fits_both

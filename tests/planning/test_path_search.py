@@ -50,7 +50,7 @@ def test_a_search_in_steps_finds_what_a_search_in_one_go_finds(way):
 
 @settings(deadline=None)
 @given(ways())
-def test_a_way_that_was_found_is_not_searched_again(way):
+def test_a_path_that_was_found_is_not_searched_again(way):
     mesh_shape, shape, start, goal = way
     known = fresh(mesh_shape, shape)
     first = Search(known, start, goal)

@@ -152,7 +152,7 @@ def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | No
     if rows is None or any(row not in stated.rows for row in rows):
         return None
     choice = tuple(stated.rows.index(row) for row in rows)
-    legal = all(r in stated.candidates(m) and stated.allowed(choice[: m + 1]) for m, r in enumerate(choice))
+    legal = all(r in stated.candidates(m) and stated.conflict(choice[: m + 1]) is None for m, r in enumerate(choice))
     return choice if legal else None
 
 

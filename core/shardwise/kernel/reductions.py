@@ -11,6 +11,7 @@ from shardwise.errors import LayoutError
 
 __all__ = [
     "SENDABLE",
+    "LINEAR",
     "REDUCE_OPS",
     "REAL",
     "average",
@@ -80,14 +81,14 @@ def neutral(kind: str, dtype: torch.dtype) -> float | int | bool:
     return int(limits.min if kind == "max" else limits.max)
 
 
-_LINEAR = frozenset({"sum", "avg"})
+LINEAR = frozenset({"sum", "avg"})
 
 
 def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
     """Whether reducing by two reductions gives the same in either order: averages of integers are cut off."""
     if "avg" in (kind, other) and not (dtype.is_floating_point or dtype.is_complex):
         return False
-    return kind == other or (kind in _LINEAR and other in _LINEAR)
+    return kind == other or (kind in LINEAR and other in LINEAR)
 
 
 def reducible(kind: str, dtype: torch.dtype) -> bool:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from shardwise.planning.cost import JUST_UNDER
 from shardwise.planning.layout_graph import Codes, LayoutGraph
 
-__all__ = ["Bounds", "Estimate", "SAFETY"]
+__all__ = ["Bounds", "Estimate"]
 
-# Estimates stay this much under what they bound, so that rounding never lifts them over it.
-SAFETY = 1 - 1e-9
 _ANY_OTHER_SHARD = 1 << 30  # a code that no layout has
 
 
@@ -52,9 +51,9 @@ class Bounds:
             return 0.0, 0.0
         local = costs.links.local_start
         if self._graph.mesh_shape[mesh_dim] == 1:
-            return local * SAFETY, 0.0
+            return local * JUST_UNDER, 0.0
         if here == 0:
-            return local * SAFETY, self._least / costs.links.memory_bandwidth * SAFETY
+            return local * JUST_UNDER, self._least / costs.links.memory_bandwidth * JUST_UNDER
         n, start, latency, seconds_per_byte = self._graph.alone[mesh_dim]
         if here > 0:
             sharing = sum(other > 0 for other in self.source)
@@ -63,7 +62,7 @@ class Bounds:
             sharing = self.source.count(here)
             rounds = 1 if code else 2
             received = rounds * (n - 1) * self._least
-        return (start / sharing + rounds * latency) * SAFETY, received * seconds_per_byte * SAFETY
+        return (start / sharing + rounds * latency) * JUST_UNDER, received * seconds_per_byte * JUST_UNDER
 
     def prefix(self, codes: Codes) -> tuple[float, float]:
         """Seconds for the bytes that some rank must receive until its first mesh dims lie as ``codes``; and seconds
@@ -72,7 +71,7 @@ class Bounds:
         known = self._prefixes.get(codes)
         if known is None:
             graph = self._graph
-            moving = received(graph, self._settled, codes) * graph.fastest * graph.itemsize * SAFETY
+            moving = received(graph, self._settled, codes) * graph.fastest * graph.itemsize * JUST_UNDER
             before = sum(self._return(m) for m in disturbed(graph.mesh_shape, self.source, codes))
             known = self._prefixes[codes] = moving, before
         return known
@@ -81,7 +80,7 @@ class Bounds:
         """The least seconds before the first byte to leave a shard and to come back to it."""
         _, _, latency, _ = self._graph.alone[mesh_dim]
         leave, _ = self.step(mesh_dim, _ANY_OTHER_SHARD)
-        return leave + min(latency, self._graph.costs.links.local_start) * SAFETY
+        return leave + min(latency, self._graph.costs.links.local_start) * JUST_UNDER
 
 
 def disturbed(mesh_shape: Sequence[int], source: Codes, goal: Codes) -> list[int]:
@@ -192,7 +191,7 @@ class Estimate:
     def __call__(self, layout: Codes) -> float:
         known = self._known.get(layout)
         if known is None:
-            known = self._known[layout] = self._compute(layout) * SAFETY
+            known = self._known[layout] = self._compute(layout) * JUST_UNDER
         return known
 
     def _compute(self, layout: Codes) -> float:

@@ -1,9 +1,16 @@
 """The choice: the cheapest legal row per mesh dim, exactly, without trying them all.
 
-Best-first search over the mesh dims. A prefix of a choice has a lower bound (see ``bounds``); a whole choice has one
-transition per operand, whose searches advance only as long as the choice may still be the cheapest. The first choice
-that leaves the heap with its exact cost is the cheapest. Ties go to the choice whose row indices come first, mesh dim 0
-before mesh dim 1, in the order in which the rule lists its rows; nothing else decides, so every rank decides alike.
+Best-first search over the mesh dims. A prefix of a choice has a lower bound (see ``bounds``). A whole choice has one
+search per operand for its path, and these searches advance only as long as the choice may still be the cheapest. The
+first choice that leaves the heap with its exact cost is the cheapest.
+
+Example: a rule with the rows 0 and 1 on a (2, 2) mesh, where row 0 costs at least 0 on either mesh dim, and row 1 at
+least 5. The heap starts with the prefix (0,), bound 0. When it leaves, (1,), bound 5, and (0, 0), bound 0, are pushed.
+(0, 0) is whole: its exact cost is 7, and it is pushed back with 7. Now (1,) and (0, 1), both bound 5, are looked at.
+(0, 0) leaves the heap again, as the cheapest, once every other entry has a bound above 7.
+
+Ties go to the choice whose row indices come first, mesh dim 0 before mesh dim 1, in the order of the rule's rows.
+Nothing else decides, so every rank decides the same.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ from operator import itemgetter
 
 from shardwise.planning.bounds import Bounds
 from shardwise.planning.cost import links_of
-from shardwise.planning.layout_graph import Codes, LayoutGraph, graph_of
+from shardwise.planning.layout_graph import Codes, LayoutGraph, graph_of, searching
 from shardwise.planning.path_search import Search
 from shardwise.planning.problem import Choice, Problem, no_choice
 
@@ -36,7 +43,7 @@ class Chooser:
         self._problem = problem
         # Per operand, its code in each row.
         self._inputs = tuple(zip(*problem.table.inputs, strict=True))
-        #: Per operand that there is: its index, its moves, the bounds on leaving where it lies.
+        #: Per operand that is present: its index, its graph, the bounds on leaving where it lies.
         self._operands: list[tuple[int, LayoutGraph, Bounds]] = []
         known: dict[int, tuple[LayoutGraph, Bounds]] = {}
         for i, (spec, source) in enumerate(zip(problem.specs, problem.sources, strict=True)):
@@ -54,7 +61,7 @@ class Chooser:
         self._heap: list[_Entry] = []
 
     def _all_steps(self) -> list[list[_Step]]:
-        # Mesh dims that are alike in all that counts are common.
+        # Mesh dims of the same size, links and placements have the same steps.
         known: dict[object, list[_Step]] = {}
         found = []
         for m, n in enumerate(self._problem.mesh_shape):
@@ -87,12 +94,11 @@ class Chooser:
         return found[::-1]
 
     def best(self) -> tuple[Choice, list[float]]:
-        """The cheapest choice and what each operand's transition costs; raises when no rows go together."""
-        choice = next(self.ranked(), None)
+        """The cheapest choice and what each operand's redistribution costs; raises when no rows go together."""
+        with searching(*(graph for _, graph, _ in self._operands)):
+            choice = next(self.ranked(), None)
         if choice is None:
             raise no_choice(self._problem)
-        for _, graph, _ in self._operands:
-            graph.forget()
         return choice, self.costs(choice)
 
     def ranked(self) -> Iterator[Choice]:
@@ -106,7 +112,7 @@ class Chooser:
                 continue
             if known == _FIRST:
                 self._sibling(entry)
-                if not self._problem.allowed(choice) or self._put_off(entry):
+                if self._problem.conflict(choice) is not None or self._put_off(entry):
                     continue
             if len(choice) < len(self._steps):
                 self._push(choice, 0, entry[4], entry[5])
@@ -130,7 +136,7 @@ class Chooser:
             self._push(choice[:-1], place + 1, whole - cost, before - fixed)
 
     def _put_off(self, entry: _Entry) -> bool:
-        """Whether what must be received by this prefix makes it dearer than it seemed; then it is back on the heap."""
+        """Raise the bound of a prefix by the bytes that it must receive; True if it was pushed back onto the heap."""
         bound, _, choice, place, whole, before = entry
         if not whole:
             return False
@@ -167,7 +173,7 @@ class Chooser:
         return found
 
     def _weigh(self, entry: _Entry) -> None:
-        """Search on for the transitions of a choice until it is no more the cheapest in sight, and put it back."""
+        """Advance the searches of a choice while no other entry has a lower bound, and push it back."""
         bound, _, choice, place, whole, before = entry
         searches = self._searches_of(choice)
         rival = self._heap[0][0] if self._heap else math.inf
@@ -180,7 +186,7 @@ class Chooser:
         heappush(self._heap, (cost if known == _EXACT else max(cost, bound), known, choice, place, whole, before))
 
     def costs(self, choice: Choice) -> list[float]:
-        """What each operand's transition costs under a choice that :meth:`ranked` gave, in seconds."""
+        """What each operand's redistribution costs under a choice that :meth:`ranked` gave, in seconds."""
         costs = [0.0] * len(self._problem.specs)
         for i, _, bounds in self._operands:
             target = self._target(choice, i)

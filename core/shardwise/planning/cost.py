@@ -24,6 +24,7 @@ from shardwise.kernel.spec import Mesh
 
 __all__ = [
     "Connection",
+    "JUST_UNDER",
     "KINDS",
     "Link",
     "Links",
@@ -212,7 +213,8 @@ def are_chosen(mesh: Mesh) -> bool:
 
 # -- steps -----------------------------------------------------------------------------------------------------------
 
-_JUST_UNDER = 1 - 1e-9  # one step wins over two that do the same
+JUST_UNDER = 1 - 1e-9
+"""A factor against rounding: one step wins over two that do the same, and a bound stays below what it bounds."""
 
 # Of one kind over one group: ranks, start, latency of the whole group, seconds per byte.
 _Figures = tuple[int, float, float, float]
@@ -259,7 +261,7 @@ class StepCosts:
         whole = self.all_gather(dims, nbytes) + self.copy(nbytes)
         piece = -(-nbytes // n)
         parts = self.reduce_scatter(dims, piece) + self.all_gather(dims, piece)
-        return min(max(whole, least), parts * _JUST_UNDER)
+        return min(max(whole, least), parts * JUST_UNDER)
 
     def all_to_all(self, dims: tuple[int, ...], piece_bytes: int) -> float:
         """Each rank sends a piece of ``piece_bytes`` to every other."""

@@ -1,6 +1,6 @@
-"""What the planner does not even weigh, and why: rows on one mesh dim, and combinations of rows over several.
+"""Which choices are not legal, and why: rows on one mesh dim, and combinations of rows over several.
 
-For tools that explain a choice; the planner itself only asks a :class:`Problem` what is allowed.
+For tools that explain a choice. A :class:`Problem` decides what is legal; here its answers become sentences.
 """
 
 from __future__ import annotations
@@ -63,32 +63,23 @@ def count_choices(problem: Problem) -> ChoiceCount:
 
 def _dropped_rows(problem: Problem, mesh_dim: int, kept: Sequence[int]) -> Iterator[Exclusion]:
     reasons: dict[str, list[str]] = {}
-    for r, row in enumerate(problem.rows):
-        if r not in kept:
-            reasons.setdefault(_why_dropped(problem, r, mesh_dim), []).append(row.name)
+    for r, obstacle in enumerate(problem.obstacles(mesh_dim)):
+        if r not in kept and obstacle is not None:
+            reasons.setdefault(_in_words(problem, r, mesh_dim, *obstacle), []).append(problem.rows[r].name)
     for reason, names in reasons.items():
         yield Exclusion(reason, mesh_dim, tuple(names), len(names))
 
 
-def _why_dropped(problem: Problem, row: int, mesh_dim: int) -> str:
-    wanted = problem.rows[row]
-    names = problem.operand_names
-    here = [None if s is None else s.placements[mesh_dim] for s in problem.specs]
-    codes = [None if source is None else source[mesh_dim] for source in problem.sources]
-    for i in (*problem.written, *problem.fixed):
-        if codes[i] is not None and problem.table.inputs[row][i] != codes[i]:
-            what = "the op writes it" if i in problem.written else "it is a number"
-            return f"{names[i]} would have to move from {show(here[i])} to {show(wanted.inputs[i])}, but {what}"
-    for i, o in problem.same:
-        if wanted.inputs[i] != wanted.outputs[o]:
-            return f"{names[i]} would change from {show(here[i])} to {show(wanted.outputs[o])} in place"
-    deferred = next(i for i, c in enumerate(codes) if c is not None and c > 0 and _is_partial(problem, row, i))
-    return f"{names[deferred]} is {show(here[deferred])} there; to make it partial only puts communication off"
-
-
-def _is_partial(problem: Problem, row: int, operand: int) -> bool:
-    code = problem.table.inputs[row][operand]
-    return code is not None and code < 0
+def _in_words(problem: Problem, row: int, mesh_dim: int, what: str, operand: int) -> str:
+    name, spec, placements = problem.operand_names[operand], problem.specs[operand], problem.rows[row]
+    here = show(None if spec is None else spec.placements[mesh_dim])
+    if what == "moves":
+        why = "the op writes it" if operand in problem.written else "it is a number"
+        return f"{name} would have to move from {here} to {show(placements.inputs[operand])}, but {why}"
+    if what == "changes":
+        output = next(o for i, o in problem.same if i == operand)
+        return f"{name} would change from {here} to {show(placements.outputs[output])} in place"
+    return f"{name} is {here} there; to make it partial only puts communication off"
 
 
 # -- combinations ----------------------------------------------------------------------------------------------------
@@ -116,25 +107,16 @@ class _Walk:
                 return
             self.left -= 1
             choice = (*prefix, r)
-            if self._problem.allowed(choice):
+            conflict = self._problem.conflict(choice)
+            if conflict is None:
                 self.extend(choice)
-            else:
-                self._refuse(choice)
-
-    def _refuse(self, choice: Choice) -> None:
-        reason = self._why_refused(choice)
-        self.refused[reason] += self._behind[len(choice)]
-        self.examples.setdefault(reason, choice)
-
-    def _why_refused(self, choice: Choice) -> str:
-        problem = self._problem
-        barred = problem.table.barred[choice[-1]]
-        if any(barred >> r & 1 for r in choice):
-            return "reductions that do not commute would meet in one tensor"
-        names = problem.operand_names
-        for r in dict.fromkeys(choice):
-            for i, d, n in problem.rows[r].divides:
-                if not problem.divides(choice, i, d, n):
-                    return f"the pieces of dim {d} of {names[i]} must number a divisor of {n}"
-        i, d = next((i, d) for r in choice for i, d in problem.rows[r].nonempty if not problem.nonempty(choice, i, d))
-        return f"some rank would hold nothing of dim {d} of {names[i]}"
+                continue
+            what, operand, dim, n = conflict
+            name = self._problem.operand_names[operand]
+            reason = {
+                "reductions": "reductions that do not commute would meet in one tensor",
+                "divides": f"the pieces of dim {dim} of {name} must number a divisor of {n}",
+                "nonempty": f"some rank would hold nothing of dim {dim} of {name}",
+            }[what]
+            self.refused[reason] += self._behind[len(choice)]
+            self.examples.setdefault(reason, choice)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from itertools import combinations, product
 
@@ -24,17 +25,16 @@ import torch
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, commute, is_native, reducible
 from shardwise.kernel.spec import TensorMeta, TensorSpec, memory_order
-from shardwise.planning.cost import Links, StepCosts, step_costs
+from shardwise.planning.cost import JUST_UNDER, Links, StepCosts, step_costs
 
-__all__ = ["Edge", "Codes", "LayoutGraph", "decode", "encode", "graph_of"]
+__all__ = ["Edge", "Codes", "LayoutGraph", "decode", "encode", "graph_of", "reduction_of", "searching"]
 
 Codes = tuple[int, ...]
 Dims = tuple[int, ...]
 #: Cost in seconds, the layout that the step leads to, its kind, the mesh dims of its group, the bytes of a rank.
 Edge = tuple[float, Codes, str, Dims, int]
 _GraphStep = tuple[str, Codes, Dims, Codes]
-_JUST_UNDER = 1 - 1e-9  # a fill of a shard wins over a gather and a fill
-_MAX_PATHS = 64  # likewise
+_MAX_PATHS = 64  # per graph
 _MAX_LAYOUTS = 4096  # per graph; about a kilobyte each
 
 
@@ -54,7 +54,12 @@ def decode(code: int) -> Placement:
     """The inverse of :func:`encode`."""
     if code > 0:
         return shard(code - 1)
-    return partial(REDUCE_OPS[-1 - code]) if code else REPLICATE
+    return partial(reduction_of(code)) if code else REPLICATE
+
+
+def reduction_of(code: int) -> str:
+    """The reduction of a partial placement's code, which is below 0."""
+    return REDUCE_OPS[-1 - code]
 
 
 class LegalSteps:
@@ -117,7 +122,7 @@ class LegalSteps:
         later: set[str] = set()
         for m in reversed(range(len(layout))):
             if layout[m] < 0:
-                kind = REDUCE_OPS[-1 - layout[m]]
+                kind = reduction_of(layout[m])
                 if reducible(kind, self._dtype) and all(commute(kind, other, self._dtype) for other in later):
                     waiting.setdefault(kind, []).insert(0, m)
                 later.add(kind)
@@ -155,7 +160,7 @@ class LayoutGraph:
         self.itemsize = meta.dtype.itemsize
         self.numel = math.prod(self.shape)
         self._meta = meta
-        # What searches of one problem share; see :meth:`forget`.
+        # What the searches of one problem share; see :func:`searching`.
         self._sizes: dict[Codes, Dims] = {}
         self._nbytes: dict[Codes, int] = {}
         self._edges: dict[Codes, list[Edge]] = {}
@@ -216,8 +221,8 @@ class LayoutGraph:
             known = self._edges[layout] = list(self._costed(layout))
         return known
 
-    def forget(self) -> None:
-        """Drop all but the paths that were found: the rest is soon made again, and there are many kinds of tensor."""
+    def keep_paths_only(self) -> None:
+        """Drop sizes and edges; see :func:`searching`."""
         self._sizes.clear()
         self._nbytes.clear()
         self._edges.clear()
@@ -237,7 +242,7 @@ class LayoutGraph:
                 cost, nbytes = self._exchange(layout, after, dims, whole)
             elif kind == "all_reduce":
                 nbytes = self.nbytes(layout)
-                native = is_native(REDUCE_OPS[-1 - layout[dims[0]]], self.dtype)
+                native = is_native(reduction_of(layout[dims[0]]), self.dtype)
                 cost = (costs.all_reduce if native else costs.all_reduce_by_moving)(dims, nbytes)
             else:
                 nbytes = self.nbytes(after)
@@ -271,17 +276,17 @@ class LayoutGraph:
                 continue
             joined = {code for code in layout[:m] if code < 0 and code in layout[m + 1 :]}
             for code in sorted(joined | {target[m]}):
-                if code < 0 and self._may_fill(layout, m, REDUCE_OPS[-1 - code]):
+                if code < 0 and self._may_fill(layout, m, reduction_of(code)):
                     after = _with(layout, (m,), code)
                     nbytes = self.nbytes(after)
                     cost = self.costs.copy(nbytes)
                     if here > 0:
-                        cost = (cost + self._gather_cost(layout, m)) * _JUST_UNDER
+                        cost = (cost + self._gather_cost(layout, m)) * JUST_UNDER  # it wins over a gather and a fill
                     yield cost, after, "fill", (m,), nbytes
 
     def _may_fill(self, layout: Codes, m: int, kind: str) -> bool:
         rest = layout[m + 1 :]
-        later = {REDUCE_OPS[-1 - code] for code in rest if code < 0}
+        later = {reduction_of(code) for code in rest if code < 0}
         if layout[m] == 0:
             # Ranks that hold ones would add up; zeros, and the same value everywhere, are safe under every kind.
             return kind != "product" or "sum" not in later
@@ -308,6 +313,19 @@ class LayoutGraph:
                 return False
             pieces *= self.mesh_shape[m]
         return small[d] * pieces == self.sizes(whole)[d]
+
+
+@contextmanager
+def searching(*graphs: LayoutGraph) -> Iterator[None]:
+    """Search graphs in the block; afterwards they keep only the paths that were found.
+
+    The sizes and edges of layouts are quickly computed again, and there are many kinds of tensor.
+    """
+    try:
+        yield
+    finally:
+        for graph in graphs:
+            graph.keep_paths_only()
 
 
 def _with(layout: Codes, dims: Iterable[int], code: int) -> Codes:

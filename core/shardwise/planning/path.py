@@ -14,7 +14,7 @@ from shardwise.kernel.placements import Partial, Placement, Shard, show_all
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.bounds import Bounds
 from shardwise.planning.cost import links_of
-from shardwise.planning.layout_graph import LayoutGraph, decode, encode, graph_of
+from shardwise.planning.layout_graph import decode, encode, graph_of, searching
 from shardwise.planning.path_search import Search
 
 __all__ = ["Step", "Path", "bound", "shortest_path", "path_cost"]
@@ -67,11 +67,11 @@ class Path:
 def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
     """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
 
-    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when a partial
-    kind would have to be reduced that the dtype lacks (avg of bools, max and min of complex numbers).
+    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when the dtype
+    lacks a reduction that is needed (avg of bools, max and min of complex numbers).
     """
-    found = _transition(src, dst)
-    if found is None:
+    search = _search(src, dst)
+    if search.steps is None:
         kinds = sorted({*src.reductions.values(), *dst.reductions.values()})
         raise LayoutError(
             asked=f"redistribute {src} to {show_all(dst.placements)}",
@@ -80,50 +80,37 @@ def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
             src=src,
             dst=dst,
         )
-    return found
-
-
-def path_cost(src: TensorSpec, dst: TensorSpec) -> float:
-    """The cost of :func:`shortest_path` in seconds, 0 when the specs place alike, infinite when there is no way."""
-    if src is dst:
-        return 0.0
-    _check_pair(src, dst)
-    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    graph = graph_of(src, links_of(src.mesh))
-    found = Search(graph, start, goal)
-    found.advance(math.inf)
-    graph.forget()
-    return found.lower
-
-
-def _transition(src: TensorSpec, dst: TensorSpec) -> Path | None:
-    _check_pair(src, dst)
-    graph = graph_of(src, links_of(src.mesh))
-    start, goal = tuple(map(encode, src.placements)), tuple(map(encode, dst.placements))
-    found = Search(graph, start, goal)
-    found.advance(math.inf)
-    graph.forget()
-    if found.steps is None:
-        return None
-    renamed = [m for m, n in enumerate(src.mesh_shape) if n == 1 and start[m] != goal[m]]
-    steps = _relabel(src, dst, tuple(renamed), graph)
-    at = steps[-1].target if steps else src.placements
-    for cost, after, kind, dims, nbytes in found.steps:
+    # The placements of mesh dims of one rank change freely, the data stays.
+    renamed = tuple(m for m, n in enumerate(src.mesh_shape) if n == 1 and src.placements[m] != dst.placements[m])
+    steps = []
+    at = src.placements
+    if renamed:
+        at = tuple(dst.placements[m] if m in renamed else p for m, p in enumerate(src.placements))
+        cost = len(renamed) * search.graph.costs.copy(0)
+        steps.append(Step("relabel", renamed, src.placements, at, 0, cost))
+    for cost, after, kind, dims, nbytes in search.steps:
         changed = list(at)
         for m in dims:
             changed[m] = decode(after[m])
         target = tuple(changed)
         steps.append(Step(kind, dims, at, target, nbytes, cost))
         at = target
-    return Path(tuple(steps), found.lower)
+    return Path(tuple(steps), search.lower)
 
 
-def _relabel(src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...], graph: LayoutGraph) -> list[Step]:
-    """The step for mesh dims of one rank: their placements change freely, the data stays."""
-    if not mesh_dims:
-        return []
-    target = tuple(dst.placements[m] if m in mesh_dims else p for m, p in enumerate(src.placements))
-    return [Step("relabel", mesh_dims, src.placements, target, 0, len(mesh_dims) * graph.costs.copy(0))]
+def path_cost(src: TensorSpec, dst: TensorSpec) -> float:
+    """The cost of :func:`shortest_path` in seconds: 0 for the same placements, infinite when there is no path."""
+    return 0.0 if src is dst else _search(src, dst).lower
+
+
+def _search(src: TensorSpec, dst: TensorSpec) -> Search:
+    """The finished search for the cheapest steps from ``src`` to ``dst``."""
+    _check_pair(src, dst)
+    graph = graph_of(src, links_of(src.mesh))
+    search = Search(graph, tuple(map(encode, src.placements)), tuple(map(encode, dst.placements)))
+    with searching(graph):
+        search.advance(math.inf)
+    return search
 
 
 def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:

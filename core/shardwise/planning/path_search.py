@@ -26,18 +26,18 @@ class Search:
         "_came",
         "_estimate",
         "_goal",
-        "_graph",
         "_heap",
         "_limit",
         "_renaming",
         "_start",
         "done",
+        "graph",
         "lower",
         "steps",
     )
 
     def __init__(self, graph: LayoutGraph, start: Codes, goal: Codes) -> None:
-        self._graph = graph
+        self.graph = graph
         self._renaming = 0.0
         if graph.single:
             # The placements of mesh dims of one rank change freely, and the data stays.
@@ -81,7 +81,7 @@ class Search:
 
     def _follow(self, layout: Codes, so_far: float) -> None:
         best, estimate, goal = self._best, self._estimate, self._goal
-        for edges in (self._graph.edges(layout), self._graph.fills(layout, goal)):
+        for edges in (self.graph.edges(layout), self.graph.fills(layout, goal)):
             for edge in edges:
                 after = edge[1]
                 cost = so_far + edge[0]
@@ -111,4 +111,4 @@ class Search:
         #: The steps in order, ``None`` when there is no way.
         self.steps = None if path is None else path[1]
         if self._start != self._goal:
-            self._graph.remember(self._start, self._goal, path)
+            self.graph.remember(self._start, self._goal, path)

@@ -11,19 +11,20 @@ from attrs import frozen
 
 from shardwise.errors import InPlaceError, NoStrategyError, ShardingError
 from shardwise.kernel.placements import Placement, Shard, show_all
-from shardwise.kernel.reductions import REDUCE_OPS
+from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.rule import Row
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorMeta, TensorSpec
 from shardwise.kernel.symbols import chunk
-from shardwise.planning.layout_graph import encode
+from shardwise.planning.layout_graph import encode, reduction_of
 from shardwise.planning.path import path_cost
 
 __all__ = ["Choice", "Problem", "exhaustive", "no_choice"]
 
 Choice = tuple[int, ...]  # one row index per mesh dim
-_COMMUTING = {"sum", "avg"}
+Obstacle = tuple[str, int]  # see Problem.obstacles
+Conflict = tuple[str, int, int, int]  # see Problem.conflict
 
 
 class Table:
@@ -61,8 +62,7 @@ def _class(code: int) -> int:
     """Reductions of one number commute; -1 for what is not partial."""
     if code >= 0:
         return -1
-    kind = REDUCE_OPS[-1 - code]
-    return 0 if kind in _COMMUTING else -code
+    return 0 if reduction_of(code) in LINEAR else -code
 
 
 @lru_cache(maxsize=512)
@@ -107,23 +107,41 @@ class Problem:
 
     def candidates(self, mesh_dim: int) -> list[int]:
         """Indices of the rows that respect what the op writes, in the rule's order; raises when there is none."""
-        here = [None if source is None else source[mesh_dim] for source in self.sources]
-        found = [i for i, wanted in enumerate(self.table.inputs) if self._keeps_written(i, here, wanted)]
-        if not found:
+        obstacles = self.obstacles(mesh_dim)
+        free = [r for r, obstacle in enumerate(obstacles) if obstacle is None]
+        if free:
+            return free
+        deferring = [r for r, obstacle in enumerate(obstacles) if obstacle is not None and obstacle[0] == "deferred"]
+        if not deferring:
             raise self._refusal(mesh_dim)
-        # Turning a shard into a partial tensor moves nothing now and more later, and fills memory with zeros meanwhile.
+        return deferring
+
+    def obstacles(self, mesh_dim: int) -> list[Obstacle | None]:
+        """Per row, what speaks against it on a mesh dim, with the operand in question; ``None`` for nothing.
+
+        ``moves``: an operand that must stay would be redistributed. ``changes``: a written operand would be another
+        placement afterwards. ``deferred``: a shard would become partial, which moves nothing now and more later, and
+        fills memory with zeros meanwhile; such rows are taken where there are no others.
+        """
+        here = [None if source is None else source[mesh_dim] for source in self.sources]
+        stays = [i for i in (*self.written, *self.fixed) if here[i] is not None]
         sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
-        return [r for r in found if not self._defers(r, sharded)] or found
+        return [self._obstacle(row, here, stays, sharded) for row in range(len(self.rows))]
 
-    def _defers(self, row: int, sharded: Sequence[int]) -> bool:
+    def _obstacle(
+        self, row: int, here: Sequence[int | None], stays: Sequence[int], sharded: Sequence[int]
+    ) -> Obstacle | None:
         wanted = self.table.inputs[row]
-        return any((code := wanted[i]) is not None and code < 0 for i in sharded)
-
-    def _keeps_written(self, row: int, here: Sequence[int | None], wanted: Sequence[int | None]) -> bool:
-        for i in (*self.written, *self.fixed):
-            if here[i] is not None and wanted[i] != here[i]:
-                return False
-        return all(self.rows[row].inputs[i] == self.rows[row].outputs[o] for i, o in self.same)
+        for i in stays:
+            if wanted[i] != here[i]:
+                return "moves", i
+        for i, o in self.same:
+            if self.rows[row].inputs[i] != self.rows[row].outputs[o]:
+                return "changes", i
+        for i in sharded:
+            if (code := wanted[i]) is not None and code < 0:
+                return "deferred", i
+        return None
 
     def _refusal(self, mesh_dim: int) -> ShardingError:
         names = self.operand_names
@@ -144,20 +162,27 @@ class Problem:
             op=op_name(self.schema.op),
         )
 
-    def allowed(self, choice: Choice) -> bool:
-        """Whether the rows picked so far (a prefix of the mesh dims) go together, if all but the last do.
+    def conflict(self, choice: Choice) -> Conflict | None:
+        """Why the rows of a choice (a prefix of the mesh dims) do not go together; ``None`` if they do.
 
-        Reductions on several mesh dims must commute. A refused prefix stays refused.
+        All rows but the last are known to go together. Reductions on several mesh dims must commute, and a dim must
+        be split as its rows want: ``("divides", operand, dim, n)`` where the number of pieces does not divide ``n``,
+        and ``("nonempty", operand, dim, 0)`` where a rank would hold nothing. A refused prefix stays refused.
         """
         barred = self.table.barred[choice[-1]]
         if barred and any(barred >> r & 1 for r in choice):
-            return False
+            return "reductions", 0, 0, 0
+        if not self.table.divides:
+            return None
         # A later mesh dim may split a dim further that an earlier row wants divided evenly.
-        return not self.table.divides or all(
-            all(self.divides(choice, i, d, n) for i, d, n in self.rows[r].divides)
-            and all(self.nonempty(choice, i, d) for i, d in self.rows[r].nonempty)
-            for r in set(choice)
-        )
+        for r in dict.fromkeys(choice):
+            for i, d, n in self.rows[r].divides:
+                if not self.divides(choice, i, d, n):
+                    return "divides", i, d, n
+            for i, d in self.rows[r].nonempty:
+                if not self.nonempty(choice, i, d):
+                    return "nonempty", i, d, 0
+        return None
 
     def splits(self, choice: Choice, operand: int, dim: int) -> list[int]:
         """Sizes of the mesh dims that split a dim of an operand, in mesh order."""
@@ -222,7 +247,7 @@ def exhaustive(problem: Problem) -> Iterator[tuple[Choice, PlacementStrategy]]:
     """
     per_dim = [problem.candidates(m) for m in range(len(problem.mesh_shape))]
     for choice in product(*per_dim):
-        if all(problem.allowed(choice[: n + 1]) for n in range(len(choice))):
+        if all(problem.conflict(choice[: n + 1]) is None for n in range(len(choice))):
             yield choice, problem.strategy(choice)
 
 

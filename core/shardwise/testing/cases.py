@@ -148,7 +148,7 @@ def _can_lie(spec: TensorSpec | None, placement: Placement | None) -> bool:
 
 
 def _legal(problem: Problem, choice: Choice) -> bool:
-    return all(problem.allowed(choice[: n + 1]) for n in range(len(choice)))
+    return all(problem.conflict(choice[: n + 1]) is None for n in range(len(choice)))
 
 
 def _options(
