@@ -1,4 +1,4 @@
-"""Watching collectives: what is told of each, and to whom."""
+"""Observing collectives."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issu
 
 
 def is_observed(phase: str) -> bool:
-    """Whether anybody listens to a phase."""
+    """Whether anybody observes a phase."""
     return any(phase in phases for _, phases in observers)
 
 
 def emit(event: Event, phase: str) -> None:
-    """Tell those who listen to a phase."""
+    """Call the observers of a phase."""
     for callback, phases in tuple(observers):
         if phase in phases:
             callback(evolve(event, phase=phase))
 
 
 def waited(event: Event, out: Tensor) -> Tensor:
-    """Tell that a result is taken, and give it."""
+    """Report that a result was waited for, and give it."""
     emit(event, "waited")
     return out

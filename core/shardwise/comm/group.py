@@ -76,7 +76,7 @@ class Group:
             return AsyncResult(None, self._functional.all_gather(piece).view(out.shape))
         batch = _here.batch
         result = self._all_gather(out, piece, batch)
-        # One of several that go together is told of with them.
+        # Coalesced gathers are reported as one.
         return self._observed(result, "all_gather", piece) if observers and (batch is None or self._order) else result
 
     def all_gather(self, piece: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ class Bounds:
 
 
 def disturbed(mesh_shape: Sequence[int], source: Codes, goal: Codes) -> list[int]:
-    """The mesh dims that lie as the goal has it and must leave all the same.
+    """Mesh dims already placed as in the goal that must still be undone and redone.
 
     Only right-most mesh dims of a tensor dim may leave it, and only right of those that are there may one join.
     """
@@ -236,7 +236,7 @@ class Estimate:
         return found if late is None else max(found, _needed_late(self._graph, self.goal, late))
 
     def _copied(self, layout: Codes, copies: int) -> float:
-        """Slices and fills suffice: they write the less the earlier the most is cut away. Or a collective helps."""
+        """Slices and fills suffice, and cutting the largest mesh dim first writes least. Or a collective helps."""
         collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
         nbytes: float = self._graph.nbytes(layout)
         written = 0.0

@@ -188,8 +188,8 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
 def store(calibration: Calibration, path: Path) -> None:
     """Write an entry to a file, in place of one for the same kind of mesh; others in the file stay.
 
-    Raises what :func:`parse` raises for a file that is there and is none, and :class:`LinksFileError` where nothing can
-    be written.
+    Raises what :func:`parse` raises where the existing file is not one of link figures, and :class:`LinksFileError`
+    where nothing can be written.
     """
     try:
         before = parse(path.read_text(), str(path)) if path.exists() else ()
