@@ -107,7 +107,7 @@ def least_squares_of(batch, m, n, columns, driver):
 def test_metas_of_least_squares_are_those_of_the_kernel(batch, m, n, columns, driver):
     a, b, expected = least_squares_of(batch, m, n, columns, driver)
     try:
-        found = least_squares._made(a.to("meta"), b.to("meta"), driver=driver)
+        found = least_squares._on_meta(a.to("meta"), b.to("meta"), driver=driver)
     except NotImplementedError:
         assert driver in ("gelsd", "gelss")
         assert m > n
