@@ -14,9 +14,6 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# Each element of the result is one element of the first operand, the same on every rank.
-PICKED = ("*, R -> *",)
-
 
 def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
@@ -29,7 +26,7 @@ def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: A
 def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     """Other dims alike where the index covers them, the index also along the dim; a sharded dim is masked."""
     if x.ndim != index.ndim or not x.ndim:
-        return Flow([None], [None], partial=PICKED)
+        return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim, {d for d in range(x.ndim) if x.shape[d] != index.shape[d]})
     picked = replaced(names, at, "picked")
@@ -37,7 +34,7 @@ def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
         [replaced(names, at, "cut"), picked],
         [picked],
         reduce={"cut": "sum"},
-        partial=PICKED,
+        moves="self",
         lowered={"cut"},
     )
 
@@ -54,7 +51,7 @@ def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: A
 def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
     """Other dims pass, the index gives the dim its place in the result; a sharded dim is masked."""
     if not x.ndim:
-        return Flow([None], [None], partial=PICKED)
+        return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim)
     picked = ("picked",) if index.ndim else ()
@@ -62,11 +59,11 @@ def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
         [replaced(names, at, "cut"), picked],
         [replaced(names, at, *(picked or (None,)))],
         reduce={"cut": "sum"},
-        partial=PICKED,
+        moves="self",
         lowered={"cut"},
     )
 
 
-TAKE = rule([aten.take.default, aten.take.out], "R, ... -> ...", partial=PICKED)
+TAKE = rule([aten.take.default, aten.take.out], "R, ... -> ...", moves="self")
 
 RULES = (GATHER, INDEX_SELECT, TAKE)

@@ -88,7 +88,7 @@ def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
         [names.whole, *map(names.of_index, indices)],
         [names.result],
         reduce=dict.fromkeys(names.cuts, "sum"),
-        partial=["*, R, ... -> *"],
+        moves="self",
         lowered=names.cuts,
     )
 

@@ -20,7 +20,7 @@ def CAT(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
     ndim = next((t.ndim for t in tensors if t.shape != (0,)), 1)
     names = labels(ndim, {dim_of(dim, ndim)})
     inputs = [(None,) if t.shape == (0,) else names for t in tensors]
-    return Flow(inputs, [names], partial=_alike(call))
+    return Flow(inputs, [names], moves=_one_dtype(call))
 
 
 @rule_from([aten.stack.default, aten.stack.out])
@@ -29,7 +29,7 @@ def STACK(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
     ndim = tensors[0].ndim
     names = labels(ndim)
     at = dim_of(dim, ndim + 1)
-    return Flow([names] * len(tensors), [(*names[:at], None, *names[at:])], partial=_alike(call))
+    return Flow([names] * len(tensors), [(*names[:at], None, *names[at:])], moves=_one_dtype(call))
 
 
 @rule_from([aten._chunk_cat.default, aten._chunk_cat.out])
@@ -39,12 +39,12 @@ def CHUNK_CAT(tensors: Sequence[TensorMeta], dim: int, *, call: Call) -> Flow:
     names = labels(at)
     inputs = [(*names, *[None] * (t.ndim - at)) for t in tensors]
     # The kernel divides by the number of elements.
-    return Flow(inputs, [(*names, None, None)], partial=_alike(call), nonempty=[n for n in names if n])
+    return Flow(inputs, [(*names, None, None)], moves=_one_dtype(call), nonempty=[n for n in names if n])
 
 
-def _alike(call: Call) -> tuple[str, ...]:
-    """The partial rows: one kind for all, where no tensor is cast to the dtype of the others."""
-    return ("*, ... -> *",) if same_dtype(*call.operands, *call.outputs) else ()
+def _one_dtype(call: Call) -> tuple[str, ...]:
+    """The operands that may be partial together: all, where no tensor is cast to the dtype of the others."""
+    return ("tensors",) if same_dtype(*call.operands, *call.outputs) else ()
 
 
 RULES = (CAT, STACK, CHUNK_CAT)

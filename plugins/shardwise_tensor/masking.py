@@ -44,7 +44,7 @@ def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
     """..., ... -> ...; a zero is zero in every reduction, another value stands on all ranks or on one."""
     x_names, mask_names, names = _broadcast(x, mask)
     if value == 0:
-        return Flow([x_names, mask_names], [names], partial=("*, R -> *",))
+        return Flow([x_names, mask_names], [names], moves="self")
     once = each(ONCE, "k, R -> k")
     return Flow([x_names, mask_names], [names], partial=[*each(UNMOVED, "k, R -> k"), *once], lowered=once)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import ANY, Flow, LocalCall, TensorMeta, dim_of, like, rule, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, like, rule, rule_from
 
 __all__ = ["RULES"]
 
@@ -17,19 +17,19 @@ aten = torch.ops.aten
 @rule_from([aten.flip.default, aten.flip.out])
 def FLIP(x: TensorMeta, dims: Sequence[int]) -> Flow:
     """Every dim passes but the flipped ones."""
-    return like(x, whole={dim_of(d, x.ndim) for d in dims}, partial=ANY)
+    return like(x, whole={dim_of(d, x.ndim) for d in dims}, moves="self")
 
 
 @rule_from([aten.roll.default, aten.roll.out])
 def ROLL(x: TensorMeta, shifts: Sequence[int], dims: Sequence[int] = ()) -> Flow:
     """Every dim passes but the rolled ones; without dims the tensor is rolled as one line."""
-    return like(x, whole=dims or range(x.ndim), partial=ANY)
+    return like(x, whole=dims or range(x.ndim), moves="self")
 
 
 @rule_from([aten.rot90.default, aten.rot90.out])
 def ROT90(x: TensorMeta, k: int = 1, dims: Sequence[int] = (0, 1)) -> Flow:
     """Every dim passes but the two of the plane that turns."""
-    return like(x, whole=dims, partial=ANY)
+    return like(x, whole=dims, moves="self")
 
 
 # -- triangles ---------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ TRIANGLE = rule(
         aten.triu_.default,
     ],
     "... -> ...",
-    partial=ANY,
+    moves="self",
     local_args=_local_diagonal,
 )
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardwise.rule import (
-    ANY,
     REDUCE_OPS,
     REPLICATE,
     UNMOVED,
@@ -49,13 +48,13 @@ def _cut(x: TensorMeta, dim: int, start: int | None, end: int | None, step: int)
 @rule_from([aten.slice.Tensor, aten.slice_copy.Tensor, aten.slice_copy.Tensor_out])
 def SLICE(x: TensorMeta, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Flow:
     """Every dim passes but one that the slice really cuts."""
-    return like(x, whole=_cut(x, dim, start, end, step), partial=ANY)
+    return like(x, whole=_cut(x, dim, start, end, step), moves="self")
 
 
 @rule_from([aten.narrow_copy.default, aten.narrow_copy.out])
 def NARROW(x: TensorMeta, dim: int, start: int, length: int) -> Flow:
     """Every dim passes but the narrowed one."""
-    return like(x, whole={dim_of(dim, x.ndim)}, partial=ANY)
+    return like(x, whole={dim_of(dim, x.ndim)}, moves="self")
 
 
 @rule_from([aten.select.int, aten.select_copy.int, aten.select_copy.int_out])
@@ -63,7 +62,7 @@ def SELECT(x: TensorMeta, dim: int, index: int) -> Flow:
     """The selected dim is whole and vanishes, the others pass."""
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim, {at})
-    return Flow([names], [replaced(names, at)], partial=ANY)
+    return Flow([names], [replaced(names, at)], moves="self")
 
 
 # -- several parts -----------------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def SELECT(x: TensorMeta, dim: int, index: int) -> Flow:
 )
 def SPLIT(x: TensorMeta, sizes: Any, dim: int = 0) -> Flow:
     """Every dim passes but the split one."""
-    return like(x, whole={dim_of(dim, x.ndim)}, partial=ANY)
+    return like(x, whole={dim_of(dim, x.ndim)}, moves="self")
 
 
 @rule_from([aten.unbind.int, aten.unbind_copy.int])
@@ -89,7 +88,7 @@ def UNBIND(x: TensorMeta, dim: int = 0) -> Flow:
     """The unbound dim is whole and vanishes, the others pass."""
     at = dim_of(dim, x.ndim)
     names = labels(x.ndim, {at})
-    return Flow([names], [replaced(names, at)], partial=ANY)
+    return Flow([names], [replaced(names, at)], moves="self")
 
 
 @rule_from(
@@ -132,7 +131,7 @@ def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
 def SLICE_BACKWARD(grad: TensorMeta, input_sizes: Sequence[int], dim: int, start: int, end: int, step: int) -> Flow:
     """Every dim passes but one that the slice really cut."""
     at = dim_of(dim, grad.ndim)
-    return like(grad, whole=() if _takes_all(input_sizes[at], start, end, step) else {at}, partial=ANY)
+    return like(grad, whole=() if _takes_all(input_sizes[at], start, end, step) else {at}, moves="grad_output")
 
 
 @rule_from([aten.select_backward.default, aten.select_backward.out], local_args=_local_input_sizes)
@@ -140,7 +139,7 @@ def SELECT_BACKWARD(grad: TensorMeta, input_sizes: Sequence[int], dim: int, inde
     """The selected dim comes back whole, the others pass."""
     at = dim_of(dim, len(input_sizes))
     names = labels(len(input_sizes), {at})
-    return Flow([replaced(names, at)], [names], partial=ANY)
+    return Flow([replaced(names, at)], [names], moves="grad_output")
 
 
 # -- writing a part ----------------------------------------------------------------------------------------------

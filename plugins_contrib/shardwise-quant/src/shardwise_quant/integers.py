@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.rule import LocalCall, rule
+from shardwise.rule import LocalCall, linear, rule
 from shardwise_quant.padding import padded, up
 
 __all__ = ["RULES"]
@@ -58,10 +58,10 @@ def _int8pack(local: LocalCall, x: torch.Tensor, weight: torch.Tensor, scales: t
         return x.new_zeros((m, n))
     deep = k if x.device.type == "cuda" else up(k, PACK_STEP)
     # All row-major: the CPU kernel takes any row stride of x for k, and any stride of the scales for one.
-    found: torch.Tensor = aten._weight_int8pack_mm.default(
+    product: torch.Tensor = aten._weight_int8pack_mm.default(
         padded(x, (m, deep)), padded(weight, (n, deep)), scales.contiguous()
     )
-    return found
+    return product
 
 
 INT8PACK = rule(
@@ -69,7 +69,7 @@ INT8PACK = rule(
     "m k, n k, n -> m n",
     reduce={"k": "sum"},
     # Linear in what is floating: the activations, and the scales.
-    partial=["sum, R, R -> sum", "avg, R, R -> avg", "R, R, sum -> sum", "R, R, avg -> avg"],
+    partial=[linear("self"), linear("scales")],
     lowering={("*", "R"): _int8pack},
 )
 

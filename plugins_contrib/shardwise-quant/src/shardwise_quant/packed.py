@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, LocalCall, Rows, TensorMeta, linear, rule_from
 from shardwise_quant import blocked
 
 __all__ = ["RULES"]
@@ -29,7 +29,7 @@ CPU_ROWS = 64
 CUDA_ROWS, CUDA_COLUMNS = 8, 16
 
 # Linear in the activations; in scales and zeros together, for a weight is q * scale + zero.
-LINEAR = ("sum, R, R -> sum", "avg, R, R -> avg", "R, R, sum -> sum", "R, R, avg -> avg")
+LINEAR = (linear("self|x"), linear("qScaleAndZeros|scales_and_zeros"))
 
 
 def _cut(name: str, pieces: int, size: int) -> Any:
@@ -107,8 +107,8 @@ def PACK_FOR_CUDA(self: TensorMeta, innerKTiles: int) -> Flow | Rows:  # noqa: N
 def _mm_for_cuda(local: LocalCall, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if not x.shape[0]:  # the kernel cannot be launched for no row
         return x.new_empty((0, rest[0].shape[0] * CUDA_ROWS))
-    found: torch.Tensor = local.call.op(x.contiguous(), *rest)
-    return found
+    product: torch.Tensor = local.call.op(x.contiguous(), *rest)
+    return product
 
 
 def _meta_for_cuda(x: torch.Tensor, weight: torch.Tensor, group_size: int, scales: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,21 @@ import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Placement, Row, Rows, TensorMeta, partial, rule_from, shard
+from shardwise.rule import (
+    REPLICATE,
+    Call,
+    Facts,
+    Flow,
+    LocalCall,
+    Placement,
+    Row,
+    Rows,
+    TensorMeta,
+    linear,
+    partial,
+    rule_from,
+    shard,
+)
 from shardwise_ring_attention.place import SEQUENCE
 from shardwise_ring_attention.ring import ring_backward, ring_forward
 
@@ -70,7 +84,7 @@ def _may_ring(call: Call) -> bool:
     return plain and not call.args["dropout_p"]
 
 
-def _flow(call: Call, made: Sequence[str], reduce: str, partial_rows: Sequence[str]) -> Flow:
+def _flow(call: Call, made: Sequence[str], reduce: str, facts: Facts) -> Flow:
     """The flow of one call; ``reduce`` says how a result that lacks a sharded dim comes about."""
     many, few = _heads(call.args["query"], call.args["key"])
     positions = None if call.args["is_causal"] and not _may_ring(call) else "q"
@@ -87,7 +101,7 @@ def _flow(call: Call, made: Sequence[str], reduce: str, partial_rows: Sequence[s
         outputs,
         reduce=dict.fromkeys(names, reduce),
         replicate=names | {"r"} if random else {"r"},
-        partial=() if random else partial_rows,
+        partial=() if random else [facts],
         nonempty=names,
     )
 
@@ -208,8 +222,6 @@ def _local_lengths(local: LocalCall) -> Mapping[str, Any]:
 _RING, _KEYS_ALONE = "ring of q s", "shard s"
 _SPLIT, _SUM = shard(SEQUENCE), partial("sum")
 # Linear in the values, and the gradients in the incoming one; the weights do not depend on the values.
-_LINEAR = ("R, R, sum, R, ... -> sum, R, ...", "R, R, avg, R, ... -> avg, R, ...")
-_LINEAR_BACKWARD = ("sum, R, ... -> sum, ...", "avg, R, ... -> avg, ...")
 _FORWARD_ROWS = {_RING: (_SPLIT, _SPLIT), _KEYS_ALONE: (REPLICATE, REPLICATE)}
 _BACKWARD_ROWS = {_RING: (_SPLIT, _SPLIT, _SPLIT), _KEYS_ALONE: (_SUM, _SPLIT, _SPLIT)}
 
@@ -224,7 +236,7 @@ _BACKWARD_ROWS = {_RING: (_SPLIT, _SPLIT, _SPLIT), _KEYS_ALONE: (_SUM, _SPLIT, _
 )
 def ATTENTION(call: Call) -> Rows:
     """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; a ring over q with s (no mask, no dropout)."""
-    return _rows(call, _flow(call, _RESULTS, "R", _LINEAR), _FORWARD_ROWS)
+    return _rows(call, _flow(call, _RESULTS, "R", linear("value", results=[0])), _FORWARD_ROWS)
 
 
 @rule_from(
@@ -238,7 +250,7 @@ def ATTENTION(call: Call) -> Rows:
 )
 def ATTENTION_BACKWARD(call: Call) -> Rows:
     """As forward; gradients of what every shard used whole are partial sums."""
-    return _rows(call, _flow(call, _GRADIENTS, "sum", _LINEAR_BACKWARD), _BACKWARD_ROWS)
+    return _rows(call, _flow(call, _GRADIENTS, "sum", linear("grad_out")), _BACKWARD_ROWS)
 
 
 RULES = (ATTENTION, ATTENTION_BACKWARD)
