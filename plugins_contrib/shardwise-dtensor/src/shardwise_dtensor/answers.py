@@ -71,14 +71,14 @@ def from_output_sharding(schema: OpSchema, question: torch_private.OpSchema, ask
             found="its classic rule replaces arguments that are no tensors by local ones",
             do="Write it as a shardwise rule with local_args=.",
         )
-    found = call.placed(list(_specs(suggested or question)), output)
-    return _checked(schema, [] if found is None else [found])
+    choice = call.placed(list(_specs(suggested or question)), output)
+    return _checked(schema, [] if choice is None else [choice])
 
 
-def _checked(schema: OpSchema, found: Sequence[PlacementStrategy]) -> OpStrategy:
-    if not found:
+def _checked(schema: OpSchema, choices: Sequence[PlacementStrategy]) -> OpStrategy:
+    if not choices:
         raise refuse(schema, "its classic rule gives no strategy that can be run here")
-    return OpStrategy(tuple(dict.fromkeys(found)))
+    return OpStrategy(tuple(dict.fromkeys(choices)))
 
 
 # -- one call ----------------------------------------------------------------------------------------------------
@@ -135,15 +135,15 @@ class _Call:
         there = [i for i, spec in enumerate(specs) if spec is not None]
         if len(wanted) > len(there):
             raise self._wrong(f"specs for {len(wanted)} operands of {len(there)}")
-        found: list[Places] = [_places(spec) for spec in specs]
+        inputs: list[Places] = [_places(spec) for spec in specs]
         tensors = self.schema.signature.tensor_args
         movable = [i for i in there if not _is_keyword(self.schema.operand_names[i], tensors)]
         if len(wanted) not in (len(there), len(movable)):
             raise self._wrong(f"specs for {len(wanted)} operands of {len(there)}")
         for i, spec in zip(there if len(wanted) == len(there) else movable, wanted, strict=True):
             meta = specs[i]
-            found[i] = check_placements(spec.placements, self.schema.mesh.ndim, 0 if meta is None else meta.ndim)
-        return found
+            inputs[i] = check_placements(spec.placements, self.schema.mesh.ndim, 0 if meta is None else meta.ndim)
+        return inputs
 
     def _results(self, outputs: Outputs) -> list[Places]:
         """Placements per result; one spec serves them all."""
@@ -182,15 +182,15 @@ class _Call:
             legal = [c for c in choices if c is not None]
             if not legal:
                 raise refuse(self.schema, f"its classic rule gives no strategy that can be run at list position {i}")
-            moved, made = min(legal, key=lambda pair: self._cost(at, pair[0]))
-            for j, places in zip(at, moved, strict=True):
+            cheapest = min(legal, key=lambda pair: self._cost(at, pair[0]))
+            for j, places in zip(at, cheapest[0], strict=True):
                 inputs[j] = places
-            for o, places in zip(outputs, made, strict=True):
+            for o, places in zip(outputs, cheapest[1], strict=True):
                 results[o] = places
-        found = self.checked(inputs, results)
-        if found is None:
+        choice = self.checked(inputs, results)
+        if choice is None:
             raise refuse(self.schema, "its classic rule moves what the op writes")
-        return found
+        return choice
 
     def _position(self, i: int) -> list[int]:
         """The operands of one list position: the element there of each list, and every tensor that is no list."""
@@ -209,17 +209,17 @@ class _Call:
                 None if s is None else check_placements(w.placements, ndim, s.ndim)
                 for s, w in zip(specs, wanted, strict=True)
             ]
-            made = [self._result(choice.output_spec, self.metas[o]) for o in outputs]
+            results = [self._result(choice.output_spec, self.metas[o]) for o in outputs]
         except PlacementError:
             return None
         stays = all(
             s is None or p == s.placements for k, s, p in zip(at, specs, inputs, strict=True) if k in self.fixed
         )
-        return (inputs, made) if stays and all(map(_commutes, (*inputs, *made))) else None
+        return (inputs, results) if stays and all(map(_commutes, (*inputs, *results))) else None
 
-    def _cost(self, at: Sequence[int], placed: Sequence[Places]) -> float:
+    def _cost(self, at: Sequence[int], position: Sequence[Places]) -> float:
         inputs: list[Places] = [_places(s) for s in self.schema.specs]
-        for k, places in zip(at, placed, strict=True):
+        for k, places in zip(at, position, strict=True):
             inputs[k] = places
         return strategy(self.schema, inputs, [None] * len(self.metas), self.metas).cost
 

@@ -73,22 +73,22 @@ def register_prop_rule(
 
 
 def rules_of(*modules: ModuleType | Mapping[str, Any]) -> tuple[FullMeshRule, ...]:
-    """The rules that these modules (or namespaces) made with the decorators, in that order. What a plugin's hook adds.
+    """The rules that these modules (or namespaces) made with the decorators, in that order, for a plugin's hook.
 
-    Raises :class:`RuleError` for a module that made none: most likely it was not the one meant.
+    Raises :class:`RuleError` for a module without such a rule, which is most likely the wrong module.
     """
-    found: list[FullMeshRule] = []
+    rules: list[FullMeshRule] = []
     for module in modules:
         namespace = vars(module) if isinstance(module, ModuleType) else module
-        kept: dict[Any, FullMeshRule] = namespace.get(_KEPT, {})
-        if not kept:
+        own: dict[Any, FullMeshRule] = namespace.get(_KEPT, {})
+        if not own:
             raise RuleError(
                 asked=f"collect the classic rules of {namespace.get('__name__', 'a namespace')}",
                 found="no decorator of shardwise_dtensor was used in it",
                 do="Import register_op_strategy and register_prop_rule from shardwise_dtensor there, not from torch.",
             )
-        found += kept.values()
-    return tuple(found)
+        rules += own.values()
+    return tuple(rules)
 
 
 # -- making and keeping a rule -----------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def _recorder(
 ) -> Callable[[Function], Function]:
     # The module that calls the public decorator: functions may come from elsewhere, also from torch.
     frame = sys._getframe(2)
-    kept: dict[Any, FullMeshRule] = frame.f_globals.setdefault(_KEPT, {})
+    rules: dict[Any, FullMeshRule] = frame.f_globals.setdefault(_KEPT, {})
     caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     overloads = (ops,) if isinstance(ops, Op) else tuple(ops)
 
@@ -111,7 +111,7 @@ def _recorder(
         for op in overloads:
             rule = full_mesh_rule(op, static=_static(op, schema_info))(make(function, op))
             # By source, so that a module that is loaded again has each rule once.
-            kept[op, source] = evolve(rule, source=source, text=f"classic {style} {name}")
+            rules[op, source] = evolve(rule, source=source, text=f"classic {style} {name}")
         return function
 
     return decorate

@@ -18,30 +18,30 @@ def refusals(op: Op, rule: Rule | FullMeshRule, *, override: bool) -> tuple[str,
 def _of_rule(rule: Rule | FullMeshRule) -> list[str]:
     if isinstance(rule, FullMeshRule):
         return ["the rule is a function of the full mesh, and DTensor takes rows of one mesh dim"]
-    found = []
+    reasons = []
     if rule.zip_lists:
-        found.append("every list position chooses for itself, and DTensor takes one choice for all")
+        reasons.append("every list position chooses for itself, and DTensor takes one choice for all")
     if rule.writes:
-        found.append(f"the op writes {', '.join(sorted(rule.writes))} without its schema saying so")
+        reasons.append(f"the op writes {', '.join(sorted(rule.writes))} without its schema saying so")
     if rule.results is not None:
-        found.append("the rule corrects the metas of the results, and DTensor takes those of the meta device")
-    return found
+        reasons.append("the rule corrects the metas of the results, and DTensor takes those of the meta device")
+    return reasons
 
 
 def _of_op(op: Op) -> list[str]:
     schema = torch_private.schema_of(op)
     tensors = OpSchema.of(op).signature.tensor_args
-    found = []
+    reasons = []
     if any(a.is_out for a in tensors):
-        found.append("it has out= arguments, which register_sharding does not take")
+        reasons.append("it has out= arguments, which register_sharding does not take")
     keyword = [a.name for a in tensors if a.kwarg_only and not a.is_out]
     if keyword:
-        found.append(f"DTensor does not redistribute keyword-only tensors ({', '.join(keyword)})")
+        reasons.append(f"DTensor does not redistribute keyword-only tensors ({', '.join(keyword)})")
     if not all(isinstance(r.type, torch.TensorType) for r in schema.returns):
-        found.append("DTensor takes rows for results that are single tensors, and it has others")
+        reasons.append("DTensor takes rows for results that are single tensors, and it has others")
     if torch.Tag.nondeterministic_seeded in op.tags:
-        found.append("it draws random numbers, which DTensor keeps in step for its own ops only")
-    return found + _of_writing(op)
+        reasons.append("it draws random numbers, which DTensor keeps in step for its own ops only")
+    return reasons + _of_writing(op)
 
 
 def _of_writing(op: Op) -> list[str]:

@@ -102,13 +102,13 @@ class Shardings:
         Not every release of torch refuses such a combination by itself.
         """
         there = {p.reduce_op for placements in given.present for p in placements if isinstance(p, Partial)}
-        found: list[Row] = []
+        commuting: list[Row] = []
         for row in sorted(kept, key=lambda row: _strangeness(_kinds(row.inputs), there)):
-            if all(_commute(row, other) for other in found):
-                found.append(row)
+            if all(_commute(row, other) for other in commuting):
+                commuting.append(row)
             else:
                 self.left_out[row.name or str(row)] = "leaves a tensor partial in a way that clashes with another row's"
-        return [row for row in kept if row in found]
+        return [row for row in kept if row in commuting]
 
 
 # -- reading the call --------------------------------------------------------------------------------------------
@@ -140,14 +140,14 @@ def _read(value: Any, specs: list[DTensorSpec]) -> Any:
         meta = value.tensor_meta
         if meta is None:
             raise ValueError("DTensor gave a spec without tensor meta")
-        found = TensorMeta(meta.shape, meta.stride, meta.dtype)
-        if found.is_symbolic:
+        plain = TensorMeta(meta.shape, meta.stride, meta.dtype)
+        if plain.is_symbolic:
             raise NoStrategyError(
                 asked=f"tell DTensor the rows of a call with a tensor of shape {tuple(meta.shape)}",
                 found="a size is symbolic, and rows may depend on sizes",
                 do="Compile with dynamic=False.",
             )
-        return _abstract(found)
+        return _abstract(plain)
     if isinstance(value, (list, tuple)):
         return tuple(_read(v, specs) for v in value)
     return value
