@@ -31,6 +31,13 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session
+def sample(session: nox.Session) -> None:
+    """The fixed sample of the slow tests that .ci/run takes."""
+    install(session, "test")
+    session.run("pytest", "-m", "slow and sample", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting and lint rules."""
     session.install("-c", "constraints.txt", "ruff")
