@@ -58,6 +58,8 @@ def pytest_cmdline_main(config):
     the pool, whose ranks often wait for each other, beside the rest. What somebody picks runs in one, which starts
     faster.
     """
+    if "PYTEST_XDIST_WORKER" in os.environ:  # one of the two, or a test that runs pytest itself
+        return
     option = config.option
     nobody_says = getattr(option, "numprocesses", 0) is None and not option.usepdb and not option.collectonly
     if nobody_says and config.args_source is config.ArgsSource.TESTPATHS:
