@@ -55,9 +55,10 @@ dcp_state_dicts.install()
 
 
 def override(*rules: "AnyRule") -> "Override":
-    """Put rules above those of all plugins in this process: until what comes back is called, or during a ``with``.
+    """Give rules precedence over those of all plugins in this process.
 
-    Every rank of a program must do so alike and at the same point. Raises :class:`RuleError` for what is no rule.
+    They apply until the returned object is called, or for the length of a ``with``. Every rank must override the same
+    rules at the same point of the program. Raises :class:`RuleError` for a value that is not a rule.
     """
     from shardwise.discovery.process import default_registry
 
@@ -65,7 +66,7 @@ def override(*rules: "AnyRule") -> "Override":
 
 
 def __getattr__(name: str) -> Any:
-    """What few programs need is imported when it is asked for."""
+    """Import what few programs need at its first use."""
     if name == "calibrate":
         from shardwise.tools.calibrate import calibrate
 

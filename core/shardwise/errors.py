@@ -1,7 +1,7 @@
-"""Every way in which shardwise refuses, one type per cause.
+"""The errors of shardwise, one type per cause.
 
-An error always says three things: what was *asked*, what was *found*, and what to *do*. Programs read the
-same facts, and the values behind them, from attributes.
+Every error says three things: what was *asked*, what was *found*, and what to *do*. Programs can read the same facts,
+and the values behind them, from attributes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 class ShardingError(RuntimeError):
     """Base of all errors that shardwise raises on purpose.
 
-    ``asked``, ``found`` and ``do`` are the three sentences of the message; every further keyword is kept in
-    ``fields`` and readable as an attribute.
+    ``asked``, ``found`` and ``do`` are the three sentences of the message; every other keyword is stored in
+    ``fields`` and can be read as an attribute.
     """
 
     def __init__(self, *, asked: str, found: str, do: str, **fields: Any) -> None:
@@ -30,7 +30,7 @@ class ShardingError(RuntimeError):
         raise AttributeError(f"{type(self).__name__} has no field {name!r}; it has {sorted(fields)}")
 
     def __reduce__(self) -> Any:
-        # Errors cross process borders (the worker pool); keyword-only arguments need a builder to unpickle.
+        # The worker pool sends errors between processes. Pickle cannot pass keyword-only arguments by itself.
         return _rebuild, (type(self), self.asked, self.found, self.do, _picklable(self.fields))
 
 
@@ -55,7 +55,7 @@ class PlacementCountError(PlacementError):
 
 
 class LayoutError(ShardingError):
-    """A layout that cannot be said in shardwise's placements, or a local tensor that does not fit its layout."""
+    """A layout that shardwise's placements cannot express, or a local tensor that does not fit its layout."""
 
 
 class MeshMismatchError(ShardingError):
@@ -82,7 +82,7 @@ class UnknownOpWarning(UserWarning):
 
 
 class CallError(ShardingError):
-    """A call that the op's schema does not allow: an argument is missing, is not known, or is of another kind."""
+    """A call that the op's schema does not allow: an argument is missing, unknown or of the wrong kind."""
 
 
 class NoStrategyError(ShardingError):
@@ -106,7 +106,7 @@ class ListLengthError(ShardingError):
 
 
 class TracingError(ShardingError):
-    """Something that ``torch.compile`` cannot take into a graph: what is to be done depends on data of other ranks."""
+    """Something that ``torch.compile`` cannot put into a graph, because it depends on data of other ranks."""
 
 
 class RankDisagreementError(ShardingError):
@@ -117,7 +117,7 @@ class RankDisagreementError(ShardingError):
 
 
 class RuleError(ShardingError):
-    """A rule is malformed: found when the rule is made, or when it meets a call that it does not fit."""
+    """A rule is malformed. The error is raised when the rule is created, or at the first call that it does not fit."""
 
 
 class NotationError(RuleError):
@@ -155,7 +155,7 @@ class LinksError(ShardingError):
 
 
 class LinksFileError(LinksError):
-    """The file of measured figures cannot be read or written, or is none."""
+    """The file of measured figures cannot be read or written, or is not a links file."""
 
 
 class LinksVersionError(LinksError):
@@ -163,7 +163,7 @@ class LinksVersionError(LinksError):
 
 
 class LinksFitError(LinksError):
-    """The file of measured figures that the environment names has none for a mesh."""
+    """The file of measured figures that the environment names has no figures for a mesh."""
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class CheckpointKeyError(CheckpointError):
 
 
 class CheckpointShapeError(CheckpointError):
-    """A tensor of the state and the one in the checkpoint have different shapes, or one of the two is no tensor."""
+    """A tensor of the state and the one in the checkpoint have different shapes, or one of the two is not a tensor."""
 
 
 class CheckpointDtypeError(CheckpointError):
@@ -186,7 +186,7 @@ class CheckpointDtypeError(CheckpointError):
 
 
 class CheckpointValueError(CheckpointError):
-    """A value that a checkpoint cannot hold so that loading it is safe and every rank gets its own."""
+    """A value that a checkpoint cannot hold: loading it would not be safe, or would not give every rank its own."""
 
 
 class CheckpointFileError(CheckpointError):

@@ -1,4 +1,4 @@
-"""The hooks that a plugin implements. They are few and cold: none goes through pluggy during a dispatch."""
+"""The hooks that a plugin implements. They are few, and a dispatch never calls one through pluggy."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def shardwise_register(registry: Registrar) -> None:
-    """Hand the plugin's rules over: ``registry.add(RULE, OTHER_RULE, ...)``. Called once per process; required."""
+    """Register the plugin's rules: ``registry.add(RULE, OTHER_RULE, ...)``. Called once per process; required."""
 
 
 @hookspec
 def shardwise_links(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Any:
-    """What redistributions cost on such a mesh, where nothing was measured; None leaves the defaults. Rarely needed.
+    """What redistributions cost on such a mesh if nothing was measured; None keeps the defaults. Rarely needed.
 
-    ``wires`` has what connects the ranks of each mesh dim (the keys of :data:`shardwise.planning.cost.WIRES`); the
-    answer is a :class:`shardwise.planning.cost.Links`. Every rank asks for itself, so it must follow from the arguments
-    alone. The first plugin by name that answers counts.
+    ``wires`` says what connects the ranks of each mesh dim (keys of :data:`shardwise.planning.cost.WIRES`). The hook
+    returns a :class:`shardwise.planning.cost.Links`. Every rank calls it by itself, so the result may depend on the
+    arguments only. Plugins are asked in the order of their names, and the first result is used.
     """
 
 
 @hookspec
 def shardwise_dispatched(plan: Plan) -> None:
-    """Watch: called with the plan of every op on MeshTensors, before it runs. Rarely needed.
+    """Observe: called with the plan of every op on MeshTensors, before the op runs. Rarely needed.
 
-    While any plugin implements it every dispatch takes the slower way by which observers are told.
+    While a plugin implements it, every dispatch takes the slower path that calls observers.
     """

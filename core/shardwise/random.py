@@ -1,7 +1,7 @@
 """Random numbers that do not depend on the mesh; see docs/random.md.
 
-The module itself is what ``torch.distributed.checkpoint`` calls stateful: it may be saved and loaded under a name, as
-in ``save({"model": ..., "random": shardwise.random})``.
+The module itself is what ``torch.distributed.checkpoint`` calls stateful: a checkpoint can save and load it, as in
+ ``save({"model": ..., "random": shardwise.random})``.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _STATE = "state"
 
 
 def state_dict() -> dict[str, Tensor]:
-    """The state of the generator in a dict, as :func:`get_state` gives it."""
+    """The state of the generator, as :func:`get_state` returns it, in a dict."""
     return {_STATE: get_state()}
 
 
 def load_state_dict(state: Mapping[str, Tensor]) -> None:
-    """Take up a state of :func:`state_dict`; on every rank the same."""
+    """Set the state that :func:`state_dict` returned. Every rank must load the same state."""
     set_state(state[_STATE])

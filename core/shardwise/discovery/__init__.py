@@ -1,1 +1,1 @@
-"""Plugins: found through entry points, loaded, and held in the one registry of this process."""
+"""Plugins: found through entry points, loaded, and kept in the one registry of this process."""

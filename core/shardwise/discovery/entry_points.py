@@ -1,4 +1,4 @@
-"""Finding plugins: the entry points of the environment, and what the settings say of each. Imports no plugin."""
+"""Find plugins: the entry points of the environment, and what the settings say about each. Imports no plugin."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ FIRST_PARTY = "shardwise"
 
 @frozen
 class InstalledPlugin:
-    """One plugin entry point, before anything is imported. ``status``: ready, blocked, needs upgrade or refused.
+    """A plugin's entry point, before anything is imported. ``status``: ready, blocked, needs upgrade or refused.
 
-    ``location`` is the folder that it was installed to; ``hides`` tells of other copies of it, which are not used.
+    ``location`` is the folder that it is installed in. ``hides`` describes other copies of it, which are not used.
     """
 
     origin: Origin
@@ -38,40 +38,40 @@ class InstalledPlugin:
 
 
 def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
-    """All plugin entry points of the environment, by name, with what the settings say of each.
+    """All plugin entry points of the environment, sorted by name, with what the settings say about each.
 
-    Raises :class:`SettingsError` when the settings name a plugin that is not there.
+    Raises :class:`SettingsError` if the settings name a plugin that is not installed.
     """
     settings = read_settings() if settings is None else settings
-    found = [_judge(settings, *copies) for copies in _copies().values()]
-    found.sort(key=lambda f: (f.origin.plugin, f.origin.distribution, f.entry.group))
-    current = {f.origin.plugin: f.origin.distribution for f in found if f.entry.group == GROUP}
-    # One that registers under several majors works with several; the one that fits is used.
-    found = [f for f in found if f.entry.group == GROUP or current.get(f.origin.plugin) != f.origin.distribution]
-    _check_names(found, settings)
-    return found
+    plugins = [_judge(settings, *copies) for copies in _copies().values()]
+    plugins.sort(key=lambda p: (p.origin.plugin, p.origin.distribution, p.entry.group))
+    current = {p.origin.plugin: p.origin.distribution for p in plugins if p.entry.group == GROUP}
+    # A plugin may register under several major versions. The entry point of this version is used.
+    plugins = [p for p in plugins if p.entry.group == GROUP or current.get(p.origin.plugin) != p.origin.distribution]
+    _check_names(plugins, settings)
+    return plugins
 
 
 Copy = tuple[Distribution, EntryPoint]
 
 
 def _copies() -> dict[tuple[str, str, str], list[Copy]]:
-    """The entry points with their copies: what was installed first, in the order of the path, stale metadata last.
+    """The entry points with their copies: installed ones in the order of the path, then stale metadata.
 
-    Metadata of an old checkout may lie in front of a real installation on the path (PEP 376's RECORD tells which is
-    one), and a folder may be on the path twice.
+    Metadata of an old checkout may come before a real installation on the path. Only an installation has PEP 376's
+    RECORD. A folder may also be on the path twice.
     """
-    found: dict[tuple[str, str, str], list[Copy]] = {}
+    by_name: dict[tuple[str, str, str], list[Copy]] = {}
     for dist, entry in _entries():
-        found.setdefault((entry.group, normalised(dist.name), entry.name), []).append((dist, entry))
-    for copies in found.values():
+        by_name.setdefault((entry.group, normalised(dist.name), entry.name), []).append((dist, entry))
+    for copies in by_name.values():
         copies.sort(key=lambda copy: copy[0].read_text("RECORD") is None)
-    return found
+    return by_name
 
 
 def _entries() -> Iterator[Copy]:
     for dist in distributions():
-        # A broken distribution may have no name at all.
+        # A broken distribution may have no name.
         if not dist.metadata["Name"]:
             continue
         for entry in dist.entry_points:
@@ -84,9 +84,9 @@ def _judge(settings: Settings, used: Copy, *others: Copy) -> InstalledPlugin:
     place = _location(dist)
     hides = tuple(f"{dist.name} {dist.version} in {_location(dist)}" for dist, _ in others if _location(dist) != place)
     origin = Origin(entry.name, normalised(dist.name), dist.version)
-    found = InstalledPlugin(origin, entry, "ready", location=place, hides=hides)
-    status, reason = _verdict(settings, found, dist)
-    return evolve(found, status=status, reason=reason)
+    plugin = InstalledPlugin(origin, entry, "ready", location=place, hides=hides)
+    status, reason = _verdict(settings, plugin, dist)
+    return evolve(plugin, status=status, reason=reason)
 
 
 def _location(dist: Distribution) -> str:
@@ -95,8 +95,8 @@ def _location(dist: Distribution) -> str:
     return str(Path(str(dist.locate_file(""))).resolve())
 
 
-def _verdict(settings: Settings, found: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
-    origin, group = found.origin, found.entry.group
+def _verdict(settings: Settings, plugin: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
+    origin, group = plugin.origin, plugin.entry.group
     if any(origin.is_called(name) for name in settings.disabled):
         return "blocked", f"in {settings.source('disabled')}"
     allowed = settings.plugins is not None and any(origin.is_called(name) for name in settings.plugins)
@@ -116,8 +116,8 @@ def _major(group: str) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-def _check_names(found: Iterable[InstalledPlugin], settings: Settings) -> None:
-    origins = [f.origin for f in found]
+def _check_names(plugins: Iterable[InstalledPlugin], settings: Settings) -> None:
+    origins = [p.origin for p in plugins]
     named = {"plugins": settings.plugins or (), "disabled": settings.disabled, "prefer": dict(settings.prefer).values()}
     for setting, names in named.items():
         unknown = sorted({name for name in names if not any(origin.is_called(name) for origin in origins)})
@@ -132,8 +132,8 @@ def _check_names(found: Iterable[InstalledPlugin], settings: Settings) -> None:
 
 
 def _version_clash(dist: Distribution) -> str:
-    """Why the distribution's own requirement on shardwise does not hold, or nothing."""
-    # `packaging` is needed once plugins are looked for, not to `import shardwise`.
+    """Why the distribution's own requirement on shardwise does not hold; empty if it does."""
+    # Imported here: `import shardwise` does not need `packaging`.
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in dist.requires or ():

@@ -1,8 +1,8 @@
-"""Loading plugins, and the one registry of this process.
+"""Load plugins into a registry.
 
-``finding`` enumerates, dedupes, sorts by name, filters by settings and checks versions; here each plugin that is left
-is imported, registered and validated. A broken third-party plugin is reported and left out; a broken first-party one is
-fatal.
+``entry_points`` finds the plugins, sorts them by name, drops duplicates, reads the settings and checks versions. This
+module imports, registers and validates each plugin that is left. A broken third-party plugin is reported and left out.
+A broken first-party plugin is fatal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Status", "load"]
 
 @frozen
 class Status:
-    """What became of a plugin: loaded, failed, blocked, needs upgrade or refused."""
+    """The outcome for a plugin: loaded, failed, blocked, needs upgrade or refused."""
 
     plugin: InstalledPlugin
     status: str
@@ -39,96 +39,97 @@ class Status:
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(found: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None) -> list[Status]:
-    """Import and register the ready ones. Third-party failures become a warning and a :class:`Status`.
+def load(plugins: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None) -> list[Status]:
+    """Import and register the plugins that are ready. A third-party failure becomes a warning and a :class:`Status`.
 
-    When ``strict`` (default: as the settings say) any problem raises :class:`PluginLoadError`.
+    If ``strict`` (default: the setting), any problem raises :class:`PluginLoadError`.
     """
     strict = read_settings().strict if strict is None else strict
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    return [_load_one(manager, f, registry, strict=strict) for f in found]
+    return [_load_one(manager, plugin, registry, strict=strict) for plugin in plugins]
 
 
-def _load_one(manager: pluggy.PluginManager, found: InstalledPlugin, registry: Registry, *, strict: bool) -> Status:
-    if found.status != "ready":
-        if strict and found.status != "blocked":
-            raise _fatal(found, found.reason)
-        return Status(found, found.status, found.reason)
-    registrar = Registrar(found.origin)
+def _load_one(manager: pluggy.PluginManager, plugin: InstalledPlugin, registry: Registry, *, strict: bool) -> Status:
+    if plugin.status != "ready":
+        if strict and plugin.status != "blocked":
+            raise _fatal(plugin, plugin.reason)
+        return Status(plugin, plugin.status, plugin.reason)
+    registrar = Registrar(plugin.origin)
     try:
-        _register(manager, found, registrar)
-    # A third party may raise anything, and end the process by sys.exit(); it is reported and kept.
+        _register(manager, plugin, registrar)
+    # A third party may raise anything, and may call sys.exit(). Both are reported.
     except (Exception, SystemExit) as error:  # noqa: BLE001
-        return _failed(found, error, registry, strict=strict)
+        return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
-    return Status(found, "loaded", ops=len(registrar.entries))
+    return Status(plugin, "loaded", ops=len(registrar.entries))
 
 
-def _register(manager: pluggy.PluginManager, found: InstalledPlugin, registrar: Registrar) -> None:
-    name = f"{found.origin.distribution}:{found.origin.plugin}"
-    module = found.entry.load()
+def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
+    name = f"{plugin.origin.distribution}:{plugin.origin.plugin}"
+    module = plugin.entry.load()
     try:
         manager.register(module, name)
         manager.check_pending()
-        for impl in _required(manager, found, name):
+        for impl in _required(manager, plugin, name):
             impl.function(*(registrar for _ in impl.argnames))
         registrar.links += [_plain(impl) for impl in _implementations(manager, "shardwise_links", name)]
         registrar.observers += [_plain(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
     except BaseException:
-        # pluggy may keep a plugin whose validation failed, and a later check would blame the next one for it.
+        # pluggy may keep a plugin whose validation failed. A later check would then blame the next plugin.
         if manager.has_plugin(name):
             manager.unregister(name=name)
         raise
 
 
-def _required(manager: pluggy.PluginManager, found: InstalledPlugin, plugin: str) -> list[Any]:
-    impls = _implementations(manager, "shardwise_register", plugin)
+def _required(manager: pluggy.PluginManager, plugin: InstalledPlugin, name: str) -> list[Any]:
+    impls = _implementations(manager, "shardwise_register", name)
     if not impls:
-        raise LookupError(f"{found.entry.value} implements no shardwise_register hook")
+        raise LookupError(f"{plugin.entry.value} implements no shardwise_register hook")
     return impls
 
 
-def _implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[Any]:
-    return [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == plugin]
+def _implementations(manager: pluggy.PluginManager, hook: str, name: str) -> list[Any]:
+    return [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == name]
 
 
 def _plain(impl: Any) -> Any:
-    """A hook as a function of all arguments of its specification, by position: an implementation may leave some out,
-    and pluggy's own call is too slow where ops are dispatched.
+    """A hook as a function of all arguments of its specification, by position.
+
+    An implementation may leave arguments out, and pluggy's own call is too slow for a dispatch.
     """
     name = impl.opts["specname"] or impl.function.__name__
     names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
     if tuple(impl.argnames) == names:
         return impl.function
     wanted = [names.index(argument) for argument in impl.argnames]
-    return lambda *given: impl.function(*(given[i] for i in wanted))
+    return lambda *args: impl.function(*(args[i] for i in wanted))
 
 
-def _failed(found: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:
+def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:
     cause = f"{type(error).__name__}: {error}"
     trace = traceback.format_exc()
-    if found.first_party or strict:
-        raise _fatal(found, cause) from error
-    registry.reject(Failure(found.origin, cause, trace))
+    if plugin.first_party or strict:
+        raise _fatal(plugin, cause) from error
+    registry.reject(Failure(plugin.origin, cause, trace))
     warnings.warn(
-        f"shardwise left out the plugin {found.origin}: {cause}. Disable it with {_disable(found)}; "
-        f"`shardwise plugins show {found.origin.plugin}` has the traceback.",
+        f"shardwise left out the plugin {plugin.origin}: {cause}. Disable it with {_disable(plugin)}; "
+        f"`shardwise plugins show {plugin.origin.plugin}` has the traceback.",
         RuntimeWarning,
         stacklevel=2,
     )
-    return Status(found, "failed", cause, traceback=trace)
+    return Status(plugin, "failed", cause, traceback=trace)
 
 
-def _fatal(found: InstalledPlugin, cause: str) -> PluginLoadError:
+def _fatal(plugin: InstalledPlugin, cause: str) -> PluginLoadError:
     return PluginLoadError(
-        asked=f"load the plugin {found.origin}",
+        asked=f"load the plugin {plugin.origin}",
         found=cause,
-        do=f"Reinstall {found.origin.distribution}, or disable the plugin with {_disable(found)}.",
-        plugin=found.origin.plugin,
-        distribution=found.origin.distribution,
+        do=f"Reinstall {plugin.origin.distribution}, or disable the plugin with {_disable(plugin)}.",
+        plugin=plugin.origin.plugin,
+        distribution=plugin.origin.distribution,
     )
 
 
-def _disable(found: InstalledPlugin) -> str:
-    return f"SHARDWISE_DISABLE_PLUGINS={found.origin.plugin}"
+def _disable(plugin: InstalledPlugin) -> str:
+    return f"SHARDWISE_DISABLE_PLUGINS={plugin.origin.plugin}"

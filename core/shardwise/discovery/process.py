@@ -1,4 +1,4 @@
-"""The one registry of this process, filled with the installed plugins when it is first asked for."""
+"""The one registry of this process. The first look-up fills it with the installed plugins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _release() -> None:
     _process.lock.release()
 
 
-# No thread is in the middle of loading while the process is copied: the copy has a whole registry, or none.
+# A fork waits for a thread that loads plugins. So the child has a complete registry, or none.
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
@@ -66,31 +66,31 @@ def _fill(settings: Settings) -> None:
             found="the plugins are just being loaded, and one of them asks",
             do="Let a plugin's module define rules and do nothing else; run ops on MeshTensors later.",
         )
-    # Only here: `import shardwise` needs neither pluggy nor entry points.
+    # Imported here: `import shardwise` needs neither pluggy nor entry points.
     from shardwise.discovery.entry_points import discover
     from shardwise.discovery.loading import load
 
     _process.loading = True
     try:
         registry = Registry(settings.prefer, settings.unknown_ops)
-        found = load(discover(settings), registry, strict=settings.strict)
+        outcomes = load(discover(settings), registry, strict=settings.strict)
         if settings.strict:
             for resolution in registry.conflicts():
                 registry.lookup(resolution.op)
-        _process.statuses, _process.registry = found, registry
+        _process.statuses, _process.registry = outcomes, registry
     finally:
         _process.loading = False
 
 
 def statuses() -> list[Status]:
-    """What became of each installed plugin."""
+    """The outcome for each installed plugin."""
     default_registry()
     return list(_process.statuses)
 
 
 @contextmanager
 def use_registry(registry: Registry) -> Iterator[Registry]:
-    """Make another registry this process's one for a while, as tests do."""
+    """A context in which this process uses another registry, for tests."""
     with _process.lock:
         before, _process.registry = _process.registry, registry
     for one in (before, registry):

@@ -1,4 +1,4 @@
-"""The algebra of ``Partial``: neutral values, what commutes, what a dtype has, what a backend reduces by itself."""
+"""The algebra of ``Partial``: neutral values, which reductions commute, and what dtypes and backends support."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ __all__ = [
     "reduce_stacked",
 ]
 
-#: Kinds for which every rank may hold the same value and the reduced value is that value.
+#: Reductions of equal values that give this value.
 IDEMPOTENT_KINDS = frozenset({"avg", "max", "min"})
 
 
 def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
-    """One tensor from the partial pieces of all ranks of one mesh dim, all of one shape and dtype.
+    """Reduce the partial pieces of all ranks of one mesh dim to one tensor. All have the same shape and dtype.
 
-    A bool sum is a logical or, a bool product a logical and; an integer average is cut towards zero. Max and min
-    hand NaN on, as ``torch.amax`` does. Floating sums are taken in float64.
+    A bool sum is a logical or, and a bool product a logical and. An integer average is rounded towards zero. Max and
+    min propagate NaN, as ``torch.amax`` does. Floating sums are computed in float64.
     """
     return reduce_stacked(torch.stack(list(pieces)), kind)
 
 
 def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
-    """As :func:`reduce_pieces`, of pieces that are stacked along dim 0 already."""
+    """The same as :func:`reduce_pieces`, for pieces that are stacked along dim 0 already."""
     dtype = stacked.dtype
     if dtype == torch.bool:
         _refuse_unless(kind != "avg", kind, dtype)
@@ -85,14 +85,14 @@ LINEAR = frozenset({"sum", "avg"})
 
 
 def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether reducing by two reductions gives the same in either order: averages of integers are cut off."""
+    """Whether two reductions give the same in either order. Averages of integers do not, because they are rounded."""
     if "avg" in (kind, other) and not (dtype.is_floating_point or dtype.is_complex):
         return False
     return kind == other or (kind in LINEAR and other in LINEAR)
 
 
 def reducible(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a reduction can be reduced in a dtype: bools have no average, complex numbers no order."""
+    """Whether a dtype has a reduction: bools have no average, and complex numbers have no order."""
     if dtype == torch.bool:
         return kind != "avg"
     return not (dtype.is_complex and kind in ("max", "min"))
@@ -103,26 +103,26 @@ REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "max", "min", "product")
 SENDABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.uint8, torch.int8, torch.int32, torch.int64}
 )
-"""What gloo and NCCL both carry and add up."""
+"""The dtypes that both gloo and NCCL send and add."""
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The dtype as which a complex one is added up."""
+"""The dtype in which a complex one is added."""
 
 
 def is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction by a reduction gives the right numbers; backends' max and min drop NaN."""
+    """Whether a backend's own reduction gives the right numbers. The max and min of backends drop NaN."""
     if dtype in REAL:
         return kind in ("sum", "avg")
     return dtype in SENDABLE and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
 
 
 def average(total: Tensor, size: int) -> Tensor:
-    """Divide in place; an integer average is cut towards zero."""
+    """Divide in place; an integer average is rounded towards zero."""
     if total.is_floating_point() or total.is_complex():
         return total.div_(size)
     return total.div_(size, rounding_mode="trunc")
 
 
 def as_sendable(flat: Tensor) -> Tensor:
-    """The same memory in a dtype that backends carry; ``flat`` is contiguous and has a dim."""
+    """The same memory in a dtype that backends can send; ``flat`` is contiguous and has a dim."""
     return flat if flat.dtype in SENDABLE else flat.view(torch.uint8)

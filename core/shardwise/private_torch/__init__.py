@@ -1,1 +1,1 @@
-"""Torch API that is not public, a shelf per subject. Each use says why the public way does not do."""
+"""Torch API that is not public, one module per subject. Each use says why the public API is not enough."""

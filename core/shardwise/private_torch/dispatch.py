@@ -1,4 +1,4 @@
-"""Getting in the way of an op: handlers, modes and wrapper tensors; and what autograd notes of a tensor."""
+"""Intercept ops: handlers, modes and wrapper tensors. Also what autograd knows about a tensor."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = [
 
 
 def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) -> torch.library.Library:
-    """Have torch call a handler for an op on a tensor class, for as long as the library lives that is returned.
+    """Have torch call a handler for an op on a tensor class, for as long as the returned library lives.
 
-    The public function hands a custom op's handler to the op's definition, which keeps it for ever. Where the way
-    around is missing, such an op comes by ``__torch_dispatch__``.
+    The public function gives a custom op's handler to the op's definition, which keeps it for ever. If the private
+    method is missing, such an op goes through ``__torch_dispatch__``.
     """
     library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     if custom_op_of(op) is None:
@@ -45,11 +45,11 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
 
 
 def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library.Library:
-    """Have ``run(below, args, kwargs)`` take the place of an op on tensor subclasses and under modes, above autograd,
-    for as long as the library lives that is returned; ``below`` is the op as torch runs it. Plain tensors pass by.
+    """Replace an op by ``run(below, args, kwargs)``, above autograd, for as long as the returned library lives.
 
-    A composite op runs above autograd as other ops, and what it makes there of no operand is out of sight of
-    ``__torch_dispatch__``. The key is the one that torch takes its snapshot for such tensors at.
+    It applies to tensor subclasses and under modes, not to plain tensors. ``below`` is the op as torch runs it. A
+    composite op runs as other ops above autograd, and ``__torch_dispatch__`` does not see the tensors that it creates
+    there from no operand. The key is the one at which torch takes its snapshot for such tensors.
     """
     key = torch._C.DispatchKey.PythonTLSSnapshot
     after = torch._C._dispatch_keyset_full_after(key)
@@ -62,13 +62,13 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
     return library
 
 
-# Turns __torch_function__ off for a tensor subclass. The documented spelling is this private name.
+# Turns __torch_function__ off for a tensor subclass. Torch documents this private name.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def _portable_wrapper(cls: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
     meta = spec.tensor_meta
-    made: Any = torch.Tensor._make_wrapper_subclass(
+    wrapper: Any = torch.Tensor._make_wrapper_subclass(
         cls,
         meta.shape,
         strides=meta.stride,
@@ -77,19 +77,18 @@ def _portable_wrapper(cls: type, local: torch.Tensor, spec: Any, requires_grad: 
         layout=local.layout,
         requires_grad=requires_grad,
     )
-    made._local_tensor = local
-    made._spec = spec
-    return made
+    wrapper._local_tensor = local
+    wrapper._spec = spec
+    return wrapper
 
 
-# The C++ constructor that torch made for its own distributed tensor: it reads spec.tensor_meta, sets _spec and
-# _local_tensor, and costs less than half of _make_wrapper_subclass (1.0 against 2.4 microseconds), which stays as
-# the fallback where it is missing.
+# The C++ constructor that torch has for its own DTensor. It reads spec.tensor_meta and sets _spec and _local_tensor.
+# It costs less than half of _make_wrapper_subclass (1.0 against 2.4 microseconds), which is the fallback.
 new_wrapper: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _portable_wrapper)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
-    """Notes each op that reaches the dispatcher, with its arguments. Documented, but in a module named private."""
+    """Records each op that reaches the dispatcher, with its arguments. Documented, in a module with a private name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -101,7 +100,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 
 
 def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
-    """The ops that a call makes on plain tensors, each with its arguments."""
+    """The ops that a function calls on plain tensors, each with its arguments."""
     recorder = _Recorder()
     with torch.no_grad(), recorder:
         call(*args, **kwargs)
@@ -109,7 +108,7 @@ def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple
 
 
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
-    """Hands each op that reaches the dispatcher to a function, which runs it and gives its result."""
+    """Passes each op that reaches the dispatcher to a function, which runs it and returns its result."""
 
     def __init__(self, run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,36 +123,36 @@ class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
 
 
 def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> AbstractContextManager[Any]:
-    """A context in which ``run(op, args, kwargs)`` takes the place of every op, and of the parts of those that
-    ``decomposes`` names.
+    """A context in which ``run(op, args, kwargs)`` replaces every op. Ops that ``decomposes`` accepts are decomposed
+    first.
     """
     return _Watcher(run, decomposes)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """What tells the memory of a tensor from that of others; an address would not, where there is no data."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    """An identity of a tensor's memory. An address does not serve: tensors without data have none."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def forward_traceback() -> list[str]:
-    """In a backward pass under anomaly detection: the stack of the forward call that the running node belongs to.
+    """In a backward pass under anomaly detection: the stack of the forward call that created the running node.
 
-    Anomaly detection prints it when it finds something; the node that has it is not public.
+    Anomaly detection prints this stack when it finds an anomaly. The node that holds it is not public.
     """
-    # Its stub says that the dict is a method.
+    # The stub wrongly says that the dict is a method.
     node: Any = torch._C._current_autograd_node()
     return [] if node is None else list(node.metadata.get("traceback_", ()))
 
 
-# torch.optim takes the names of its modules away again.
+# By name: torch.optim deletes the names of its own modules.
 FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
 
 
 def support_foreach(cls: type) -> None:
-    """Let optimizers and gradient clipping hand lists of ``cls`` to foreach ops by default, as for torch's own DTensor.
+    """Let optimizers and gradient clipping use foreach ops on ``cls`` by default, as for torch's own DTensor.
 
-    There is no public way to say so. Where the lists are missing, users must ask with ``foreach=True``.
+    There is no public API for this. If the lists are missing, users must pass ``foreach=True``.
     """
     for name in FOREACH_MODULES:
         types = getattr(import_module(name), "_foreach_supported_types", None)
@@ -162,17 +161,17 @@ def support_foreach(cls: type) -> None:
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread. Only the engine knows its graph task."""
+    """Whether autograd is running a backward pass in this thread. Only autograd's engine knows its graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place. Autograd's notes name the counter, its attribute is not public."""
+    """How often a tensor was written in place. Torch documents the counter, but its attribute is not public."""
     return tensor._version
 
 
 def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put a tensor in a parameter's place. Assigning it is refused, and taking a parameter out and back in reorders
-    ``parameters()``.
+    """Replace a parameter by a tensor. A module refuses the assignment, and removing a parameter and adding it again
+    changes the order of ``parameters()``.
     """
     module._parameters[name] = tensor  # type: ignore[assignment]

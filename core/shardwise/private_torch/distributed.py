@@ -24,43 +24,43 @@ __all__ = [
 
 
 def current_mesh() -> DeviceMesh:
-    """The mesh of the innermost ``with mesh:``. DeviceMesh is a context manager in public, its stack is not."""
+    """The mesh of the innermost ``with mesh:``. The context manager is public, but its stack is not."""
     try:
-        found: DeviceMesh = device_mesh._mesh_resources.get_current_mesh()
+        mesh: DeviceMesh = device_mesh._mesh_resources.get_current_mesh()
     except (AttributeError, RuntimeError) as error:
         raise MeshMismatchError(
             asked="make a MeshTensor without naming a mesh",
             found="no mesh is in force here",
             do="Pass device_mesh=, or enter one: `with mesh:`.",
         ) from error
-    return found
+    return mesh
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
-    """Put functions around those by which ``torch.distributed.checkpoint.state_dict`` gathers and spreads tensors.
+    """Wrap the functions with which ``torch.distributed.checkpoint.state_dict`` gathers and distributes tensors.
 
-    They look for DTensor and ShardedTensor by name, and ask no other class. A function that is missing stays so.
+    They handle only DTensor and ShardedTensor, by name. A function that is missing is skipped.
     """
-    ours = import_module("torch.distributed._state_dict_utils")
-    # It takes its names when it is imported, which may be before or after this.
-    taker = sys.modules.get("torch.distributed.checkpoint.state_dict")
+    owner = import_module("torch.distributed._state_dict_utils")
+    # It copies the names when it is imported, which may be before or after this.
+    user = sys.modules.get("torch.distributed.checkpoint.state_dict")
     for name, wrap in wrappers.items():
-        original = getattr(ours, name, None)
+        original = getattr(owner, name, None)
         if original is None:
             continue
-        around = wrap(original)
-        for module in (ours, taker):
+        wrapped = wrap(original)
+        for module in (owner, user):
             if getattr(module, name, None) is original:
-                setattr(module, name, around)
+                setattr(module, name, wrapped)
 
 
-# Collectives as ops of a graph; the public functional collectives would wait at once only in eager mode, and take
-# a group in forms that a backend does not. Each result is waited for where it is used.
+# Collectives as ops of a graph. The public functional collectives wait at once only in eager mode, and take a group in
+# forms that a backend does not take. Each result is waited for where it is used.
 _functional = torch.ops._c10d_functional
 
 
 def graph_all_gather(piece: torch.Tensor, size: int, group: Any) -> torch.Tensor:
-    """The flat pieces of a process group's ranks, one behind the other."""
+    """The flat pieces of a process group's ranks, concatenated."""
     gathered = _functional.all_gather_into_tensor(piece.contiguous(), size, group.group_name)
     return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
 
@@ -71,12 +71,12 @@ def graph_all_reduce(tensor: torch.Tensor, kind: str, group: Any) -> torch.Tenso
 
 
 def graph_reduce_scatter(pieces: torch.Tensor, kind: str, size: int, group: Any) -> torch.Tensor:
-    """The reduction of this rank's share of dim 0, which is the group's size times as long."""
-    found = _functional.reduce_scatter_tensor(pieces.contiguous(), kind, size, group.group_name)
-    return _functional.wait_tensor(found)  # type: ignore[no-any-return]
+    """The reduction over a process group, of which this rank gets its share of dim 0: 1 / ``size`` of it."""
+    reduced = _functional.reduce_scatter_tensor(pieces.contiguous(), kind, size, group.group_name)
+    return _functional.wait_tensor(reduced)  # type: ignore[no-any-return]
 
 
 def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
-    """Send runs of these lengths of a flat tensor to the ranks of a process group, and receive such."""
-    moved = _functional.all_to_all_single(flat.contiguous(), list(received), list(sent), group.group_name)
-    return _functional.wait_tensor(moved)  # type: ignore[no-any-return]
+    """Exchange flat pieces within a process group: ``sent`` and ``received`` hold a length per rank."""
+    exchanged = _functional.all_to_all_single(flat.contiguous(), list(received), list(sent), group.group_name)
+    return _functional.wait_tensor(exchanged)  # type: ignore[no-any-return]

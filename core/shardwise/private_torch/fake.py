@@ -22,10 +22,10 @@ __all__ = ["fake_store", "fake_tensors", "is_rehearsing", "is_unknowable", "rehe
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """A context in which tensors have a device and no data, and optimizers treat them as that device's tensors.
+    """A context in which tensors have a device but no data, and optimizers treat them as that device's tensors.
 
-    Tensors on the meta device, the public way, take other kernels than those of a real device: no fused attention, no
-    fused or foreach optimizer.
+    The public alternative, the meta device, runs other kernels than a real device: no fused attention, and no fused or
+    foreach optimizer.
     """
     known = [getattr(import_module(name), "_foreach_supported_types", []) for name in FOREACH_MODULES]
     before = [list(types) for types in known]
@@ -39,13 +39,13 @@ def fake_tensors() -> Iterator[None]:
 
 
 def fake_store() -> Any:
-    """The store of a process group in which only this rank is there; torch has it among its own tests."""
+    """The store of a process group that has only this rank. Torch keeps it among its own tests."""
     return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
 
 
 @define
 class _Process:
-    """What tensors without data are in this process. Backward runs in other threads, so it is not a thread's."""
+    """What tensors without data stand for in this process. It is not per thread: backward runs in other threads."""
 
     is_rehearsing: bool = False
 
@@ -72,5 +72,5 @@ def is_rehearsing() -> bool:
 
 
 def is_unknowable(error: BaseException) -> bool:
-    """Whether an op without data could not go on because data decides its result."""
+    """Whether an op without data failed because its result depends on data."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))

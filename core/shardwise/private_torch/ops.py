@@ -1,4 +1,4 @@
-"""What torch knows of an op: its schema, its overloads, its decompositions and functional forms, and custom ops."""
+"""What torch knows about an op: its schema, its overloads, its decompositions and functional forms, and custom ops."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = [
 
 
 def schema_of(op: Any) -> Any:
-    """The ``FunctionSchema`` of an op overload. There is no public accessor; every out-of-tree backend uses this."""
+    """The ``FunctionSchema`` of an op overload. It has no public accessor; other backends use this, too."""
     return op._schema
 
 
-# Everything that people write for one op. The class behind torch.library.custom_op has no public name.
+# All that a user may write for one op. The class behind torch.library.custom_op has no public name.
 OpLike = OpOverload | CustomOpDef | OpOverloadPacket
 
 
 def overload_of(op: Any) -> Any | None:
     """The op overload behind what ``torch.library.custom_op`` returns; ``None`` for anything else.
 
-    An overload packet with one overload (``torch.ops.acme.swish``) stands for that one. Nothing public leads from the
+    An overload packet with one overload (``torch.ops.acme.swish``) stands for it. Nothing public leads from the
     decorated function to its overload.
     """
     if isinstance(op, CustomOpDef):
@@ -58,12 +58,12 @@ def overload_of(op: Any) -> Any | None:
 
 
 def known_custom_op(name: str) -> Any | None:
-    """What ``torch.library.custom_op`` returned for ``acme::swish`` in this process, if it made an op of that name."""
+    """What ``torch.library.custom_op`` returned for ``acme::swish`` in this process, or ``None``."""
     return OPDEFS.get(name)
 
 
 def custom_op_of(op: OpOverload) -> Any | None:
-    """What ``torch.library.custom_op`` returned for an op overload; ``None`` for an op that was made otherwise."""
+    """What ``torch.library.custom_op`` returned for an op overload; ``None`` for any other op."""
     return known_custom_op(qualified_name(op).partition(".")[0])
 
 
@@ -75,9 +75,9 @@ def qualified_name(op: OpOverload) -> str:
 
 @frozen
 class CustomOpParts:
-    """What a custom op was made of: enough to make it again in another process.
+    """The parts of a custom op: enough to define it again in another process.
 
-    ``kernel`` is ``None`` where the op has kernels for several device types.
+    ``kernel`` is ``None`` if the op has kernels for several device types.
     """
 
     name: str
@@ -91,7 +91,7 @@ class CustomOpParts:
 
 
 def parts_of(definition: Any) -> CustomOpParts:
-    """The functions that were registered for a custom op. ``torch.library`` takes them and gives none back."""
+    """The functions that are registered for a custom op. ``torch.library`` takes them, but does not return them."""
     kernel = definition._init_fn
     return CustomOpParts(
         definition._qualname,
@@ -108,12 +108,12 @@ def parts_of(definition: Any) -> CustomOpParts:
 def make_custom_op(parts: CustomOpParts) -> Any:
     """The inverse of :func:`parts_of`."""
     assert parts.kernel is not None
-    made = torch.library.custom_op(parts.name, parts.kernel, mutates_args=parts.written, schema=parts.schema)
+    definition = torch.library.custom_op(parts.name, parts.kernel, mutates_args=parts.written, schema=parts.schema)
     if parts.fake is not None:
-        made.register_fake(parts.fake)
+        definition.register_fake(parts.fake)
     if parts.backward is not None:
-        made.register_autograd(parts.backward, setup_context=parts.setup_context)
-    return made
+        definition.register_autograd(parts.backward, setup_context=parts.setup_context)
+    return definition
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
@@ -122,14 +122,14 @@ def direct_call(op: Any) -> Callable[..., Any]:
 
 
 def binding_namespaces() -> tuple[Any, ...]:
-    """Where the C functions behind ops are found: the public namespaces, and what Python code in them covers up."""
+    """Namespaces with the C functions behind ops: the public ones, and those that Python code hides."""
     hidden = (getattr(torch._C, name, None) for name in ("_VariableFunctions", "TensorBase", "_nn"))
     return torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft, *hidden
 
 
 def is_composite(op: Any) -> bool:
-    """Whether torch itself writes the op in terms of others for every backend. Only the dispatcher's tables say so."""
-    # Fake tensors ask for their device by an op of a namespace that the tables do not have.
+    """Whether torch implements the op by other ops for every backend. Only the dispatcher's tables say so."""
+    # The tables do not have the namespace `prim`, from which fake tensors call an op to get their device.
     return op.namespace != "prim" and bool(
         torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
     )
@@ -139,17 +139,17 @@ def is_composite(op: Any) -> bool:
 
 
 def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
-    """Torch's own Python function that computes an op by others, if it has one.
+    """Torch's own Python function that computes an op by other ops, if it has one.
 
-    The table is the one that compilers decompose by. The primitive ops that its functions end in name the public
-    function that they stand for themselves. Neither is public.
+    Compilers decompose by this table. Its functions end in primitive ops, and each of those has an attribute for the
+    function that it stands for. Neither is public.
     """
     table: Any = import_module("torch._decomp").decomposition_table
     return table.get(op) or (getattr(op, "impl_aten", None) if op.namespace == "prims" else None)
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
-    """The C++ kernel that runs an op by others on every backend, with its own autograd formula, if it has one."""
+    """The C++ kernel that runs an op by other ops on every backend, with its own autograd formula, if it has one."""
     key = torch._C.DispatchKey.CompositeExplicitAutograd
     if not torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key.name):
         return None
@@ -159,12 +159,12 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
 def functional_of(op: OpOverload) -> OpOverload | None:
     """The op that returns what this one writes into its ``out=`` arguments or its operands: ``add`` for ``add_``.
 
-    Found by name, as torch pairs them, and only where the other arguments are the same; nothing public pairs them.
+    Found by name, as torch pairs them, and only if the other arguments are the same. No public API pairs them.
     """
     packet, _, overload = qualified_name(op).partition("::")[2].partition(".")
     overloads = [overload or "default"]
     if any(a.is_out for a in op._schema.arguments):
-        # `out`, `int_out` and `dim_max` are the ones of `default`, `int` and `dim`.
+        # `out`, `int_out` and `dim_max` belong to `default`, `int` and `dim`.
         overloads = [overload.removesuffix("out").rstrip("_") or "default"]
     elif packet.endswith("_") and not packet.endswith("__"):
         packet = packet[:-1]
@@ -173,21 +173,21 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     functional = getattr(getattr(torch.ops, op.namespace), packet, None)
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for name in (*overloads, *(functional.overloads() if functional is not None else ())):
-        found = getattr(functional, name, None)
-        if found is None or found is op or found._schema.is_mutable:
+        candidate = getattr(functional, name, None)
+        if candidate is None or candidate is op or candidate._schema.is_mutable:
             continue
-        if [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
-            return found  # type: ignore[no-any-return]
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
+            return candidate  # type: ignore[no-any-return]
     return None
 
 
 def is_view_in_place(op: OpOverload) -> bool:
-    """Whether an op changes a tensor's shape or strides and leaves its memory alone, as ``squeeze_`` does. The tags are
-    documented, and their only name is this one.
+    """Whether an op changes a tensor's shape or strides but not its memory, as ``squeeze_`` does. The tags are
+    documented, but have only this private name.
     """
     return torch.Tag.inplace_view in op.tags
 
 
 def draws(op: OpOverload) -> bool:
-    """Whether an op draws from a generator. Its tags are documented, and their only name is this one."""
+    """Whether an op draws from a generator. Its tags are documented, but have only this private name."""
     return torch.Tag.nondeterministic_seeded in op.tags

@@ -1,4 +1,4 @@
-"""Graphs being made: traced tensors, symbolic sizes, modes, and functions that a graph takes as one call."""
+"""Tracing a graph: traced tensors, symbolic sizes, modes, and functions that a graph holds as one call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TRACED = (FakeTensor, FunctionalTensor)
 
 
 def is_without_data(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for a value that is not there. Only these two private classes say so."""
+    """Whether a tensor stands for a value that does not exist yet. Only these two private classes say so."""
     return type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED)
 
 
@@ -52,39 +52,40 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def is_compiled_now() -> bool:
-    """Whether this thread is making a graph, at whatever stage. The public question is answered yes only inside."""
+    """Whether this thread is compiling a graph, at any stage. The public function is true only inside the graph."""
     return TracingContext.try_get() is not None
 
 
 def hint_of(size: torch.SymInt) -> int:
-    """The number that a symbolic size stood for when tracing began, without making that a guard of the graph."""
+    """The number that a symbolic size had when tracing began. Reading it adds no guard to the graph."""
     # torch 2.13 has the function, earlier releases the method.
     ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
     return int(ask(size) if ask else size.node.require_hint())
 
 
 def settled(size: torch.SymInt) -> int | torch.SymInt:
-    """The integer in place of a symbol that can be no other any more."""
-    found = size.node.maybe_as_int()
-    return size if found is None else int(found)
+    """The integer that a symbol is, if guards leave only one; else the symbol."""
+    value = size.node.maybe_as_int()
+    return size if value is None else int(value)
 
 
 def same_symbol(one: Any, other: Any) -> bool:
-    """Whether two sizes are the same by what is known, without asking for a guard."""
+    """Whether two sizes are known to be the same, without adding a guard."""
     if not isinstance(one, torch.SymInt) or not isinstance(other, torch.SymInt):
         return type(one) is type(other) and bool(one == other)
     return bool(one.node.expr == other.node.expr)
 
 
 def is_known(condition: Any) -> bool:
-    """Whether a condition on sizes holds by what is known of them, without asking for a guard."""
+    """Whether a condition on sizes is known to hold, without adding a guard."""
     return condition is True or bool(symbolic_shapes.statically_known_true(condition))
 
 
 def let_vary(part: torch.Tensor, dims: Iterable[int]) -> None:
-    """Tell dynamo, of a tensor inside another, that graphs are not guarded by its sizes along some dims.
+    """Tell dynamo not to guard graphs by some sizes of a tensor inside another tensor.
 
-    It goes before other marks, which stay: torch guards graphs by these. The public way marks the outer tensor, too.
+    This mark has precedence over other marks. Those stay, because torch guards graphs by them. The public API would
+    mark the outer tensor, too.
     """
     part._dynamo_unbacked_indices = set(dims)  # type: ignore[attr-defined]
 
@@ -95,8 +96,8 @@ def is_open(size: Any) -> bool:
 
 
 def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
-    """A tensor without data in the place of ``part`` in its trace, of other sizes; no use of its symbols is to come.
-    Neither the trace's mode nor its symbols are public.
+    """A tensor without data that replaces ``part`` in its trace, of other sizes. The trace then expects no
+    use of its symbols. Neither the trace's mode nor its symbols are public.
     """
     mode = _mode_of(part)
     for size in (*part.shape, *part.stride()):
@@ -108,7 +109,7 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
 
 
 def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
-    """A context in which ops run on tensors without data, whose sizes are those of the trace that ``part`` is of."""
+    """A context in which ops run on tensors without data, with the symbolic sizes of the trace of ``part``."""
     stack = ExitStack()
     stack.enter_context(_outside_modes())
     stack.enter_context(_mode_of(part))
@@ -122,17 +123,17 @@ def _mode_of(part: torch.Tensor) -> Any:
 
 
 def assert_when_run(condition: torch.Tensor, message: str) -> None:
-    """Make a graph raise when it runs and this is false. The public assertion looks at the value at once.
+    """Make a graph raise at run time if the condition is false. The public assertion reads the value at once.
 
-    Only the form with a message survives in a graph; the other is dropped as dead code.
+    Only the form with a message stays in a graph. The other form is removed as dead code.
     """
     torch._assert_async(condition, message)
 
 
 @contextmanager
 def _outside_modes() -> Iterator[None]:
-    # The dispatcher for Python kernels, which a trace turns on, calls every kernel with the GIL held. A collective's
-    # kernel then waits for a lock of gloo's whose holder, a thread of gloo that frees a tensor, waits for the GIL.
+    # A trace turns the dispatcher for Python kernels on, which calls every kernel with the GIL held. That can deadlock:
+    # a collective's kernel waits for a lock of gloo, and the gloo thread that holds it waits for the GIL.
     tracer, _left.tracer = _left.tracer, _tracer()
     try:
         with _python_dispatch._disable_current_modes(), torch._C._DisablePythonDispatcher():
@@ -142,7 +143,7 @@ def _outside_modes() -> Iterator[None]:
 
 
 class _Left(threading.local):
-    """What writes the graph that this thread is making, while its modes are left."""
+    """The tracer of the graph that this thread is making, kept while the modes are off."""
 
     tracer: Any = None
 
@@ -156,26 +157,26 @@ def _tracer() -> Any:
 
 
 def make_known(sizes: Iterable[Any]) -> None:
-    """Have the graph that is being made write the formulas of sizes that were computed outside it.
+    """Add the formulas of sizes that were computed outside the graph to the graph that is being made.
 
-    Torch does so by itself for the argument of an op. A size of which it computes first, and whose formula it has not
-    written yet, it takes for its own result.
+    Torch does so by itself for the arguments of an op. But if it computes with a size before it has written the size's
+    formula, it takes the size for a result of its own.
     """
     tracer = _tracer()
     if tracer is None:
         return
-    # Only here, since loading it takes time.
+    # Imported here, because loading it takes time.
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
 
     for size in sizes:
         if isinstance(size, torch.SymInt):
-            with suppress(Exception):  # a formula that torch cannot write: it says so where the size is used
+            with suppress(Exception):  # torch reports a formula that it cannot write where the size is used
                 set_proxy_slot(size, tracer, get_proxy_slot(size, tracer))
 
 
 def outside_modes() -> AbstractContextManager[Any]:
-    """A context in which tensors are real ones and kernels run without the GIL also while a graph is traced. There is
-    no public way out of a mode.
+    """A context in which tensors are real and kernels run without the GIL, also while a graph is traced. There is no
+    public API to leave a mode.
     """
     if torch._C._len_torch_dispatch_stack() == 0 and not is_python_dispatched():
         return nullcontext()
@@ -183,15 +184,15 @@ def outside_modes() -> AbstractContextManager[Any]:
 
 
 def is_python_dispatched() -> bool:
-    """Whether ops go by the dispatcher for Python kernels, as they do while a graph is traced."""
+    """Whether ops go through the dispatcher for Python kernels, as they do while a graph is traced."""
     return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
 
 
 def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
-    """A backend of ``torch.compile`` that runs each graph, forward and backward, as it is, after showing it. The way to
-    write such a backend is documented, in modules that are not public.
+    """A backend of ``torch.compile`` that calls ``see`` with each graph, forward and backward, and runs it unchanged.
+    Torch documents how to write such a backend, with modules that are not public.
     """
-    # Only here, since loading them takes time.
+    # Imported here, because loading them takes time.
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
 
@@ -199,9 +200,9 @@ def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
         see(graph)
         return make_boxed_func(graph.forward)
 
-    made: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    return made
+    backend: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    return backend
 
 
 graph_calls: list[Callable[..., Any]] = []
-"""Dynamo knows them by identity, and these references keep them as they are."""
+"""Dynamo knows the functions by identity, and these references keep them alive."""

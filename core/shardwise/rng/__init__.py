@@ -1,1 +1,1 @@
-"""Random numbers by their place in the global tensor, so that they do not depend on the mesh."""
+"""Random numbers that depend on the place in the global tensor, and not on the mesh."""

@@ -1,7 +1,7 @@
-"""Which random numbers come next: the seed of this process's generator, and the number of its next draw.
+"""The state of this process's generator: its seed, and the number of its next draw.
 
-A draw is one random op. Its values follow from the seed, the draw's number and the places of the elements
-(:mod:`shardwise.rng.sampling`), so the state is two integers. The ranks of a mesh have the same state: they agree on it
+A draw is one random op. Its values depend on the seed, the draw's number and the places of the elements
+(:mod:`shardwise.rng.sampling`). So the state is two integers. The ranks of a mesh have the same state: they agree on it
 at the mesh's first draw and compare it from time to time.
 """
 
@@ -23,10 +23,10 @@ from shardwise.settings import RANDOM_MODES, read_settings
 
 __all__ = ["Agree", "get_state", "manual_seed", "mode", "next_draw", "preserved_state", "set_state", "using"]
 
-# (seed, number) of this rank -> those that all ranks of the mesh use.
+# (seed, number) of this rank -> (seed, number) that all ranks of the mesh use.
 Agree = Callable[[int, int], tuple[int, int]]
 
-# Draws that a recomputation may repeat. A step with more draws between a forward and its recomputation draws afresh.
+# How many draws a recomputation can repeat. With more draws between a forward and its recomputation it draws anew.
 _REMEMBERED = 1 << 17
 _VERSION = 1
 _FIELDS = 4
@@ -34,10 +34,10 @@ _FIELDS = 4
 
 @define
 class _Generator:
-    """``seed`` is ``None`` until a program or the first draw sets it. ``modes`` are those of the contexts in force,
-    innermost last.
+    """The generator of this process.
 
-    ``draws`` maps a number from torch's CPU generator to the draw that was made after it.
+    ``seed`` is ``None`` until a program or the first draw sets it. ``modes`` are the modes of the active contexts, the
+    innermost last. ``draws`` maps a number from torch's CPU generator to the draw that followed it.
     """
 
     seed: int | None = None
@@ -52,22 +52,22 @@ _here = _Generator()
 def manual_seed(seed: int) -> None:
     """Seed the generator of this process, and torch's generators as :func:`torch.manual_seed` does.
 
-    From now on random ops on MeshTensors draw from it, unless a setting or :func:`using` says otherwise. Call it on
-    every rank with the same seed, an integer that torch accepts.
+    From then on random ops on MeshTensors draw from it, unless a setting or :func:`using` says otherwise. Every rank
+    must call this with the same seed, an integer that torch accepts.
     """
     torch.manual_seed(seed)
     _here.seed, _here.number = seed % (1 << 64), 0
 
 
 def get_state() -> Tensor:
-    """The state, as an int64 tensor on the CPU that may be saved like any tensor. See :func:`set_state`."""
+    """The state, as an int64 tensor on the CPU. It can be saved as any tensor can. See :func:`set_state`."""
     seed = 0 if _here.seed is None else _here.seed
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
     return torch.tensor([_VERSION, int(_here.seed is not None), signed, _here.number], device="cpu")
 
 
 def set_state(state: Tensor) -> None:
-    """Go on from a state of :func:`get_state`; raises :class:`LayoutError` for anything else."""
+    """Continue from a state of :func:`get_state`. Raises :class:`LayoutError` for any other tensor."""
     values = state.tolist() if state.dtype is torch.int64 and state.shape == (_FIELDS,) else []
     if values[:1] != [_VERSION]:
         raise LayoutError(
@@ -80,7 +80,7 @@ def set_state(state: Tensor) -> None:
 
 
 def mode() -> str:
-    """How random ops draw here and now: ``counter``, ``torch`` or ``local``; see docs/random.md."""
+    """The mode in which random ops draw now: ``counter``, ``torch`` or ``local``. See docs/random.md."""
     if _here.modes:
         return _here.modes[-1]
     return _mode_of_settings() or ("torch" if _here.seed is None else "counter")
@@ -93,7 +93,7 @@ def _mode_of_settings() -> str | None:
 
 @contextmanager
 def using(chosen: str) -> Iterator[None]:
-    """Draw in another mode while the context lasts; every rank must enter and leave it at the same point."""
+    """A context that draws in another mode. Every rank must enter and leave it at the same point."""
     if chosen not in RANDOM_MODES:
         raise SettingsError(
             asked=f"draw random numbers in the mode {chosen!r}",
@@ -110,7 +110,7 @@ def using(chosen: str) -> Iterator[None]:
 
 @contextmanager
 def preserved_state() -> Iterator[None]:
-    """A context after which the generator has the state that it had before."""
+    """A context that restores the state of the generator at its end."""
     before = get_state()
     try:
         yield
@@ -119,12 +119,12 @@ def preserved_state() -> Iterator[None]:
 
 
 def next_draw(agree: Agree) -> Draw | None:
-    """The next draw; ``None`` where torch's generators draw. ``agree`` gives every rank of a mesh the same state.
+    """The next draw; ``None`` if torch's generators draw. ``agree`` gives every rank of a mesh the same state.
 
-    A recomputation of a forward repeats the forward's draws: ``torch.utils.checkpoint`` sets torch's CPU generator back
-    for it, and each draw is remembered by a number that this generator gave just before it.
+    A recomputation of a forward repeats the forward's draws. ``torch.utils.checkpoint`` resets torch's CPU generator
+    for it, and each draw is stored under a number that this generator gave just before.
 
-    Raises :class:`TracingError` while a graph is traced: the graph would draw the same numbers each time it runs.
+    Raises :class:`TracingError` while a graph is traced, as the graph would draw the same numbers each time it runs.
     """
     chosen = mode()
     if chosen == "torch":
@@ -142,7 +142,7 @@ def next_draw(agree: Agree) -> Draw | None:
         _here.seed, _here.number = draw[0], draw[1] + 1
         if len(_here.draws) >= _REMEMBERED:
             del _here.draws[next(iter(_here.draws))]
-        # Behind the others, also where a reseeded generator gave the tag before.
+        # The newest entry comes last, also if a reseeded generator gave the same tag before.
         _here.draws.pop(tag, None)
         _here.draws[tag] = draw
     return Draw(*draw, by_place=chosen == "counter")

@@ -1,8 +1,8 @@
 """Philox4x32-10, the counter-based generator of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as
 1, 2, 3" (SC 2011): four 32-bit words from a counter of four and a key of two, by ten rounds of multiplying and mixing.
 
-There is no state, so any part of a stream can be had by itself. Words are held in int64 tensors, whose products wrap
-and so have all 64 bits; the same code runs on every device.
+There is no state, so any part of a stream can be computed by itself. Words are held in int64 tensors, whose products
+wrap and so have all 64 bits. The same code runs on every device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Ten
     """Words 0 and 2, and words 1 and 3, of each counter's output.
 
     ``even`` holds words 0 and 2 of ``n`` counters, ``odd`` words 1 and 3: int64 of shape ``(2, n)``, each word in
-    ``[0, 2**32)``; so does what comes back. Both are left as they are.
+    ``[0, 2**32)``. The results have the same form. Neither operand is changed.
     """
     multipliers = _multipliers(even.device)
     keys = torch.tensor(_keys(key), device=even.device).view(_ROUNDS, 2, 1).unbind()
     buffers = [torch.empty_like(even) for _ in range(4)]
-    # Each with its two rows, which a view a round would cost more than the arithmetic on a small tensor.
+    # Each buffer with its two rows: on a small tensor a view in every round costs more than the arithmetic.
     product, high, spare, other = ((buffer, *buffer.unbind()) for buffer in buffers)
     words, (first, second) = even, odd.unbind()
     for i in range(_ROUNDS):
-        # The rows change places in each round, and multipliers and keys with them: nothing is copied for it.
+        # The rows swap in each round, and so do multipliers and keys. This avoids a copy.
         torch.mul(words, multipliers[i % 2], out=product[0])
         torch.bitwise_right_shift(product[0], 32, out=high[0])
         high[1].bitwise_xor_(second)
@@ -45,7 +45,7 @@ def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Ten
 
 
 def _keys(key: tuple[int, int]) -> list[list[int]]:
-    """The keys of all rounds, each in the order of the rows at that round."""
+    """The keys of all rounds, each in the order that the rows have in that round."""
     schedule = [[(word + i * step) & WORD for word, step in zip(key, _WEYL, strict=True)] for i in range(_ROUNDS)]
     return [words if i % 2 else words[::-1] for i, words in enumerate(schedule)]
 

@@ -1,10 +1,10 @@
-"""Random values by place: what element ``i`` of a draw is depends on the seed, the draw's number and ``i`` alone.
+"""Random values by place: the value of element ``i`` depends only on the seed, the draw's number and ``i``.
 
-``i`` is the element's index in the global tensor, row-major whatever its strides. So a rank computes the values of the
+``i`` is the element's row-major index in the global tensor, whatever the strides. So a rank computes the values of the
 elements that it holds, and they are the same under any placement on any mesh.
 
-The counter of Philox is the number of a block of elements (64 bits, low word first) and the number of the draw; the key
-is the seed. A block is as many elements as four words make: four of 32 bits, two of 64.
+The counter of Philox is the number of a block of elements (64 bits, low word first) and the number of the draw. The key
+is the seed. A block has the elements that four words make: four of 32 bits, or two of 64.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from shardwise.rng.philox import WORD, philox
 
 __all__ = ["Draw", "Region"]
 
-# Counters that are worked on at once. On a CPU the tensors of a tile should stay in its caches: measured with
-# tests/benchmarks/bench_random.py, 2**13 to 2**15 are alike there and larger ones slower.
+# How many counters are computed at once. On a CPU the tensors of a tile should stay in the caches. Measured with
+# tests/benchmarks/bench_random.py: 2**13 to 2**15 are equally fast there, and larger tiles are slower.
 _TILE = {"cpu": 1 << 14}
 _LARGE_TILE = 1 << 22
 
-# Words 0 and 2, and words 1 and 3, of n blocks, each (2, n), to the values of the blocks, (n, values per block).
+# (words 0 and 2, words 1 and 3) of n blocks, each (2, n) -> the values of the blocks, (n, values per block).
 Transform = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -38,7 +38,7 @@ def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
 
 @frozen
 class Region:
-    """A box of a global tensor: the global shape, where the box starts and its size, per dim."""
+    """A box in a global tensor: the global shape, and the box's offset and size per dim."""
 
     shape: tuple[int, ...] = field(converter=_ints)
     offset: tuple[int, ...] = field(converter=_ints)
@@ -46,11 +46,11 @@ class Region:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
+        """The whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     def with_dim(self, size: int) -> Region:
-        """The same box of a tensor with one more dim, whole and last: for elements that take several values each."""
+        """The same box of a tensor with one more last dim, which is whole: for elements of several values."""
         return Region((*self.shape, size), (*self.offset, 0), (*self.size, size))
 
     @property
@@ -61,7 +61,7 @@ class Region:
 
 @frozen
 class Draw:
-    """The values of one draw. ``by_place`` is false for the fast way, whose values depend on how a tensor is cut.
+    """The values of one draw. ``by_place`` is false for the fast mode, whose values depend on the placements.
 
     Every method that takes a :class:`Region` returns a contiguous tensor of the region's size.
     """
@@ -71,8 +71,8 @@ class Draw:
     by_place: bool = True
 
     def uniform(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On ``[0, 1)``, in steps that ``dtype`` holds exactly (2**-8 for bfloat16, 2**-53 for float64); so the parts
-        of complex values.
+        """On ``[0, 1)``, in steps that ``dtype`` holds exactly (2**-8 for bfloat16, 2**-53 for float64). The same holds
+        for the parts of complex values.
         """
         if dtype.is_complex:
             return torch.view_as_complex(self.uniform(region.with_dim(2), dtype.to_real(), device))
@@ -86,14 +86,14 @@ class Draw:
         ).to(dtype)
 
     def positive(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """On ``(0, 1)``: for logarithms. Computed in float32, or float64 where ``dtype`` is that."""
+        """On ``(0, 1)``, for logarithms. Computed in float32, or in float64 if that is ``dtype``."""
         if dtype is torch.float64:
             return self._values(region, 2, _open_wide, dtype, device)
         return self._values(region, 4, lambda even, odd: _open(_words(even, odd)), torch.float32, device)
 
     def normal(self, region: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Standard normal values, by pairs (Box and Muller 1958). Computed in float32, or float64. The parts of complex
-        ones have half the variance.
+        """Standard normal values, in pairs (Box and Muller 1958). Computed in float32, or in float64 for float64.
+        The parts of complex values have half the variance.
         """
         if dtype.is_complex:
             return torch.view_as_complex(self.normal(region.with_dim(2), dtype.to_real(), device)).mul_(0.5**0.5)
@@ -102,14 +102,14 @@ class Draw:
         return self._values(region, 4, _normal, torch.float32, device)
 
     def below(self, region: Region, probability: float | Tensor, device: torch.device) -> Tensor:
-        """True with a probability (a number, or a tensor of the region's size): bool."""
+        """Bools that are true with a probability (a number, or a tensor of the region's size)."""
         words = self._values(region, 4, _words, torch.int64, device)
         if isinstance(probability, Tensor):
             return words < probability.double() * 2.0**32
         return words < math.ceil(probability * 2.0**32)
 
     def bits(self, region: Region, device: torch.device) -> Tensor:
-        """64 random bits each, as int64 of either sign."""
+        """64 random bits per element, as int64 of either sign."""
         return self._values(region, 2, lambda even, odd: _pairs(even << 32 | odd), torch.int64, device)
 
     def integers(self, region: Region, low: int, high: int, device: torch.device) -> Tensor:
@@ -120,23 +120,23 @@ class Draw:
             bits.bitwise_right_shift_(1).bitwise_and_(_HIGHEST)
             return (bits if width == 1 << 63 else bits.remainder_(width)).add_(low)
         if width < 1 << 64:
-            # As unsigned numbers 64 bits hold less than two widths; a sign bit turned over compares them so.
+            # 64 bits as an unsigned number hold less than two widths. Flipping the sign bits compares as unsigned.
             width -= 1 << 64
             bits = torch.where((bits ^ _LOWEST) >= (width ^ _LOWEST), bits - width, bits)
         return bits.add_(low)
 
     def permutation(self, count: int, device: torch.device) -> Tensor:
-        """A random order of ``range(count)``, as int64: the order of as many 64-bit keys, ties as they stand."""
+        """A random order of ``range(count)``, as int64: a stable sort of as many 64-bit keys."""
         return self.bits(Region.whole((count,)), device).argsort(stable=True)
 
     def generator(self, device: torch.device, place: Sequence[int] = ()) -> torch.Generator:
-        """One of torch's generators, seeded for this draw alone (and for a place, where ranks are to differ)."""
+        """A torch generator that is seeded for this draw alone (and for a place, if ranks should differ)."""
         known = repr((self.seed, self.number, tuple(place))).encode()
         return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(known, digest_size=8).digest()))
 
     @contextmanager
     def seeding(self, device: torch.device) -> Iterator[None]:
-        """Seed torch's default generator of a device for this draw alone: for an op that takes no other."""
+        """Seed torch's default generator of a device for this draw alone, for an op that takes no other generator."""
         seed = self.generator(torch.device("cpu")).initial_seed()
         if device.type == "cpu":
             with torch.random.fork_rng(devices=()):
@@ -162,7 +162,7 @@ class Draw:
         return out
 
     def _tile(self, starts: Tensor, run: int, per_block: int, shift: int | None, transform: Transform) -> Tensor:
-        """The values of one run of elements from each start; ``shift`` is their place in a block where it is one."""
+        """The values of one run of elements from each start. ``shift`` is their place in a block if they share it."""
         blocks = (run + (per_block - 1 if shift is None else shift) - 1) // per_block + 1
         counters = (starts // per_block).unsqueeze(1) + torch.arange(blocks, device=starts.device)
         values = transform(*self._output(counters.view(-1))).view(len(starts), blocks * per_block)
@@ -182,8 +182,8 @@ _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 def _runs(region: Region, per_block: int, device: torch.device) -> tuple[Tensor, int, int | None]:
-    """Where the runs of neighbours in a region start (global, flat), how long each is, and their common place in a
-    block of elements: ``None`` when it differs.
+    """The starts of a region's contiguous runs (global, flat), their length, and their common place in a block of
+    elements: ``None`` if it differs.
     """
     run = step = 1
     starts = torch.zeros((), dtype=torch.int64, device=device)
@@ -206,14 +206,14 @@ def _runs(region: Region, per_block: int, device: torch.device) -> tuple[Tensor,
 
 def _first(region: Region) -> int:
     """The flat index of a region's first element."""
-    found = 0
+    index = 0
     for n, offset in zip(region.shape, region.offset, strict=True):
-        found = found * n + offset
-    return found
+        index = index * n + offset
+    return index
 
 
 def _tiles(rows: int, run: int, per_block: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Rows and a part of each run, so that few counters are worked on at once; parts begin a whole block apart."""
+    """Rows and a part of each run, so that few counters are computed at once. Parts begin a whole block apart."""
     tile = _TILE.get(device.type, _LARGE_TILE)
     part = tile * per_block
     together = max(1, tile // (run // per_block + 1))
@@ -224,7 +224,7 @@ def _tiles(rows: int, run: int, per_block: int, device: torch.device) -> Iterato
 
 @lru_cache
 def _mantissa(dtype: torch.dtype) -> int:
-    """Bits of a value on [0, 1) that a dtype holds: what is below its last digit would round, maybe up to 1."""
+    """How many bits of a value on [0, 1) a dtype holds. More bits would be rounded, possibly up to 1."""
     return 1 - int(math.log2(torch.finfo(dtype).eps))
 
 
@@ -237,17 +237,17 @@ def _words(even: Tensor, odd: Tensor) -> Tensor:
 
 
 def _pairs(values: Tensor) -> Tensor:
-    """The two values of each block in order, of a tensor (2, n)."""
+    """The two values of each block in order, from a tensor of shape (2, n)."""
     return values.t().contiguous()
 
 
 def _wide(even: Tensor, odd: Tensor, bits: int) -> Tensor:
-    """The leading bits of 64."""
+    """The leading ``bits`` of 64."""
     return _pairs((even << (bits - 32)) | (odd >> (64 - bits)))
 
 
 def _open(words: Tensor) -> Tensor:
-    # All 32 bits, for the sake of the tails; the words next to 2**32 would round to 1.
+    # All 32 bits are used, for the tails. Words near 2**32 would round to 1.
     return words.float().add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
 
 
