@@ -1,6 +1,6 @@
-"""Tells dynamo of the functions that become single calls of a graph, once, when it is first imported.
+"""Importing this module tells dynamo which functions become single calls of a graph.
 
-Loading dynamo takes half a second, so nothing but a compilation imports this.
+Loading dynamo takes half a second, so only a compilation imports this module.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
 
-A MeshTensor's gradient is a global tensor, so any layout of it is right; these functions only decide which one. The
-default is the layout of the forward tensor, with partial read as replicated: each partial part has the whole
+A MeshTensor's gradient is a global tensor, so every layout of it is correct. These functions choose the layout. The
+default is the layout of the forward tensor, with partial read as replicated, because each partial part has the whole
 gradient.
 """
 
@@ -30,16 +30,16 @@ from shardwise.tensor.waiting import source_of, waiting
 
 __all__ = ["HAS_GRAD_HOOK", "from_local", "keep_grad_layout", "redistribute", "to_local"]
 
-# Marks a leaf whose gradients are already brought to its own layout.
+# Marks a leaf that has a hook which brings its gradients to its own layout.
 HAS_GRAD_HOOK = "_shardwise_has_grad_hook"
 
 
 def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
-    """Where the gradient of a tensor with these placements lies by default."""
+    """The default placements of the gradient of a tensor with these placements."""
     return tuple(REPLICATE if isinstance(p, Partial) else p for p in placements)
 
 
-def _given(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
+def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
     if grad_placements is None:
         return grad_layout(spec.placements)
     return check_placements(grad_placements, spec.mesh.ndim, spec.ndim)
@@ -52,12 +52,12 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, way: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
         ctx.spec, ctx.grad, ctx.async_op = way.target, grad, async_op
-        return _moved(tensor, way, async_op)
+        return _redistributed(tensor, way, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        found = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
-        return (reduce_later if ctx.async_op else redistribute)(found, ctx.grad), None, None, None
+        grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
+        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None
 
 
 def redistribute(
@@ -66,41 +66,42 @@ def redistribute(
     grad_placements: Sequence[Placement] | None = None,
     async_op: bool = False,
 ) -> Any:
-    """``tensor`` under other placements; differentiable. The tensor itself when nothing changes and nothing is asked of
-    the gradient. See :meth:`MeshTensor.redistribute`.
+    """``tensor`` under other placements; differentiable. See :meth:`MeshTensor.redistribute`.
+
+    Returns the tensor itself if its placements do not change and ``grad_placements`` is not given.
     """
     way = route(tensor._spec, placements)
     if way.stays and grad_placements is None:
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
-        given = _given(grad_placements, tensor._spec)
-        return _Redistribute.apply(tensor, way, given, async_op)  # type: ignore[no-untyped-call]
+        layout = _checked_grad_layout(grad_placements, tensor._spec)
+        return _Redistribute.apply(tensor, way, layout, async_op)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
-        _given(grad_placements, tensor._spec)  # what is wrong is wrong without a gradient, too
-    return _moved(tensor, way, async_op)
+        _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
+    return _redistributed(tensor, way, async_op)
 
 
 def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
-    """:func:`redistribute` for a gradient: its collective goes on while backward does, until its first use."""
-    moved = redistribute(grad, placements, async_op=True)
-    source = source_of(moved)
+    """The same as :func:`redistribute`, for a gradient: its collective runs during backward, until its first use."""
+    reduced = redistribute(grad, placements, async_op=True)
+    source = source_of(reduced)
     if isinstance(source, AsyncResult):
         _backward.add(source)
-    return moved
+    return reduced
 
 
-# Beyond this many bytes that are only kept for collectives of gradients, the oldest is waited for: enough for a layer
-# of small parameters, and large ones are reduced one at a time.
+# Limits the bytes that are kept only for collectives of gradients; beyond it the oldest is waited for. It is enough for
+# a layer of small parameters, and large ones are reduced one at a time.
 _backward = InFlightLimit(1 << 26)
 
-# The class's own property is written in Python.
+# Torch's own property: that of MeshTensor is written in Python and slower.
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _moved(tensor: Any, way: Route, async_op: bool) -> Any:
+def _redistributed(tensor: Any, way: Route, async_op: bool) -> Any:
     local = tensor._local_tensor
     if way.stays:
-        # A tensor that stays where it is keeps its memory, so the result is a view of it to autograd.
+        # The layout stays the same and so does the memory: to autograd the result is a view.
         return wrap(local.view_as(local), way.target)
     if async_op and way.start is not None and not is_traced(local):
         return waiting(way.start(local).keep(tensor, local), way.target, local.device)
@@ -115,7 +116,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
         ctx.spec, ctx.grad = tensor._spec, grad
         local: torch.Tensor = tensor._local_tensor
-        return local.view_as(local)  # a fresh object: autograd writes its data into it
+        return local.view_as(local)  # a new object, because autograd writes its own data into it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -129,8 +130,8 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
     if not torch.is_grad_enabled() and grad_placements is None:
         local: torch.Tensor = tensor._local_tensor
         return local.view_as(local)
-    found: torch.Tensor = _ToLocal.apply(tensor, _given(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
-    return found
+    part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
+    return part
 
 
 class _FromLocal(torch.autograd.Function):
@@ -141,8 +142,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        found = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
-        return to_local(redistribute(found, ctx.grad), None), None, None
+        grad = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
+        return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
 @traceable
@@ -159,16 +160,15 @@ def from_local(
     mesh = current_mesh() if mesh is None else mesh
     check_device(local, mesh)
     wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
-    given = check_placements(wanted, mesh.ndim, local.ndim)
-    spec = _spec_of_local(local, mesh, given, shape, stride)
+    spec = _spec_of_local(local, mesh, check_placements(wanted, mesh.ndim, local.ndim), shape, stride)
     meet(mesh)
     if run_check:
         check_agreement(local, spec)
-    return _FromLocal.apply(local, spec, _given(grad_placements, spec))  # type: ignore[no-untyped-call]
+    return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """A tensor must lie on the device type of its mesh (the meta device is free), in dense memory."""
+    """Check that a tensor is dense and is on the device type of its mesh or on the meta device."""
     if tensor.layout is not torch.strided:
         raise LayoutError(
             asked=f"put a tensor of shape {tuple(tensor.shape)} on a mesh",
@@ -212,7 +212,7 @@ def _spec_of_local(
 
 
 def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
-    """Global sizes and strides when every rank's part has this local tensor's shape."""
+    """Global sizes and strides if every rank's part has the shape of this local tensor."""
     sizes, steps = list(local.shape), list(local.stride())
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -226,10 +226,10 @@ def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) ->
 
 
 def keep_grad_layout_in_graph(stand_in: Any) -> None:
-    """Bring the gradient of what stands for a leaf in a traced program to the leaf's layout, inside the graph.
+    """Bring the gradient of a leaf's stand-in in a traced program to the leaf's layout, inside the graph.
 
-    torch runs a leaf's own hooks outside the graph. The stand-in gets its place in autograd's graph after it has been
-    made; by the first op it is there, and can take a hook that becomes part of the graph.
+    Torch runs a leaf's own hooks outside the graph. The stand-in joins autograd's graph only after it is created. At
+    the first op it has joined, and can take a hook that becomes part of the graph.
     """
     stand_in.__dict__[HAS_GRAD_HOOK] = True
     at_next_dispatch(partial(_register_if_there, ref(stand_in)))
@@ -263,20 +263,18 @@ def _hook_grad_layout(tensor: Any) -> None:
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
 
     def place(grad: Any) -> Any:
-        # The usual case, and all but free: it runs for every leaf at every step.
-        # A backward that has no gradient for the leaf hands over None.
-        return None if grad is None or getattr(grad, "_spec", None) is spec else _placed(grad, spec)
+        # The usual case is cheap, as this runs for every leaf at every step. A backward without a gradient for the leaf
+        # passes None.
+        if grad is None or getattr(grad, "_spec", None) is spec:
+            return None
+        return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
 
     tensor.register_hook(place)
 
 
-def _placed(grad: Any, spec: TensorSpec) -> Any:
-    return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
-
-
 def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
-    """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where nothing flows back (through a
-    comparison in place, say), alike everywhere.
+    """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where no gradient flows back, for example
+    through a comparison in place. These zeros are the same on every rank.
     """
     if isinstance(grad, tensor_class()):
         return grad

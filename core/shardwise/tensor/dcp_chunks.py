@@ -1,8 +1,8 @@
-"""What a rank's part of a tensor is to ``torch.distributed.checkpoint``: a chunk of the whole, or nothing.
+"""A rank's part of a tensor for ``torch.distributed.checkpoint``: a chunk of the whole tensor, or nothing.
 
-A checkpoint knows no mesh. It knows tensors by name, and of each the chunks that were saved, by offset and size; so it
-can be loaded into any other layout. A chunk that several ranks hold (replicated mesh dims) is offered by all of them
-under one key, and torch's planner has one of them write it.
+A checkpoint does not know meshes. It stores tensors by name, and each as chunks with an offset and a size. So it can be
+loaded into any other layout. If several ranks hold the same chunk (replicated mesh dims), all of them offer it under
+one key, and torch's planner chooses one to write it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["chunk_of", "chunks_of", "write_items_of"]
 
-# torch.distributed.checkpoint is imported where it is used: it takes a tenth of a second, and few programs need it.
+# torch.distributed.checkpoint is imported where it is used: the import takes a tenth of a second, and few programs need
+# it.
 
 
 def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> ChunkStorageMetadata | None:
-    """The chunk that the rank at ``coordinate`` (default: this process) holds; None where it holds nothing.
+    """The chunk that the rank at ``coordinate`` (default: this process) holds; None if it holds nothing.
 
-    A rank that is not on the mesh holds nothing, nor does one whose shard is empty: the place where an empty shard
-    starts is that of another rank's shard, and a checkpoint tells chunks apart by where they start. Of a tensor
-    without elements the ranks with the first shard hold a chunk, so that the checkpoint knows of it. Raises
+    A rank that is not on the mesh holds nothing. A rank with an empty shard holds nothing either: an empty shard has
+    the same offset as another rank's shard, and a checkpoint tells chunks apart by their offsets. For a tensor without
+    elements the ranks with the first shard hold a chunk, so that the checkpoint has an entry for the tensor. Raises
     :class:`LayoutError` for a partial tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -47,13 +48,13 @@ def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Chunk
 
 
 def chunks_of(spec: TensorSpec) -> list[ChunkStorageMetadata]:
-    """The chunks of this rank: one or none."""
+    """The chunks of this rank: a list of at most one."""
     chunk = chunk_of(spec)
     return [] if chunk is None else [chunk]
 
 
 def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[WriteItem]:
-    """What this rank offers to write of the tensor ``name``: one item or none."""
+    """The items of the tensor ``name`` that this rank offers to write: a list of at most one."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

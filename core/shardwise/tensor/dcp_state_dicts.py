@@ -1,8 +1,8 @@
-"""The options of ``torch.distributed.checkpoint.state_dict`` on MeshTensors: whole state dicts out, and in again.
+"""The options of ``torch.distributed.checkpoint.state_dict`` on MeshTensors: gather state dicts, and load them.
 
-Torch gathers and spreads tensors of the classes that it knows by name. Its three functions for that are given
-MeshTensors as whole tensors, and what they leave whole is cut again; so ``full_state_dict``, ``cpu_offload`` and
-``broadcast_from_rank0`` mean what they mean on DTensors.
+Torch gathers and distributes only tensors of classes that it knows by name. Here its three functions for this get
+MeshTensors as whole tensors, and the whole tensors that they return are sharded again. So ``full_state_dict``,
+``cpu_offload`` and ``broadcast_from_rank0`` mean the same as on DTensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Let torch's functions on state dicts take MeshTensors."""
+    """Make torch's functions on state dicts accept MeshTensors."""
     wrap_state_dict_functions(
         {
             "_gather_state_dict": _gathering,
-            # From the first rank, as torch gives every rank that one's values there.
+            # From the first rank, because torch gives every rank the first rank's values here.
             "_distribute_state_dict": partial(_spreading, source=0),
             "_broadcast_state_dict": _spreading,
         }
@@ -37,24 +37,24 @@ def _gathering(gather: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(gather)
     def gather_whole(state_dict: dict[str, Any], **options: Any) -> Any:
         wanted = options.get("ranks_only") or ()
-        kept = not wanted or dist.get_rank(options.get("pg")) in wanted
+        keeps = not wanted or dist.get_rank(options.get("pg")) in wanted
         with torch.no_grad():
-            # One tensor after the other, so that a rank that keeps none never has more than one.
-            return gather(_whole(state_dict, kept, bool(options.get("cpu_offload"))), **options)
+            # One tensor after the other: a rank that keeps none never holds more than one whole tensor.
+            return gather(_whole(state_dict, keeps, bool(options.get("cpu_offload"))), **options)
 
     return gather_whole
 
 
-def _whole(value: Any, kept: bool, offloaded: bool) -> Any:
+def _whole(value: Any, keeps: bool, offloaded: bool) -> Any:
     if isinstance(value, MeshTensor):
         full = value.full_tensor()
-        if not kept:
+        if not keeps:
             return None
         return full.cpu() if offloaded else full
     if isinstance(value, dict):
-        return {key: _whole(inner, kept, offloaded) for key, inner in value.items()}
+        return {key: _whole(inner, keeps, offloaded) for key, inner in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_whole(inner, kept, offloaded) for inner in value)
+        return type(value)(_whole(inner, keeps, offloaded) for inner in value)
     return value
 
 
@@ -69,10 +69,10 @@ def _spreading(spread: Callable[..., Any], source: int | None = None) -> Callabl
 
 
 def _cut_again(local: dict[str, Any], before: Mapping[str, MeshTensor], source: int | None) -> None:
-    """Lay what came whole as it lay before. A wrong shape is left, for ``load_state_dict`` to say so."""
-    for key, was in before.items():
-        came = local.get(key)
-        if isinstance(came, torch.Tensor) and not isinstance(came, MeshTensor) and came.shape == was.shape:
-            mesh = was.device_mesh
-            whole = came.detach().to(mesh.device_type)
-            local[key] = distribute_tensor(whole, mesh, was.placements, src_data_rank=source)
+    """Shard whole tensors as they were before. A wrong shape is left for ``load_state_dict`` to report."""
+    for key, old in before.items():
+        new = local.get(key)
+        if isinstance(new, torch.Tensor) and not isinstance(new, MeshTensor) and new.shape == old.shape:
+            mesh = old.device_mesh
+            whole = new.detach().to(mesh.device_type)
+            local[key] = distribute_tensor(whole, mesh, old.placements, src_data_rank=source)

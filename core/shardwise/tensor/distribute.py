@@ -1,4 +1,4 @@
-"""Functions that make MeshTensors from what is there: whole tensors and whole modules."""
+"""Make MeshTensors from whole tensors and whole modules."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> MeshTensor:
-    """A leaf MeshTensor from a whole tensor that every rank passes (same shape, dtype and order of calls).
+    """A leaf MeshTensor from a whole tensor. Every rank must call this, with the same shape and dtype.
 
-    The values are those of the mesh's first rank, sent to the others; ``src_data_rank=None`` takes each rank's own
-    without communication (they must be alike). Keeps ``requires_grad``; a ``Parameter`` stays one. Placements default
-    to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or :class:`DeviceMismatchError` before
-    it communicates.
+    The values are those of the mesh's first rank, which sends them to the others. ``src_data_rank=None`` uses each
+    rank's own values without communication; they must be the same. Keeps ``requires_grad``; a ``Parameter`` stays a
+    ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or
+    :class:`DeviceMismatchError` before it communicates.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if isinstance(tensor, MeshTensor):
@@ -55,10 +55,10 @@ def distribute_tensor(
     whole = tensor.detach()
     if src_data_rank is not None and mesh.size() > 1 and whole.device.type != "meta":
         whole = broadcast_whole(whole, mesh, src_data_rank)
-    made = MeshTensor(scatter_local(whole, spec), spec)
+    sharded = MeshTensor(scatter_local(whole, spec), spec)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return sharded.requires_grad_(tensor.requires_grad)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------
@@ -73,13 +73,13 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Turn a module's parameters and buffers into MeshTensors, in place; returns the module.
+    """Replace a module's parameters and buffers by MeshTensors, in place; returns the module.
 
     ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
-    mesh dim, or a mapping from mesh dim names, the rest replicated. The first pattern that fits wins; what none fits
-    is replicated. It may also be torch's ``partition_fn(name, submodule, mesh)``. ``input_fn(module, inputs, mesh)``
-    and ``output_fn(module, outputs, mesh)`` are run before and after ``forward``. Tied parameters stay tied. Raises
-    :class:`PlacementError` for a pattern that fits nothing.
+    mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
+    Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``.
+    ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it. Tied
+    parameters stay tied. Raises :class:`PlacementError` for a pattern that matches nothing.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if callable(partition):
@@ -111,17 +111,17 @@ def _check_patterns(module: nn.Module, patterns: Mapping[str, Places]) -> None:
 def _replace_tensors(
     module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
 ) -> None:
-    made: dict[int, torch.Tensor] = {}
+    by_id: dict[int, torch.Tensor] = {}
     for prefix, submodule in module.named_modules(remove_duplicate=False):
         own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
         for key, tensor in own:
             if isinstance(tensor, MeshTensor):
                 continue
-            if id(tensor) not in made:
+            if id(tensor) not in by_id:
                 name = f"{prefix}.{key}" if prefix else key
                 places = _placements_for(name, tensor, mesh, patterns)
-                made[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
-            setattr(submodule, key, made[id(tensor)])  # replaces the entry and keeps a buffer's persistence
+                by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+            setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
 
 
 def _placements_for(

@@ -1,4 +1,4 @@
-"""Factories: MeshTensors made from nothing, with the names and arguments of torch's."""
+"""Factories of MeshTensors, with the names and arguments of torch's factories."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["empty", "full", "ones", "rand", "randint", "randn", "randperm", "zer
 
 
 class Factory(Protocol):
-    """A factory that takes a global size, as separate integers or as one sequence."""
+    """A factory that takes the global size, as separate integers or as one sequence."""
 
     def __call__(
         self,
@@ -39,23 +39,23 @@ class Factory(Protocol):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
-        """A MeshTensor of the global ``size``; replicated when no placements are given."""
+        """A MeshTensor of the global ``size``. It is replicated by default."""
         ...
 
 
 @frozen
 class _Values:
-    """How a random factory fills a part where torch does not draw the whole.
+    """How a random factory fills a part if torch does not draw the whole tensor.
 
     ``by_place`` gives values by their place in the global tensor. ``in_place`` fills a part from a torch generator.
-    It is ``None`` where values depend on each other: those follow their place in any case.
+    It is ``None`` if values depend on each other: such values are always drawn by place.
     """
 
     by_place: Callable[[Draw, Region, torch.dtype, torch.device], torch.Tensor]
     in_place: Callable[[torch.Tensor, torch.Generator], torch.Tensor] | None = None
 
     def part(self, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor | None:
-        """The local tensor of this rank; ``None`` where torch's generator is to draw the whole."""
+        """The local tensor of this rank; ``None`` if torch's generator must draw the whole tensor."""
         size, offset = spec.local_shape_and_offset()
         device = torch.device(spec.mesh.device_type)
         if is_rehearsing():
@@ -65,7 +65,7 @@ class _Values:
         if draw is None:
             comm.compare_generators()
             return None
-        # A partial tensor holds its value once, which is cut out of the whole.
+        # A partial tensor holds each value once, so it is drawn whole and scattered.
         region = Region.whole(spec.shape) if spec.reductions else Region(spec.shape, offset, size)
         values = torch.empty(region.size, dtype=dtype, device=device)
         if draw.by_place or self.in_place is None:
@@ -84,7 +84,7 @@ def _make(
     placements: Sequence[Placement] | None,
     values: _Values | None = None,
 ) -> MeshTensor:
-    """A MeshTensor of what ``make(size, dtype=, device=)`` makes; only random factories have ``values``."""
+    """A MeshTensor of the values of ``make(size, dtype=, device=)``. Only random factories pass ``values``."""
     if layout is not torch.strided:
         raise LayoutError(
             asked=f"make a MeshTensor with layout {layout}",
@@ -101,7 +101,7 @@ def _make(
         part = values.part(spec, meta.dtype)
         if part is not None:
             return MeshTensor(part, spec)
-    # All of torch's random numbers, so that they do not depend on the mesh; a partial tensor holds its value once.
+    # Torch draws the whole tensor, so that numbers do not depend on the mesh. A partial tensor holds each value once.
     is_whole = values is not None or bool(spec.reductions)
     tensor = make(size if is_whole else spec.local_shape(), dtype=dtype, device=mesh.device_type)
     return MeshTensor(scatter_local(tensor, spec) if is_whole else tensor, spec)
@@ -147,8 +147,8 @@ def randint(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
-    """Whole numbers from ``low`` (0 when it is not given) to ``high - 1``: ``randint([low,] high, size)``, as
-    ``torch.randint``; replicated when no placements are given.
+    """Integers from ``low`` (default: 0) to ``high - 1``: ``randint([low,] high, size)``, as ``torch.randint``;
+    replicated when no placements are given.
     """
     *low, high, size = bounds_and_size
     least = low[0] if low else 0
@@ -172,7 +172,7 @@ def randperm(
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> MeshTensor:
-    """The numbers below ``n`` in a random order, as ``torch.randperm``; replicated when no placements are given.
+    """The integers below ``n`` in a random order, as ``torch.randperm``; replicated when no placements are given.
 
     Every rank computes the whole order and keeps its part.
     """
