@@ -1,4 +1,4 @@
-"""The cases of one call on one mesh: which rows go together on the mesh dims, and the specs that they ask for."""
+"""The cases of one call on one mesh: combinations of rows over the mesh dims, and the specs that they need."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Listed:
 def list_cases(
     rule: AnyRule, schema: OpSchema, call: Call, mesh: AbstractMesh, rng: random.Random, most: int
 ) -> Listed:
-    """Every row by itself on a 1-D mesh; on others combinations of rows: all where there are no more than ``most``,
-    else the equal ones and as many at random. Raises what the rule raises.
+    """Each row alone on a 1-D mesh; on other meshes combinations of rows: all of them up to ``most``, else those with
+    the same row on every mesh dim and as many at random. Raises what the rule raises.
     """
     if isinstance(rule, FullMeshRule):
         return _full_mesh_cases(rule, _starts(schema, mesh, rng, most), mesh)
-    # What the op writes stays where it is, wherever that may be: every row that keeps it somewhere is tried.
+    # A written operand keeps its placements, whichever they are: every row is tried as if the operand had them already.
     parts = [evolve(p, written=()) for p in problems(rule, schema, call)]
     for part in parts:
         _check_rows(part)
@@ -67,8 +67,8 @@ def list_cases(
 
 
 def _full_mesh_cases(rule: FullMeshRule, starts: Sequence[OpSchema], mesh: AbstractMesh) -> Listed:
-    """What the function answers for operands that lie here and there: it may depend on that. The first must have an
-    answer.
+    """The function's strategies for several placements of the operands, on which they may depend. For the first it must
+    return some.
     """
     found: dict[Specs, Case] = {}
     left = 0

@@ -70,12 +70,12 @@ def check_gradients(
     ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made
     from the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a
     partial sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
-    not installed, or rules) stand above the installed ones. ``meshes`` must have as many ranks as the pool.
+    not installed, or rules) override the installed ones. ``meshes`` must have as many ranks as the pool.
     ``timeout`` is in seconds.
 
     Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when
-    the rules refuse every case. A call that a rule refuses (an in-place op that would have to move) is not a fault; the
-    report counts it.
+    the rules refuse every case. A call that a rule refuses (an in-place op that would redistribute what it
+    writes) is not an error; the report counts it.
     """
     overload = one_op(op, "check gradients")
     grids = _meshes(meshes, pool.world_size)

@@ -1,4 +1,4 @@
-"""A registry of one's own for a while, so that a test sees exactly the rules that it names."""
+"""A temporary registry, so that a test sees exactly the rules that it names."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class IsolatedRegistry(Registry):
     """A registry that is easy to fill by hand."""
 
     def add(self, *rules: AnyRule, plugin: str = "test", distribution: str = "this test") -> None:
-        """Take rules as if a plugin of this name had handed them over.
+        """Add rules as if a plugin of this name had registered them.
 
-        An op that has a rule already then has two, as between two plugins; :meth:`override` puts rules above others.
-        Raises :class:`RuleError` for something that is no rule, and for an op that comes twice.
+        A second rule for an op is a conflict, as between two plugins; :meth:`override` puts rules above others.
+        Raises :class:`RuleError` for a value that is not a rule, and for an op that occurs twice.
         """
         registrar = Registrar(Origin(plugin, distribution))
         registrar.add(*rules)
@@ -32,11 +32,10 @@ class IsolatedRegistry(Registry):
 
 @contextmanager
 def isolated_registry(*rules: AnyRule, installed: bool = False) -> Iterator[IsolatedRegistry]:
-    """Make a registry of its own this process's one, with ``rules`` above all others; afterwards the old one is back.
+    """Replace this process's registry by a new one, with ``rules`` above all others; restore the old one at the end.
 
-    Without ``installed`` it has nothing else; with it, the rules of all installed plugins. Plans that were made by
-    other rules are forgotten on the way in and out. It concerns this process only: on a pool's workers, enter it in
-    the function that is sent.
+    With ``installed`` it also has the rules of all installed plugins. Entering and leaving clears the plans of other
+    rules. It changes this process only: on a pool's workers, enter it in the function that the pool runs.
     """
     registry = IsolatedRegistry()
     if installed:

@@ -154,7 +154,8 @@ def _reduced(locals_: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> t
     if spec is None or not spec.reductions:
         return parts, 1.0
     parts = {at: _wide(t) for at, t in parts.items()}
-    # A sum of large parts rounds as they do. The extreme one is what it is, and a lax look at it would take any other.
+    # A sum of large parts has their rounding errors. A maximum or minimum has no rounding: a large tolerance would
+    # accept any value.
     rounds = not {"max", "min"}.issuperset(spec.reductions.values())
     scale = max(1.0, *(_largest(t) for t in parts.values())) if rounds else 1.0
     for mesh_dim, kind in reversed(spec.reductions.items()):
@@ -168,7 +169,7 @@ def _reduced(locals_: Mapping[Coordinate, Tensor], spec: TensorSpec | None) -> t
 
 
 def comparable(tensor: Tensor) -> Tensor:
-    """A float8 tensor in float32, which has every value of it: torch compares no float8. Others as they are."""
+    """A float8 tensor in float32, which is exact: torch cannot compare float8. Other tensors are returned unchanged."""
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
 
 
@@ -193,7 +194,7 @@ def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
 def _close(actual: Tensor, wanted: Tensor, tolerance: float, scale: float, *, either_non_finite: bool) -> Tensor | None:
     """Where two tensors agree; ``None`` when they do everywhere. ``tolerance`` is relative to the largest value.
 
-    ``either_non_finite`` takes inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
+    ``either_non_finite`` accepts inf for nan and the reverse: where a whole value overflows, its pieces may cancel.
     """
     actual, wanted = comparable(actual), comparable(wanted)
     if actual.dtype == wanted.dtype and torch.equal(actual, wanted):

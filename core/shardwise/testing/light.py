@@ -1,4 +1,4 @@
-"""What a plugin's module pulls in: seen from a fresh process that has torch and the authoring surface already."""
+"""What a plugin's module imports, measured in a fresh process that has already imported torch and the rule API."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["Imported", "heavy_imports", "probe"]
 _HEAVY_TORCH = ("torch._dynamo", "torch._inductor", "torch.onnx", "torch.testing", "torch.utils.tensorboard")
 _TIMEOUT = 120
 
-# A process of its own: what this one imported already would hide what a plugin imports. The hook is called too, as at
-# the first look-up of a rule.
+# A separate process, because modules that this one has imported would hide what a plugin imports. The script also calls
+# the hook, as the first look-up of a rule does.
 _SCRIPT = """
 import json, sys
 request = json.loads(sys.argv[1])
@@ -50,8 +50,8 @@ print("\\n" + json.dumps(answers))
 class Imported:
     """What importing a plugin's module and calling its hook did.
 
-    ``file`` is where the module came from, ``seconds`` how long both took, ``pulled`` the packages that came along
-    beside the standard library, torch, shardwise and the module's own, and heavy parts of torch. ``error`` is why it
+    ``file`` is the module's file, ``seconds`` the time of both, ``pulled`` the packages that were imported besides the
+    standard library, torch, shardwise and the module's own package, and heavy parts of torch. ``error`` is why it
     cannot be imported, ``hook_error`` why its hook cannot be called.
     """
 
@@ -64,10 +64,10 @@ class Imported:
 
 
 def probe(modules: Sequence[str], roots: Sequence[Path] = ()) -> dict[str, Imported]:
-    """Import modules one after the other in a process that has torch and the authoring surface; tell what came along.
+    """Import modules one after the other in a process that has torch and the rule API; say what each one imported.
 
-    They are looked for in ``roots`` first, then where this process looks. A process that dies or does not answer is the
-    error of all of them.
+    The process searches ``roots`` first, then this process's path. If it dies or does not answer, every module has that
+    error.
     """
     request = json.dumps({"path": [*map(str, roots), *sys.path], "modules": list(modules)})
     try:
@@ -98,7 +98,7 @@ def _imported(name: str, answer: dict[str, Any]) -> Imported:
 
 
 def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
-    """What importing a plugin's module and calling its hook bring in, beyond what may be and ``allowed`` packages.
+    """What a plugin's module and its hook import, except what is always allowed and ``allowed`` packages.
 
     Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process or its hook cannot be called,
     with the traceback.

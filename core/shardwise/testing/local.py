@@ -12,7 +12,7 @@ __all__ = ["local_backend", "local_device", "take_device"]
 def local_device(wanted: str, world_size: int) -> str:
     """``cuda`` or ``cpu`` as wanted; for ``auto``, ``cuda`` where every process has a GPU of its own.
 
-    Raises :class:`ValueError` if CUDA is asked for and there is not a device.
+    Raises :class:`ValueError` if CUDA is asked for and torch finds no device.
     """
     if wanted == "auto":
         return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
@@ -28,7 +28,7 @@ def local_backend(device: str, world_size: int) -> str:
 
 
 def take_device(device: str, rank: int) -> None:
-    """Make a GPU this process's own, by its rank on this host; ranks go round where there are fewer."""
+    """Set this process's GPU by its rank on this host; ranks share GPUs where there are fewer GPUs than ranks."""
     if device == "cuda":
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         torch.cuda.set_device(local_rank % torch.cuda.device_count())

@@ -13,10 +13,10 @@ __all__ = ["mesh"]
 
 @cache
 def mesh(shape: tuple[int, ...] = (4,), names: tuple[str, ...] | None = None, device_type: str = "cpu") -> DeviceMesh:
-    """A mesh over this worker's process group, cached per process; every rank must ask for it.
+    """A mesh over this worker's process group, cached per process; every rank must call this.
 
-    ``shape`` must hold exactly the group's ranks. On ``cuda`` the ranks go round the devices, so that several may
-    share one.
+    ``shape`` must hold exactly the group's ranks. On ``cuda`` several ranks share a device where there are
+    fewer devices than ranks.
     """
     if device_type == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())

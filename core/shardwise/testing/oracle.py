@@ -1,7 +1,7 @@
-"""The oracle: is a rule right? Scatter the inputs by its rows over simulated ranks, run, put together, compare.
+"""The oracle: is a rule right? Scatter the inputs by its rows over simulated ranks, run the op, gather, compare.
 
-It needs no process group. It judges every row by itself on 1-D meshes and in combination on N-D meshes, because the
-rows of several mesh dims act on each other's shards.
+It needs no process group. It judges each row alone on 1-D meshes and rows in combination on N-D meshes, because the
+row of one mesh dim gets the shards of the others.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def check_rule(
 ) -> Report:
     """Judge a rule on every op that it names; raises :class:`RuleRefuted` with the first wrong row.
 
-    ``samples`` are ``(args, kwargs)`` of whole CPU tensors: a list for all ops alike, or a mapping from ops to
-    functions that make lists (what is missing there is made from the schemas). ``cases`` bounds the number of cases
-    per op (a seeded choice in which every row comes). ``stand_ins`` run in place of ops that this machine lacks.
-    With ``keep_going`` refusals are collected in the report, one per op and row. ``trust_results`` takes the results'
-    shapes and dtypes from data, for an op that has no meta kernel (yet).
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors: one list for all ops, or a mapping from ops to
+    functions that make lists (the samples of other ops are made from the schemas). ``cases`` bounds the number of cases
+    per op (a seeded choice that contains every row). ``stand_ins`` run in place of ops that this machine lacks.
+    With ``keep_going`` the report collects the refusals, one per op and row. ``trust_results`` takes the results'
+    shapes and dtypes from data, for an op without a meta kernel.
     """
     settings = _Settings(tuple(map(tuple, meshes)), cases, seed, by_op(stand_ins or {}), keep_going, trust_results)
     report = Report(rules=1)
@@ -88,7 +88,7 @@ def check_rule(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """No warnings of sample calls, and one thread: waking a pool costs more than a small tensor's work."""
+    """Hide warnings of sample calls, and use one thread: waking a thread pool costs more than a small tensor's work."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,9 +123,9 @@ class _Candidate:
 
 @define(eq=False)
 class _Hearing:
-    """The judgement of one op of a rule. ``ran`` says of every row seen whether it ran.
+    """The judgement of one op of a rule. ``ran`` says for each row whether it ran.
 
-    ``guessed`` says that nobody gave the sample calls: of those the rule may refuse some.
+    ``guessed`` says that the sample calls were guessed; the rule may refuse some of them.
     """
 
     rule: AnyRule
@@ -174,8 +174,8 @@ class _Hearing:
                 yield trial
 
     def _takes(self, trial: Trial) -> bool:
-        """Whether the rule speaks of a call at all. An op may take more than its rule does, and then a guessed call is
-        no evidence: on a mesh it is refused with what the rule raises here.
+        """Whether the rule applies to a call. An op may accept more calls than its rule, and then a guessed call is not
+        evidence: on a mesh it is refused with the error that the rule raises here.
         """
         if not self.guessed or trial.op.namespace == "aten" or isinstance(self.rule, FullMeshRule):
             return True
@@ -189,7 +189,7 @@ class _Hearing:
         return True
 
     def _meshes(self, rng: random.Random) -> list[AbstractMesh]:
-        """The meshes for one sample: all, or with a limit of cases those of one dim and one of the others."""
+        """The meshes for one sample: all, or with a limit of cases the 1-D ones and one of the others."""
         meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
         if self.settings.cases is None:
             return meshes
@@ -258,7 +258,7 @@ def _shown(specs: Sequence[TensorSpec | None]) -> str:
 
 
 def _chosen(candidates: Sequence[_Candidate], limit: int, rng: random.Random) -> list[_Candidate]:
-    """A seeded choice of about ``limit`` candidates in which every row comes."""
+    """A seeded choice of about ``limit`` candidates that contains every row."""
     seen: set[str] = set()
     first: list[_Candidate] = []
     rest: list[_Candidate] = []

@@ -1,7 +1,7 @@
 """Random decompositions: a whole tensor as the local tensors of simulated ranks, partial values in random pieces.
 
-Where :func:`shardwise.tensor.shards.scatter_local` makes the tamest pieces (the value and zeros), these are as wild
-as a partial tensor may legally be: sums that cancel, maxima whose other pieces are anything smaller.
+:func:`shardwise.tensor.shards.scatter_local` makes the simplest pieces (the value and zeros). These are any pieces that
+a partial tensor may legally have: sums that cancel, maxima whose other pieces are any smaller values.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:
 
 
 def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype can be partial in this way at all.
+    """Whether a tensor of this dtype can be partial with this reduction.
 
-    Averages of narrow integers are left out: their sum, from which the average is taken, may not fit the dtype.
+    Averages of narrow integers are excluded: their sum, from which the average is taken, may not fit the dtype.
     """
     if kind == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         return dtype in (torch.int32, torch.int64)
@@ -57,14 +57,14 @@ def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
 
 
 def pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
-    """``count`` random tensors that reduce to ``value``; exactly but for one rounding of a sum or average."""
+    """``count`` random tensors that reduce to ``value``, exactly except for one rounding of a sum or average."""
     if value.dtype == torch.bool:
         return _bool_pieces(value, kind, count, generator)
     return _SPLITS[kind](value, count, generator)
 
 
 def _bool_pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
-    # A bool sum or maximum is an or, a product or minimum an and: the keeper holds the value, others cannot change it.
+    # A bool sum or maximum is an or, a product or minimum an and: one rank has the value, the others cannot change it.
     neutral = kind in ("min", "product")
     noise = torch.rand((count, *value.shape), generator=generator) < 0.5  # noqa: PLR2004
     keep = _keepers(value, count, generator)
@@ -79,7 +79,7 @@ def _keepers(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _step(dtype: torch.dtype) -> float:
-    """A grid on which random pieces lie, so coarse that sums of them are exact."""
+    """The step of a grid for random pieces, so coarse that their sums are exact."""
     return 0.25 if dtype.itemsize <= 2 else 0.125  # noqa: PLR2004
 
 
@@ -134,7 +134,7 @@ def _product(value: Tensor, count: int, generator: torch.Generator) -> list[Tens
 
 
 def _shuffled(parts: list[Tensor], generator: torch.Generator) -> list[Tensor]:
-    """The parts of each element in an order of its own: no rank is the one that has all zeros."""
+    """The parts of each element in a random order of its own, so that not one rank has all the zeros."""
     stacked = torch.stack(parts)
     order = torch.rand(stacked.shape, generator=generator).argsort(0)
     return list(stacked.gather(0, order))

@@ -1,4 +1,4 @@
-"""A pool of worker processes that stay up, so that a multi-rank test costs milliseconds and not a spawn."""
+"""A pool of worker processes that stay up, so that a multi-rank test takes milliseconds instead of a spawn."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class WorkerPool:
         """Call ``fn(*args)`` on every rank and give the results by rank.
 
         ``timeout`` is in seconds, None for no limit. Arguments and results are pickled; functions of modules that a
-        fresh process cannot import (tests) travel by value. Raises :class:`WorkerError` when a rank raises, dies or
+        fresh process cannot import (tests) are sent by value. Raises :class:`WorkerError` when a rank raises, dies or
         does not answer; its ``errors`` holds one :class:`RankFailure` or None per rank.
         """
         asked = f"run {getattr(fn, '__qualname__', repr(fn))} on {self.world_size} workers"
@@ -120,7 +120,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
-        # The parent hosts the store: the port is free for certain, and no rank's death takes the store away.
+        # The parent hosts the store: the port is surely free, and the store outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         try:
             for rank in range(self.world_size):

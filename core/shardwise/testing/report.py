@@ -11,7 +11,7 @@ __all__ = ["Report", "RuleRefuted"]
 
 
 class RuleRefuted(ShardingError, AssertionError):  # noqa: N818  it is a verdict
-    """A rule gives a wrong result, or none where one device gives one.
+    """A rule gives a wrong result, or raises where one device gives a result.
 
     Fields: ``op``, ``source`` (file and line of the rule), ``rows`` (the rows in force, one per mesh dim), ``mesh``,
     ``sample`` (the call) and ``placements``.
@@ -20,9 +20,9 @@ class RuleRefuted(ShardingError, AssertionError):  # noqa: N818  it is a verdict
 
 @frozen
 class Report:
-    """Counts over rules, ops, rows and cases, and everything that the oracle could not judge.
+    """Counts of rules, ops, rows and cases, and everything that the oracle could not judge.
 
-    ``rows`` counts distinct rows that ran per op, ``left`` the rows that were not applicable to some call.
+    ``rows`` counts the distinct rows that ran per op, ``left`` the rows that did not apply to some call.
     ``unexercised`` rows never ran, ``unsampled`` ops have no legal sample on this machine.
     """
 

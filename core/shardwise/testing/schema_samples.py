@@ -1,7 +1,7 @@
-"""Sample calls from an op's schema alone: what is not known is guessed, and what the op takes is kept.
+"""Sample calls from an op's schema alone: arguments are guessed, and the calls that the op accepts are kept.
 
-A guess is tried on data. Guesses that go beyond tensors of one shape are kept only where the op's fake agrees with what
-the op returns: that an op happens to broadcast says nothing of what it is meant for.
+Each guess runs on data. A guess with tensors of several shapes is kept only where the op's fake agrees with what the op
+returns: an op may broadcast by chance.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = [
 Shape = tuple[int, ...]
 
 SIZE_NAMES = "abcde"
-# All differ, so that what fits does so on purpose. The last ones are small and empty.
+# All differ, so that sizes do not fit by chance. The last ones are small and empty.
 _SIZES: tuple[Mapping[str, int], ...] = tuple(
     dict(zip(SIZE_NAMES, sizes, strict=True))
     for sizes in ((5, 7, 3, 2, 4), (8, 6, 4, 2, 12), (1, 2, 3, 4, 5), (0, 3, 2, 5, 4))
 )
 _FIRST = ("ab", "abc", "a", "abcd")
-# Products of patterns are tried for so many tensors; beyond, all tensors after the first are alike.
+# Up to so many tensors each may have its own pattern; beyond, all tensors after the first have the same.
 _FREE = 3
 _MOST_COMBINATIONS = 200
 _MOST_FORMS = 6
@@ -49,8 +49,8 @@ _LIST = 2
 
 @frozen
 class _Form:
-    """One guess at the tensors of a call: a shape per tensor argument (``None``: absent), which are indices, and how
-    they lie. ``plain`` says that all are of one shape and dtype float32.
+    """One guess at the tensors of a call: a shape per tensor argument (``None``: absent), which are indices, and their
+    memory format. ``plain`` says that all have one shape and dtype float32.
     """
 
     shapes: tuple[Shape | None, ...]
@@ -65,11 +65,11 @@ def samples_from_schema(
 ) -> list[Sample]:
     """At most ``most`` calls of an op that the op takes, as ``(args, kwargs)`` with small whole CPU tensors.
 
-    ``op`` is an overload or what ``torch.library.custom_op`` returned; it needs nothing but its schema. Tensors (also
-    optional ones and lists), integers and lists of them, floats, flags, texts, dtypes, devices and layouts are filled
-    in. ``shapes`` gives the shapes per call, one per tensor argument, where guessing does not do or where the op would
-    read beyond a tensor of a wrong shape. ``alike`` leaves it at tensors of one shape if the op takes such. The list
-    is empty when the op refuses every guess.
+    ``op`` is an overload or what ``torch.library.custom_op`` returned; it needs only its schema. Tensors (also
+    optional ones and lists), integers and lists of them, floats, flags, strings, dtypes, devices and layouts are
+    guessed. ``shapes`` gives the shapes per call, one per tensor argument, where a guess cannot be right or where the
+    op would read beyond a tensor of a wrong shape. With ``alike`` all tensors have one shape if the op accepts that.
+    The list is empty when the op refuses every guess.
     """
     filler = _Filler(one_op(op, "make samples"))
     if shapes is None:
@@ -87,7 +87,7 @@ Pattern = tuple[tuple[str, ...], frozenset[int]]
 
 
 def patterns_of(op: Op) -> list[Pattern]:
-    """Patterns that the op takes: tensors alike first."""
+    """Patterns that the op accepts: first those with one shape for all tensors."""
     filler = _Filler(op)
     count = len(filler.tensors)
     same: list[Pattern] = [((names,) * count, frozenset()) for names in ("a", "ab", "abc", "")]
@@ -138,8 +138,8 @@ def _calls(filler: _Filler, forms: Sequence[_Form]) -> Iterator[Sample]:
 
 
 def _guessed_forms(filler: _Filler, *, alike: bool) -> list[_Form]:
-    """Forms that the op takes: tensors alike, in many sizes; else, and but for ``alike`` besides, patterns of named
-    sizes.
+    """Forms that the op accepts: first all tensors of one shape, in many sizes; then patterns of named sizes, unless
+    ``alike`` is set and the first ones exist.
     """
     count = len(filler.tensors)
     plain = [form for shape in SHAPES if filler.find(form := _Form((shape,) * count, plain=True), {}) is not None]
@@ -155,7 +155,7 @@ def _patterned(filler: _Filler, *, known: bool) -> list[_Form]:
 
 
 def _accepted_patterns(filler: _Filler, *, known: bool) -> list[Pattern]:
-    """Patterns beyond tensors alike. Where nothing else is known, some tensors are tried as indices, too."""
+    """Patterns with several shapes. Where the op accepts nothing else, some tensors are tried as indices too."""
     count = len(filler.tensors)
     if count <= 1:
         return []
@@ -235,7 +235,7 @@ class _Filler:
         return [None, *values] if optional and not arg.has_default else values
 
     def call(self, form: _Form, values: Mapping[str, Any]) -> Sample:
-        """The call of a form with these other arguments; what is not named keeps its default."""
+        """The call of a form with these other arguments; an argument that is not named keeps its default."""
         tensors = {
             a.name: self._tensor(a, i, shape, form)
             for i, (a, shape) in enumerate(zip(self.tensors, form.shapes, strict=True))
@@ -305,7 +305,7 @@ _DATA_DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def lacks_fake(op: Op, samples: Sequence[Sample]) -> bool:
-    """Whether an op without a tag that data decide its results has nothing that tells them without data."""
+    """Whether an op lacks a fake and has no tag that says that its results depend on data."""
     if not _DATA_DECIDE.isdisjoint(op.tags):
         return False
     for args, kwargs in samples:

@@ -300,7 +300,7 @@ def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) 
 
 
 def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
-    """The ranks that share all coordinates with this one but those of some mesh dims, in row-major order of these."""
+    """The ranks with this one's coordinates except on some mesh dims, in row-major order of these."""
     places = product(*(range(mesh_shape[m]) for m in mesh_dims))
     return [tuple({**dict(enumerate(at)), **dict(zip(mesh_dims, place, strict=True))}.values()) for place in places]
 

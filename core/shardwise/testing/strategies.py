@@ -33,8 +33,8 @@ __all__ = ["grids", "mesh_shapes", "placements", "samples", "shapes", "specs"]
 
 
 def sizes(max_size: int = 9, *, empty: bool = True) -> SearchStrategy[int]:
-    """The size of a dim, from 1 up; 0 last, where ``empty`` dims are wanted."""
-    # One choice: with two alternatives the one that has a choice less would be the simpler one, and that is 0.
+    """The size of a dim, from 1 up; 0 is the last choice, if ``empty``."""
+    # One choice among all sizes: of two alternatives hypothesis would take 0 as the simpler, since it has fewer choices.
     return st.sampled_from([*range(1, max_size + 1), *([0] if empty else [])])
 
 

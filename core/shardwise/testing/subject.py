@@ -26,8 +26,8 @@ Plugin = str | AnyRule | Iterable[AnyRule] | Any
 
 @frozen
 class Subject:
-    """Rules to judge. ``module`` is the module with the hook, where there is one; ``installed`` says whether any
-    process of this environment finds the rules by itself.
+    """Rules to judge. ``module`` is the module with the hook, if there is one; ``installed`` says whether every process
+    of this environment finds the rules by itself.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Subject:
 
     @property
     def loose_rules(self) -> tuple[AnyRule, ...]:
-        """The rules that another process must be given."""
+        """The rules that must be sent to another process."""
         return () if self.installed else self.rules
 
 
@@ -45,7 +45,7 @@ def subject_of(plugin: Plugin) -> Subject:
     """The rules of ``plugin``; see :data:`Plugin`.
 
     Raises :class:`PluginLoadError` for a name that is not installed or not loaded, with the cause, and for an object
-    that has neither rules nor a hook, or none that pluggy accepts.
+    that has neither rules nor a hook, or a hook that pluggy refuses.
     """
     if isinstance(plugin, str):
         return _installed(plugin)

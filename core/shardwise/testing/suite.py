@@ -26,7 +26,7 @@ __all__ = ["PluginTests"]
 
 
 class PluginTests:
-    """Subclass it in a test module, name the plugin, and pytest collects a test per rule and more.
+    """Subclass it in a test module and name the plugin; pytest collects its tests, one of them per rule.
 
     ::
 
@@ -49,7 +49,7 @@ class PluginTests:
     unexercised: ClassVar[Mapping[str, str]] = {}
     imports: ClassVar[Sequence[str]] = ()
     cases: ClassVar[int | None] = 40
-    """Cases per op that the oracle tries, in which every row comes; ``None``: all."""
+    """Cases per op that the oracle tries, which contain every row; ``None``: all."""
     rank_cases: ClassVar[int] = 8
     """Cases per op on real ranks; 0: none."""
     seed: ClassVar[int] = 0
@@ -65,7 +65,7 @@ class PluginTests:
     # -- collecting --
     @classmethod
     def pytest_generate_tests(cls, metafunc: Any) -> None:
-        """Called by pytest for each test of the class: a ``rule`` or an ``op`` argument takes all of the plugin's."""
+        """Called by pytest for each test of the class: a ``rule`` or an ``op`` argument gets each of the plugin's."""
         import pytest
 
         for name, listed in (("rule", cls._rules), ("op", cls._ops_on_ranks)):
@@ -79,7 +79,7 @@ class PluginTests:
 
     @classmethod
     def subject(cls) -> Subject:
-        """The plugin's rules. Raises :class:`PluginLoadError` when there are none to be had."""
+        """The plugin's rules. Raises :class:`PluginLoadError` when they cannot be read."""
         if cls._subject is None:
             if not hasattr(cls, "plugin"):
                 raise PluginLoadError(
@@ -120,7 +120,7 @@ class PluginTests:
 
     # -- the tests --
     def test_the_oracle_accepts(self, rule: AnyRule) -> None:
-        """No row of the rule gives anything else than the op on one device."""
+        """Each row of the rule gives what the op gives on one device."""
         if isinstance(rule, Exception):
             raise rule
         refuted = self.report(rule).refuted
@@ -135,7 +135,7 @@ class PluginTests:
     def test_every_op_has_a_fake(self) -> None:
         """Each op says without data what it returns, unless data decide the shape (then torch has a tag for it).
 
-        An op that does not is run on whole tensors only, whatever its rule says. Of torch's own ops nothing is asked.
+        An op that does not runs on whole tensors only, whatever its rule says. The test skips torch's own ops.
         """
         given = by_op(self.samples)
         ops = {op for rule in self.subject().rules for op in rule.ops if op.namespace != "aten"}
