@@ -34,7 +34,7 @@ __all__ = ["grids", "mesh_shapes", "placements", "samples", "shapes", "specs"]
 
 def sizes(max_size: int = 9, *, empty: bool = True) -> SearchStrategy[int]:
     """The size of a dim, from 1 up; 0 is the last choice, if ``empty``."""
-    # One choice among all sizes: of two alternatives hypothesis would take 0 as the simpler, since it has fewer choices.
+    # One choice among all sizes: of two alternatives hypothesis would take 0 as the simpler; it has fewer choices.
     return st.sampled_from([*range(1, max_size + 1), *([0] if empty else [])])
 
 
