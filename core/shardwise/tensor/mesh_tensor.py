@@ -31,8 +31,8 @@ _PROCESS = os.urandom(16).hex()
 class MeshTensor(torch.Tensor):
     """A global tensor of which each rank of a mesh holds a part, as its placements say.
 
-    Make one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's
-    part) or a factory (:func:`shardwise.zeros` and its like). Every torch op on it runs by a plan; see the docs.
+    Create one with :func:`shardwise.distribute_tensor` (from a whole tensor), :meth:`from_local` (from this rank's
+    part) or a factory (such as :func:`shardwise.zeros`). Every torch op on it runs by a plan; see the docs.
     """
 
     _local_tensor: torch.Tensor
@@ -42,11 +42,11 @@ class MeshTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function
 
     def __new__(cls, local: torch.Tensor, spec: TensorSpec, requires_grad: bool = False) -> Self:
-        made: Self = new_wrapper(cls, local, spec, False)
-        return made.requires_grad_() if requires_grad else made
+        tensor: Self = new_wrapper(cls, local, spec, False)
+        return tensor.requires_grad_() if requires_grad else tensor
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Not for users: takes a local tensor and its spec as they are."""
+        """Not for users: takes a local tensor and its spec without a check."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -56,8 +56,8 @@ class MeshTensor(torch.Tensor):
 
     # -- torch.compile --
     def __tensor_flatten__(self) -> tuple[list[str], tuple[SpecLayout, bool]]:
-        """The local tensor, and what compiled code is guarded by beside sizes: how this one lies, and whether
-        gradients are brought to it.
+        """The local tensor, and what compiled code is guarded by besides sizes: the layout, and whether a hook brings
+        gradients to it.
         """
         if is_compiled_now():
             open_sizes.leave_to_whole(self._local_tensor)
@@ -72,15 +72,15 @@ class MeshTensor(torch.Tensor):
         traced = is_traced(local)
         if traced:
             local = open_sizes.tied(local, spec)
-        made: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
+        tensor: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
         if has_grad_hook and traced:
-            autograd.keep_grad_layout_in_graph(made)
-        return made
+            autograd.keep_grad_layout_in_graph(tensor)
+        return tensor
 
     def _stable_hash_for_caching(self) -> str:
-        """The part of the key under which torch caches compiled graphs on disk.
+        """The part of this tensor in the key under which torch caches compiled graphs on disk.
 
-        A graph is made for one rank's place, by the rules of this process; it is of use to no other.
+        A graph is made for one rank's place and by the rules of this process. No other process can use it.
         """
         spec, local = self._spec, self._local_tensor
         layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
@@ -96,13 +96,13 @@ class MeshTensor(torch.Tensor):
         return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
-        """What compiled code takes for the layout of an output's gradient: that of the output, partial replicated."""
+        """The layout that compiled code assumes for an output's gradient: the output's, with partial as replicated."""
         return autograd.grad_under(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
     def __coerce_same_metadata_as_tangent__(
         self, known: tuple[SpecLayout, bool], expected: type | None = None
     ) -> MeshTensor | None:
-        """The gradient in the layout that compiled code was made for; ``None`` when another class is expected."""
+        """The gradient in the layout that compiled code expects; ``None`` if the code expects another class."""
         return None if expected is not None else autograd.grad_under(self, known[0].placements)
 
     # -- layout --
@@ -135,22 +135,21 @@ class MeshTensor(torch.Tensor):
     ) -> MeshTensor:
         """A MeshTensor from this rank's part; shares its memory and is differentiable.
 
-        Without ``shape`` (global) all ranks are taken to hold parts of one shape, so an uneven layout needs
-        ``shape``; ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and replicated
-        copies over the ranks, with communication. The gradient comes back as ``grad_placements`` (default:
-        ``placements`` with partial read as replicated). Raises :class:`LayoutError` when the local shape does not
-        fit.
+        Without the global ``shape``, the parts of all ranks are assumed to have the same shape, so an uneven layout
+        needs ``shape``. ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and
+        replicated copies between the ranks, with communication. The gradient has ``grad_placements`` (default:
+        ``placements`` with partial read as replicated). Raises :class:`LayoutError` if the local shape does not fit.
         """
-        made: MeshTensor = autograd.from_local(
+        tensor: MeshTensor = autograd.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
         )
-        return made
+        return tensor
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The part of this rank; shares memory and is differentiable.
 
-        ``grad_placements`` says how the local gradients make up the global one; default: like this tensor, and
-        replicated where it is partial.
+        ``grad_placements`` are the placements of the gradient whose parts are the local gradients; default: those of
+        this tensor, with partial read as replicated.
         """
         return autograd.to_local(self, grad_placements)
 
@@ -169,10 +168,10 @@ class MeshTensor(torch.Tensor):
     ) -> MeshTensor:
         """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
 
-        ``device_mesh`` is there for the signature's sake and must be the tensor's own. The gradient comes back as
-        ``grad_placements`` (default: as this tensor lies, and replicated where it is partial). With ``async_op`` the
-        call returns while the last collective is under way and the first use of the result waits for it; so it is for
-        the autograd. The local tensor of a tensor that is redistributed so must not be written before that.
+        ``device_mesh`` must be the tensor's own mesh; the signature is torch's. The gradient has ``grad_placements``
+        (default: those of this tensor, with partial read as replicated). With ``async_op`` the call returns while the
+        last collective runs, and the first use of the result waits for it. The same holds for the gradient. Do not
+        write to this tensor's local tensor before that first use.
         """
         if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
             raise MeshMismatchError(
@@ -182,17 +181,17 @@ class MeshTensor(torch.Tensor):
             )
         if placements is None:
             return self
-        moved: MeshTensor = autograd.redistribute(self, placements, grad_placements, async_op)
-        return moved
+        redistributed: MeshTensor = autograd.redistribute(self, placements, grad_placements, async_op)
+        return redistributed
 
     @classmethod
     def from_dtensor(cls, tensor: DTensor) -> MeshTensor:
         """The same layout and the same memory as a torch ``DTensor``; differentiable.
 
-        Raises :class:`LayoutError` for a layout that splits a dim in another order than from left to right.
+        Raises :class:`LayoutError` for a layout in which mesh dims split a dim in another order than left to right.
         """
         placements = check_placements(tensor.placements, tensor.device_mesh.ndim, tensor.ndim)
-        # Said outright: what torch takes by default for a partial tensor differs between its releases.
+        # Passed explicitly: torch's default for a partial tensor differs between its releases.
         local = tensor.to_local(grad_placements=autograd.grad_layout(placements))
         return cls.from_local(local, tensor.device_mesh, placements, shape=tensor.shape, stride=tensor.stride())
 
@@ -207,7 +206,7 @@ class MeshTensor(torch.Tensor):
             stride=self.stride(),
         )
 
-    # -- gradients: a leaf's .grad lies as the leaf does --
+    # -- gradients: a leaf's .grad has the layout of the leaf --
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
@@ -224,14 +223,14 @@ class MeshTensor(torch.Tensor):
 
     # -- views --
     def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
-        """A view of another shape or dtype, sharing memory with this tensor on every rank.
+        """A view of another shape or dtype, which shares memory with this tensor on every rank.
 
-        Raises :class:`ViewError` where that would need data from another rank; ``reshape`` redistributes there.
+        Raises :class:`ViewError` if the view would need data from another rank. ``reshape`` redistributes then.
         """
         before, views.must_share = views.must_share, True
         try:
-            seen: Any = torch.Tensor.view(self, *size, **kwargs)
-            return seen  # type: ignore[no-any-return]
+            viewed: Any = torch.Tensor.view(self, *size, **kwargs)
+            return viewed  # type: ignore[no-any-return]
         finally:
             views.must_share = before
 
@@ -247,12 +246,12 @@ class MeshTensor(torch.Tensor):
         torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
 
     def _index(self, index: Any) -> Any:
-        """An index with its lists of numbers on the mesh: torch would make plain tensors of them.
+        """An index whose lists of numbers are MeshTensors: torch would make plain tensors of the lists.
 
-        As other numbers that a program passes, they are the same on every rank.
+        The numbers must be the same on every rank, as all numbers that a program passes.
         """
         if type(index) is tuple or any(isinstance(part, _NO_NUMBERS) for part in index):
-            # Torch takes a list that holds more than numbers for a tuple.
+            # Torch reads a list that holds more than numbers as a tuple.
             return tuple(self._numbers(part) if type(part) in _LISTS else part for part in index)
         return self._numbers(index)
 
@@ -292,7 +291,7 @@ class MeshTensor(torch.Tensor):
         return complex(self._only("complex()"))
 
     def __format__(self, format_spec: str) -> str:
-        # Without a format nothing is communicated: printing on one rank alone must not hang.
+        # Without a format it does not communicate, because printing on one rank alone must not hang.
         return format(self.item() if self.dim() == 0 else self, format_spec) if format_spec else repr(self)
 
     def tolist(self) -> Any:
@@ -301,7 +300,7 @@ class MeshTensor(torch.Tensor):
             return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:  # noqa: ARG002  # torch's signature
-        """Refused: a part is not the tensor."""
+        """Raises :class:`LayoutError`: a part is not the tensor."""
         raise LayoutError(
             asked=f"turn {self._spec} into a NumPy array",
             found="each rank holds only its part",
@@ -324,25 +323,25 @@ class MeshTensor(torch.Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
-        local = self._local_tensor.clone()  # before the type is read: a waiting tensor changes it at its first use
-        made: Self = new_wrapper(type(self), local, self._spec, False)
-        made.__dict__.update(
+        local = self._local_tensor.clone()  # first, because a waiting tensor changes its type at its first use
+        clone: Self = new_wrapper(type(self), local, self._spec, False)
+        clone.__dict__.update(
             copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}, memo)
         )
-        memo[id(self)] = made
+        memo[id(self)] = clone
         if self.requires_grad:
-            made.requires_grad_()
+            clone.requires_grad_()
         if self.grad is not None:
-            made.grad = copy.deepcopy(self.grad, memo)
-        return made
+            clone.grad = copy.deepcopy(self.grad, memo)
+        return clone
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        # One rank's part, and whose part it is: a checkpoint is what puts parts together.
-        kept = {k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}
+        # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
+        attributes = {k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
         where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None
-        return _rebuild, (self._local_tensor, *parts, self.requires_grad, kept, where and tuple(where))
+        return _rebuild, (self._local_tensor, *parts, self.requires_grad, attributes, where and tuple(where))
 
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self._spec.mesh
@@ -373,25 +372,25 @@ def _rebuild(
     placements: tuple[Placement, ...],
     meta: tuple[torch.Size, tuple[int, ...], torch.dtype],
     requires_grad: bool,
-    kept: dict[str, Any],
+    attributes: dict[str, Any],
     saved_at: tuple[int, ...] | None,
 ) -> MeshTensor:
     _check_same_place(saved_at, mesh, placements, meta[0])
-    made = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
-    made.__dict__.update(kept)
-    return made
+    tensor = MeshTensor(local, TensorSpec(mesh, placements, TensorMeta(*meta)), requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
 
 
 def _check_same_place(
     saved_at: tuple[int, ...] | None, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size
 ) -> None:
-    """Refuse the part of one rank in another's place, where the values would be taken for another part's."""
+    """Raise if this rank loads the part of another rank, whose values belong elsewhere in the tensor."""
     if saved_at is None or not dist.is_initialized():
         return
     here = (mesh.mesh == dist.get_rank()).nonzero()
-    found = tuple(here[0].tolist()) if len(here) and mesh.size() <= dist.get_world_size() else None
-    if found != saved_at:
-        where = "is not on that mesh" if found is None else f"has the place {found}"
+    place = tuple(here[0].tolist()) if len(here) and mesh.size() <= dist.get_world_size() else None
+    if place != saved_at:
+        where = "is not on that mesh" if place is None else f"has the place {place}"
         raise LayoutError(
             asked=f"load a MeshTensor {tuple(shape)} {show_all(placements)} that the rank at {saved_at} of a mesh "
             f"{tuple(mesh.shape)} has saved by itself",
@@ -401,7 +400,7 @@ def _check_same_place(
         )
 
 
-# torch.load(weights_only=True) takes only functions and classes that are named to it.
+# torch.load(weights_only=True) accepts only functions and classes that are listed.
 torch.serialization.add_safe_globals([_rebuild, MeshTensor])
 support_foreach(MeshTensor)
 start(MeshTensor, PlanningEngine(MeshTensor))

@@ -1,8 +1,8 @@
-"""Sizes that vary under ``torch.compile``: how those of a rank's part follow from those of the whole tensor.
+"""Sizes that vary under ``torch.compile``: how the sizes of a rank's part follow from those of the whole tensor.
 
-A graph is guarded by the sizes of whole tensors alone. Those of parts differ between ranks, and a rank that made a
-graph anew by itself would be alone with it. So a part's sizes are left open where torch notes what a graph depends on,
-and are written as functions of the whole's where the part comes into the graph.
+A graph is guarded only by the sizes of whole tensors. The sizes of parts differ between ranks, and every rank must
+recompile at the same time. So torch does not guard a part's sizes. Where the part enters the graph, its sizes are
+written as functions of the whole tensor's sizes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["leave_to_whole", "tied"]
 
 
 def leave_to_whole(local: torch.Tensor) -> None:
-    """Have torch note nothing of a part's sizes."""
+    """Keep torch from guarding a part's sizes."""
     if type(local) is torch.Tensor:
         let_vary(local, range(local.ndim))
 
 
 def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """A traced part, its sizes written in those of the whole."""
+    """A traced part, with its sizes written as functions of those of the whole tensor."""
     with outside_modes():
         if not any(map(is_open, local.shape)):
             return local
@@ -33,7 +33,7 @@ def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
 
 
 def _strides(local: torch.Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The part's strides for other sizes: torch writes a stride that is not fixed as another dim's extent."""
+    """The part's strides for other sizes. A symbolic stride is the product of another dim's size and stride."""
     old, steps = local.shape, local.stride()
 
     def stride(dim: int) -> Any:

@@ -1,10 +1,10 @@
-"""Optimizer steps on local tensors, where nothing could come of dispatching each op of theirs.
+"""Optimizer steps on local tensors, without a dispatch per op.
 
-A step that treats each element alone does the same to every shard, so it may run on this rank's shards as they are. A
-plugin says which optimizer classes are such (``registry.add_optimizers``). Before a step of exactly such a class, a
-twin of the optimizer takes its place: its parameters, gradients and states are the local tensors of the original's, in
-the same memory. Whatever does not fit (layouts that differ, a closure, someone who observes plans) takes the ordinary
-way, op by op, with the same numbers.
+A step that treats each element alone does the same to every shard, so it can run on this rank's shards as they are. A
+plugin names the optimizer classes with such a step (``registry.add_optimizers``). Before a step of exactly such a
+class, the optimizer is replaced by its twin. The twin's parameters, gradients and states are the local tensors of the
+original's, in the same memory. Other steps (layouts that differ, a closure, an observer of plans) run op by op, with
+the same numbers.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["install"]
 
-# Where an optimizer keeps its twin; torch leaves the name out of pickles and copies.
+# The attribute in which an optimizer keeps its twin. Torch leaves it out of pickles and copies.
 _TWIN = "_shardwise_twin"
 
 
 def install() -> None:
-    """Let every optimizer of this process take the short way where it may."""
+    """Let every optimizer of this process step on local tensors where it may."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """A hook of torch's: the arguments of the step, with the twin in place of the optimizer where that may be."""
+    """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
     if not _may_step_locally(optimizer, args, kwargs):
         return None
     twin = optimizer.__dict__.get(_TWIN)
@@ -47,7 +47,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature
-    """A hook of torch's: hand back what the twin's step left."""
+    """A torch hook: copy the results of the twin's step to the optimizer."""
     if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
         optimizer.__dict__[_TWIN].hand_back(optimizer)
 
@@ -66,17 +66,17 @@ def _may_step_locally(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:
-    """Whether a setting is or holds a MeshTensor, as a learning rate or a pair of betas may."""
+    """Whether a setting is or holds a MeshTensor. A learning rate may be one, and a pair of betas may hold one."""
     return any(isinstance(v, MeshTensor) or (isinstance(v, tuple) and _has_mesh_tensor(v)) for v in values)
 
 
 class _Twin:
-    """The local side of one optimizer. ``parameters`` and ``locals`` are alike in order, over all groups."""
+    """The local side of one optimizer. ``parameters`` and ``locals`` have the same order, over all groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.parameters = list(_parameters(optimizer))
         self.seen = list(map(_local, self.parameters))
-        # Objects of their own: a gradient put on them shows nowhere else.
+        # Separate objects, so that their gradients are visible nowhere else.
         self.locals = [t.detach() for t in self.seen]
         rest = iter(self.locals)
         self.groups = [[next(rest) for _ in group["params"]] for group in optimizer.param_groups]
@@ -89,14 +89,14 @@ class _Twin:
         self.states = list(optimizer.state.values())
         self.tensors = list(_values(self.states))
         local_of = dict(zip(self.parameters, self.locals, strict=True))
-        # A loaded state may hold entries of parameters that are not there; no step looks at those.
+        # A loaded state may have entries of parameters that the optimizer does not have. A step does not read them.
         known = ((local_of.get(p), s) for p, s in optimizer.state.items())
-        found = {p: {k: _local(v) for k, v in s.items()} for p, s in known if p is not None}
-        self.local_states = defaultdict(dict, found)
-        self.local_tensors = list(_values(found.values()))
+        states = {p: {k: _local(v) for k, v in s.items()} for p, s in known if p is not None}
+        self.local_states = defaultdict(dict, states)
+        self.local_tensors = list(_values(states.values()))
 
     def still_fits(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer still holds exactly the parameters and states that the twin was made of."""
+        """Whether the optimizer still holds exactly the parameters and states from which the twin was built."""
         return (
             _same(list(_parameters(optimizer)), self.parameters)
             and _same([p._local_tensor if type(p) is MeshTensor else _local(p) for p in self.parameters], self.seen)
@@ -105,7 +105,7 @@ class _Twin:
         )
 
     def take_gradients(self) -> bool:
-        """Give the local parameters the local gradients; says whether all lie as their parameters do."""
+        """Give the local parameters the local gradients; returns whether all have the layouts of their parameters."""
         if not self.fits:
             return False
         for parameter, local in zip(self.parameters, self.locals, strict=True):
@@ -113,7 +113,7 @@ class _Twin:
             if grad is None:
                 local.grad = None
             elif isinstance(grad, MeshTensor) and isinstance(parameter, MeshTensor):
-                if grad._spec is not parameter._spec and not _alike(parameter._spec, grad._spec):
+                if grad._spec is not parameter._spec and not _same_layout(parameter._spec, grad._spec):
                     return False
                 local.grad = grad._local_tensor
             elif not _has_mesh_tensor((parameter, grad)):
@@ -123,7 +123,7 @@ class _Twin:
         return True
 
     def prepared(self, optimizer: Optimizer) -> Optimizer:
-        """The twin optimizer with the settings of now."""
+        """The twin optimizer with the optimizer's current settings."""
         both = zip(optimizer.param_groups, self.groups, strict=True)
         groups = [{**group, "params": params} for group, params in both]
         own = {k: v for k, v in optimizer.__dict__.items() if k != _TWIN}
@@ -132,10 +132,10 @@ class _Twin:
         return twin
 
     def hand_back(self, optimizer: Optimizer) -> None:
-        """After a step: let go of the gradients, and give new states back as MeshTensors."""
+        """After a step: drop the gradients, and give new states to the optimizer as MeshTensors."""
         for local in self.locals:
             local.grad = None
-        increment_version(self.versioned)  # as writing to them would have done
+        increment_version(self.versioned)  # as a write to the parameters does
         if _same(list(_values(self.local_states.values())), self.local_tensors):
             return
         for parameter, local in zip(self.parameters, self.locals, strict=True):
@@ -158,30 +158,33 @@ def _values(states: Iterable[Any]) -> Iterator[Any]:
 
 
 def _same(some: list[Any], others: list[Any]) -> bool:
-    """Whether the very same objects come in the same order."""
+    """Whether two lists hold the same objects in the same order."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-def _alike(one: TensorSpec, other: TensorSpec) -> bool:
+def _same_layout(one: TensorSpec, other: TensorSpec) -> bool:
     return one is other or (one.mesh == other.mesh and one.placements == other.placements and one.shape == other.shape)
 
 
 def _fits(parameter: Any, state: dict[str, Any]) -> bool:
-    """Whether a parameter and its states lie alike, with nothing partial; numbers and 0-dim tensors lie anywhere."""
+    """Whether a parameter and its states have the same layout, and it is not partial.
+
+    Numbers and replicated 0-dim tensors always fit.
+    """
     if not isinstance(parameter, MeshTensor):
         return not _has_mesh_tensor(state.values())
     spec = parameter._spec
-    lying = [v._spec for v in state.values() if isinstance(v, MeshTensor)]
-    # A state of a 0-dim parameter could not be told from a counter.
+    specs = [v._spec for v in state.values() if isinstance(v, MeshTensor)]
+    # The state of a 0-dim parameter looks the same as a counter.
     return (
         not spec.reductions
         and spec.ndim > 0
-        and all(s.is_replicated if s.ndim == 0 else _alike(spec, s) for s in lying)
+        and all(s.is_replicated if s.ndim == 0 else _same_layout(spec, s) for s in specs)
     )
 
 
 def _store(state: dict[str, Any], name: str, value: Any, parameter: Any) -> None:
-    """Put what a step left into the original's state, as it lies there; what was changed in place is there already."""
+    """Store a value of the twin's state in the original's state. A value that was changed in place is there already."""
     before = state.get(name)
     if value is _local(before):
         return

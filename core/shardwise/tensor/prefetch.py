@@ -1,12 +1,12 @@
-"""Prefetch: gather parameters that are sharded over a data dim ahead of their use, a unit of a module at a time.
+"""Prefetch: gather parameters that are sharded over a data dim ahead of their use, one unit of a module at a time.
 
-While one unit computes, the parameters of the next are gathered; the copies are freed after use and gathered again for
-backward, there in reverse order; gradients are reduce-scattered while backward goes on. Only parameters in a unit's
-``forward`` are replaced, by waiting tensors (see ``waiting``) that ask for the copy whenever they are read. So autograd
-saves no copy, and whoever reads one that was freed gathers it again.
+While one unit computes, the parameters of the next are gathered. The copies are freed after use and gathered again for
+backward, in reverse order. Gradients are reduce-scattered while backward runs. Parameters are replaced only in a unit's
+``forward``, by waiting tensors (see ``waiting``) that ask for the copy whenever they are read. So autograd saves no
+copy, and a read of a copy that was freed gathers it again.
 
-What starts a gather is always the program's own order (a unit's forward, the first read of a unit in backward), never
-time or memory, so all ranks issue the same collectives in the same order.
+Only the program's own order starts a gather (a unit's forward, the first read of a unit in backward). Time and memory
+have no influence, so all ranks issue the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
 
     ``module`` has parameters that are sharded over ``mesh_dim`` (a name of the mesh's, or a number), as
     :func:`shardwise.distribute_module` makes them. ``units`` are its parts in the order of its forward: the parameters
-    of one are gathered together while the one before it computes. By default they are the modules in its outermost
-    ``ModuleList`` and ``Sequential`` containers. What lies in no unit is gathered for the whole of forward.
+    of a unit are gathered together while the unit before it computes. By default units are the modules in the outermost
+    ``ModuleList`` and ``Sequential`` containers. Parameters in no unit are gathered for the whole forward.
 
-    Parameters, optimizer and ``state_dict`` stay as they are; in a unit's ``forward`` its parameters read as whole
-    over ``mesh_dim`` and cannot be written. Numbers are those of the run without it. The module comes back. Raises
-    :class:`PlacementError` when no parameter is sharded over ``mesh_dim``.
+    Parameters, optimizer and ``state_dict`` stay as they are. In a unit's ``forward`` its parameters are whole over
+    ``mesh_dim`` and cannot be written. The numbers are the same as without prefetch. Returns the module. Raises
+    :class:`PlacementError` if no parameter is sharded over ``mesh_dim``.
     """
     chosen = list(_listed(module)) if units is None else list(units)
     schedule = _Schedule(module, chosen, mesh_dim)
@@ -60,7 +60,7 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
 
 
 def _listed(module: nn.Module) -> Iterator[nn.Module]:
-    """What the outermost containers hold."""
+    """The modules in the outermost containers."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         yield from module
     else:
@@ -72,22 +72,22 @@ def _listed(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _Copy:
-    """One parameter as it is when gathered: under way, there, or freed."""
+    """The gathered copy of one parameter: under way, complete, or freed."""
 
     def __init__(self, leaf: Any, way: Route) -> None:
         self.leaf = leaf
         self.way = way
-        # Written to, it would not be the parameter: the spec says that it is a copy, and writing is refused.
+        # The spec marks it as a copy, to which writing is refused: a write would not reach the parameter.
         self.spec = way.target.as_copy()
         self._result: AsyncResult | None = None
         self._gathered: Versions | None = None
 
     def versions(self) -> Versions:
-        """Change when the parameter is written, as a whole or this rank's part alone."""
+        """Numbers that change when the parameter or its local tensor is written."""
         return version_of(self.leaf), version_of(self.leaf._local_tensor)
 
     def start(self) -> None:
-        """Gather, unless it is done or under way."""
+        """Start to gather, unless the copy is complete or under way."""
         now = self.versions()
         if self._result is None or self._gathered != now:
             assert self.way.start is not None
@@ -102,14 +102,14 @@ class _Copy:
         self._result = None
 
     def tensor(self, unit: _Unit) -> Any:
-        """What stands for the parameter in its unit's forward."""
+        """The tensor that replaces the parameter in its unit's forward."""
         if torch.is_grad_enabled() and self.leaf.requires_grad:
             return _Gather.apply(self.leaf, self, unit)  # type: ignore[no-untyped-call]
         return waiting(_Use(self, unit), self.spec, self.leaf.device)
 
 
 class _Use:
-    """The copy in one forward and the backward that belongs to it; the source of a waiting tensor."""
+    """The copy in one forward and its backward; the source of a waiting tensor."""
 
     final = False
 
@@ -136,7 +136,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        # Every op that used the parameter has run its backward by now.
+        # By now every op that used the parameter has run its backward.
         ctx.copy.free()
         return reduce_later(grad, ctx.grad), None, None
 
@@ -158,24 +158,24 @@ class _Unit:
         self.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "copies": {}}  # a copy of the module, or a file, has no collectives under way
+        return {**self.__dict__, "copies": {}}  # a copied or saved module has no collectives under way
 
     def attach(self) -> None:
         self.module.register_forward_pre_hook(self.before, prepend=True)
         self.module.register_forward_hook(self.after, always_call=True)
 
     def refresh(self) -> None:
-        """Find the parameters anew: loading a checkpoint may have replaced them."""
-        found = {}
+        """Look the parameters up again: loading a checkpoint may have replaced them."""
+        copies: dict[int, _Copy] = {}
         for owner, name in self.places:
             leaf: Any = getattr(owner, name)
-            if id(leaf) in found:
+            if id(leaf) in copies:
                 continue
             known = self.copies.get(id(leaf))
-            made = known if known is not None and known.leaf is leaf else self._copy_of(leaf)
-            if made is not None:
-                found[id(leaf)] = made
-        self.copies = found
+            copy = known if known is not None and known.leaf is leaf else self._copy_of(leaf)
+            if copy is not None:
+                copies[id(leaf)] = copy
+        self.copies = copies
 
     def _copy_of(self, leaf: Any) -> _Copy | None:
         target = _gathered_placements(leaf, self.schedule.mesh_dim)
@@ -194,7 +194,7 @@ class _Unit:
             copy.free()
 
     def enter(self) -> None:
-        """Its parameters are needed now."""
+        """Called when the unit's parameters are needed."""
         self.schedule.enter(self)
 
     def before(self, _: nn.Module, __: Any) -> None:
@@ -220,7 +220,7 @@ class _Unit:
 
 
 def _gathered_placements(leaf: Any, mesh_dim: str | int) -> list[Placement] | None:
-    """A parameter's placements when whole over the mesh dim; None when it is not sharded over it."""
+    """A parameter's placements once it is whole over the mesh dim; None if it is not sharded over it."""
     if not isinstance(leaf, MeshTensor):
         return None
     names = leaf.device_mesh.mesh_dim_names or ()
@@ -233,7 +233,7 @@ def _gathered_placements(leaf: Any, mesh_dim: str | int) -> list[Placement] | No
 
 
 class _Schedule:
-    """Which units are gathered: the one that computes, the one after it in the direction of the pass, and the root."""
+    """Which units are gathered: the one that computes, the next one in the direction of the pass, and the root."""
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module], mesh_dim: str | int) -> None:
         self.mesh_dim = mesh_dim
@@ -242,7 +242,7 @@ class _Schedule:
         self._current: _Unit | None = None
 
     def begin(self) -> None:
-        """A forward of the whole module: what was kept of the pass before is stale."""
+        """Called when the whole module's forward begins. Copies of the previous pass are stale."""
         self._current = None
         for unit in (self.root, *self.units):
             unit.free()
@@ -252,7 +252,7 @@ class _Schedule:
             self.units[0].start()
 
     def enter(self, unit: _Unit) -> None:
-        """Gather a unit that is read, and the next one; free what is neither."""
+        """Gather a unit that is read, and the next one; free the others."""
         if unit is self.root or unit is self._current:
             return
         self._current = unit
@@ -265,13 +265,13 @@ class _Schedule:
             ahead.start()
 
     def leave(self, unit: _Unit) -> None:
-        """Forward is through with a unit. The last one is kept: backward begins with it."""
-        if in_backward():  # recomputed there, and about to be read
+        """Called when a unit's forward ends. The last unit stays gathered, because backward begins with it."""
+        if in_backward():  # a recomputation, whose parameters are read next
             return
         if unit is not self.root:
             self._current = None
-        kept = torch.is_grad_enabled() and unit in (self.root, self.units[-1] if self.units else None)
-        if not kept:
+        stays = torch.is_grad_enabled() and unit in (self.root, self.units[-1] if self.units else None)
+        if not stays:
             unit.free()
 
     def _after(self, unit: _Unit) -> _Unit | None:

@@ -1,10 +1,10 @@
-"""Layouts on data: cut a whole tensor into one rank's local part, and put simulated ranks' parts together.
+"""Layouts on data: take one rank's local part of a whole tensor, and assemble the parts of all ranks.
 
-Pure functions of tensors and specs, without a process group; the running code in ``redistribute`` obeys the same laws:
+These are pure functions of tensors and specs, without a process group. ``redistribute`` obeys the same laws:
 
-* mesh dims split a tensor dim from left to right, each split as ``torch.chunk`` does;
-* the reductions of a tensor are reduced from the last mesh dim to the first. The order matters where kinds differ
-  (a sum of maxima is not a maximum of sums) and is the one under which rules compose mesh dim by mesh dim.
+* mesh dims split a tensor dim from left to right, and each splits as ``torch.chunk`` does;
+* a partial tensor is reduced from the last mesh dim to the first. The order matters if the reductions differ (a sum of
+  maxima is not a maximum of sums). With this order rules compose mesh dim by mesh dim.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Coordinate = tuple[int, ...]
 def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Tensor:
     """The local tensor of the rank at ``coordinate`` (default: this process) of a whole tensor.
 
-    ``full`` has the spec's global shape; the result has ``spec.local_shape(coordinate)``, keeps the order of the
-    strides and owns its memory. A partial sum is the value at coordinate 0 of its mesh dim and zeros elsewhere, a
-    partial product the value and ones; partial avg, max and min hold the value on every rank.
+    ``full`` has the spec's global shape. The result has ``spec.local_shape(coordinate)``, keeps the order of the
+    strides and owns its memory. A partial sum has the value at coordinate 0 of its mesh dim and zeros elsewhere. A
+    partial product has ones elsewhere. Partial avg, max and min have the value on every rank.
     """
     if full.shape != spec.shape:
         raise LayoutError(
@@ -44,20 +44,20 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
     part = full
     for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
         part = part.narrow(dim, start, size)
-    # Later mesh dims are reduced first, so the last one that blanks this rank decides the fill.
+    # Later mesh dims are reduced first, so the last reduction that leaves this rank blank decides the fill.
     blanked = [kind for m, kind in spec.reductions.items() if where[m] and kind not in IDEMPOTENT_KINDS]
     if blanked:
         return torch.full_like(part, neutral(blanked[-1], spec.dtype))
-    # A plain clone keeps the whole tensor's strides on dims of one element, which some kernels of torch trip over.
+    # A plain clone keeps the whole tensor's strides on dims of one element. Some torch kernels fail on those.
     return part.clone(memory_format=torch.contiguous_format if full.is_contiguous() else torch.preserve_format)
 
 
 def assemble(locals_by_coordinate: Mapping[Coordinate, Tensor], spec: TensorSpec) -> Tensor:
     """The whole tensor, from the local tensors of all ranks of the mesh.
 
-    Floating sums are taken in float64 and rounded once to the spec's dtype. Raises :class:`LayoutError` when a rank is
-    missing or a local tensor does not have the shape that the spec gives its rank; of replicated copies the first is
-    taken, values are not compared.
+    Floating sums are computed in float64 and rounded once to the spec's dtype. Of replicated copies the first is used;
+    values are not compared. Raises :class:`LayoutError` if a rank is missing or a local tensor does not have the shape
+    that the spec gives its rank.
     """
     for coordinate, local in locals_by_coordinate.items():
         _check_local(coordinate, local, spec)

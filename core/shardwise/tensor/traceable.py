@@ -1,8 +1,7 @@
-"""Functions that ``torch.compile`` takes into a graph as they are, without looking inside.
+"""Functions that ``torch.compile`` puts into a graph as single calls, without tracing their Python code.
 
-Dynamo can follow most of Python, but not the value classes and caches that layouts are made of. What user code calls
-that is made of them are few functions: they become single calls of dynamo's graph, and AOTAutograd traces by running
-them.
+Dynamo can trace most Python code, but not the value classes and caches of layouts. Only a few functions that user code
+calls use them. These become single calls in dynamo's graph, and AOTAutograd runs them to trace their ops.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def traceable(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            # Dynamo runs an import where it meets one, and knows the function when it comes to the call.
+            # Dynamo runs an import when it traces it, and so knows the function when it traces the call.
             import shardwise.tensor.allow_in_graph  # noqa: F401
         return function(*args, **kwargs)
 

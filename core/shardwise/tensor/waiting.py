@@ -1,12 +1,12 @@
-"""Waiting tensors: MeshTensors whose local tensor is not here yet.
+"""Waiting tensors: MeshTensors whose local tensor is not there yet.
 
-A waiting tensor knows its spec, and where its local tensor will come from: a :class:`Source`, most often an
-``AsyncResult``. The first look at ``_local_tensor`` asks the source; where its answer is final, the tensor is a plain
-``MeshTensor`` from then on. So nothing on the hot path knows of waiting: a tensor that is not exactly a ``MeshTensor``
-takes the dispatcher's slow way once.
+A waiting tensor has its spec, and a :class:`Source` of its local tensor, most often an ``AsyncResult``. The first read
+of ``_local_tensor`` asks the source. If the source is final, the tensor is a plain ``MeshTensor`` from then on. So the
+hot path does not know about waiting: a tensor that is not exactly a ``MeshTensor`` takes the dispatcher's slow path
+once.
 
-An op that only aliases its operand (its schema says so: a view, a detach) does not wait. Its result waits for the same
-source, which is what lets autograd put a gradient away while its collective is under way.
+An op that only aliases its operand by its schema (a view, a detach) does not wait. Its result waits for the same
+source. So autograd can store a gradient while its collective runs.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Source(Protocol):
 
     @property
     def final(self) -> bool:
-        """Whether :meth:`wait` will give the same tensor for ever; if not, it is asked at each look."""
+        """Whether :meth:`wait` always returns the same tensor. If not, every read calls it."""
 
     def wait(self) -> torch.Tensor:
         """The local tensor."""
 
 
-# Shape, strides and storage offset; the offset counts from the start of the tensor that is viewed.
+# Shape, strides and storage offset. The offset counts from the start of the base tensor.
 Form = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
-class _Seen:
-    """The local tensor of a view: a window of known form in its base's memory."""
+class _View:
+    """The source of a view: a window of known form in the memory of its base."""
 
     __slots__ = ("_base", "final", "form")
 
@@ -62,24 +62,25 @@ class _Seen:
 
 
 def waiting(source: Source, spec: TensorSpec, device: torch.device) -> Any:
-    """A MeshTensor that asks ``source`` for its local tensor, on ``device``, when that is first needed.
+    """A MeshTensor that asks ``source`` for its local tensor, on ``device``, at its first use.
 
-    The local tensor will be dense, its dims in the order of the global tensor's memory, as redistribution leaves it.
+    The local tensor must be dense, with its dims in the order of the global tensor's memory, as redistribution leaves
+    them.
     """
-    made = wrap(_nothing(device, spec.dtype), spec)
+    tensor = wrap(_placeholder(device, spec.dtype), spec)
     form, slot = _waiting_form()
-    slot.__set__(made, source)
-    made.__class__ = form
-    return made
+    slot.__set__(tensor, source)
+    tensor.__class__ = form
+    return tensor
 
 
 @cache
-def _nothing(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def _placeholder(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(0, device=device, dtype=dtype)
 
 
 def source_of(tensor: Any) -> Source | None:
-    """What a waiting tensor waits for; None for any other tensor."""
+    """The source of a waiting tensor; None for any other tensor."""
     form, slot = _waiting_form()
     source = slot.__get__(tensor) if type(tensor) is form else None
     return None if isinstance(source, torch.Tensor) else source
@@ -87,12 +88,12 @@ def source_of(tensor: Any) -> Source | None:
 
 @cache
 def _waiting_form() -> tuple[type, Any]:
-    """The waiting form of the tensor class, and the slot of that class in which the source lies meanwhile."""
+    """The waiting form of the tensor class, and the slot of the class that holds the source meanwhile."""
     plain = tensor_class()
     slot = plain.__dict__["_local_tensor"]
 
     class Waiting(plain):  # type: ignore[misc, valid-type]  # its base is the class that the dispatcher was started with
-        """A MeshTensor until whose first use a collective may still be under way."""
+        """A MeshTensor before its first use, when a collective may still run."""
 
         __slots__ = ()
 
@@ -116,68 +117,68 @@ def _waiting_form() -> tuple[type, Any]:
             cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
         ) -> Any:
             if args and type(args[0]) is cls and _only_aliases(func) and not torch.is_inference_mode_enabled():
-                seen = _seen(func, args, kwargs or {})
-                if seen is not None:
-                    return seen
+                view = _waiting_view(func, args, kwargs or {})
+                if view is not None:
+                    return view
             return dispatch(func, args, kwargs)
 
     return Waiting, slot
 
 
-# -- views of what is not here yet -------------------------------------------------------------------------------
+# -- views of waiting tensors -----------------------------------------------------------------------------------
 
 
 @cache
 def _only_aliases(op: Op) -> bool:
-    """Whether an op's one result is always its first operand's memory, and nothing is written."""
+    """Whether an op has one result, which always shares its first operand's memory, and writes nothing."""
     of = signature(op)
     tensors = [a for a in of.args if a.kind in (Kind.TENSOR, Kind.TENSORS)]
     if len(of.results) != 1 or len(tensors) != 1 or tensors[0] is not of.args[0]:
         return False
     result = of.results[0]
     aliases = result.is_tensor and not result.is_list and result.alias == 0 and not result.written
-    # A composite one, such as reshape, may copy, and a copy has to be made now.
+    # A composite op such as reshape may copy, and a copy needs the data now.
     return aliases and not tensors[0].written and not is_composite(op)
 
 
-def _seen(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of an aliasing op on a waiting tensor, itself waiting; None where it cannot be had so."""
+def _waiting_view(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of an aliasing op on a waiting tensor, as a waiting tensor; None if the op must wait."""
     base, *rest = args
     spec = base._spec
     source = source_of(base)
     if source is None:
         return None
-    form = source.form if isinstance(source, _Seen) else _dense_form(spec)
+    form = source.form if isinstance(source, _View) else _dense_form(spec)
     try:
-        seen = _outcome(op, spec, form, freeze(rest), tuple(kwargs.items()))
-    except (TypeError, ViewError):  # an argument that cannot be a key, or data that would have to move
+        outcome = _outcome(op, spec, form, freeze(rest), tuple(kwargs.items()))
+    except (TypeError, ViewError):  # an argument is not hashable, or data must move
         return None
-    return None if seen is None else waiting(_Seen(source, seen[1]), seen[0], base.device)
+    return None if outcome is None else waiting(_View(source, outcome[1]), outcome[0], base.device)
 
 
 @lru_cache(maxsize=1024)
 def _outcome(op: Op, spec: TensorSpec, form: Form, rest: Any, kwargs: Any) -> tuple[TensorSpec, Form] | None:
-    """Spec and local form of an aliasing op's result, found without data; None where the form does not say all.
+    """Spec and local form of an aliasing op's result, computed without data; None if more than the form changes.
 
-    Raises ViewError when data would have to move.
+    Raises ViewError if data must move.
     """
     _forget_with(default_registry())
     shape, stride, _ = form
     local = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
     before, views.must_share = views.must_share, True
     try:
-        made = dispatch(op, (wrap(local, spec), *rest), dict(kwargs))
+        result = dispatch(op, (wrap(local, spec), *rest), dict(kwargs))
     finally:
         views.must_share = before
-    found = made._local_tensor
-    if found.dtype != local.dtype or found.is_conj() or found.is_neg():
+    part = result._local_tensor
+    if part.dtype != local.dtype or part.is_conj() or part.is_neg():
         return None
-    return made._spec, (tuple(found.shape), found.stride(), found.storage_offset())
+    return result._spec, (tuple(part.shape), part.stride(), part.storage_offset())
 
 
 @cache
 def _forget_with(registry: Registry) -> None:
-    """What was found by rules is forgotten when they change."""
+    """Clear the cache of outcomes whenever rules change."""
     registry.on_change(_outcome.cache_clear)
 
 
