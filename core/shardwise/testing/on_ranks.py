@@ -73,7 +73,7 @@ class CaseOutcome:
 def run_cases(
     op: Op, rules: Sequence[AnyRule], samples: Sequence[Sample], cases: Sequence[RealCase]
 ) -> list[CaseOutcome]:
-    """Try cases in order until one is wrong; ``rules`` stand above those of the installed plugins meanwhile."""
+    """Try cases in order until one is wrong; meanwhile ``rules`` override those of the installed plugins."""
     undo = default_registry().override(*rules) if rules else None
     outcomes = []
     try:
@@ -222,7 +222,7 @@ class _Attempt:
         return answer
 
     def _all_is_well(self, wrong: str, refused: str = "") -> bool:
-        """Whether no rank reports a fault or a refusal; the outcome keeps the first report."""
+        """Whether every rank reports success; the outcome has the first report of a fault or a refusal."""
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (wrong, refused))
         self.outcome.wrong = next((f"on rank {r} {w}" for r, (w, _) in enumerate(reports) if w), "")
@@ -296,7 +296,7 @@ class _Pair:
         return "" if local == expected else f"under {found.spec} its local tensor has shape {local}, not {expected}"
 
     def difference(self, tolerance: float) -> str:
-        """How the whole tensor differs from that of one device; by communication."""
+        """How the whole tensor differs from that of one device; it communicates."""
         assert self.wanted is not None
         with torch.no_grad():
             full = self.found.detach().full_tensor()

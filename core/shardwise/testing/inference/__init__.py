@@ -94,7 +94,7 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
 
 
 def _drawn(op: Op, given: Sequence[Sample], generator: torch.Generator) -> tuple[list[Draws], list[Sample], list[str]]:
-    """The samples to search, those for the oracle, and what is to be said of the others."""
+    """The samples to search, those for the oracle, and a note on the others."""
     drawn: list[Draws] = []
     legal: list[Sample] = []
     refused: list[str] = []

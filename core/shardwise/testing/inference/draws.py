@@ -49,7 +49,7 @@ _DRAWS: tuple[tuple[float, Change], ...] = (
 
 
 class InferenceError(ShardingError):
-    """Nothing can be found out about an op by running it."""
+    """Running an op cannot give its rule."""
 
 
 @frozen(eq=False)
@@ -62,12 +62,12 @@ class Draws:
 
     @property
     def first(self) -> Trial:
-        """The sample as it was given."""
+        """The sample itself, before its further draws."""
         return self.trials[0]
 
     @property
     def operands(self) -> tuple[TensorMeta | None, ...]:
-        """Metas of the operands without those for ``out=``."""
+        """Metas of the operands, except those for ``out=``."""
         outs = out_count(self.first)
         tensors = self.first.operands
         return tuple(None if t is None else TensorMeta.of(t) for t in tensors[: len(tensors) - outs])
@@ -96,7 +96,7 @@ def list_spans(trial: Trial) -> list[tuple[int, int]]:
 
 
 def probing_rule(op: Op) -> Rule:
-    """A rule that says nothing; a trial needs one."""
+    """A rule without rows, because a trial needs a rule."""
 
     def says_nothing() -> Rows:
         return Rows(())
@@ -129,7 +129,7 @@ def _wilder_first(
     tame: Callable[[Tensor], Tensor] = lambda t: change(_float(t, scale, generator, keep_sign=True), generator)  # noqa: E731
     whole: Callable[[Tensor], Tensor] = lambda t: _whole(t, generator)  # noqa: E731
     as_they_are: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-    # Values of both signs say most. A float that had none below zero may need to be so (a variance), though.
+    # Values of both signs test most. But a float without negative values may have to be so, as a variance.
     for floats, integers in ((signed, whole), (tame, whole), (tame, as_they_are)):
         yield [
             None if t is None else _redrawn(t, floats if t.is_floating_point() or t.is_complex() else integers)
@@ -167,7 +167,7 @@ def _whole(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _legal(first: Trial, operands: Sequence[Tensor | None]) -> Trial | None:
-    """The trial with other operands, if it says as much as the first."""
+    """The trial with other operands, if it tests as much as the first."""
     values = with_operands(first.op, first.values, operands)
     try:
         trial = Trial.of(first.rule, first.op, *first.signature.unbind(values), first.run)
@@ -188,7 +188,7 @@ def _finite(answer: Answer) -> bool:
 
 
 def check_can_be_probed(op: Op) -> None:
-    """Raises :class:`InferenceError` for an op that says itself that running it tells nothing."""
+    """Raises :class:`InferenceError` for an op whose tags say that running it cannot give a rule."""
     found = None
     if not any(not a.is_out for a in signature(op).tensor_args):
         found = "it takes no tensors"

@@ -1,4 +1,4 @@
-"""What the calls of one op differ in, as expressions that a rule's function may ask for."""
+"""What the calls of one op differ in, as expressions that a rule's function may evaluate."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _plain(value: float) -> bool:
 
 
 def telling(candidates: Sequence[Feature], branch: Sequence[int]) -> list[Feature] | None:
-    """The features to ask for, so that groups of different branches differ: the fewest beyond those always asked."""
+    """The fewest further features that distinguish groups of different branches."""
     base = [feature for feature in candidates if feature.always]
     more = [feature for feature in candidates if not feature.always]
     for n in range(len(more) + 1):

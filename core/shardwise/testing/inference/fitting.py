@@ -1,4 +1,4 @@
-"""The rule that fits the samples: candidates are written, run, and compared with every row of the search."""
+"""The rule that fits the samples: each candidate is written, run, and compared with every row of the search."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Fit", "fit"]
 
 @frozen(eq=False)
 class Fit:
-    """A rule and, per group of samples, the rows that hold and that it does not say."""
+    """A rule and, per group of samples, the rows that hold and that it lacks."""
 
     source: Source
     unsaid: tuple[tuple[Group, frozenset[Row]], ...]
@@ -41,7 +41,7 @@ class _JudgedSource:
 
 
 def fit(op: Op, groups: Sequence[Group], *, zipped: bool) -> Fit:
-    """The plainest rule that has every row of every group and no other; or the nearest sound rule.
+    """The simplest rule that has exactly the rows of every group, or else the nearest sound rule.
 
     Of an op that takes a list of tensors, rows that place the elements of a list differently are left unsaid.
     """
@@ -82,7 +82,7 @@ class _Fitting:
         return whole or self._case_by_case_or_less([c for c in candidates if c.returned])
 
     def _hangs_on_one_value(self) -> bool:
-        """Whether an int or ints that are not the default had one value in all samples: other values say other rows."""
+        """Whether an int argument that is not the default had one value in all samples; others may give other rows."""
         statics = [static_args(one.draws) for group in self.groups for one in group.searches]
         return any(
             len({repr(static[a.name]) for static in statics}) == 1 and _is_chosen(a, statics[0][a.name])
@@ -91,7 +91,7 @@ class _Fitting:
         )
 
     def judged(self, source: Callable[[], Source], returned: str = "") -> _JudgedSource | None:
-        """The candidate, or none when no such rule can be made."""
+        """The candidate, or ``None`` when such a rule cannot be made."""
         try:
             made = source()
         except (ShardingError, SyntaxError, ValueError, NameError):
@@ -154,7 +154,7 @@ class _Fitting:
         return max(sound, key=lambda c: len(c.covers)).source
 
     def _case_by_case(self, candidates: Sequence[_JudgedSource]) -> Source:
-        """The fewest notations that cover every group, told apart by what the groups differ in."""
+        """The fewest notations that cover every group, distinguished by what the groups differ in."""
         left = list(range(len(self.groups)))
         chosen: list[tuple[str, list[int]]] = []
         for candidate in sorted(candidates, key=lambda c: -len(c.covers)):
@@ -212,6 +212,6 @@ def _for_lists(op: Op, named: Named) -> Iterator[Named]:
 
 
 def _repeated(text: str) -> str:
-    """An explicit row whose entries are alike, for any number of operands."""
+    """An explicit row whose entries are all the same, for any number of operands."""
     left, _, right = text.partition("->")
     return f"{left.split(',')[0].strip()}, ... ->{right}"

@@ -59,7 +59,7 @@ def name_dims(rows: Iterable[Row], metas: Sequence[Metas]) -> Named:
 
 
 def _preferred(rows: Iterable[Row]) -> list[Row]:
-    """Rows that shard many dims of one size come first: they are what a name says best."""
+    """Rows that shard many dims of one size come first: a name describes them best."""
     return sorted(
         rows,
         key=lambda row: (
@@ -99,7 +99,7 @@ class _Naming:
 
     # -- a row as a name --
     def accept(self, row: Row) -> bool:
-        """Take the row as what one name says, if it shards dims that have no name yet and says nothing else."""
+        """Describe the row by a new name, if its sharded dims have no name yet and it has at most one reduction."""
         inputs, outputs = _sharded("in", row.inputs), _sharded("out", row.outputs)
         others = {_word(p) for p in row.outputs if p is not None and not isinstance(p, Shard)}
         places = [*inputs, *outputs]
@@ -272,7 +272,7 @@ def only_partial(rows: Iterable[Row]) -> list[str]:
 
 
 def with_ellipsis(named: Named) -> Iterator[Named]:
-    """The same with ``...`` for leading dims, the most first, where they stand alike in every tensor."""
+    """The same with ``...`` for leading dims, the most first, where every tensor has the same ones."""
     tensors = (*named.inputs, *named.outputs)
     spoken = {word for text in named.partial for word in text.replace(",", " ").split()}
     fixed = {*named.reduce, *named.replicate, *named.nonempty, *spoken, "_"}

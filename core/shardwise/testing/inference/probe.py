@@ -1,4 +1,4 @@
-"""One probe: operands placed over simulated ranks, the op run once on each, and what the results then may be."""
+"""One probe: place the operands on simulated ranks, run the op once on each, and find placements of the results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WILD = 64.0
 
 
 def placements_of(meta: TensorMeta | None, *, partials: bool) -> list[Placement | None]:
-    """How an operand may be tried: whole, on each dim of more than one element, and, if asked, partial."""
+    """The placements to try for an operand: whole, on each dim of more than one element, and optionally partial."""
     if meta is None:
         return [None]
     kinds = [kind for kind in REDUCE_OPS if partials and can_be_partial(kind, meta.dtype)]
@@ -121,7 +121,7 @@ class Probe:
 
     # -- outputs --
     def _candidates(self, inputs: tuple[Placement | None, ...], answers: Mapping[Coordinate, Answer]) -> Iterator[Row]:
-        """Rows by the results alone, each judged for itself."""
+        """Rows by the results alone; each result is judged by itself."""
         expected = self.trial.expected.tensors
         if any(len(answer.tensors) != len(expected) for answer in answers.values()):
             return

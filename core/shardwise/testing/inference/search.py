@@ -1,4 +1,4 @@
-"""The search: every row that holds for one sample, by trying every way to place its operands."""
+"""The search: every row that holds for one sample, by trying all placements of its operands."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Evidence:
 
 @frozen
 class SampleSearch:
-    """What one sample says: evidence for each row that held on some mesh. ``cut``: not everything could be tried."""
+    """The evidence of one sample for each row that held on some mesh. ``cut``: some placements were not tried."""
 
     draws: Draws
     rows: dict[Row, Evidence]
@@ -108,7 +108,7 @@ class _Benches:
 def _held_on(
     benches: _Benches, inputs: Inputs, rows: frozenset[Row], meshes: Sequence[int]
 ) -> dict[Row, frozenset[int]]:
-    """Where each row holds in every draw, as sizes of meshes; without rows that say less than one that holds."""
+    """The mesh sizes on which each row holds in every draw; without rows that a stronger row implies."""
     most = frozenset(row for row in rows if not any(_says_more(other, row) for other in rows if other != row))
     held = _held(benches, inputs, most, meshes)
     sure = [row for row, where in held.items() if len(where) == len(meshes)]
@@ -148,7 +148,7 @@ def _sharded_sizes(inputs: Inputs, operands: Sequence[TensorMeta | None]) -> lis
 
 
 def _undominated(rows: dict[Row, Evidence]) -> dict[Row, Evidence]:
-    """Without rows that say less than another: a whole result is a partial average, maximum and minimum too."""
+    """Without rows that another implies: a whole result is a partial average, maximum and minimum too."""
     return {
         row: evidence
         for row, evidence in rows.items()
@@ -166,7 +166,7 @@ def _says_more(row: Row, than: Row) -> bool:
 
 
 def _placings(operands: Sequence[TensorMeta | None]) -> tuple[list[Inputs], bool]:
-    """All ways to place the operands, or, where these are too many, those that rows are made of."""
+    """All combinations of placements of the operands, or, where these are too many, those that rows consist of."""
     choices = tried(operands)
     if prod(map(len, choices)) <= _MOST:
         return list(product(*choices)), False

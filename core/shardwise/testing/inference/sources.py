@@ -1,4 +1,4 @@
-"""Rules as source text: one notation, a function of the arguments, or a case per group of samples."""
+"""Rules as source text: one notation, a function of the arguments, or one case per group of samples."""
 
 from __future__ import annotations
 

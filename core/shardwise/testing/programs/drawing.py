@@ -31,7 +31,7 @@ _MOST_ELEMENTS = 1200
 _MOST_DIMS = 6
 # Beyond this a tolerance that is relative to the largest value would hide what is small.
 _LARGEST = 1e5
-# Tries per line that is wanted: the op may refuse what it is offered.
+# Tries per line of a program: the op may refuse its operands.
 _TRIES = 8
 _MOVED, _CONNECTED, _REUSED, _OF_ANY_SHAPE, _WITH_GRAD, _SOME_RULE = 0.12, 0.75, 0.6, 0.3, 0.5, 0.5
 
@@ -129,7 +129,7 @@ class _Drawing:
     _next: int = 0
 
     def extend(self) -> None:
-        """Add a move, or a call with the leaves that it needs; nothing where the op refuses what it is offered."""
+        """Add a redistribution, or a call with its new leaves; nothing where the op refuses its operands."""
         if self.machine.values and self.rng.random() < _MOVED:
             source = self.rng.choice(list(self.machine.values))
             placements = self._placements(self.machine.values[source])
@@ -190,7 +190,7 @@ class _Drawing:
         return leaves, chosen
 
     def _placements(self, value: Tensor) -> tuple[Placement, ...]:
-        """Sharded as often as replicated and partial together."""
+        """Random placements: sharded as often as replicated and partial together."""
         partials = [partial(kind) for kind in REDUCE_OPS if can_be_partial(kind, value.dtype)]
         shards: list[Placement] = [shard(d) for d in range(value.ndim)] or [REPLICATE]
         kind = self.rng.choice(partials) if partials else REPLICATE
@@ -260,7 +260,7 @@ def _looks_at_values(op: Op) -> bool:
 
 
 def _is_usable(value: Tensor) -> bool:
-    """Whether what is computed from it says something: finite and not so large that it drowns the rest."""
+    """Whether a value is useful for comparisons: finite, and not so large that it hides differences in other values."""
     value = comparable(value.detach())
     if not (value.is_floating_point() or value.is_complex()) or not value.numel():
         return True

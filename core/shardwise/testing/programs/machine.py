@@ -59,7 +59,7 @@ class Machine:
     _coarse: dict[int, float] = field(factory=dict)
 
     def run(self, line: Line) -> After:
-        """Run one line. Whatever torch raises comes through."""
+        """Run one line. Raises what torch raises."""
         with torch.set_grad_enabled(self.grad):
             if isinstance(line, Leaf):
                 return self._leaf(line)
@@ -110,7 +110,7 @@ class Machine:
         return memory_of(self.values[name]) in self._loose
 
     def memory(self, name: int) -> int:
-        """What tells the memory of a value from that of others."""
+        """A key of the memory of a value, which differs from that of other memory."""
         return memory_of(self.values[name])
 
     def gradients(self, program: Program) -> dict[int, Tensor | None]:
@@ -143,7 +143,7 @@ def reference(program: Program) -> tuple[list[After], dict[int, Tensor | None]]:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without warnings: sample calls are at the edge of what ops take, and some of them say so."""
+    """Hide warnings: some sample calls are at the limits of what ops accept, and torch warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""Programs as data: what is put on a mesh, the calls that follow, and where results are moved in between.
+"""Programs as data: tensors on a mesh, the calls that follow, and redistributions between them.
 
 A program names its values by numbers. ``str(program)`` is a Python expression that makes it again.
 """

@@ -154,7 +154,7 @@ class _Replay:
 
 
 class LineFailedError(RuntimeError):
-    """A line raised what is no refusal."""
+    """A line raised an error that is not a refusal."""
 
 
 def _moved(source: Any, placements: Sequence[Placement]) -> Any:

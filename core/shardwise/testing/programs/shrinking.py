@@ -1,4 +1,4 @@
-"""Shrinking: the smallest program that still goes wrong in the same place."""
+"""Shrinking: the smallest program that still fails at the same line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _shorter(program: Program) -> Iterator[Program]:
-    """Without the last line, and without each line that none needs."""
+    """Without the last line, and without each line that other lines do not need."""
     lines = program.lines
     followed = {name for name, _ in program.backward}
     for i in reversed(range(len(lines))):

@@ -91,7 +91,7 @@ class _Judge:
                 return
 
     def _state(self, here: Sequence[LineOutcome], what: str) -> str:
-        """What is wrong about how the ranks went about it; counts it."""
+        """What is wrong with the states of the ranks; counts the states."""
         states = {(o.state, o.why.partition(":")[0]) for o in here}
         if len(states) != 1:
             return f"the ranks do not do alike: {sorted(states)}"
