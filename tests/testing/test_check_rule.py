@@ -420,6 +420,18 @@ def test_a_row_that_never_applies_is_listed():
     assert check_rule(listed, ONE).unexercised == ("aten.relu.default: never",)
 
 
+def test_a_row_that_an_in_place_form_cannot_take_is_for_the_other_forms():
+    def unexercised(*ops):
+        @rule_from(ops)
+        def times(x, y):
+            return Rows((row("by a sum", [REPLICATE, partial("sum")], [partial("sum")]),))
+
+        return check_rule(times, [((made((4, 3)), made((4, 3), seed=1)), {})]).unexercised
+
+    assert unexercised(aten.mul.Tensor, aten.mul_.Tensor) == ()
+    assert unexercised(aten.mul_.Tensor) == ("aten.mul_.Tensor: by a sum",)
+
+
 def test_an_op_without_a_legal_sample_is_listed():
     report = check_rule(rule(aten.mm.default, "m k, k n -> m n", replicate="k"), [((made((2, 3)), made((2, 3))), {})])
     assert report.unsampled == ("aten.mm.default",)

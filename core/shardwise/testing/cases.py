@@ -14,9 +14,9 @@ from shardwise.errors import NoStrategyError
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, shard
 from shardwise.kernel.placements import partial as partial_of
 from shardwise.kernel.reductions import REDUCE_OPS
-from shardwise.kernel.rule import AnyRule, FullMeshRule, Row
+from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
-from shardwise.kernel.signature import Call
+from shardwise.kernel.signature import Call, signature
 from shardwise.kernel.spec import AbstractMesh, TensorSpec
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.strategies import merged, problems
@@ -61,9 +61,20 @@ def list_cases(
     legal = [[c for c in choices if _legal(part, c)] for part, choices in zip(parts, tried, strict=True)]
     return Listed(
         tuple(_options(parts, legal, schema, mesh)),
-        tuple(dict.fromkeys(_row_name(row) for part in parts for row in part.rows)),
+        tuple(dict.fromkeys(_row_name(row) for part in parts for row in part.rows if _holds(rule, part, row))),
         sum(map(len, tried)) - sum(map(len, legal)),
     )
+
+
+def _holds(rule: Rule, part: Problem, row: Row) -> bool:
+    """Whether this form of the op can take the row.
+
+    An in-place form cannot where what it writes would lie elsewhere afterwards: the row is for the other forms that the
+    rule names. Where a rule names no other form, the row is of no use, and is counted.
+    """
+    if all(row.inputs[i] == row.outputs[o] for i, o in part.same):
+        return True
+    return all(any(arg.written for arg in signature(op).args) for op in rule.ops)
 
 
 def _full_mesh_cases(rule: FullMeshRule, starts: Sequence[OpSchema], mesh: AbstractMesh) -> Listed:
