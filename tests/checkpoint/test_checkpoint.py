@@ -410,7 +410,7 @@ def test_the_last_ones_are_kept_and_steps_only_go_on(tmp_path):
         saved = checkpoint.save({"n": step}, tmp_path, step=step)
     assert [c.path.name for c in folder.checkpoints_in(tmp_path)] == ["step-00000002.1", "step-00000005"]
     assert checkpoint.latest(tmp_path) == saved
-    with pytest.raises(CheckpointStepError, match="step 5 is there"):
+    with pytest.raises(CheckpointStepError, match="there is a checkpoint of step 5"):
         checkpoint.save({"n": 4}, tmp_path, step=4)
     with pytest.raises(CheckpointStepError, match="steps count from 0"):
         checkpoint.save({"n": 4}, tmp_path, step=-1)

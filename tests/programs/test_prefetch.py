@@ -251,7 +251,7 @@ def copies_are_freed():
     (schedule,) = {hook.__self__.schedule for hook in model._forward_pre_hooks.values()}
 
     def gathered():
-        return [i for i, u in enumerate(schedule.units) if any(c._flight is not None for c in u.copies.values())]
+        return [i for i, u in enumerate(schedule.units) if any(c._result is not None for c in u.copies.values())]
 
     seen = []
     for layer in model.layers:
