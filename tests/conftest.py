@@ -20,6 +20,10 @@ from shardwise.testing.report import Report
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
 os.environ["SHARDWISE_LINKS"] = "off"
 
+# Tests start many processes, each of which would compile the whole tree where byte code must not be kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A busy machine is slow, not wrong.
 settings.register_profile("shardwise", deadline=None)
 settings.load_profile("shardwise")

@@ -21,6 +21,8 @@ def run(*arguments, launcher=(), **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=env)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_figures_are_printed_and_written_where_they_are_read(tmp_path):
     path = tmp_path / "links.json"
     done = run("--mesh", "2x1", SHARDWISE_LINKS=str(path))

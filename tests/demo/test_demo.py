@@ -51,9 +51,12 @@ def assert_all_gone(processes, seconds=5):
     assert alive == []
 
 
-def test_the_demo_agrees_and_reports(tmp_path):
+@pytest.mark.parametrize(
+    ("mesh", "layers"), [("2x1", 1), pytest.param("2x2", 2, marks=[pytest.mark.slow, pytest.mark.sample])]
+)
+def test_the_demo_agrees_and_reports(tmp_path, mesh, layers):
     report_path = tmp_path / "report.json"
-    with start("--steps", "3", "--layers", "2", "--mesh", "2x2", "--json", str(report_path)) as demo:
+    with start("--steps", "3", "--layers", str(layers), "--mesh", mesh, "--json", str(report_path)) as demo:
         out, err = demo.communicate(timeout=280)
     assert demo.returncode == 0, out + err
     assert "the mesh and one device agree over 3 steps" in out

@@ -116,6 +116,8 @@ STRICT = """
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_strict_mode_raises_for_any_problem_at_load(zoo):
     said = zoo.answer(STRICT, SHARDWISE_STRICT="yes")
     assert said.pop("a look-up").startswith("load the plugin acme-broken 1.0: OSError: no libacme.so")
@@ -166,6 +168,8 @@ def test_whatever_is_wrong_with_plugins_is_caught_for_each_and_the_next_one_load
     assert len(found["said"]) == len(BROKEN)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_broken_first_party_plugin_is_fatal(broken):
     plugin = broken.site / "shardwise_conv" / "plugin.py"
     whole = plugin.read_text()
@@ -232,6 +236,8 @@ def test_stale_metadata_in_front_on_the_path_does_not_hide_the_installed_plugin(
     assert env.answer(TOLD)["acme"] == {"acme-kernels": ["loaded", ""]}
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_the_command_lists_every_plugin_with_its_fate(zoo):
     done = subprocess.run(
         [str(zoo.folder / "bin" / "shardwise"), "plugins", "--json"],

@@ -143,7 +143,7 @@ SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 
 
 @pytest.mark.parametrize("batch", [pytest.param(8, marks=SAMPLE), 7])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["(4,)", "2x2", pytest.param("both", marks=SAMPLE)])
 def test_numbers_are_those_of_one_device(pool, case, batch):
     pool.run(compare, case, batch)
 
@@ -167,6 +167,8 @@ def frozen(model):
     return model
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_with_parameters_frozen(pool):
     pool.run(compare, "2x2", 4, 1, frozen)
 

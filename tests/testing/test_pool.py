@@ -190,6 +190,8 @@ def test_a_hang_ends_at_the_timeout_and_shows_where(pair):
     assert caught.value.errors[0] is None
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_workers_die_with_a_killed_parent(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
