@@ -116,6 +116,8 @@ def test_ruff_has_nothing_to_say(tmp_path, name):
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_the_check_has_nothing_to_say(made):
     result = run("plugins", "check", made, "--strict", "--cases", "10")
     assert result.exit_code == 0, result.output

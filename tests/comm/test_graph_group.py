@@ -53,7 +53,12 @@ def test_steps_over_one_mesh_dim(pool, shape):
     pool.run(check, [0, 1, 2, 3], STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.complex64], ids=str)
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, pytest.param(torch.int64, marks=SAMPLE), torch.bfloat16, torch.complex64], ids=str
+)
 def test_steps_in_dtypes_that_backends_do_not_all_carry(pool, dtype):
     pairs = STEPS + (SUMS[:2] if dtype.is_complex or dtype == torch.bool else SUMS[:3])
     pool.run(check, [0, 1, 2, 3], pairs, (7, 5), dtype, timeout=120)

@@ -86,7 +86,7 @@ def test_pairs_of_layouts_on_three_mesh_dims(pool_of, shape, kinds):
 
 
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("mesh_shape", [(1, 4), (4, 1)])
+@pytest.mark.parametrize("mesh_shape", [(1, 4), pytest.param((4, 1), marks=[pytest.mark.slow, pytest.mark.sample])])
 def test_a_mesh_dim_of_one_rank(pool, mesh_shape, every):
     for _, wrong in pool.run(all_pairs, mesh_shape, (5, 3), torch.float64, ("sum", "min"), every):
         assert wrong == []

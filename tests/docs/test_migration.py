@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 BRIDGE = ROOT / "plugins_contrib" / "shardwise-dtensor" / "src"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_its_examples_run(tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(PYTHON.findall((ROOT / "docs" / "migration.md").read_text())))

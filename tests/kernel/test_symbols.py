@@ -44,6 +44,8 @@ def test_a_common_factor_of_symbols_divides_both(one, other):
     assert sizes.hint(sizes.common_factor(6 * n, n)) == one
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @given(LENGTHS, st.sampled_from([(4,), (2, 2), (3, 2)]))
 def test_a_spec_of_symbols_places_as_that_of_its_numbers(length, shape):
     mesh = AbstractMesh(shape)

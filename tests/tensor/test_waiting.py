@@ -560,7 +560,9 @@ def open_at_the_end():
     return torch.equal(kept.to_local(), full)
 
 
-def test_destroying_the_process_group_with_flights_open_is_no_crash():
+@pytest.mark.slow
+@pytest.mark.sample
+def test_destroying_the_process_group_with_collectives_under_way_is_no_crash():
     with WorkerPool(2) as ranks:
         assert ranks.run(open_at_the_end) == [True, True]
         assert len(ranks.run(gc.collect)) == 2  # both are still up

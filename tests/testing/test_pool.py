@@ -164,6 +164,8 @@ def alone():
         yield pool
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_worker_that_exits(alone):
     with pytest.raises(WorkerError, match="rank 0 died: its process ended with exit code 3"):
         alone.run(os._exit, 3)
