@@ -17,12 +17,24 @@ from shardwise.kernel.spec import Mesh, TensorSpec
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced, outside_modes
 
-__all__ = ["agree_on_generator", "broadcast_whole", "check_agreement"]
+__all__ = [
+    "SHAPE_BYTES",
+    "agree_on_generator",
+    "broadcast_whole",
+    "check_agreement",
+    "generator_of",
+    "raise_unless_equal",
+    "refuse_traced",
+    "shape_row",
+]
 
 _MAX_NDIM = 62
+SHAPE_BYTES = (1 + _MAX_NDIM) * 8
+"""Bytes of a shape that a rank sends: see :func:`shape_row`."""
 
 
-def _refuse_traced(tensor: torch.Tensor, asked: str) -> None:
+def refuse_traced(tensor: torch.Tensor, asked: str) -> None:
+    """Raise :class:`TracingError` while a graph is traced: it cannot wait for the answers of other ranks."""
     if is_traced(tensor):
         raise TracingError(
             asked=asked,
@@ -31,7 +43,7 @@ def _refuse_traced(tensor: torch.Tensor, asked: str) -> None:
         )
 
 
-def _shape_row(shape: Sequence[int]) -> list[int]:
+def shape_row(shape: Sequence[int]) -> list[int]:
     """A shape in a buffer of fixed length, so that ranks with different shapes still exchange them."""
     return [len(shape), *shape, *[0] * (_MAX_NDIM - len(shape))]
 
@@ -44,7 +56,7 @@ def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> tor
 
     Raises :class:`RankDisagreementError` on every rank when shapes or dtypes differ.
     """
-    _refuse_traced(tensor, "distribute the values of one rank")
+    refuse_traced(tensor, "distribute the values of one rank")
     _check_alike(tensor, mesh, "distribute a tensor")
     found = tensor.clone(memory_format=torch.contiguous_format)
     for mesh_dim in range(mesh.ndim):
@@ -54,18 +66,19 @@ def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> tor
 
 
 def _check_alike(tensor: torch.Tensor, mesh: DeviceMesh, asked: str) -> None:
-    described = [*_shape_row(tensor.shape), sum(map(ord, str(tensor.dtype)))]
+    described = [*shape_row(tensor.shape), sum(map(ord, str(tensor.dtype)))]
     mine = torch.tensor(described, device=mesh.device_type)
-    _raise_if_unlike(mine, mesh, asked, f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+    raise_unless_equal(mine, mesh, asked, f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
 
 
-def _raise_if_unlike(
+def raise_unless_equal(
     mine: torch.Tensor,
     mesh: DeviceMesh,
     asked: str,
     here: str,
     do: str = "Make the call with alike arguments on every rank.",
 ) -> None:
+    """Raise :class:`RankDisagreementError` on every rank unless all ranks of the mesh have the same numbers."""
     if is_rehearsing():
         return
     least, most = _reduced(mine, mesh, "min"), _reduced(mine, mesh, "max")
@@ -84,10 +97,10 @@ def _reduced(mine: torch.Tensor, mesh: DeviceMesh, kind: str) -> torch.Tensor:
 
 def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
     """Ranks must agree on the global shape, and replicated copies must be alike; raises on every rank if not."""
-    _refuse_traced(local, "check that ranks agree")
+    refuse_traced(local, "check that ranks agree")
     mesh: Any = spec.mesh
-    shape = [*_shape_row(spec.shape), sum(map(ord, str(spec.dtype)))]
-    _raise_if_unlike(
+    shape = [*shape_row(spec.shape), sum(map(ord, str(spec.dtype)))]
+    raise_unless_equal(
         torch.tensor(shape, device=mesh.device_type), mesh, "make a MeshTensor of local tensors", str(spec)
     )
     alike = 1
@@ -122,13 +135,13 @@ def agree_on_generator(mesh: Mesh) -> None:
 
 
 def _agree(mesh: DeviceMesh) -> None:
-    module = _generator_of(mesh)
+    module = generator_of(mesh)
     state = module.get_rng_state().to(mesh.device_type)
     for mesh_dim in range(mesh.ndim):
         broadcast_(state, mesh, mesh_dim)
     module.set_rng_state(state.cpu())
 
 
-def _generator_of(mesh: DeviceMesh) -> Any:
+def generator_of(mesh: DeviceMesh) -> Any:
     """The module with the state of the generator that a mesh's devices draw from."""
     return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)

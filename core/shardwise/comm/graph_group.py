@@ -22,10 +22,10 @@ from shardwise.private_torch.distributed import (
     graph_reduce_scatter,
 )
 
-__all__ = ["FunctionalGroup"]
+__all__ = ["BACKEND_REDUCTIONS", "FunctionalGroup"]
 
 # What a backend is asked for; an average is a sum that is divided afterwards, since not all of them average.
-_ASKED = {"sum": "sum", "avg": "sum", "product": "product", "max": "max", "min": "min"}
+BACKEND_REDUCTIONS = {"sum": "sum", "avg": "sum", "product": "product", "max": "max", "min": "min"}
 
 
 @frozen
@@ -82,14 +82,14 @@ class FunctionalGroup:
         """The reduction over all ranks."""
         if not is_native(kind, tensor.dtype):
             return reduce_stacked(self.all_gather(tensor), kind)
-        found = graph_all_reduce(_real(tensor), _ASKED[kind], self.process_group)
+        found = graph_all_reduce(_real(tensor), BACKEND_REDUCTIONS[kind], self.process_group)
         return self._finished(_as(found, tensor), kind)
 
     def reduce_scatter(self, pieces: Tensor, kind: str) -> Tensor:
         """The reduction of all ranks' ``pieces[position]``."""
         if self.order or not self.scatters or not is_native(kind, pieces.dtype):
             return self._reduce(self.all_to_all(pieces), kind)
-        found = graph_reduce_scatter(_real(pieces), _ASKED[kind], self.size, self.process_group)
+        found = graph_reduce_scatter(_real(pieces), BACKEND_REDUCTIONS[kind], self.size, self.process_group)
         return self._finished(_as(found, pieces).view(pieces.shape[1:]), kind)
 
     def reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> Tensor:

@@ -17,19 +17,13 @@ from torch import Tensor
 from shardwise.comm.async_result import AsyncResult, SendReceive
 from shardwise.comm.coalescing import _Batch, _here
 from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
-from shardwise.comm.graph_group import FunctionalGroup
+from shardwise.comm.graph_group import BACKEND_REDUCTIONS, FunctionalGroup
 from shardwise.kernel.reductions import REAL, SENDABLE, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.tracing import is_traced
 
-__all__ = ["Group"]
+__all__ = ["REDUCE_OP_OF", "Group"]
 
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+REDUCE_OP_OF = {reduction: getattr(dist.ReduceOp, name.upper()) for reduction, name in BACKEND_REDUCTIONS.items()}
 # Up to this many gathered bytes one all-gather beats an exchange and an all-gather: it is latency that counts.
 _SMALL = 1 << 16
 
@@ -62,8 +56,8 @@ class Group:
         self._functional = FunctionalGroup(process_group, size, position, order, not self.is_gloo)
         # Named all_gather_single from torch 2.13 on; the coalesced form is the public one that older releases have.
         self._gather = getattr(process_group, "all_gather_single", None) or self._gather_coalesced
-        self._sum_options = {kind: _all_reduce_options(op) for kind, op in _REDUCE_OPS.items()}
-        self._scatter_options = {kind: _reduce_scatter_options(op) for kind, op in _REDUCE_OPS.items()}
+        self._sum_options = {kind: _all_reduce_options(op) for kind, op in REDUCE_OP_OF.items()}
+        self._scatter_options = {kind: _reduce_scatter_options(op) for kind, op in REDUCE_OP_OF.items()}
 
     def __repr__(self) -> str:
         return f"Group(mesh_dims={self.mesh_dims}, size={self.size}, position={self.position})"

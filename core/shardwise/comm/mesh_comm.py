@@ -12,7 +12,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import groups
-from shardwise.comm.agreement import _generator_of, _raise_if_unlike, _refuse_traced, _shape_row
+from shardwise.comm.agreement import generator_of, raise_unless_equal, refuse_traced, shape_row
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.group import Group
 from shardwise.comm.groups import broadcast_, group_of
@@ -45,7 +45,7 @@ class MeshComm:
             # Where there is nothing on any rank, nothing is sent.
             empty = math.prod(tensor.shape) == 0
             return [tensor] * group.size if empty else list(group.all_gather(tensor.contiguous()).unbind())
-        _refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
+        refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
         rows = group.all_gather(self._row(tensor))
         shapes = [list(tensor.shape)] * group.size if is_rehearsing() else _shapes(rows)
         return _exchange(group, [tensor] * group.size, shapes)
@@ -58,13 +58,13 @@ class MeshComm:
         if group.size == 1:
             return list(tensors)
         if shapes is None:
-            _refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
+            refuse_traced(tensors[0], "exchange tensors whose shapes only their ranks know")
             rows = group.all_to_all(torch.stack([self._row(t) for t in tensors]))
             shapes = [list(t.shape) for t in tensors] if is_rehearsing() else _shapes(rows)
         return _exchange(group, tensors, shapes)
 
     def _row(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.tensor(_shape_row(tensor.shape), device=self.mesh.device_type)
+        return torch.tensor(shape_row(tensor.shape), device=self.mesh.device_type)
 
     def shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
@@ -96,7 +96,7 @@ class MeshComm:
         mine = torch.tensor(words, device=self.mesh.device_type)
         with outside_modes():
             if turn > 1:
-                _raise_if_unlike(mine, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
+                raise_unless_equal(mine, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
                 return seed, number
             for mesh_dim in range(self.mesh.ndim):
                 broadcast_(mine, self.mesh, mesh_dim)
@@ -109,9 +109,9 @@ class MeshComm:
         if is_python_dispatched() or is_rehearsing() or _turn(self.mesh, "torch") <= 1:
             return
         with outside_modes():
-            state = _generator_of(self.mesh).get_rng_state()
+            state = generator_of(self.mesh).get_rng_state()
             mine = torch.tensor([crc32(state.numpy().tobytes())], device=self.mesh.device_type)
-            _raise_if_unlike(mine, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_ALIKE)
+            raise_unless_equal(mine, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_ALIKE)
 
 
 _WORD = 0xFFFFFFFF

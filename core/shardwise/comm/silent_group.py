@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from shardwise.comm.async_result import SendReceive
-from shardwise.comm.group import _REDUCE_OPS, Group
+from shardwise.comm.group import REDUCE_OP_OF, Group
 
 __all__ = ["SilentGroup"]
 
@@ -39,8 +39,8 @@ class SilentGroup(Group):
         super().__init__(None, size, position, mesh_dims, "", None)
         self.process_group = _NoProcessGroup()
         self._gather = self.process_group.all_gather
-        self._sum_options = dict.fromkeys(_REDUCE_OPS)
-        self._scatter_options = dict.fromkeys(_REDUCE_OPS)
+        self._sum_options = dict.fromkeys(REDUCE_OP_OF)
+        self._scatter_options = dict.fromkeys(REDUCE_OP_OF)
 
     def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> SendReceive:  # noqa: ARG002  # nobody
         return SendReceive([])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import field, frozen
 
+from shardwise.comm.agreement import SHAPE_BYTES
 from shardwise.comm.async_result import AsyncResult
 from shardwise.engine.make_plan import local_statics
 from shardwise.kernel.precedence import Entry
@@ -24,9 +25,6 @@ from shardwise.rng.generator import preserved_state
 from shardwise.rule.lowering import LocalCall, MeshDims
 
 __all__ = ["Collective", "Issued", "in_lowering", "in_path"]
-
-# A shape travels ahead of tensors whose shape only their rank knows: see shardwise.comm.agreement.
-_SHAPE_BYTES = 63 * 8
 
 
 @frozen
@@ -159,7 +157,7 @@ class _Comm:
         if n > 1 and alike:
             self._note("all_gather", dims, tensor.nbytes)
         elif n > 1:
-            self._note("all_gather", dims, _SHAPE_BYTES)
+            self._note("all_gather", dims, SHAPE_BYTES)
             self._note("all_to_all", dims, n * tensor.nbytes)
         return [tensor.clone() for _ in range(n)]
 
@@ -169,7 +167,7 @@ class _Comm:
         dims, n = self._line(mesh_dim)
         if n > 1:
             if shapes is None:
-                self._note("all_to_all", dims, len(tensors) * _SHAPE_BYTES)
+                self._note("all_to_all", dims, len(tensors) * SHAPE_BYTES)
             self._note("all_to_all", dims, sum(t.nbytes for t in tensors))
         return [tensors[0].clone() for _ in tensors] if shapes is None else [tensors[0].new_empty(s) for s in shapes]
 
