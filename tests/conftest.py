@@ -2,6 +2,7 @@
 the whole run.
 """
 
+import gc
 import importlib.util
 import os
 import pickle
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from shardwise.testing import WorkerPool
 from shardwise.testing.report import Report
 
 # What somebody measured on this machine must not decide what tests see; worker processes inherit it.
@@ -41,17 +43,36 @@ def pytest_configure(config):
         config.pluginmanager.register(module, "environments")
 
 
+def pytest_collection_finish():
+    """What is there before the first test stays: the garbage collector need not look at it."""
+    gc.freeze()
+
+
 def pytest_runtest_setup(item):
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch finds none here")
 
 
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two gloo workers, copies of one process that has torch: they start at once."""
+    with WorkerPool(2, start_method="forkserver") as pool:
+        yield pool
+
+
+@pytest.fixture(params=["two_ranks", pytest.param("pool", marks=[pytest.mark.slow, pytest.mark.sample])])
+def ranks(request):
+    """For tests on one mesh dim: two ranks every day, half the work; the four of ``pool`` in .ci/run's sample."""
+    return request.getfixturevalue(request.param)
+
+
 # -- two processes -----------------------------------------------------------------------------------------------
 
 # What takes seconds to start, once for a whole run: all files that use it are run by the same process. In each pattern,
-# arguments of a test or a fixture; the tests that PluginTests brings along take the pool, too.
+# arguments of a test or a fixture; the tests that PluginTests brings along take the pool, too. Tests on two ranks are
+# for the process that is free.
 SHARED = {
-    "pool": re.compile(r"def \w+\([^)]*\bpool(_of)?\b|\(PluginTests\):"),
+    "pool": re.compile(r"def \w+\([^)]*\b(pool|pool_of|ranks)\b|\(PluginTests\):|\"forkserver\""),
     "environments": re.compile(r"def \w+\([^)]*\b(shardwise_wheel|environment|zoo)\b"),
 }
 
@@ -76,6 +97,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByWhatTheyShare(LoadScopeScheduling):
         def _split_scope(self, nodeid):
+            if "two_ranks" in nodeid.partition("[")[2]:
+                return "two_ranks"
             return shared_by(config.rootpath / nodeid.partition("::")[0]) or nodeid
 
     return ByWhatTheyShare(config, log)

@@ -7,7 +7,8 @@ from shardwise.engine import shutdown
 from shardwise.engine.replication import replicate_unknown
 from shardwise.errors import ShardingError
 from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rng.generator import manual_seed
 from shardwise.tensor import dcp_state_dicts, optimizer_step
 from shardwise.tensor.distribute import distribute_module, distribute_tensor

@@ -12,8 +12,8 @@ from typing import Any
 class ShardingError(RuntimeError):
     """Base of all errors that shardwise raises on purpose.
 
-    ``asked``, ``found`` and ``do`` are the three sentences of the message; every other keyword is stored in
-    ``fields`` and can be read as an attribute.
+    ``asked``, ``found`` and ``do`` are the three parts of the message. Every other keyword is stored in ``fields`` and
+    can be read as an attribute.
     """
 
     def __init__(self, *, asked: str, found: str, do: str, **fields: Any) -> None:
@@ -47,7 +47,7 @@ def _picklable(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class PlacementError(ShardingError):
-    """A placement that the tensor cannot have: a shard dim out of range, an unknown reduction."""
+    """The tensor cannot have a placement: a shard dim out of range, an unknown reduction."""
 
 
 class PlacementCountError(PlacementError):
@@ -55,19 +55,23 @@ class PlacementCountError(PlacementError):
 
 
 class LayoutError(ShardingError):
-    """A layout that shardwise's placements cannot express, or a local tensor that does not fit its layout."""
+    """The placements of shardwise cannot express a layout, or a local tensor does not fit its layout."""
 
 
 class MeshMismatchError(ShardingError):
-    """Operands of one op lie on different meshes."""
+    """Operands of one op are on different meshes."""
+
+
+class OffMeshError(ShardingError):
+    """A rank that is not on the mesh of a tensor, so that it has no part of it."""
 
 
 class DeviceMismatchError(ShardingError):
-    """A tensor lies on another device type than the mesh."""
+    """A tensor is on another device type than the mesh."""
 
 
 class PlainTensorError(ShardingError):
-    """A plain tensor met a MeshTensor in one op."""
+    """A plain tensor and a MeshTensor are operands of one op."""
 
 
 # -- ops -------------------------------------------------------------------------------------------------------
@@ -82,7 +86,7 @@ class UnknownOpWarning(UserWarning):
 
 
 class CallError(ShardingError):
-    """A call that the op's schema does not allow: an argument is missing, unknown or of the wrong kind."""
+    """The op's schema does not allow the call: an argument is missing, unknown or of the wrong kind."""
 
 
 class NoStrategyError(ShardingError):
@@ -106,11 +110,19 @@ class ListLengthError(ShardingError):
 
 
 class TracingError(ShardingError):
-    """Something that ``torch.compile`` cannot put into a graph, because it depends on data of other ranks."""
+    """``torch.compile`` cannot put a call into a graph, because the call depends on data of other ranks."""
 
 
 class RankDisagreementError(ShardingError):
-    """Ranks of one mesh do not agree on something that they must agree on."""
+    """Ranks of one mesh have different rules, values or calls where they must have the same."""
+
+
+class RankFailedError(ShardingError):
+    """Another rank failed or ended, so a collective that waits for it cannot finish.
+
+    ``rank`` is the rank that failed, ``error`` the type and message of its error, ``op`` the op that raised it ("" for
+    an error that was not raised by an op).
+    """
 
 
 # -- rules and plugins -----------------------------------------------------------------------------------------
@@ -174,11 +186,11 @@ class CheckpointError(ShardingError):
 
 
 class CheckpointKeyError(CheckpointError):
-    """The state asks for something that the checkpoint does not have."""
+    """The state has a key that the checkpoint lacks."""
 
 
 class CheckpointShapeError(CheckpointError):
-    """A tensor of the state and the one in the checkpoint have different shapes, or one of the two is not a tensor."""
+    """A value of the state and the one in the checkpoint have different shapes, or only one of them is a tensor."""
 
 
 class CheckpointDtypeError(CheckpointError):
@@ -186,12 +198,12 @@ class CheckpointDtypeError(CheckpointError):
 
 
 class CheckpointValueError(CheckpointError):
-    """A value that a checkpoint cannot hold: loading it would not be safe, or would not give every rank its own."""
+    """A checkpoint cannot hold a value: to load it would not be safe, or would not give each rank its own value."""
 
 
 class CheckpointFileError(CheckpointError):
-    """There is no complete checkpoint where one was asked for, or its files are damaged."""
+    """A path has no complete checkpoint, or the checkpoint's files are damaged."""
 
 
 class CheckpointStepError(CheckpointError):
-    """A checkpoint of an earlier step than the last one of its directory."""
+    """A checkpoint has an earlier step than the last one of its directory."""

@@ -33,17 +33,17 @@ def shardwise_register(registry: Registrar) -> None:
 
 @hookspec
 def shardwise_links(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[str, ...]) -> Any:
-    """What redistributions cost on such a mesh if nothing was measured; None keeps the defaults. Rarely needed.
+    """The figures for costs on a mesh that was not measured; None keeps the defaults. Rarely needed.
 
-    ``wires`` says what connects the ranks of each mesh dim (keys of :data:`shardwise.planning.cost.WIRES`). The hook
-    returns a :class:`shardwise.planning.cost.Links`. Every rank calls it by itself, so the result may depend on the
-    arguments only. Plugins are asked in the order of their names, and the first result is used.
+    ``wires`` has the connection of each mesh dim, a key of :data:`shardwise.planning.cost.WIRES`. The hook returns a
+    :class:`shardwise.planning.cost.Links`. Every rank calls it by itself, so the result may depend on the arguments
+    only. Plugins are called in the order of their names, and the first result is used.
     """
 
 
 @hookspec
 def shardwise_dispatched(plan: Plan) -> None:
-    """Observe: called with the plan of every op on MeshTensors, before the op runs. Rarely needed.
+    """Observe the plan of every op on MeshTensors, before the op runs. Rarely needed.
 
     While a plugin implements it, every dispatch takes the slower path that calls observers.
     """

@@ -1,11 +1,11 @@
-"""What a person sets: environment variables first, then ``[tool.shardwise]`` of the nearest pyproject.toml.
+"""Settings: environment variables first, then ``[tool.shardwise]`` of the nearest pyproject.toml.
 
 ========================== =================== ================================================================
 environment                pyproject           meaning
 ========================== =================== ================================================================
 SHARDWISE_PLUGINS          plugins             the only plugins to load (unset: all, empty: none)
 SHARDWISE_DISABLE_PLUGINS  disable-plugins     plugins that are never imported
-SHARDWISE_AUTOLOAD         autoload            off: only what ``plugins`` names is loaded
+SHARDWISE_AUTOLOAD         autoload            off: only the plugins that ``plugins`` names are loaded
 SHARDWISE_STRICT           strict              on: any problem with a plugin raises when plugins are loaded
 SHARDWISE_PREFER           prefer              which plugin wins, by op (``aten.mm.default``, ``aten.mm``, ``*mm*``)
 SHARDWISE_UNKNOWN_OPS      unknown-ops         ``refuse`` (unset), or ``replicate``: ops without a rule run on whole
@@ -45,7 +45,7 @@ def normalised(name: str) -> str:
 
 @frozen
 class Settings:
-    """All settings, and where each that is set was read. ``plugins`` is None when no allow-list is set."""
+    """All settings, and the source of each one that is set. ``plugins`` is None when no allow-list is set."""
 
     plugins: frozenset[str] | None = None
     disabled: frozenset[str] = frozenset()
@@ -57,24 +57,24 @@ class Settings:
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
-        """Where a setting was read, as a person would name it."""
+        """The source of a setting, for a message: the environment variable, or the key and the file."""
         return self.sources.get(name, f"the setting {name!r}")
 
 
 def preferred(prefer: Sequence[tuple[str, str]], op: str) -> tuple[str, str] | None:
     """The pair of the ``prefer`` setting that holds for an op's full name (``aten.mm.default``).
 
-    The full name goes before the name without overload, that before a pattern, a longer pattern before a shorter one.
+    The full name goes before the name without overload, and that before a pattern. A longer pattern goes before a
+    shorter one.
     """
     packet = op.rpartition(".")[0]
-    fitting = [
-        pair for pair in prefer if pair[0] in (op, packet) or (_is_pattern(pair[0]) and fnmatchcase(op, pair[0]))
+    # A name without a wildcard is not a pattern: it means that op alone.
+    matching = [
+        pair
+        for pair in prefer
+        if pair[0] in (op, packet) or (any(c in pair[0] for c in "*?[") and fnmatchcase(op, pair[0]))
     ]
-    return min(fitting, key=lambda p: (p[0] != op, p[0] != packet, -len(p[0]), p[0]), default=None)
-
-
-def _is_pattern(name: str) -> bool:
-    return any(c in name for c in "*?[")
+    return min(matching, key=lambda p: (p[0] != op, p[0] != packet, -len(p[0]), p[0]), default=None)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------
@@ -112,9 +112,11 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
             continue
         try:
             table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("shardwise")
-        except (OSError, ValueError) as error:
-            # A broken file in a folder above is somebody else's, unless it has a table for shardwise.
-            if _mentions_shardwise(path):
+        except OSError:
+            continue
+        except ValueError as error:
+            # A broken file in a folder above belongs to another project, unless it has a table for shardwise.
+            if b"tool.shardwise" in path.read_bytes():
                 raise _refusal(str(path), str(error), "Correct the file.") from error
             continue
         if table is not None:
@@ -122,13 +124,6 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
                 raise _refusal(str(path), "tool.shardwise is not a table", "Write [tool.shardwise] and keys under it.")
             return path, table
     return None, {}
-
-
-def _mentions_shardwise(path: Path) -> bool:
-    try:
-        return b"tool.shardwise" in path.read_bytes()
-    except OSError:
-        return False
 
 
 def _names(where: str, value: Any) -> frozenset[str]:
@@ -162,21 +157,21 @@ def _random_mode(where: str, value: Any) -> str:
 
 
 def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
-    pairs = dict(_split(where, word) for word in value.split(",") if word.strip()) if isinstance(value, str) else value
+    pairs = value
+    if isinstance(value, str):
+        pairs = {}
+        for word in filter(str.strip, value.split(",")):
+            op, equals, plugin = word.partition("=")
+            if not (equals and op.strip() and plugin.strip()):
+                raise _refusal(
+                    where, f"{word!r} is not a pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other."
+                )
+            pairs[op] = plugin
     if not isinstance(pairs, dict) or not all(isinstance(v, str) for v in pairs.values()):
         raise _refusal(
             where, f"{value!r} does not map ops to plugins", 'Write a table, as in {"aten.mm" = "acme-kernels"}.'
         )
     return tuple(sorted((op.strip().replace("::", "."), normalised(plugin.strip())) for op, plugin in pairs.items()))
-
-
-def _split(where: str, word: str) -> tuple[str, str]:
-    op, equals, plugin = word.partition("=")
-    if not (equals and op.strip() and plugin.strip()):
-        raise _refusal(
-            where, f"{word!r} is not a pair", "Write pairs, as in aten.mm=acme-kernels,aten.add.Tensor=other."
-        )
-    return op, plugin
 
 
 def _refusal(where: str, found: str, do: str) -> SettingsError:

@@ -1,6 +1,6 @@
 """Convolution and its backward: by batch, by output channels, by input channels, by groups, and by positions.
 
-A shard of positions needs its neighbours' edges, which its lowering fetches (see ``spatial``).
+A shard of positions needs its neighbours' edges. The lowering fetches them (see ``spatial``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard
+from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard, strides_of_kernel
 from shardwise_conv.spatial import convolve, differentiate
 
 __all__ = ["RULES"]
@@ -24,10 +24,8 @@ def _positions(call: Call) -> tuple[str, ...]:
 
 
 def _rows(rows: Sequence[Row]) -> Rows:
-    """Rows that exchange come after those that need not, and before all whole."""
-    whole = [row for row in rows if row.name == "R"]
-    rest = sorted((row for row in rows if row.name != "R"), key=lambda row: row.lowered)
-    return Rows((*rest, *whole))
+    """The rows by preference: first those that exchange nothing, then those that do, then the whole row."""
+    return Rows(tuple(sorted(rows, key=lambda row: (row.name == "R", row.lowered))))
 
 
 def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
@@ -42,8 +40,8 @@ def _dims(call: Call) -> dict[str, tuple[Any, ...]]:
         into, out = "i", "o"
         kernel: tuple[Any, ...] = (into, out) if transposed else (out, into)
     else:
-        made = weight.shape[1] * groups if transposed else weight.shape[0]
-        into, out = (("g", groups), ("i", x.shape[1] // groups)), (("g", groups), ("o", made // groups))
+        channels = weight.shape[1] * groups if transposed else weight.shape[0]
+        into, out = (("g", groups), ("i", x.shape[1] // groups)), (("g", groups), ("o", channels // groups))
         kernel = (into if transposed else out, None)
     return {
         "input": ("n", into, *positions),
@@ -69,9 +67,17 @@ def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
 
-@rule_from([aten.convolution.default, aten.convolution.out], local_args=_local_sizes, lowering=convolve)
+@rule_from(
+    [aten.convolution.default, aten.convolution.out],
+    local_args=_local_sizes,
+    lowering=convolve,
+    results=strides_of_kernel,
+)
 def convolution(call: Call) -> Rows:
-    """Batch, output channels, groups or positions; sharded input channels leave a partial sum, bias included."""
+    """Batch, output channels, groups or positions; sharded input channels leave a partial sum, bias included.
+
+    It is long because ``partial`` depends on the number of groups, and ``nonempty`` of one row on one operand only.
+    """
     dims = _dims(call)
     contracted = ["i, i, sum -> sum"] if call.args["groups"] == 1 else []
     flow = Flow(
@@ -81,14 +87,20 @@ def convolution(call: Call) -> Rows:
         lowered=_positions(call),
         nonempty={"o", "g"},
     )
-    # Of no input channels at all the kernel makes nothing of the right shape.
+    # Without any input channel the kernel returns a wrong shape.
     rows = flow.bind(call).rows
     return _rows([evolve(r, nonempty=((0, 1),)) if r.name in contracted else r for r in rows])
 
 
-@rule_from(aten.convolution_backward.default, local_args=_local_sizes, lowering=differentiate)
+@rule_from(
+    aten.convolution_backward.default, local_args=_local_sizes, lowering=differentiate, results=strides_of_kernel
+)
 def backward(call: Call) -> Rows:
-    """A gradient that lacks the sharded dim is a partial sum; that of the bias knows nothing of the input."""
+    """A gradient that lacks the sharded dim is a partial sum; that of the bias does not depend on the input.
+
+    It is long because the rows of positions are written out: a position has another size in the gradient than in the
+    input, so the two share no named dim.
+    """
     dims = _dims(call)
     flow = Flow(
         [dims["result"], dims["input"], dims["weight"]],
@@ -98,7 +110,6 @@ def backward(call: Call) -> Rows:
         linear="grad_output",
         nonempty={"o", "i", "g"},
     )
-    # Written out, for a dim of positions has another size in the gradient than in the input.
     by_position = [
         Row(
             (shard(d), shard(d), REPLICATE),

@@ -12,7 +12,7 @@ aten = torch.ops.aten
 
 
 def _forward(op: Op, positions: str, points: str) -> Rule:
-    return rule(op, f"n c {positions}, n {points} _ -> n c {points}", linear="input")  # not in the points
+    return rule(op, f"n c {positions}, n {points} _ -> n c {points}", linear="input")  # but not linear in the points
 
 
 def _backward(op: Op, positions: str, points: str) -> Rule:

@@ -1,8 +1,8 @@
-"""Halo exchange: what a rank lacks of its neighbours' positions to work out its own part of a result.
+"""Halo exchange: a rank fetches the positions of its neighbours that its own part of a result needs.
 
-Sliding a window over a sharded dim, a rank needs for its outputs a run of input positions that begins and ends in its
-neighbours' shards, or beyond them where shards are small. Who has what and who needs what follows from sizes alone, so
-one exchange brings just the missing positions; in the backward, their gradients go back the same way.
+A window slides over a sharded dim. For its outputs, a rank needs a run of input positions that begins and ends in its
+neighbours' shards, or beyond them where shards are small. Sizes alone say who has what and who needs what, so one
+exchange brings exactly the missing positions. In the backward, their gradients go back to their owners.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Run:
 
 @frozen
 class Reach:
-    """The input positions of some outputs: those that there are, and how many lie before and after the input."""
+    """The input positions that some outputs need: those inside the input, and how many lie before and after it."""
 
     inside: Run
     before: int
@@ -53,20 +53,20 @@ def reached(first: int, last: int, size: int) -> Reach:
 
 
 def runs(local: LocalCall, spec: TensorSpec, dim: int, mesh_dims: Sequence[int]) -> list[Run]:
-    """What each rank along some mesh dims, row-major, has of a dim."""
-    found = []
+    """The run of a dim that each rank along some mesh dims holds, row-major."""
+    held = []
     for position in product(*(range(spec.mesh_shape[m]) for m in mesh_dims)):
         where = list(local.coordinate)
         for m, i in zip(mesh_dims, position, strict=True):
             where[m] = i
         shape, offset = spec.local_shape_and_offset(where)
-        found.append(Run(offset[dim], offset[dim] + shape[dim]))
-    return found
+        held.append(Run(offset[dim], offset[dim] + shape[dim]))
+    return held
 
 
 @frozen
 class Exchange:
-    """One dim over one line of ranks: what each has, what each needs, and which of them this rank is."""
+    """One dim over one line of ranks: the run that each holds, the run that each needs, and this rank's place."""
 
     dim: int
     mesh_dims: tuple[int, ...]
@@ -83,32 +83,34 @@ def _cut(x: Tensor, dim: int, whole: Run, part: Run) -> Tensor:
     return x.narrow(dim, part.start - whole.start if len(part) else 0, len(part))
 
 
-def _moved(local: LocalCall, x: Tensor, along: Exchange, have: Sequence[Run], want: Sequence[Run]) -> list[Tensor]:
-    """From each rank the part of its run that this one wants; the own part does not travel."""
-    mine, asked = have[along.at], want[along.at]
-    others = [i != along.at for i in range(len(have))]
+def _exchanged(
+    local: LocalCall, x: Tensor, along: Exchange, held: Sequence[Run], needed: Sequence[Run]
+) -> list[Tensor]:
+    """From each rank, the part of its run that this rank needs; this rank's own part is not sent."""
+    mine, asked = held[along.at], needed[along.at]
+    others = [i != along.at for i in range(len(held))]
     sent = [
         _cut(x, along.dim, mine, mine.shared(run) if other else Run(0, 0))
-        for run, other in zip(want, others, strict=True)
+        for run, other in zip(needed, others, strict=True)
     ]
     shapes = [
-        _shape(x, along.dim, len(run.shared(asked)) if other else 0) for run, other in zip(have, others, strict=True)
+        _shape(x, along.dim, len(run.shared(asked)) if other else 0) for run, other in zip(held, others, strict=True)
     ]
-    came = local.comm.all_to_all(sent, along.mesh_dims, shapes)
-    came[along.at] = _cut(x, along.dim, mine, mine.shared(asked))
-    return came
+    parts = local.comm.all_to_all(sent, along.mesh_dims, shapes)
+    parts[along.at] = _cut(x, along.dim, mine, mine.shared(asked))
+    return parts
 
 
 def fetched(local: LocalCall, x: Tensor, along: Exchange) -> Tensor:
-    """The run that this rank needs, of its own shard and of the others'."""
-    return torch.cat(_moved(local, x, along, along.held, along.needed), along.dim)
+    """The run that this rank needs, from its own shard and from those of others."""
+    return torch.cat(_exchanged(local, x, along, along.held, along.needed), along.dim)
 
 
 def returned(local: LocalCall, gradient: Tensor, along: Exchange) -> Tensor:
-    """The gradient by this rank's own shard: the sum of those by what each rank fetched of it."""
+    """The gradient by this rank's own shard: the sum of the gradients by the parts that each rank fetched of it."""
     mine = along.held[along.at]
     total = gradient.new_zeros(_shape(gradient, along.dim, len(mine)))
-    for run, part in zip(along.needed, _moved(local, gradient, along, along.needed, along.held), strict=True):
+    for run, part in zip(along.needed, _exchanged(local, gradient, along, along.needed, along.held), strict=True):
         if part.shape[along.dim]:
             total.narrow(along.dim, run.shared(mine).start - mine.start, part.shape[along.dim]).add_(part)
     return total

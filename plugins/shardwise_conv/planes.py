@@ -1,6 +1,6 @@
-"""Ops on every plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded.
+"""Ops on each plane (line, volume) by itself: pooling, interpolation, padding. Batch and channels may be sharded.
 
-So may the positions of a pool of fixed windows, by halo exchange.
+The positions of a pool with fixed windows may be sharded too, by halo exchange.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UNPLANNED = {("_adaptive_avg_pool3d_backward", "out")}
 
 
 def _overloads(names: str) -> Iterator[Op]:
-    """The overload of each op that returns new tensors and the one that fills given ones."""
+    """Of each op, the overload that returns new tensors and the one that fills ``out=`` tensors."""
     for name in names.split():
         packet = getattr(aten, name)
         tags = ("default", "out", "grad_input")
@@ -49,7 +49,7 @@ def _overloads(names: str) -> Iterator[Op]:
 
 
 def _sizes(local: LocalCall) -> Mapping[str, Any]:
-    """The size of the input that an interpolation's backward is told, of this rank's shard."""
+    """The ``input_size`` of an interpolation's backward, for this rank's shard."""
     if "input_size" not in local.call.args:
         return {}
     result = local.outputs[0]
@@ -60,7 +60,8 @@ def _sizes(local: LocalCall) -> Mapping[str, Any]:
 def planes(names: str, positions: int, facts: Facts | None = None, by_position: Lowering | None = None) -> Rule:
     """A rule for ops on tensors whose last ``positions`` dims are whole and whose other dims pass through.
 
-    With the lowering ``by_position`` those dims may be sharded too, in every operand and result.
+    With the lowering ``by_position``, the last dims may be sharded too, in every operand and result. These rows are
+    written out, since a position has another size in each operand.
     """
 
     def describe(call: Call) -> Rows:
@@ -68,35 +69,34 @@ def planes(names: str, positions: int, facts: Facts | None = None, by_position: 
         assert x is not None
         lead = x.ndim - positions
         names = labels(x.ndim, whole=range(lead, x.ndim))
-        # Interpolating and averaging bytes rounds.
+        # Bytes round when they are interpolated or averaged.
         exact = [facts] if facts and (x.dtype.is_floating_point or facts == PICKING) else []
-        # The kernels take an empty batch, but no planes without channels.
+        # The kernels accept an empty batch, but not planes without channels.
         flow = Flow([names], [names], partial=exact, nonempty=[d for d in names[lead - 1 : lead] if d])
         rows = flow.bind(call).rows
         if by_position is None or not x.dtype.is_floating_point:
             return Rows(rows)
-        return Rows((*rows[:-1], *(_sharded(rows[-1], d) for d in range(lead, x.ndim)), rows[-1]))
+        whole = rows[-1]
+        by_dim = []
+        for d in range(lead, x.ndim):
+            inputs, outputs = (tuple(p and shard(d) for p in side) for side in (whole.inputs, whole.outputs))
+            by_dim.append(Row(inputs, outputs, f"shard d{d}", lowered=True))
+        return Rows((*rows[:-1], *by_dim, rows[-1]))
 
     how = "positions by halo exchange" if by_position else "positions are whole"
     describe.__doc__ = f"Batch and channels; {how}" + (f"; {facts}." if facts else ".")
     return rule_from(_overloads(names), local_args=_sizes, lowering=by_position)(describe)
 
 
-def _sharded(whole: Row, dim: int) -> Row:
-    """The row in which every operand and result is sharded on a dim."""
-    inputs, outputs = (tuple(p and shard(dim) for p in side) for side in (whole.inputs, whole.outputs))
-    return Row(inputs, outputs, f"shard d{dim}", lowered=True)
-
-
 def _each(names: str, facts: Facts | None = None) -> list[Rule]:
     """Rules for ops in one, two and three dims; ``#`` in a name stands for their number."""
     rules = []
     for dims in (1, 2, 3):
-        there = " ".join(
+        existing = " ".join(
             name for text in names.split() if hasattr(aten, name := text.replace("#", str(dims))) or "#" not in text
         )
-        if there:
-            rules.append(planes(there, dims, facts))
+        if existing:
+            rules.append(planes(existing, dims, facts))
     return rules
 
 

@@ -1,6 +1,6 @@
 """Rearrangements between channels and positions: pixel shuffle, channel shuffle, unfold and fold.
 
-They move values without changing them, or add them up (fold), so partial tensors pass.
+They move values without changing them, or add them up (fold), so they are linear.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _fine(call: Call, fine_height: int, fine_width: int, channels: int, factor: 
 
 
 def _batch(labels: Sequence[Any]) -> list[str]:
-    """Of an empty batch the kernels make a result of the wrong shape."""
+    """The batch dims: the kernels return a wrong shape for an empty batch."""
     return list(labels[:-3])
 
 
@@ -49,7 +49,7 @@ def pixel_unshuffle(call: Call) -> Flow:
 
 @rule_from([aten.channel_shuffle.default, aten.channel_shuffle.out])
 def channel_shuffle(call: Call) -> Flow:
-    """Batch and positions; channels change places."""
+    """Batch and positions; channels are reordered, so they are whole."""
     return like(call.args["self"], whole=[1], moves="self")
 
 
@@ -72,13 +72,13 @@ FOLDS = (aten.col2im.default, aten.col2im.out)
 def unfold(call: Call) -> Flow:
     """Batch; channels in even shards."""
     picture, columns = _folded(call, call.args["self"].shape[-3], _window(call))
-    # Padding puts zeros in, which are partial sums and averages of zero but no maxima.
+    # Padding is zero. Zeros are partial sums and averages of zero, but not partial maxima of it.
     return Flow([picture], [columns], linear="self")
 
 
 @rule_from(FOLDS)
 def fold(call: Call) -> Flow:
-    """Batch; channels in even shards. Overlaps are added up."""
+    """Batch; channels in even shards. Overlapping windows are added up."""
     picture, columns = _folded(call, call.args["self"].shape[-2] // _window(call), _window(call))
     return Flow([columns], [picture], linear="self")
 

@@ -1,7 +1,8 @@
 """Convolution over sharded positions, forward and backward, by halo exchange.
 
-Each rank fetches the positions that its own outputs reach, convolves them without padding, and in the backward returns
-the gradients of what it fetched. Any kernel, stride, padding and dilation; transposed ones too; any shards.
+Each rank fetches the positions that its own outputs reach and convolves them without padding. In the backward it
+returns the gradients of what it fetched. It serves any kernel, stride, padding, dilation and shards, transposed
+convolutions included.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def _slides(local: LocalCall) -> list[Slide]:
 
 
 def _of_forward(local: LocalCall) -> tuple[Sliding, ...]:
-    made = local.outputs[0]
-    assert made is not None
-    return sliding(local, local.spec("input"), made, _slides(local))
+    result = local.outputs[0]
+    assert result is not None
+    return sliding(local, local.spec("input"), result, _slides(local))
 
 
 def _of_backward(local: LocalCall) -> tuple[Sliding, ...]:
@@ -50,7 +51,7 @@ def _of_backward(local: LocalCall) -> tuple[Sliding, ...]:
 
 
 def _unpadded(values: Sequence[int], dims: Sequence[Sliding], count: int) -> list[int]:
-    """A setting by dim, zero for the sharded ones: what they need of it is in the window."""
+    """A setting by dim. It is zero for the sharded dims, whose window already includes the padding."""
     sharded = {d.slide.dim - _BATCH_AND_CHANNEL for d in dims}
     return [0 if i in sharded else setting(values, i) for i in range(count)]
 
@@ -77,31 +78,26 @@ class _Settings:
         return self.stride, self.padding, self.dilation, self.transposed, self.output_padding, self.groups
 
 
-def _cuts(made: Tensor, dims: Sequence[Sliding]) -> list[int]:
-    """How a transposed convolution of a window is cut, or filled up, to this rank's outputs."""
-    found = {}
-    for dim in dims:
-        start, stop = dim.slide.cut(dim.outputs, dim.reach)
-        found[dim.slide.dim] = (-start, stop - made.shape[dim.slide.dim])
-    return amounts(made.ndim, found)
-
-
 def convolve(
     local: LocalCall, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any, out: Tensor | None = None
 ) -> Tensor:
     """``convolution`` of shards of positions, batch, channels and groups."""
-    made = local.outputs[0]
-    assert made is not None
+    spec = local.outputs[0]
+    assert spec is not None
     dims = local.once(_of_forward)
     reached = window(local, x, dims)
-    shape = local.local_shape(made)
+    shape = local.local_shape(spec)
     inner = _Settings(*settings).of_window(dims, x.ndim - _BATCH_AND_CHANNEL)
     if 0 in (*shape, *reached.shape[_BATCH_AND_CHANNEL:]):
         result = x.new_zeros(shape)
     else:
         result = aten.convolution.default(reached, weight, None if inner.transposed else bias, *inner.listed())
         if inner.transposed:
-            result = pad(result, _cuts(result, dims))
+            edges = {}
+            for dim in dims:
+                start, stop = dim.slide.cut(dim.outputs, dim.reach)
+                edges[dim.slide.dim] = (-start, stop - result.shape[dim.slide.dim])
+            result = pad(result, amounts(result.ndim, edges))  # cuts where an amount is negative
     if bias is not None and (inner.transposed or not reached.numel()):
         result = result + bias.view(-1, *[1] * (x.ndim - _BATCH_AND_CHANNEL))
     return result if out is None else out.copy_(result)
@@ -130,18 +126,20 @@ def _gradients(
     dims: Sequence[Sliding],
     mask: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients by the window and by the weight."""
+    """Gradients by the window and by the weight, each if the mask asks for it."""
     if not gradient.numel() or not reached.numel():
         parts = (torch.zeros_like(reached), torch.zeros_like(weight))
         return parts[0] if mask[0] else None, parts[1] if mask[1] else None
     if inner.transposed:
         gradient = _filled_up(gradient, reached, weight, dims, inner)
-    found = aten.convolution_backward.default(gradient, reached, weight, None, *inner.listed(), [*mask, False])
-    return found[0], found[1]
+    by_window, by_weight, _ = aten.convolution_backward.default(
+        gradient, reached, weight, None, *inner.listed(), [*mask, False]
+    )
+    return by_window, by_weight
 
 
 def _filled_up(gradient: Tensor, reached: Tensor, weight: Tensor, dims: Sequence[Sliding], inner: _Settings) -> Tensor:
-    """The gradient by all outputs of a window, where this rank's are some of them."""
+    """The gradient by all outputs of a window: zero for those that are not this rank's."""
     edges = {}
     for dim in dims:
         at, slide = dim.slide.dim, dim.slide

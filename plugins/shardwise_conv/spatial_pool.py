@@ -1,12 +1,12 @@
 """Pooling over sharded positions, forward and backward, by halo exchange.
 
-Maxima need no more than their windows; where each was found counts in the whole plane. Averages divide by how many
-positions of the whole plane a window covers.
+A maximum needs only its window; its index counts in the whole plane. An average divides by the number of positions of
+the whole plane that its window covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,9 +45,9 @@ def _slides(local: LocalCall) -> list[Slide]:
 
 
 def _of_forward(local: LocalCall) -> tuple[Sliding, ...]:
-    made = local.outputs[0]
-    assert made is not None
-    return sliding(local, local.spec("self"), made, _slides(local))
+    result = local.outputs[0]
+    assert result is not None
+    return sliding(local, local.spec("self"), result, _slides(local))
 
 
 def _of_backward(local: LocalCall) -> tuple[Sliding, ...]:
@@ -55,7 +55,7 @@ def _of_backward(local: LocalCall) -> tuple[Sliding, ...]:
 
 
 def _padding(local: LocalCall, dims: Sequence[Sliding]) -> list[int]:
-    """The padding of the dims that are whole; that of the others is in the window."""
+    """The padding by dim. It is zero for the sharded dims, whose window already includes it."""
     sharded = {dim.slide.dim for dim in dims}
     return [0 if slide.dim in sharded else slide.padding for slide in _slides(local)]
 
@@ -64,18 +64,14 @@ def _stride(local: LocalCall) -> list[int]:
     return [slide.stride for slide in _slides(local)]
 
 
-def _given(values: Sequence[Tensor], outs: dict[str, Any]) -> Any:
-    """Results as they are, or in the ``out=`` tensors."""
+def _returned(values: Sequence[Tensor], outs: dict[str, Any]) -> Any:
+    """What the op returns: the values, or the ``out=`` tensors filled with them."""
     into = [t for t in outs.values() if isinstance(t, Tensor)]
-    made = [out.copy_(value) for out, value in zip(into, values, strict=True)] if into else list(values)
-    return tuple(made) if len(made) > 1 else made[0]
+    results = [out.copy_(value) for out, value in zip(into, values, strict=True)] if into else list(values)
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 # -- maxima ------------------------------------------------------------------------------------------------------
-
-
-def _least(dtype: torch.dtype) -> float:
-    return float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 def largest(
@@ -83,27 +79,29 @@ def largest(
 ) -> Any:
     """``max_poolNd_with_indices`` of shards of positions."""
     dims = local.once(_of_forward)
-    reached = window(local, x, dims, _least(x.dtype))
-    made = local.outputs[0]
-    assert made is not None
-    shape = local.local_shape(made)
+    least = float("-inf") if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    reached = window(local, x, dims, least)
+    spec = local.outputs[0]
+    assert spec is not None
+    shape = local.local_shape(spec)
     if 0 in shape:
-        return _given([x.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=x.device)], outs)
+        return _returned([x.new_zeros(shape), torch.zeros(shape, dtype=torch.int64, device=x.device)], outs)
     op: Any = local.call.op.overloadpacket
     values, at = op(reached, kernel, _stride(local), _padding(local, dims), dilation, ceil_mode)
-    return _given([values, _in_plane(local, at, reached.shape, dims)], outs)
+    return _returned([values, _in_plane(local, at, reached.shape, dims)], outs)
 
 
 def _coordinates(at: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """Places in a plane, by dim."""
-    found = []
+    """Flat indices of a plane as coordinates, by dim."""
+    coordinates = []
     for size in reversed(sizes):
-        found.append(at % size)
+        coordinates.append(at % size)
         at = at // size
-    return found[::-1]
+    return coordinates[::-1]
 
 
-def _places(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _flat(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """The inverse of :func:`_coordinates`."""
     at = torch.zeros_like(coordinates[0])
     for coordinate, size in zip(coordinates, sizes, strict=True):
         at = at * size + coordinate
@@ -111,15 +109,15 @@ def _places(coordinates: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
 
 
 def _in_plane(local: LocalCall, at: Tensor, shape: Sequence[int], dims: Sequence[Sliding]) -> Tensor:
-    """Places in the window, in the whole plane."""
+    """Flat indices of the window as flat indices of the whole plane."""
     n = _count(local)
     coordinates = _coordinates(at, shape[-n:])
     for dim in dims:
         i, step = dim.slide.dim - len(shape) + n, dim.slide.dilation
         coordinate = coordinates[i] - dim.reach.before + dim.reach.inside.start
-        # Of nothing but minus infinities the kernels name the first place that is not padding.
+        # Where all values are minus infinity, the kernels name the first position that is not padding.
         coordinates[i] = torch.where(coordinate < 0, coordinate + -(coordinate // step) * step, coordinate)
-    return _places(coordinates, local.spec("self").shape[-n:])
+    return _flat(coordinates, local.spec("self").shape[-n:])
 
 
 def largest_backward(local: LocalCall, gradient: Tensor, x: Tensor, *args: Any, **outs: Any) -> Tensor:
@@ -131,25 +129,20 @@ def largest_backward(local: LocalCall, gradient: Tensor, x: Tensor, *args: Any, 
     for dim in dims:
         sizes[dim.slide.dim] = len(dim.reach.inside)
         coordinates[dim.slide.dim - x.ndim + n] -= dim.reach.inside.start
-    found = gradient.new_zeros(sizes)
+    by_window = gradient.new_zeros(sizes)
     if gradient.numel():
-        places = _places(coordinates, sizes[-n:]).flatten(-n)
-        found.view(*sizes[:-n], -1).scatter_add_(-1, places, gradient.flatten(-n))
-    result: Tensor = _given([give_back(local, found, tuple(_unpadded(dims)))], outs)
+        places = _flat(coordinates, sizes[-n:]).flatten(-n)
+        by_window.view(*sizes[:-n], -1).scatter_add_(-1, places, gradient.flatten(-n))
+    inside = [evolve(dim, reach=evolve(dim.reach, before=0, after=0)) for dim in dims]
+    result: Tensor = _returned([give_back(local, by_window, inside)], outs)
     return result
-
-
-def _unpadded(dims: Sequence[Sliding]) -> Iterator[Sliding]:
-    """The dims with a window of what is inside the input only."""
-    for dim in dims:
-        yield evolve(dim, reach=evolve(dim.reach, before=0, after=0))
 
 
 # -- averages ----------------------------------------------------------------------------------------------------
 
 
 def _covered(slide: Slide, outputs: Run, size: int, *, with_padding: bool, like: Tensor) -> Tensor:
-    """How many positions the window of each output covers along one dim."""
+    """The number of positions that the window of each output covers along one dim."""
     start = torch.arange(outputs.start, outputs.stop, device=like.device) * slide.stride - slide.padding
     stop = start + slide.kernel
     if with_padding:
@@ -158,7 +151,7 @@ def _covered(slide: Slide, outputs: Run, size: int, *, with_padding: bool, like:
 
 
 def _divisor(local: LocalCall, like: Tensor, dims: Sequence[Sliding], with_padding: bool, instead: int | None) -> Any:
-    """What the sum of each output's window is divided by."""
+    """The divisor of the sum of each output's window."""
     if instead is not None:
         return instead
     spec = local.spec("self")
@@ -185,16 +178,16 @@ def average(
     """``avg_poolNd`` of shards of positions."""
     dims = local.once(_of_forward)
     reached = window(local, x, dims)
-    made = local.outputs[0]
-    assert made is not None
-    shape = local.local_shape(made)
+    spec = local.outputs[0]
+    assert spec is not None
+    shape = local.local_shape(spec)
     if 0 in shape:
-        found = x.new_zeros(shape)
+        means = x.new_zeros(shape)
     else:
         op: Any = local.call.op.overloadpacket
-        found = op(reached, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
-        found = found / _divisor(local, found, dims, with_padding, instead)
-    result: Tensor = _given([found], outs)
+        sums = op(reached, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
+        means = sums / _divisor(local, sums, dims, with_padding, instead)
+    result: Tensor = _returned([means], outs)
     return result
 
 
@@ -212,10 +205,10 @@ def average_backward(
 ) -> Tensor:
     """``avg_poolNd_backward`` of shards of positions."""
     dims = local.once(_of_backward)
-    found = blank(x, dims)
+    by_window = blank(x, dims)
     if gradient.numel():
         op: Any = local.call.op.overloadpacket
         share = gradient / _divisor(local, gradient, dims, with_padding, instead)
-        found = op(share, found, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
-    result: Tensor = _given([give_back(local, found, dims)], outs)
+        by_window = op(share, by_window, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
+    result: Tensor = _returned([give_back(local, by_window, dims)], outs)
     return result

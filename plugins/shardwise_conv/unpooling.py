@@ -1,4 +1,4 @@
-"""Pooling at random or given places: fractional max pools and the inverse of a max pool. Batch and channels."""
+"""Pooling at random or given positions: fractional max pools, and the inverse of a max pool."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ aten = torch.ops.aten
 
 def _flow(call: Call, positions: int, linear: str | tuple[()] = ()) -> Flow:
     names = labels(call.args["self"].ndim, whole=range(-positions, 0))
-    # The random numbers of a picture without a batch still have a batch dim, of size one.
+    # The random numbers of a picture without a batch have a batch dim all the same, of size one.
     named = [name for name in names if name]
     numbers: Any = (*(None,) * (2 - len(named)), *named, None)
     inputs = [numbers if name == "random_samples" else names for name in call.operand_names]
-    # The kernels take no planes without channels, and some no empty batch.
+    # The kernels refuse planes without channels, and some refuse an empty batch.
     return Flow(inputs, [names], linear=linear, nonempty=named)
 
 
 @rule_from([aten.max_unpool2d.default, aten.max_unpool2d.out])
 def unpool_2d(call: Call) -> Flow:
-    """Batch and channels; places count within a plane. Linear in the values."""
+    """Batch and channels; indices count within a plane. Linear in the values."""
     return _flow(call, 2, "self")
 
 
 @rule_from([aten.max_unpool3d.default, aten.max_unpool3d.out])
 def unpool_3d(call: Call) -> Flow:
-    """Batch and channels; places count within a volume. Linear in the values."""
+    """Batch and channels; indices count within a volume. Linear in the values."""
     return _flow(call, 3, "self")
 
 

@@ -1,4 +1,4 @@
-"""Windows that slide over sharded positions: what each rank's outputs reach, fetched and filled up at the edges."""
+"""Windows that slide over sharded positions: each rank fetches what its outputs reach and pads it at the edges."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["Slide", "Sliding", "amounts", "blank", "give_back", "setting", "slid
 
 
 def setting(values: Sequence[int], i: int) -> int:
-    """A setting of one dim of positions, where one number may serve all."""
+    """The setting of one dim of positions; one number may serve all dims."""
     return values[i] if len(values) > 1 else values[0]
 
 
 @frozen
 class Slide:
-    """What a convolution does along one dim."""
+    """The settings of a sliding window along one dim."""
 
     dim: int
     kernel: int
@@ -35,7 +35,7 @@ class Slide:
         return self.dilation * (self.kernel - 1) + 1
 
     def reach(self, outputs: Run, size: int) -> Reach:
-        """The inputs of some outputs."""
+        """The input positions that some outputs need, of a dim of ``size``."""
         if not len(outputs):
             return reached(0, 0, size)
         if not self.transposed:
@@ -46,7 +46,7 @@ class Slide:
         return Reach(inside, 0, 0)
 
     def cut(self, outputs: Run, reach: Reach) -> tuple[int, int]:
-        """Where a transposed convolution of what is reached, without padding, has these outputs."""
+        """Start and stop of these outputs in a transposed convolution of ``reach`` without padding."""
         start = outputs.start + self.padding - reach.inside.start * self.stride
         return start, start + len(outputs)
 
@@ -61,21 +61,21 @@ class Sliding:
     outputs: Run
 
 
-def sliding(local: LocalCall, x: TensorSpec, made: TensorSpec, slides: Sequence[Slide]) -> tuple[Sliding, ...]:
-    """The dims among ``slides`` that are sharded, with what is exchanged along each to work out ``made`` from ``x``."""
-    found = []
+def sliding(local: LocalCall, x: TensorSpec, result: TensorSpec, slides: Sequence[Slide]) -> tuple[Sliding, ...]:
+    """The dims among ``slides`` that are sharded, with the exchange along each that ``result`` needs of ``x``."""
+    dims = []
     for slide in slides:
         mesh_dims = local.sharding(x, slide.dim)
         if not mesh_dims:
             continue
-        held, outputs = (runs(local, spec, slide.dim, mesh_dims) for spec in (x, made))
+        held, outputs = (runs(local, spec, slide.dim, mesh_dims) for spec in (x, result))
         reaches = [slide.reach(run, x.shape[slide.dim]) for run in outputs]
         at = 0
         for m in mesh_dims:
             at = at * x.mesh_shape[m] + local.coordinate[m]
         exchange = Exchange(slide.dim, mesh_dims, tuple(held), tuple(reach.inside for reach in reaches), at)
-        found.append(Sliding(slide, exchange, reaches[at], outputs[at]))
-    return tuple(found)
+        dims.append(Sliding(slide, exchange, reaches[at], outputs[at]))
+    return tuple(dims)
 
 
 def amounts(ndim: int, of_dim: Mapping[int, tuple[int, int]]) -> list[int]:
@@ -84,7 +84,7 @@ def amounts(ndim: int, of_dim: Mapping[int, tuple[int, int]]) -> list[int]:
 
 
 def window(local: LocalCall, x: Tensor, dims: Sequence[Sliding], value: float = 0) -> Tensor:
-    """What this rank's outputs reach, with ``value`` where that is beyond the input."""
+    """All that this rank's outputs reach, with ``value`` beyond the edges of the input."""
     for dim in dims:
         x = fetched(local, x, dim.exchange)
     edges = {d.slide.dim: (d.reach.before, d.reach.after) for d in dims}
@@ -92,7 +92,7 @@ def window(local: LocalCall, x: Tensor, dims: Sequence[Sliding], value: float = 
 
 
 def blank(x: Tensor, dims: Sequence[Sliding]) -> Tensor:
-    """Something of the window's shape, where its values do not matter."""
+    """A tensor of the window's shape, for use where its values do not matter."""
     shape = list(x.shape)
     for dim in dims:
         shape[dim.slide.dim] = dim.reach.before + len(dim.reach.inside) + dim.reach.after
@@ -100,7 +100,7 @@ def blank(x: Tensor, dims: Sequence[Sliding]) -> Tensor:
 
 
 def give_back(local: LocalCall, gradient: Tensor, dims: Sequence[Sliding]) -> Tensor:
-    """The gradient by this rank's shard, of what all ranks have by their windows."""
+    """The gradient by this rank's shard, from the gradients that all ranks have by their windows."""
     for dim in dims:
         gradient = gradient.narrow(dim.slide.dim, dim.reach.before, len(dim.reach.inside))
     for dim in reversed(dims):

@@ -1,7 +1,7 @@
 """Embedding bags: rows of a table added up, averaged or compared, bag by bag.
 
-The table may be sharded by column, and by row for sums and means: a rank adds up the rows that it has, and the sum over
-the ranks is the bag. Indices and offsets are whole, so every rank knows the bags.
+The table may be sharded by column. For sums and means it may also be sharded by row: a rank adds up its own rows, and
+the sum over the ranks is the bag. Indices and offsets are whole, so every rank knows the bags.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SUM, MEAN, MAX = 0, 1, 2
 
 
 def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
-    """The CPU's sizes of bags and places of maxima; which bag an index is of is always told.
+    """What the kernels of a device return: on the CPU, bag sizes and positions of maxima depend on the mode.
 
-    A CPU kernel leaves the latter out where it can, and then its backward works it out by resizing a tensor, which
-    none on a mesh can do.
+    The bag of each index is always returned. A CPU kernel leaves it out where it can, and its backward then resizes a
+    tensor to compute it. A tensor on a mesh cannot be resized.
     """
     result, bag_of_index, sizes, places = call.outputs
     if device_type != "cpu" or result is None or sizes is None or places is None:
@@ -93,7 +93,10 @@ def _bags(local: LocalCall, weight: Tensor, indices: Tensor, offsets: Tensor, *a
 
 @rule_from([aten._embedding_bag.default, aten._embedding_bag_forward_only.default], lowering=_bags, results=_results)
 def forward(call: Call) -> Flow:
-    """Columns; rows, of which sums and means are partial sums."""
+    """Columns; for sums and means also rows, which give partial sums.
+
+    It is long because the mode decides what the four results hold.
+    """
     mode = call.args["mode"]
     places = (None, "d") if mode == MAX else None
     by_row = [] if mode == MAX else ["v, R, R, R -> sum, R, R, R"]
@@ -138,7 +141,7 @@ def _by_scale(
 ) -> Tensor:
     """The gradient by each index's weight, of the table's rows that this rank has."""
     assert mode == SUM  # other modes take no weights
-    if not bag_of.numel():  # a forward that was left to itself has not told
+    if not bag_of.numel():  # torch's own forward may leave it out
         bag_of = _bag_of_index(offsets, indices.shape[0], gradient.shape[0])
     own, _relative = own_rows(local, local.spec("weight"), indices)
     values = own_values(local, weight, indices)
@@ -148,7 +151,7 @@ def _by_scale(
 
 @rule_from(aten._embedding_bag_per_sample_weights_backward.default, lowering=_by_scale)
 def by_scale(call: Call) -> Flow:
-    """Columns and rows, of which the products are partial sums."""
+    """Columns and rows; the products are then partial sums."""
     return Flow(
         [(None, "d"), ("v", "d"), None, None, None],
         [(None,)],

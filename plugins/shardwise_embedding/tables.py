@@ -1,7 +1,7 @@
 """Look-ups in a table, their backward and the renormalisation of looked-up rows.
 
-A table sharded by row answers for its own rows alone: each rank looks up what it has and leaves zeros for the rest, and
-the sum over the ranks is the look-up (masked partial results).
+If a table is sharded by row, each rank looks up its own rows and leaves zeros for the rest. The sum over the ranks is
+the look-up (masked partial results).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ EMBEDDING = rule(
 def embedding_backward(call: Call) -> Callable[[Call], Flow]:
     """Columns; over sharded indices a partial sum. Linear in the gradient."""
     batch = [f"...{d}" for d in range(call.args["indices"].ndim, 0, -1)]
-    # How often an index occurs is a global count.
-    counted = call.args["scale_grad_by_freq"]
+    # How often an index occurs is a count over all shards.
+    by_frequency = call.args["scale_grad_by_freq"]
     return einop(
         "... d, ... -> _ d",
-        reduce={} if counted else dict.fromkeys(batch, "sum"),
-        replicate=batch if counted else (),
+        reduce={} if by_frequency else dict.fromkeys(batch, "sum"),
+        replicate=batch if by_frequency else (),
         linear="grad_output",
     )
 
@@ -58,7 +58,7 @@ def embedding_backward(call: Call) -> Callable[[Call], Flow]:
 def _renorm_own(local: LocalCall, table: Tensor, indices: Tensor, max_norm: float, norm_type: float) -> Tensor:
     whole = local.spec("self")
     own, relative = own_rows(local, whole, indices)
-    # An index that no rank has must fail here as it fails on one device, so it stays, out of bounds.
+    # An index that no rank has stays out of bounds, so that it fails here as on one device.
     illegal = (indices < 0) | (indices >= whole.shape[0])
     mine = torch.where(own, relative, table.shape[0])[own | illegal]
     split = local.sharding(whole, 1)
@@ -72,7 +72,7 @@ def _renorm_columns(local: LocalCall, table: Tensor, rows: Tensor, max_norm: flo
     """Scale down the rows whose norm, over the columns of all ranks, is above ``max_norm``."""
     values = table.index_select(0, rows)
     norms = _norms(local, values.float() if values.dtype in (torch.float16, torch.bfloat16) else values, norm_type)
-    # The small number is that of torch's kernel.
+    # torch's kernel adds the same small number.
     scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
     return table.index_copy_(0, rows, (values * scale.unsqueeze(1)).to(table.dtype))
 

@@ -1,4 +1,4 @@
-"""Rules for ops on batches of matrices: batch dims broadcast and pass, what belongs to one matrix is whole.
+"""Rules for ops on batches of matrices: batch dims broadcast and pass, the dims of one matrix are whole.
 
 A notation such as ``"_ _, _ n -> _ n, _"`` names what each tensor has behind its batch dims: ``_`` for a dim that is
 whole, a name for one that passes too, as the right-hand sides of a system do; ``()`` where there is nothing.
@@ -13,7 +13,7 @@ import torch
 
 from shardwise.rule import Call, Facts, Flow, LocalCall, Op, Rule, TensorMeta, rule_from, whole
 
-__all__ = ["matrices", "on_batches", "ops", "together"]
+__all__ = ["matrices", "on_batches", "ops", "raise_together"]
 
 aten = torch.ops.aten
 _Labels = list[str | None]
@@ -36,7 +36,7 @@ def on_batches(
 ) -> Rule:
     """One rule for ops of a notation; see the module.
 
-    ``unless`` names a flag with which all operands are whole. ``lowering`` runs all rows but that of whole operands.
+    With the flag ``unless`` set, all operands are whole. ``lowering`` runs all rows but the whole one.
     """
 
     def describe(call: Call) -> Flow:
@@ -56,11 +56,13 @@ def matrices(
     lowered: Iterable[str] = (),
     nonempty: Iterable[str] = (),
 ) -> Flow:
-    """The named dims of one call. A result without the batch dims of the call does not depend on what is sharded."""
+    """The named dims of one call. A result without the batch dims of the call does not depend on sharded dims."""
     left, _, right = notation.partition("->")
     inputs = [_trailing(text) for text in left.split(",")]
     outputs = [_trailing(text) for text in right.split(",")]
-    sizes = _batch(call.operands, inputs)
+    pairs = zip(call.operands, inputs, strict=True)
+    batches = [meta.shape[: meta.ndim - len(last)] for meta, last in pairs if meta is not None]
+    sizes = tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
     read = [_named(meta, last, sizes, exact=False) for meta, last in zip(call.operands, inputs, strict=True)]
     written = [_named(meta, last, sizes, exact=True) for meta, last in zip(call.outputs, outputs, strict=True)]
     names = {label for labels in read for label in labels or () if label}
@@ -71,14 +73,8 @@ def _trailing(text: str) -> list[str | None]:
     return [None if word == "_" else word for word in text.split() if word != "()"]
 
 
-def _batch(operands: Sequence[TensorMeta | None], inputs: Sequence[Sequence[str | None]]) -> tuple[int, ...]:
-    """The broadcast sizes of the batch dims."""
-    batches = [m.shape[: m.ndim - len(last)] for m, last in zip(operands, inputs, strict=True) if m is not None]
-    return tuple(torch.broadcast_shapes(*batches))  # type: ignore[no-untyped-call]
-
-
 def _named(meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[int], *, exact: bool) -> _Labels | None:
-    """Labels of one tensor; ``exact`` for a result, whose batch dims are all there or none."""
+    """Labels of one tensor; ``exact`` for a result, which has all batch dims or none of them."""
     if meta is None:
         return None
     batch = meta.ndim - len(last)
@@ -95,14 +91,14 @@ def _named(meta: TensorMeta | None, last: Sequence[str | None], sizes: Sequence[
 
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # documented, not in __all__
 
-# What ranks tell each other of an op; the greatest counts.
+# How an op ended on a rank; the greatest of all ranks counts.
 FINE, REFUSED, FAILED = 0, 1, 2
 
 
-def together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
-    """The local op; where it finds a matrix that it cannot do, all ranks raise, or the others would wait for one.
+def raise_together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
+    """The local op; if it fails on one rank, every rank raises, or the others would wait for that rank.
 
-    Compiled code cannot ask the others: there each rank raises for itself.
+    Compiled code cannot ask the other ranks: there each rank raises for itself.
     """
     results, failure = None, None
     try:
@@ -112,15 +108,12 @@ def together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling():
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
         fate = FINE if failure is None else FAILED if isinstance(failure, LinAlgError) else REFUSED
-        worst = local.comm.all_reduce(tensor.new_full((), fate, dtype=torch.int32), "max", _split(local)).item()
+        # The mesh dims along which ranks hold different matrices.
+        mesh_dims = sorted({m for spec in local.inputs if spec is not None for m in local.sharding(spec)})
+        worst = local.comm.all_reduce(tensor.new_full((), fate, dtype=torch.int32), "max", mesh_dims).item()
         if failure is None and worst != FINE:
             kind = LinAlgError if worst == FAILED else RuntimeError
             failure = kind(f"{local.call.op}: it failed on a batch element that another rank holds.")
     if failure is not None:
         raise failure
     return results
-
-
-def _split(local: LocalCall) -> list[int]:
-    """The mesh dims along which ranks hold different matrices."""
-    return sorted({m for spec in local.inputs if spec is not None for m in local.sharding(spec)})

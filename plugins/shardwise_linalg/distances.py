@@ -10,14 +10,14 @@ from shardwise_linalg.batches import ops
 
 __all__ = ["RULES"]
 
-# Above that many rows of either matrix, and where it is left to it, torch takes Euclidean distances by way of a
-# matrix product, which is less exact (aten/src/ATen/native/Distance.cpp).
+# If the call names no method, torch computes Euclidean distances of more rows than this by a matrix product, which is
+# less exact (aten/src/ATen/native/Distance.cpp).
 ROWS = 25
 BY_PRODUCT, BY_DIFFERENCES = 1, 2
 
 
 def _as_the_whole(local: LocalCall) -> Mapping[str, Any]:
-    """The way that torch takes for the whole matrices, for their shards too."""
+    """The method that torch uses for the whole matrices, for their shards too."""
     if local.arg("compute_mode"):
         return {}
     rows = max(local.arg(name).shape[-2] for name in ("x1", "x2"))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Call, Flow, TensorMeta, rule_from, whole
-from shardwise_linalg.batches import matrices, ops, together
+from shardwise_linalg.batches import matrices, ops, raise_together
 
 __all__ = ["RULES"]
 
-# What torch takes where no driver is named, by device type.
+# The driver that torch uses if the call names none, by device type.
 DEFAULT = {"cpu": "gelsy"}
 ELSEWHERE = "gels"
 # Drivers that find singular values; they give no residuals where any matrix of the batch lacks full rank.
@@ -26,13 +26,13 @@ def _is_vector(a: Sequence[int], b: Sequence[int]) -> bool:
 def _on_meta(
     a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None, **out: Tensor
 ) -> tuple[Tensor, ...]:
-    """What lstsq gives on the meta device, which torch does not say; by the CPU's driver where none is named."""
+    """The results of lstsq on the meta device, where torch has no kernel; the default driver is the CPU's."""
     if out:
         return tuple(out.values())
     vector = _is_vector(a.shape, b.shape)
     right = b.unsqueeze(-1) if vector else b
     if a.ndim < 2 or right.ndim < 2 or a.shape[-2] != right.shape[-2]:  # noqa: PLR2004  matrices
-        raise RuntimeError(f"torch.linalg.lstsq: {tuple(b.shape)} is no right-hand side for {tuple(a.shape)}.")
+        raise RuntimeError(f"torch.linalg.lstsq: {tuple(b.shape)} is not a right-hand side for {tuple(a.shape)}.")
     *batch, m, n = a.shape
     full = torch.broadcast_shapes(batch, right.shape[:-2])  # type: ignore[no-untyped-call]
     rows, columns = max(m, n), right.shape[-1]
@@ -57,7 +57,7 @@ def _residuals(a: Tensor, driver: str, shape: Sequence[int]) -> Tensor:
 
 
 def _results(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
-    """By the driver of the device, where none is named."""
+    """By the driver of the device, if the call names none."""
     if call.args["driver"] or call.out_operands or device_type in DEFAULT or None in call.outputs:
         return call.outputs
     a, b = (call.args[name].to_meta_tensor() for name in ("self", "b"))
@@ -65,15 +65,22 @@ def _results(call: Call, device_type: str) -> Sequence[TensorMeta | None]:
 
 
 @rule_from(
-    ops("linalg_lstsq.default linalg_lstsq.out"), static=("rcond",), lowering=together, meta=_on_meta, results=_results
+    ops("linalg_lstsq.default linalg_lstsq.out"),
+    static=("rcond",),
+    lowering=raise_together,
+    meta=_on_meta,
+    results=_results,
 )
 def LEAST_SQUARES(self: TensorMeta, b: TensorMeta, call: Call) -> Flow:
-    """Batch dims pass, and the right-hand sides; whole where the ranks of matrices decide on a result's shape."""
+    """Batch dims pass, and the right-hand sides; whole if a result's shape depends on the ranks of matrices.
+
+    It is long because torch's kernels fail on empty shards in two cases, so some dims must not be empty.
+    """
     if None in call.outputs:
         return whole(call)
     right, sums = ("_", "_") if _is_vector(self.shape, b.shape) else ("_ n", "n")
-    # With singular values torch's CPU kernels crash on no right-hand side at all, and matrices that all batch elements
-    # share are not even looked at where a rank has none of these.
+    # With singular values, torch's CPU kernels crash without a right-hand side. And a rank without a batch element does
+    # not check matrices that all batch elements share.
     solution = call.outputs[0]
     assert solution is not None
     shared = self.shape[:-2] != solution.shape[: solution.ndim - len(right.split())]

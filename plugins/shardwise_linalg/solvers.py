@@ -45,7 +45,7 @@ def LU_SOLVE(call: Call) -> Flow:
 
 @rule_from(ops("ormqr.default ormqr.out"))
 def ORMQR(call: Call) -> Flow:
-    """Batch dims pass, and what the reflectors are applied to; behind them _ _, _, _ n -> _ n, or n _ on the right."""
+    """Batch dims pass, and the columns that are reflected; behind them _ _, _, _ n -> _ n, or n _ on the right."""
     right = _sides(left=call.args["left"])
     return matrices(call, f"_ _, _, {right} -> {right}", partial=[linear("input3")])
 

@@ -18,39 +18,40 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 _BATCHED = 3  # the dims of scores with a batch
-_PADDED = 2  # the dims of targets that are not one after another in a row
+_PADDED = 2  # the dims of padded targets; without padding they follow one another in one dim
 
 
 def _named(local: LocalCall, args: tuple[Any, ...]) -> dict[str, Any]:
     names = [a.name for a in local.call.signature.args]
-    given = dict(zip(names, args, strict=False))
+    named = dict(zip(names, args, strict=False))
     spec = local.spec("targets")
     start, count = local.offset(spec)[0], local.local_shape(spec)[0]
     for name in ("input_lengths", "target_lengths"):
-        given[name] = given[name][start : start + count]
-    return given
+        named[name] = named[name][start : start + count]
+    return named
 
 
 def _aligned(local: LocalCall, *args: Any) -> tuple[Tensor, Tensor]:
-    """The losses of this rank's samples; their tables are as wide as the longest target of all asks for."""
-    given, spec = _named(local, args), local.outputs[1]
+    """The losses of this rank's samples; their tables are wide enough for the longest target of all ranks."""
+    named, spec = _named(local, args), local.outputs[1]
     assert spec is not None
-    scores = given["log_probs"]
-    if not given["input_lengths"]:
+    scores = named["log_probs"]
+    if not named["input_lengths"]:
         return scores.new_zeros(0), scores.new_zeros(local.local_shape(spec))
-    losses, table = local.call.op(*given.values())
+    losses, table = local.call.op(*named.values())
     return losses, pad(table, (0, spec.shape[-1] - table.shape[-1]))
 
 
 def _differentiated(local: LocalCall, *args: Any) -> Tensor:
-    given = _named(local, args)
-    if not given["input_lengths"]:
-        return torch.zeros_like(given["log_probs"])
-    gradient: Tensor = local.call.op(*given.values())
+    named = _named(local, args)
+    if not named["input_lengths"]:
+        return torch.zeros_like(named["log_probs"])
+    gradient: Tensor = local.call.op(*named.values())
     return gradient
 
 
 def _flow(call: Call, outputs: list[Any]) -> Flow:
+    """The batch, where targets are padded; the table of dims by name serves the forward and the backward."""
     batched = call.args["log_probs"].ndim == _BATCHED and call.args["targets"].ndim == _PADDED
     if not batched:
         return whole(call)
@@ -80,7 +81,7 @@ def backward(call: Call) -> Flow:
     return _flow(call, [(None, "n", None)])
 
 
-# Lengths in tensors would have to be read to know which are a rank's own.
+# To know a rank's own lengths, the tensors would have to be read.
 WHOLE = rule(aten._ctc_loss.Tensor, "R, R, R, R -> R")
 
 

@@ -9,8 +9,8 @@ from shardwise.rule import LocalCall
 
 __all__ = ["own_classes"]
 
-# Marks a target that is not of this rank's classes; no class has it.
-_PASSED_OVER = -1
+# Marks a target that is not among this rank's classes; no class has this number.
+_NOT_OWN = -1
 
 
 def own_classes(
@@ -30,9 +30,9 @@ def own_classes(
     counts = target != ignore_index
     own = counts & (relative >= 0) & (relative < count)
     illegal = counts & ((target < 0) | (target >= spec.shape[dim]))
-    safe = torch.where(own, relative, torch.where(illegal, max(1, count), _PASSED_OVER))
+    safe = torch.where(own, relative, torch.where(illegal, max(1, count), _NOT_OWN))
     if count == 0:
         # The kernels take no scores without classes.
         scores = scores.new_zeros([1 if d == dim else n for d, n in enumerate(scores.shape)])
         weight = None if weight is None else weight.new_zeros(1)
-    return scores, safe, weight, _PASSED_OVER
+    return scores, safe, weight, _NOT_OWN

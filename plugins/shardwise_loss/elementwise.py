@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def _same_shape(call: Call) -> bool:
-    """Whether the two tensors have one shape: the kernels that broadcast them average over different numbers."""
+    """Whether the two tensors have one shape: kernels that broadcast them average over different counts."""
     return bool(call.args["self"].shape == call.args["target"].shape)
 
 

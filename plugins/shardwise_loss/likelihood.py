@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, rule_from
+from shardwise.rule import Call, Flow, LocalCall, neutral, rule_from
 from shardwise_loss.classes import own_classes
 from shardwise_loss.reduction import MEAN, NONE
 
@@ -44,6 +44,9 @@ def _shared(
     """The loss of the targets of this rank's samples and classes; a mean is over the total weight of all."""
     own = own_classes(local, scores, target, weight, ignore_index)
     loss, total = getattr(aten, _packet(local)).default(*own[:3], SUM if reduction == MEAN else reduction, own[3])
+    if reduction == NONE and own[1] is not target:
+        # Another rank has the class: add what changes no sum.
+        loss.masked_fill_((own[1] == own[3]) & (target != ignore_index), neutral("sum", loss.dtype))
     if reduction == MEAN:
         split = local.sharding(local.spec("self"))
         loss, total = local.comm.all_reduce(torch.stack([loss, total]), "sum", split)
@@ -84,7 +87,7 @@ def _packet(local: LocalCall) -> str:
 )
 def forward(call: Call) -> Flow:
     """Batch, positions and classes; a sum is partial, a mean and the total weight are whole after an exchange."""
-    # Three rules, one for each reduction. "R" as a reduction: every rank has the whole value of that result.
+    # Long because these are three rules, one for each reduction. "R" as a reduction: every rank has the whole value.
     scores, target = _labels(call)
     inputs = [scores, target, ("v",)]
     reduction = call.args["reduction"]

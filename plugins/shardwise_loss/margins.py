@@ -72,7 +72,10 @@ def _like_scores(_: Tensor, scores: Tensor, *__: Any, grad_input: Tensor | None 
     meta=_like_scores,
 )
 def backward(call: Call) -> Flow:
-    """Batch; linear in the gradient."""
+    """Batch; linear in the gradient.
+
+    It is long because the reduction decides whether the gradient has a batch, and a single sample has none.
+    """
     dims, reduction = _labels(call), call.args["reduction"]
     inputs = [dims.get(name) for name in call.operand_names]
     if dims and reduction == NONE:

@@ -13,7 +13,7 @@ from shardwise.rule import Call, Flow, LocalCall, Rule, rule_from, whole
 
 __all__ = ["RULES"]
 
-# Torch registers these ops when this module is imported, which older versions do not have.
+# torch registers these ops when this module is imported; older versions do not have it.
 with suppress(ImportError):
     import torch.nn.modules.linear_cross_entropy
 
@@ -26,13 +26,13 @@ def _total_weight(local: LocalCall, target: Tensor, weight: Tensor | None) -> Te
 
 
 def _share(local: LocalCall, *args: Any) -> tuple[Tensor, ...]:
-    """A rank's share of a mean, and of its gradients: its sum over the total weight of all ranks."""
+    """A rank's share of a mean, and of its gradients: its sum, divided by the total weight of all ranks."""
     names = [a.name for a in local.call.signature.args]
-    given = dict(zip(names, args, strict=True)) | {"reduction": "sum"}
-    sums: tuple[Tensor, ...] = local.call.op(*given.values())
+    arguments = dict(zip(names, args, strict=True)) | {"reduction": "sum"}
+    sums: tuple[Tensor, ...] = local.call.op(*arguments.values())
     if local.arg("reduction") != "mean":
         return sums
-    total = _total_weight(local, given["target"], given["weight"])
+    total = _total_weight(local, arguments["target"], arguments["weight"])
     return tuple((value / total).to(value.dtype) for value in sums)
 
 

@@ -15,9 +15,9 @@ NONE, MEAN = 0, 1
 
 
 def scaled(local: LocalCall, *args: Any, **kwargs: Any) -> Tensor:
-    """The op on this rank's samples, by their share of all: ``reduction=mean`` divides by the local number of them.
+    """The op on this rank's samples, times their share of all: ``reduction=mean`` divides by the local number of them.
 
-    Serves a loss, of which it makes a partial sum, and its backward. The shares are of ``self``'s elements.
+    It serves a loss, which becomes a partial sum, and its backward. The share is counted in elements of ``self``.
     """
     spec = local.spec("self")
     result: Tensor = local.call.op(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Softmax over a dim that several ranks share.
 
-A softmax needs of the other shards one maximum and one sum per line, its backward one sum: two (one) small all-reduces,
-where gathering would move the whole operand.
+A softmax needs one maximum and one sum per line from the other shards, its backward one sum. These are two small
+all-reduces, or one; a gather would move the whole operand.
 """
 
 from __future__ import annotations
@@ -18,32 +18,30 @@ __all__ = ["log_softmax", "log_softmax_backward", "safe_softmax", "softmax", "so
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In the dtype to add up in."""
+    """``x`` in the dtype to add up in."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def _peak(local: LocalCall, x: Tensor, dim: int) -> Tensor:
-    """The largest value of each line over all shards, ``dim`` kept; minus infinity of an empty shard."""
-    if x.shape[dim]:
-        mine = x.amax(dim, keepdim=True)
-    else:
-        mine = x.new_full([1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)], float("-inf"))
-    return local.comm.all_reduce(mine, "max", local.sharding(local.spec("self"), dim))
-
-
 def _parts(local: LocalCall, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Peaks, values less their peak, powers of these, and the sums of the powers over all shards."""
-    wide = _wide(x)
-    peak = _peak(local, wide, dim)
-    # A maximum on the wire may pass over NaN; the sum does not, as the powers of NaN are NaN.
+    """The peak of each line over all shards, the values less their peak, their exponentials, and the sums of these.
+
+    Peaks and sums are over all shards and have size one along ``dim``.
+    """
+    wide, mesh_dims = _wide(x), local.sharding(local.spec("self"), dim)
+    if wide.shape[dim]:
+        mine = wide.amax(dim, keepdim=True)
+    else:
+        mine = wide.new_full([1 if d == dim % x.ndim else n for d, n in enumerate(x.shape)], float("-inf"))
+    peak = local.comm.all_reduce(mine, "max", mesh_dims)
+    # The all-reduce of maxima may drop NaN; that of sums does not, as the exponential of NaN is NaN.
     shifted = wide - peak
-    powers = shifted.exp()
-    total = local.comm.all_reduce(powers.sum(dim, keepdim=True), "sum", local.sharding(local.spec("self"), dim))
-    return peak, shifted, powers, total
+    exponentials = shifted.exp()
+    total = local.comm.all_reduce(exponentials.sum(dim, keepdim=True), "sum", mesh_dims)
+    return peak, shifted, exponentials, total
 
 
-def _given(local: LocalCall, result: Tensor, outs: Mapping[str, Any]) -> Tensor:
-    """The answer in its dtype, in the ``out=`` tensor when there is one."""
+def _as_output(local: LocalCall, result: Tensor, outs: Mapping[str, Any]) -> Tensor:
+    """``result`` in the dtype of the output; copied into the ``out=`` tensor if the call has one."""
     spec = local.outputs[0]
     assert spec is not None
     out = next((t for t in outs.values() if isinstance(t, Tensor)), None)
@@ -53,22 +51,22 @@ def _given(local: LocalCall, result: Tensor, outs: Mapping[str, Any]) -> Tensor:
 def softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **outs: Any) -> Tensor:
     """``_softmax`` of shards of ``dim``."""
     del rest
-    _, _, powers, total = _parts(local, x, dim)
-    return _given(local, powers / total, outs)
+    _, _, exponentials, total = _parts(local, x, dim)
+    return _as_output(local, exponentials / total, outs)
 
 
 def safe_softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **options: Any) -> Tensor:
     """``_safe_softmax`` of shards of ``dim``: a line of minus infinities gives zeros."""
     del rest, options
-    peak, _, powers, total = _parts(local, x, dim)
-    return _given(local, (powers / total).masked_fill(peak == float("-inf"), 0), {})
+    peak, _, exponentials, total = _parts(local, x, dim)
+    return _as_output(local, (exponentials / total).masked_fill(peak == float("-inf"), 0), {})
 
 
 def log_softmax(local: LocalCall, x: Tensor, dim: int, *rest: Any, **outs: Any) -> Tensor:
     """``_log_softmax`` of shards of ``dim``."""
     del rest
     _, shifted, _, total = _parts(local, x, dim)
-    return _given(local, shifted - total.log(), outs)
+    return _as_output(local, shifted - total.log(), outs)
 
 
 def _total(local: LocalCall, x: Tensor, dim: int) -> Tensor:
@@ -79,8 +77,13 @@ def softmax_backward(
     local: LocalCall, gradient: Tensor, output: Tensor, dim: int, _: torch.dtype, **outs: Any
 ) -> Tensor:
     """``_softmax_backward_data`` of shards of ``dim``."""
-    weighted, made = _wide(gradient) * _wide(output), _wide(output)
-    return _given(local, weighted - made * _total(local, weighted, dim), outs)
+    wide, probabilities = _wide(gradient), _wide(output)
+    weighted = wide * probabilities
+    total = _total(local, weighted, dim)
+    # Torch's kernels differ, and infinities show it.
+    if gradient.device.type == "cpu":
+        return _as_output(local, (wide - total) * probabilities, outs)
+    return _as_output(local, weighted - probabilities * total, outs)
 
 
 def log_softmax_backward(
@@ -88,4 +91,4 @@ def log_softmax_backward(
 ) -> Tensor:
     """``_log_softmax_backward_data`` of shards of ``dim``."""
     wide = _wide(gradient)
-    return _given(local, wide - _wide(output).exp() * _total(local, wide, dim), outs)
+    return _as_output(local, wide - _wide(output).exp() * _total(local, wide, dim), outs)

@@ -1,4 +1,4 @@
-"""Softmax and its backward: any dim, the one that sums to one by exchanging maxima and sums of the shards."""
+"""Softmax and its backward: any dim may be sharded; shards of the softmax dim exchange their maxima and sums."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _rows(flow: Flow, call: Call) -> Rows:
-    """Rows that exchange come after those that need not, and before all whole."""
+    """Rows that exchange come after those that do not, and before the whole row."""
     rows = flow.bind(call).rows
     return Rows((*sorted(rows[:-1], key=lambda row: row.lowered), rows[-1]))
 

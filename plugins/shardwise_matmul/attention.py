@@ -36,8 +36,8 @@ _ARGUMENTS = {
     "out": _QUERY,
     "logsumexp": _STATISTIC,
 }
-_MADE = (_QUERY, _STATISTIC)  # and tensors that do not depend on the shard: lengths, seeds, debugging
-_MADE_BY_MATH = (_QUERY, _QUERY)  # the weights never broadcast
+_RESULTS = (_QUERY, _STATISTIC)  # and tensors that do not depend on the shard: lengths, seeds, debugging
+_RESULTS_OF_MATH = (_QUERY, _QUERY)  # the weights never broadcast
 _GRADIENTS = (_QUERY, _KEY, _KEY, _BIAS)
 
 # The memory-efficient kernel pads the query dim of its logsumexp to a multiple of this (kAlignLSE in its CUDA source).
@@ -79,22 +79,26 @@ def _named(meta: TensorMeta | None, last: str, labels: Mapping[str, _Label]) -> 
         words += ["E"] * (meta.ndim - 3)  # cuDNN's has a size-1 dim at the end
     words = words[-meta.ndim :]
     batch = [f"b{i}" for i in range(meta.ndim - len(words), 0, -1)]
-    found: list[_Label] = [*batch, *(labels[word] for word in words)]
-    # A size-1 dim of a mask is broadcast, and a logsumexp that nobody wants has no positions.
+    of_dims: list[_Label] = [*batch, *(labels[word] for word in words)]
+    # A size-1 dim of a mask is broadcast, and a logsumexp that the call does not need has no positions.
     absent = (0, 1) if last == _BIAS else (0,)
-    return [None if n in absent else label for label, n in zip(found, meta.shape, strict=True)]
+    return [None if n in absent else label for label, n in zip(of_dims, meta.shape, strict=True)]
 
 
-def _flow(call: Call, made: Sequence[str], *, reduce: str, facts: Facts) -> Flow:
-    """The flow of one attention call; ``reduce`` says how a result that lacks a sharded dim comes about."""
+def _flow(call: Call, described_results: Sequence[str], *, reduce: str, facts: Facts) -> Flow:
+    """The flow of one attention call; ``reduce`` names the reduction of a result that lacks a sharded dim.
+
+    It is long because it serves eight ops that order and name their operands differently: each tensor has its dims in
+    words (``_ARGUMENTS``), which become labels here.
+    """
     query, key = call.args["query"], call.args["key"]
     many, few = _heads(query, key)
     labels = {"H": many, "K": few, "Q": _positions(call, query), "S": None, "E": None}
     described = [_ARGUMENTS.get(name) for name in call.operand_names]
     pairs = zip(call.operands, described, strict=True)
     inputs = [None if last is None else _named(meta, last, labels) for meta, last in pairs]
-    rest = [None] * (len(call.outputs) - len(made))
-    results = zip(call.outputs, [*made, *rest], strict=False)
+    rest = [None] * (len(call.outputs) - len(described_results))
+    results = zip(call.outputs, [*described_results, *rest], strict=False)
     outputs = [None if last is None else _named(meta, last, labels) for meta, last in results]
     names = {name for dims in inputs for label in dims or () for name in _factors(label)} - {"w", "r"}
     # Random numbers are drawn per element of the whole scores: with dropout nothing is sharded.
@@ -117,38 +121,38 @@ def _factors(label: _Label) -> list[str]:
 
 
 def _rows(flow: Flow) -> Callable[[Call], Rows]:
-    """Rows as they are where no shard is empty, for the kernels take none that is; through the lowering otherwise."""
+    """Each row twice: plain if no shard is empty, since the kernels refuse an empty one; else through the lowering."""
     return lambda call: Rows(tuple(row for plain in flow.bind(call).rows for row in _variants(call, plain)))
 
 
 def _variants(call: Call, row: Row) -> Iterator[Row]:
     if call.args["dropout_p"]:
-        # Only the whole is drawn, and by the lowering: it says with which random numbers.
+        # Only the whole row draws, and through the lowering: this chooses the random numbers.
         yield evolve(row, nonempty=(), lowered=True)
         return
-    # An op that answers with the sequence lengths must answer with those of the whole tensors.
-    answers = any(not result.is_tensor for result in call.signature.results)
-    if not (answers and row.name == "shard q"):
+    # An op that returns the sequence lengths must return those of the whole tensors.
+    has_lengths = any(not result.is_tensor for result in call.signature.results)
+    if not (has_lengths and row.name == "shard q"):
         yield row
     if row.nonempty:
         yield evolve(row, nonempty=(), lowered=True)
 
 
 def _locally(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """The local op where there is something to attend with, else results without elements (or of zeros)."""
+    """The local op if this rank has queries, else results without elements (or of zeros)."""
     results = local.call.signature.results
     query = args[local.call.signature.index("query") or 0]
     if query.numel():
-        found = local.call.op(*args, **kwargs)
+        values = local.call.op(*args, **kwargs)
     else:
         blank = _blank(local, query)
-        found = tuple(next(blank) if result.is_tensor else None for result in results)
+        values = tuple(next(blank) if result.is_tensor else None for result in results)
     lengths = iter([local.arg("query").shape[-2], local.arg("key").shape[-2]])
-    return tuple(value if result.is_tensor else next(lengths) for value, result in zip(found, results, strict=True))
+    return tuple(value if result.is_tensor else next(lengths) for value, result in zip(values, results, strict=True))
 
 
-def _drawn(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-    """:func:`_locally`; with dropout the kernels draw from the default generator, which is seeded for this draw."""
+def _seeded(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """:func:`_locally`; with dropout the kernels draw from the default generator, so it is seeded for this draw."""
     query = args[local.call.signature.index("query") or 0]
     draw = None if local.without_data(query) or not local.arg("dropout_p") else local.draw()
     with nullcontext() if draw is None else draw.seeding(query.device):
@@ -161,7 +165,7 @@ def _blank(local: LocalCall, query: torch.Tensor) -> Iterator[torch.Tensor | Non
 
 
 def _local_lengths(local: LocalCall) -> Mapping[str, Any]:
-    """The number of query positions on this rank, where the op is told it."""
+    """The number of query positions on this rank, if the op has an argument for it."""
     query = local.spec("query")
     return {"max_q": local.local_shape(query)[-2]} if "max_q" in local.call.args else {}
 
@@ -181,17 +185,17 @@ _LINEAR_BACKWARD = linear("grad_out|grad_out_")
         aten._scaled_dot_product_cudnn_attention.default,
     ],
     static=("dropout_p",),
-    lowering=_drawn,
+    lowering=_seeded,
 )
 def ATTENTION(call: Call) -> Callable[[Call], Rows]:
     """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; s is whole, q too when causal."""
-    return _rows(_flow(call, _MADE, reduce="R", facts=_LINEAR))
+    return _rows(_flow(call, _RESULTS, reduce="R", facts=_LINEAR))
 
 
-@rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_drawn)
+@rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_seeded)
 def MATH(call: Call) -> Callable[[Call], Rows]:
     """Named dims ... h q e, ... h s e, ... h s v -> ... h q v, ... h q s; s is whole, q too when causal."""
-    return _rows(_flow(call, _MADE_BY_MATH, reduce="R", facts=_LINEAR))
+    return _rows(_flow(call, _RESULTS_OF_MATH, reduce="R", facts=_LINEAR))
 
 
 @rule_from(

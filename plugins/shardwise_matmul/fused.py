@@ -13,12 +13,12 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 _SEQUENCES = frozenset({"src", "query", "key", "value"})
-# What a mask is of, by ATen's ``mask_type``: pairs of positions, padding by sample, or anything.
+# What a mask covers, by ATen's ``mask_type``: pairs of positions, padding by sample, or anything.
 _PAIRS, _PADDING = 0, 1
 
 
 def _results(call: Call, _: str) -> list[TensorMeta | None]:
-    """Without weights asked for there are none; the meta device makes an empty tensor."""
+    """The weights are absent unless the call needs them; the meta device returns an empty tensor."""
     result, weights = call.outputs
     return [result, weights if call.args["need_weights"] else None]
 
@@ -31,8 +31,8 @@ def _batched(call: Call) -> Flow:
     for name, meta in zip(call.operand_names, call.operands, strict=True):
         follows = name in _SEQUENCES or (name == "mask" and kind == _PADDING)
         inputs.append(("b", *[None] * (meta.ndim - 1)) if follows and meta is not None else None)
-    made: list[Any] = [None if meta is None else ("b", *[None] * (meta.ndim - 1)) for meta in call.outputs]
-    return Flow(inputs, made, nonempty={"b"})
+    outputs: list[Any] = [None if meta is None else ("b", *[None] * (meta.ndim - 1)) for meta in call.outputs]
+    return Flow(inputs, outputs, nonempty={"b"})
 
 
 @rule_from(aten._transformer_encoder_layer_fwd.default)

@@ -1,7 +1,7 @@
 """Products of groups (``_grouped_mm``): a batch of products, or one whose rows, columns or depth fall into groups.
 
-``offs`` says where each group ends. Where the grouped dim is sharded, a rank has parts of some groups and ends of its
-own; where the groups are (as experts are), it answers for the rows of its groups, and the sum is partial.
+``offs`` says where each group ends. If the grouped dim is sharded, a rank has parts of some groups and its own ends of
+them. If the groups themselves are sharded (as experts are), a rank computes the rows of its groups, a partial sum.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def _grouped(
         return _aligned(a, b, None, out_dtype)
     if a.ndim == b.ndim == MATRIX:
         ends = _here(offs, local.offset(first)[1], a.shape[1])
-        made = _aligned(a, b, ends, out_dtype)
+        product = _aligned(a, b, ends, out_dtype)
         lengths = torch.diff(ends, prepend=ends.new_zeros(1))
-        return torch.where((lengths > 0)[:, None, None], made, 0)
+        return torch.where((lengths > 0)[:, None, None], product, 0)
     if a.ndim == MATRIX:
         ends = _here(offs, local.offset(first)[0], a.shape[0])
         return _rows(a, b, ends, local.offset(second)[0], out_dtype)
@@ -54,7 +54,7 @@ def _here(ends: Tensor, start: int, size: int) -> Tensor:
 
 
 def _rows(a: Tensor, b: Tensor, ends: Tensor, first: int, out_dtype: torch.dtype | None) -> Tensor:
-    """The rows of ``a`` by the matrices of ``b``, which are those of the groups from ``first`` on; zero elsewhere."""
+    """The rows of ``a`` times the matrices of ``b``, which are those of the groups from ``first`` on; else zeros."""
     if len(ends) == len(b):
         return _aligned(a, b, ends, out_dtype)
     if not len(a) or not len(b):
@@ -62,13 +62,13 @@ def _rows(a: Tensor, b: Tensor, ends: Tensor, first: int, out_dtype: torch.dtype
     start = ends[first - 1] if first else ends.new_zeros(())
     mine = ends[first : first + len(b)]
     at = torch.arange(len(a), device=a.device)
-    # The op wants its first group in the first row; where that is, the host does not know.
-    made = _aligned(a[(at + start) % len(a)], b, (mine - start).to(ends.dtype), out_dtype)[(at - start) % len(a)]
-    return torch.where(((at >= start) & (at < mine[-1]))[:, None], made, 0)
+    # The op needs its first group in the first row; the host does not know where that group starts.
+    product = _aligned(a[(at + start) % len(a)], b, (mine - start).to(ends.dtype), out_dtype)[(at - start) % len(a)]
+    return torch.where(((at >= start) & (at < mine[-1]))[:, None], product, 0)
 
 
 def _aligned(a: Tensor, b: Tensor, ends: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-    """The op, on operands whose strides are what it takes. Of no elements it makes zeros."""
+    """The op, on operands with strides that it accepts; zeros if an operand has no elements."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     groups = (
         a.shape[:1]
@@ -84,19 +84,19 @@ def _aligned(a: Tensor, b: Tensor, ends: Tensor | None, out_dtype: torch.dtype |
     if not (_fits(a, unit) and _fits(b, unit)):
         deep, wide = -(-k // unit) * unit, -(-n // unit) * unit
         a, b = _padded(a, m, deep), _padded(b, deep, wide)
-    made: Tensor = aten._grouped_mm.default(a, b, ends, None, out_dtype)
-    return made[..., :n].contiguous()
+    product: Tensor = aten._grouped_mm.default(a, b, ends, None, out_dtype)
+    return product[..., :n].contiguous()
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    """With zeros behind, and strides of its own: contiguous() leaves those of a dim of size one as they are."""
-    made = x.new_zeros((*x.shape[:-2], rows, columns))
-    made[..., : x.shape[-2], : x.shape[-1]] = x
-    return made
+    """``x`` with zeros behind, in new memory: contiguous() would not change the stride of a dim of size one."""
+    wide = x.new_zeros((*x.shape[:-2], rows, columns))
+    wide[..., : x.shape[-2], : x.shape[-1]] = x
+    return wide
 
 
 def _fits(x: Tensor, unit: int) -> bool:
-    """Whether rows or columns lie one behind the other, each dense and a multiple of the unit."""
+    """Whether rows or columns are dense, and one starts behind the other in a multiple of the unit."""
     if 1 in x.shape[-2:]:
         return False
     *batch, row, column = x.stride()
@@ -108,14 +108,14 @@ def _fits(x: Tensor, unit: int) -> bool:
 # -- the rule ----------------------------------------------------------------------------------------------------
 
 
-def _made(
+def _on_meta(
     a: Tensor,
     b: Tensor,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What the op makes; torch's own meta kernel takes bfloat16 alone, on every device."""
+    """The result on the meta device; torch's own meta kernel takes bfloat16 alone, on every device."""
     grouped = MATRIX in (a.ndim, b.ndim)
     if not {a.ndim, b.ndim} <= {MATRIX, BATCH} or (offs is None) is grouped or bias is not None:
         raise RuntimeError("_grouped_mm takes matrices or batches, offs where one is a matrix, and no bias.")
@@ -125,17 +125,20 @@ def _made(
     return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
-@rule_from(aten._grouped_mm.default, lowering=_grouped, meta=_made)
+@rule_from(aten._grouped_mm.default, lowering=_grouped, meta=_on_meta)
 def GROUPED_MM(self: TensorMeta, mat2: TensorMeta, offs: TensorMeta | None, call: Call) -> Flow:
-    """Named dims g m k, g k n -> g m n, where m, k or n may be made of the groups; offs is whole."""
+    """Named dims g m k, g k n -> g m n, where m, k or n may consist of the groups; offs is whole.
+
+    It is long because the numbers of dims of both factors say where the groups are.
+    """
     left = ["g", "m", "k"][-self.ndim :]
     right = ["g", "k", "n"][-mat2.ndim :]
-    made = ["g", "m", "n"] if self.ndim == mat2.ndim else ["m", "n"]
-    given = [None if meta is None else [None] * meta.ndim for meta in call.operands[2:]]
-    summed = {"k": "sum"} if "g" in made else {"k": "sum", "g": "sum"}
+    result = ["g", "m", "n"] if self.ndim == mat2.ndim else ["m", "n"]
+    others = [None if meta is None else [None] * meta.ndim for meta in call.operands[2:]]
+    summed = {"k": "sum"} if "g" in result else {"k": "sum", "g": "sum"}
     return Flow(
-        [left, right, *given],
-        [made],
+        [left, right, *others],
+        [result],
         reduce=summed,
         linear=("self", "mat2") if call.operands[3] is None else (),
         lowered=("*", "R"),

@@ -42,8 +42,8 @@ def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     """Named dims ... m k, ... k n -> ... m n, without those that a vector lacks; inference mode alone gets here."""
     left, m = ("... m k", " m") if self.ndim > 1 else ("k", "")
     right, n = ("... k n", " n") if other.ndim > 1 else ("k", "")
-    made = f"...{m}{n}" if m or n else "()"
-    return einop(f"{left}, {right} -> {made}", reduce={"k": "sum"}, linear=("self", "other"))
+    result = f"...{m}{n}" if m or n else "()"
+    return einop(f"{left}, {right} -> {result}", reduce={"k": "sum"}, linear=("self", "other"))
 
 
 @rule_from([aten._trilinear.default, aten._trilinear.out])
@@ -53,12 +53,12 @@ def TRILINEAR(call: Call) -> Flow:
     gone = args["sumdim"]
     labels = [_inserted(args[f"i{i}"], args[f"expand{i}"]) for i in (1, 2, 3)]
     ndim = args["i1"].ndim + len(args["expand1"])
-    made = [f"d{d}" for d in range(ndim) if d not in gone]
-    return Flow(labels, [made], reduce={f"d{d}": "sum" for d in gone}, linear=("i3", "i2", "i1"))
+    result = [f"d{d}" for d in range(ndim) if d not in gone]
+    return Flow(labels, [result], reduce={f"d{d}": "sum" for d in gone}, linear=("i3", "i2", "i1"))
 
 
 def _inserted(x: TensorMeta, new: Sequence[int]) -> list[str]:
-    """The dims of the broadcast operands that ``x`` has, where it gets new ones at the places given."""
+    """The dims of ``x`` by their place among the broadcast dims, of which it lacks those in ``new``."""
     return [f"d{d}" for d in range(x.ndim + len(new)) if d not in new]
 
 

@@ -1,6 +1,7 @@
-"""Products of low-precision factors: whole but for the rows. ``shardwise-quant`` has rules for more in their place.
+"""Products of low-precision factors: rows may be sharded, the rest is whole.
 
-CUDA's kernels take depths and widths of certain multiples, and integers in no less than 17 rows.
+The distribution ``shardwise-quant`` replaces these rules by ones that shard more. CUDA's kernels need certain multiples
+for depths and widths, and at least 17 rows of integers.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-def _made(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _product_on_meta(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:  # noqa: PLR2004  matrices
         raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied: {tuple(a.shape)} and {tuple(b.shape)}.")
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype or a.dtype)
@@ -33,17 +34,20 @@ def _meta(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """What the op makes; torch's own meta kernel asks of a CPU too the multiples of 16 that CUDA needs."""
-    return _made(a, b, out_dtype)
+    """The result on the meta device; torch's own meta kernel demands CUDA's multiples of 16 of a CPU too."""
+    return _product_on_meta(a, b, out_dtype)
 
 
 def _meta_v2(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    return _made(a, b, rest[7])
+    return _product_on_meta(a, b, rest[7])
 
 
 @rule_from(aten._scaled_mm.default, meta=_meta)
 def SCALED_MM(call: Call) -> Flow:
-    """Rows pass where the first factor has one scale, or one for each of them; all else is whole."""
+    """Rows pass where the first factor has one scale, or one for each of them; all else is whole.
+
+    It is long because the shape of a scale says what it scales.
+    """
     first, scale = call.args["self"], call.args["scale_a"]
     if scale.dtype != torch.float32:  # blocks, in layouts of their own
         return whole(call)

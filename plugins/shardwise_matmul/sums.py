@@ -1,7 +1,7 @@
 """Products added to another tensor: ``beta * self + alpha * product``, and ``linear``, where the addend is a bias.
 
-The trap is the addend of a partial product. Where it is partial too it adds up as it should; where every rank has
-it whole, it must be added by one rank only, which is what the lowerings see to.
+The trap is the addend of a partial product. If it is partial too, it adds up as it should. If every rank has it whole,
+only one rank may add it; the lowerings see to that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# A product that is partial while the addend is whole: the lowering adds it once.
+# A partial product with a whole addend: the lowering adds the addend once.
 ADDED_ONCE = ("R, sum, R -> sum", "R, R, sum -> sum")
 
 
@@ -30,15 +30,15 @@ def _adds(local: LocalCall, addend: int) -> bool:
 
 def _add_once(local: LocalCall, *args: object, beta: complex, **kwargs: object) -> torch.Tensor:
     # With beta=0 the addend is not even read, so its NaNs count once too.
-    added: torch.Tensor = local.call.op(*args, beta=beta if _adds(local, 0) else 0, **kwargs)
-    return added
+    total: torch.Tensor = local.call.op(*args, beta=beta if _adds(local, 0) else 0, **kwargs)
+    return total
 
 
 def _bias_once(
     local: LocalCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    added: torch.Tensor = aten.linear.default(x, weight, bias if bias is None or _adds(local, 2) else None)
-    return added
+    total: torch.Tensor = aten.linear.default(x, weight, bias if bias is None or _adds(local, 2) else None)
+    return total
 
 
 def _added(ops: Sequence[Any], notation: str, factors: str, contracted: str = "") -> Rule:
@@ -75,7 +75,7 @@ ADDBMM = _added(
 
 @rule_from([aten.addmv.default, aten.addmv_.default, aten.addmv.out], lowering=_add_once)
 def ADDMV(self: TensorMeta, mat: TensorMeta) -> Callable[[Call], Flow]:
-    """Named dims m, m k, k -> m; whole when the addend is broadcast, for then addmv on a short shard forgets to."""
+    """Named dims m, m k, k -> m; whole if the addend broadcasts, since addmv does not broadcast it on a short shard."""
     if self.shape != mat.shape[:1]:
         return whole
     return einop(

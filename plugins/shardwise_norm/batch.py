@@ -1,4 +1,4 @@
-"""Batch norm. Channels are independent of each other; statistics over a sharded batch are taken over all shards."""
+"""Batch norm. Channels are independent of each other; over a sharded batch the statistics are those of all shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import torch
 from attrs import evolve
 
 from shardwise.rule import REPLICATE, Call, Flow, Row, Rows, TensorMeta, rule_from, shard
-from shardwise_norm.statistics import GRADIENTS, RUNNING, gives_back, is_training, normalised, synchronised_backward
+from shardwise_norm.statistics import (
+    GRADIENTS,
+    RUNNING,
+    is_training,
+    normalised,
+    returns_running,
+    synchronised_backward,
+)
 
 __all__ = ["RULES", "backward_rows", "forward_rows"]
 
@@ -25,7 +32,7 @@ def _labels(call: Call) -> tuple[str, ...]:
 
 
 def _pooled(call: Call) -> list[str]:
-    """The dims over which statistics are taken."""
+    """The dims that the statistics reduce."""
     return [label for label in _labels(call) if label != "c"]
 
 
@@ -45,25 +52,27 @@ def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
 
 
 def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:
-    """The CPU heeds the mask for the gradient of the input too."""
+    """On the CPU, the mask also applies to the gradient of the input."""
     by_input, *others = call.outputs
-    wanted = device_type != "cpu" or call.args["output_mask"][0]
-    return [by_input if wanted else None, *others]
+    has_first = device_type != "cpu" or call.args["output_mask"][0]
+    return [by_input if has_first else None, *others]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
 def forward_rows(call: Call, *, writes: bool) -> Rows:
-    """Rows of a forward that writes its running statistics, or only reads them.
+    """Rows of a forward that writes its running statistics, or only reads them: channels, batch and positions.
 
-    Channels, batch and positions; the kernels refuse a tensor without elements, which the lowering takes.
+    It is long for two reasons. The kernels refuse an empty shard, so a row is there twice: as it is where no shard is
+    empty, and through the lowering otherwise. And statistics that are written stay where they are, so each lowered row
+    also stands for every other placement of them, which no notation can say.
     """
     labels, training = _labels(call), is_training(call)
     inputs = [labels if name == "input" else ("c",) for name in call.operand_names]
     # Without training nothing is saved: those results are empty.
     saved = ("c",) if training else None
-    back = [("c",)] * 2 if gives_back(call) else []
+    back = [("c",)] * 2 if returns_running(call) else []
     rest = [None] * (len(call.outputs) - 3 - len(back))
     flow = Flow(
         inputs,
@@ -85,7 +94,7 @@ def _with_empty(row: Row) -> Iterator[Row]:
 
 
 def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
-    """Rows whose running statistics, which stay where they are, lie in other ways than the row has it."""
+    """The lowered rows with running statistics in other placements: written in place, they stay where they lie."""
     there = [i for i, n in enumerate(call.operand_names) if n in RUNNING and call.operands[i] is not None]
     sharded = [(i,) for i in there] + [tuple(there)] if there else []
     for row in rows:
@@ -100,7 +109,10 @@ def _stats_apart(call: Call, rows: Sequence[Row]) -> Iterator[Row]:
 
 
 def backward_rows(call: Call) -> Flow:
-    """Channels, batch and positions; linear in the gradient."""
+    """Channels, batch and positions; linear in the gradient.
+
+    It is long because the ops call their operands by different names, and have statistics in training only.
+    """
     labels, training = _labels(call), is_training(call)
     saved = ("c",) if training else None
     dims: dict[str, Any] = {"input": labels, **dict.fromkeys(GRADIENTS, labels), **dict.fromkeys(SAVED, saved)}

@@ -1,8 +1,8 @@
-"""Batch norm as cudnn's kernel takes and gives it.
+"""The ops of cudnn's batch norm.
 
-The kernel hands its backward a reserve whose size only it knows, so no plan can place it. Every row therefore runs a
-lowering: torch's own kernel, which needs no reserve, or the synchronised one where statistics are taken over several
-shards.
+cudnn's kernel passes its backward a reserve. Only the kernel knows its size, so no plan can place it. Every row
+therefore runs a lowering: torch's own kernel, which needs no reserve, or the synchronised one if several shards share
+the statistics.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def _differentiate(local: LocalCall, *args: Any) -> tuple[Tensor | None, ...]:
     if pooling(local):
         return synchronised_backward(local, *args)
     x, gradient, weight, running_mean, running_var, mean, invstd, epsilon, _ = args
-    found: tuple[Tensor, ...] = aten.native_batch_norm_backward.default(
+    gradients: tuple[Tensor, ...] = aten.native_batch_norm_backward.default(
         gradient, x, weight, running_mean, running_var, mean, invstd, True, epsilon, [True, True, True]
     )
-    return found
+    return gradients
 
 
 def _lowered(rows: Rows) -> Rows:

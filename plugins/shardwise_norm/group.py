@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 def _local_sizes(local: LocalCall) -> Mapping[str, int]:
-    """The sizes that the op is told beside its tensors, of this rank's shard."""
+    """The op's arguments for sizes, for this rank's shard."""
     spec = local.spec("input")
     shape = local.local_shape(spec)
     return {"N": shape[0], "C": shape[1], "group": local.arg("group") // spec.shards_per_dim[1]}

@@ -29,7 +29,10 @@ def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
 
 @rule_from([aten.native_layer_norm.default, aten.native_layer_norm.out, aten._fused_rms_norm.default], results=_results)
 def forward(call: Call) -> Flow:
-    """Batch dims; mean and rstd, which keep the normalised dims as size 1, follow."""
+    """Batch dims; mean and rstd, which keep the normalised dims as size 1, follow.
+
+    The notation ``... _*`` cannot say it: the number of normalised dims is an argument, and the weight may be absent.
+    """
     names = _labels(call)
     others = [None] * (len(call.operands) - 1)
     return Flow([names, *others], [names])

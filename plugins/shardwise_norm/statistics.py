@@ -1,4 +1,4 @@
-"""Batch norm over shards: statistics of all of them, and running statistics wherever those lie."""
+"""Batch norm over shards: the statistics of all shards, and running statistics in any placement."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, LocalCall
+from shardwise.rule import Call, LocalCall, TensorSpec
 
 __all__ = [
     "GRADIENTS",
     "RUNNING",
-    "gives_back",
     "is_apart",
     "is_training",
     "normalised",
     "pooling",
     "reserve",
+    "returns_running",
     "synchronised_backward",
 ]
 
@@ -29,16 +29,16 @@ _WITH_RESERVE = 4
 
 
 def is_training(call: Call) -> bool:
-    """Whether a call normalises by the statistics of its input: what its flag says, or the op's name."""
+    """Whether a call normalises by the statistics of its input; its flag says so, or the op's name."""
     for flag in ("training", "train", "update"):
         if flag in call.args:
             return bool(call.args[flag])
-    # cudnn's backward is of training only.
+    # cudnn has a backward for training only.
     return "with_update" in str(call.op) or "cudnn" in str(call.op)
 
 
-def gives_back(call: Call) -> bool:
-    """Whether a call gives new running statistics back instead of writing those that it is given."""
+def returns_running(call: Call) -> bool:
+    """Whether a call returns new running statistics instead of writing its operands."""
     return "functional" in str(call.op)
 
 
@@ -49,7 +49,7 @@ def _named(local: LocalCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
 
 
 def _first(named: dict[str, Any], *names: str) -> Any:
-    """The argument that goes by one of these names, as the ops' schemas do not agree on them."""
+    """The argument that has one of these names: the ops' schemas call it differently."""
     return next(named[name] for name in names if name in named)
 
 
@@ -82,7 +82,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def normalised(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """Any forward on any shards: in training by the statistics of all of them, which every rank works out alike."""
+    """Any forward on any shards: in training by the statistics of all shards, which every rank computes."""
     named = _named(local, args, kwargs)
     x, weight, eps = named["input"], named["weight"], _first(named, "eps", "epsilon")
     wide = x.to(_wide(x))
@@ -102,14 +102,14 @@ def normalised(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, ...
     return _results(local, x, [result, *saved], running)
 
 
-def _results(local: LocalCall, x: Tensor, found: list[Tensor], running: list[Tensor | None]) -> tuple[Tensor, ...]:
-    """What the op returns: the result, what was saved, and as its schema has it a reserve and running statistics."""
+def _results(local: LocalCall, x: Tensor, values: list[Tensor], running: list[Tensor | None]) -> tuple[Tensor, ...]:
+    """What the op returns: the result, the saved statistics and, if its schema has them, a reserve and running ones."""
     specs = local.outputs
     if len(specs) in (_WITH_RESERVE, _WITH_RESERVE + len(RUNNING)):
-        found.append(reserve(x))
-    if gives_back(local.call):
-        found += [torch.clone(value) for value in running if value is not None]
-    return tuple(value if spec is None else value.to(spec.dtype) for value, spec in zip(found, specs, strict=True))
+        values.append(reserve(x))
+    if returns_running(local.call):
+        values += [torch.clone(statistic) for statistic in running if statistic is not None]
+    return tuple(value if spec is None else value.to(spec.dtype) for value, spec in zip(values, specs, strict=True))
 
 
 def _of_all_shards(
@@ -124,16 +124,16 @@ def _of_all_shards(
 
 
 def _updated(local: LocalCall, named: dict[str, Any], *statistics: Tensor) -> list[Tensor | None]:
-    """The running statistics moved towards those of the batch; in place unless the op gives new ones back."""
+    """The running statistics, moved towards those of the batch; in place unless the op returns new ones."""
     momentum = _first(named, "momentum", "exponential_average_factor")
-    found: list[Tensor | None] = []
+    statistics_after: list[Tensor | None] = []
     for name, value in zip(RUNNING, statistics, strict=True):
         running = named.get(name)
         if running is not None:
             moved = running * (1 - momentum) + _written(local, name, value) * momentum
-            running = moved.to(running.dtype) if gives_back(local.call) else running.copy_(moved)
-        found.append(running)
-    return found
+            running = moved.to(running.dtype) if returns_running(local.call) else running.copy_(moved)
+        statistics_after.append(running)
+    return statistics_after
 
 
 def _total(local: LocalCall, mine: Tensor, mesh_dims: tuple[int, ...]) -> Tensor:
@@ -146,38 +146,49 @@ def _apart(local: LocalCall, name: str) -> bool:
 
 
 def is_apart(local: LocalCall) -> bool:
-    """Whether any of the running statistics do."""
+    """Whether any running statistics lie otherwise than the channels of the input do."""
     return any(local.call.args.get(name) is not None and _apart(local, name) for name in RUNNING)
 
 
-def _relaid(local: LocalCall, value: Tensor, mesh_dims: tuple[int, ...], run: tuple[int, int]) -> Tensor:
-    """A value per channel, sharded over some mesh dims, as ``run[1]`` channels from ``run[0]`` on."""
+def _relaid(local: LocalCall, value: Tensor, spec: TensorSpec, dim: int, run: tuple[int, int]) -> Tensor:
+    """A value per channel of the shards of dim ``dim`` of ``spec``, as ``run[1]`` channels from ``run[0]`` on.
+
+    Every rank knows the sizes of all shards, so equal shapes are sent, and compiled code can do it, too.
+    """
+    wholes = []
+    whole = spec.shape[dim]
+    for mesh_dim in local.sharding(spec, dim):
+        step = -(-whole // spec.mesh_shape[mesh_dim])
+        wholes.append((mesh_dim, whole, step))
+        whole = max(0, min(step, whole - local.coordinate[mesh_dim] * step))
     # The last mesh dim splits innermost.
-    for mesh_dim in reversed(mesh_dims):
-        value = torch.cat(local.comm.all_gather(value, mesh_dim))
+    for mesh_dim, whole, step in reversed(wholes):
+        padded = torch.nn.functional.pad(value, (0, step - value.shape[0]))
+        pieces = local.comm.all_gather(padded, mesh_dim, same_shape=True)
+        value = torch.cat(pieces)[:whole]
     return value.narrow(0, *run)
 
 
 def _written(local: LocalCall, name: str, value: Tensor) -> Tensor:
-    """A value per channel of the input's shard, as one per channel of the running statistics' shard."""
+    """Values for the channels of the input's shard, as values for those of the running statistics' shard."""
     if not _apart(local, name):
         return value
     spec = local.spec(name)
     run = (local.offset(spec)[0], local.local_shape(spec)[0])
-    return _relaid(local, value, local.sharding(local.spec("input"), 1), run)
+    return _relaid(local, value, local.spec("input"), 1, run)
 
 
 def _read(local: LocalCall, name: str, running: Tensor) -> Tensor:
-    """Running statistics of the channels of the input's shard."""
+    """Running statistics for the channels of the input's shard."""
     if not _apart(local, name):
         return running
     spec = local.spec("input")
     run = (local.offset(spec)[1], local.local_shape(spec)[1])
-    return _relaid(local, running, local.sharding(local.spec(name)), run)
+    return _relaid(local, running, local.spec(name), 0, run)
 
 
 def reserve(x: Tensor) -> Tensor:
-    """What a fused kernel would hand to its backward; ours needs nothing."""
+    """An empty tensor in place of what a fused kernel passes to its backward; ours needs nothing."""
     return torch.empty(0, dtype=torch.uint8, device=x.device)
 
 
@@ -193,7 +204,7 @@ def synchronised_backward(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[
     by_bias, by_weight = _total(local, sums, pooling(local))
     scale = invstd if weight is None else invstd * weight.to(wide)
     of_mean = (_shape(x, by_bias) + normal * _shape(x, by_weight)) / _count(local)
-    found = (_shape(x, scale) * (gradient - of_mean), by_weight, by_bias)
+    gradients = (_shape(x, scale) * (gradient - of_mean), by_weight, by_bias)
     mask = named.get("output_mask", (True, True, True))
     dtypes = (x.dtype, *[(x if weight is None else weight).dtype] * 2)
-    return tuple(t.to(dtype) if wanted else None for t, wanted, dtype in zip(found, mask, dtypes, strict=True))
+    return tuple(t.to(dtype) if needed else None for t, needed, dtype in zip(gradients, mask, dtypes, strict=True))

@@ -14,7 +14,7 @@ aten = torch.ops.aten
 # Not their out=, which torch cannot plan.
 @rule_from([aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default])
 def weight_norm(call: Call) -> Flow:
-    """The dim whose slices are normalised; weights, lengths and norms follow it alike."""
+    """The dim whose slices are normalised; weights, lengths and norms follow it."""
     first = call.operands[0]
     assert first is not None
     dim = call.args["dim"] % first.ndim

@@ -33,13 +33,13 @@ LERP = {
     3: [linear("self tensors1") + affine("self", "tensors1", "weights")],
 }
 ADDCMUL = {3: [linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")]}
-# The old content does not matter, but in place its placement does.
+# The old content does not matter. In place, its placement does.
 COPIES = {2: [moves("self src", "src")]}
 MOVES = {1: [moves("self")]}
 
 
 def _matrices() -> tuple[Rule, ...]:
-    """Rules of ops that came with torch 2.12."""
+    """Rules of ops that torch has from 2.12 on."""
     mm = getattr(torch.ops.aten, "_foreach_mm", None)
     if mm is None:
         return ()
@@ -54,20 +54,20 @@ def _like_self(tensors: Sequence[Tensor], first: Sequence[Tensor], second: Seque
     return list(torch.ops.aten._foreach_addcmul.Scalar(tensors, first, second))
 
 
-def _but(names: str) -> list[Op]:
+def _except_by_scalars(names: str) -> list[Op]:
     return [op for op in overloads(names) if op not in BY_SCALARS]
 
 
 RULES = (
     at_each_position(overloads(UNARY)),
-    at_each_position(_but(BINARY)),
+    at_each_position(_except_by_scalars(BINARY)),
     evolve(at_each_position(BY_SCALARS[:1], ADDCMUL), meta=_like_self),
     evolve(at_each_position(BY_SCALARS[1:]), meta=_like_self),
     at_each_position(overloads("_foreach_neg"), NEGATION),
     at_each_position(overloads("_foreach_add _foreach_sub"), SUMS),
     at_each_position(overloads("_foreach_mul"), PRODUCTS),
     at_each_position(overloads("_foreach_lerp"), LERP),
-    at_each_position(_but("_foreach_addcmul"), ADDCMUL),
+    at_each_position(_except_by_scalars("_foreach_addcmul"), ADDCMUL),
     at_each_position(overloads("_foreach_copy"), COPIES),
     at_each_position(overloads("_foreach_zero _foreach_clone"), MOVES),
     *_matrices(),

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
 
 
-def _reduced(x: TensorMeta, kind: str, *, lowered: str = "", partial: Sequence[str] = ()) -> Flow:
+def _reduction(x: TensorMeta, kind: str, *, lowered: str = "", partial: Sequence[str] = ()) -> Flow:
     """Any dim may be sharded; the result has no dims and is partial, or whole (``R``)."""
     gone = dict.fromkeys((f"d{d}" for d in range(x.ndim)), kind)
     return Flow([labels(x.ndim)], [()], reduce=gone, lowered=lowered, partial=partial)
@@ -40,7 +40,7 @@ class _Group:
 class _Layout:
     """How the norms of a list of shards are joined, the same at every call of a plan."""
 
-    there: tuple[bool, ...]  # per tensor: whether this rank's shard counts
+    counts: tuple[bool, ...]  # per tensor: whether this rank's shard counts
     groups: tuple[_Group, ...]
 
 
@@ -52,7 +52,7 @@ def _layout(local: LocalCall) -> _Layout:
     for i, (spec, dtype) in enumerate(zip(specs, dtypes, strict=True)):
         groups.setdefault((local.sharding(spec), dtype, spec.dtype), []).append(i)
     return _Layout(
-        there=tuple(math.prod(local.local_shape(s)) > 0 or not s.tensor_meta.numel for s in specs),
+        counts=tuple(math.prod(local.local_shape(s)) > 0 or not s.tensor_meta.numel for s in specs),
         groups=tuple(_Group(mesh_dims, tuple(at), dtype) for (mesh_dims, dtype, _), at in groups.items()),
     )
 
@@ -62,18 +62,18 @@ def norms(
 ) -> Sequence[Tensor]:
     """Norms of whole tensors, with one all-reduce for all that are sharded over the same mesh dims."""
     layout = local.once(_layout)
-    norms = _of_shards(local, tensors, layout.there, order, dtype)
+    norms = _of_shards(local, tensors, layout.counts, order, dtype)
     if len(layout.groups) == 1:
-        return _joined(local, layout.groups[0], norms, order)
+        return _join(local, layout.groups[0], norms, order)
     for group in layout.groups:
-        joined = _joined(local, group, [norms[i] for i in group.positions], order)
+        joined = _join(local, group, [norms[i] for i in group.positions], order)
         for i, norm in zip(group.positions, joined, strict=True):
             norms[i] = norm
     return norms
 
 
-def _joined(local: LocalCall, group: _Group, norms: list[Tensor], order: float) -> Sequence[Tensor]:
-    """Norms of whole tensors from those of their shards here, which have one dtype unless a shard is empty."""
+def _join(local: LocalCall, group: _Group, norms: list[Tensor], order: float) -> Sequence[Tensor]:
+    """Norms of whole tensors from the norms of this rank's shards, which have one dtype unless a shard is empty."""
     if not group.mesh_dims:
         return [norm.to(group.dtype) for norm in norms]
     kind, power, root = _arithmetic(float(order))
@@ -83,10 +83,10 @@ def _joined(local: LocalCall, group: _Group, norms: list[Tensor], order: float) 
 
 
 def _of_shards(
-    local: LocalCall, tensors: Sequence[Tensor], there: Sequence[bool], order: float, dtype: torch.dtype | None
+    local: LocalCall, tensors: Sequence[Tensor], counts: Sequence[bool], order: float, dtype: torch.dtype | None
 ) -> list[Tensor]:
-    """Norms of local tensors; that of an empty shard is neutral, that of an empty tensor is what torch says."""
-    some = list(tensors) if all(there) else [t for t, is_there in zip(tensors, there, strict=True) if is_there]
+    """Norms of local tensors; an empty shard gets the neutral value, an empty tensor what torch gives it."""
+    some = list(tensors) if all(counts) else [t for t, does_count in zip(tensors, counts, strict=True) if does_count]
     if dtype is None and all(t.dtype.itemsize < torch.float32.itemsize for t in some):
         dtype = torch.float32  # so that half precision is rounded once, at the end
     norms = list(torch._foreach_norm(some, order, dtype)) if some else []
@@ -94,13 +94,13 @@ def _of_shards(
         return norms
     left, neutral = iter(norms), math.inf if order < 0 else 0.0
     return [
-        next(left) if is_there else t.new_tensor(neutral, dtype=dtype or t.abs().dtype)
-        for t, is_there in zip(tensors, there, strict=True)
+        next(left) if does_count else t.new_tensor(neutral, dtype=dtype or t.abs().dtype)
+        for t, does_count in zip(tensors, counts, strict=True)
     ]
 
 
 def _arithmetic(order: float) -> tuple[str, Elementwise, Elementwise]:
-    """How norms of parts make the norm of the whole: the reduction, the function before it, and the one after it."""
+    """How norms of parts give the norm of the whole: a reduction, a function before it, and one after it."""
     if math.isinf(order):
         return ("max" if order > 0 else "min"), torch.positive, torch.positive
     if order == 0:
@@ -111,7 +111,7 @@ def _arithmetic(order: float) -> tuple[str, Elementwise, Elementwise]:
 @rule_from(aten._foreach_norm.Scalar, zip_lists=True, lowering=norms)
 def NORM(self: TensorMeta) -> Flow:
     """[...] -> [()], whole."""
-    return _reduced(self, "R", lowered="*")
+    return _reduction(self, "R", lowered="*")
 
 
 def _into(lowering: Lowering) -> Lowering:
@@ -133,7 +133,7 @@ def _without_results(flow: Flow, call: Call) -> Rows:
 @rule_from(aten._foreach_norm.Scalar_out, zip_lists=True, lowering=_into(norms))
 def NORM_INTO(self: TensorMeta, *, call: Call) -> Rows:
     """[...] -> [()], whole."""
-    return _without_results(_reduced(self, "R", lowered="*"), call)
+    return _without_results(_reduction(self, "R", lowered="*"), call)
 
 
 # -- maxima and sums of powers -----------------------------------------------------------------------------------
@@ -156,17 +156,17 @@ def _lowest(dtype: torch.dtype) -> float:
 @rule_from(aten._foreach_max.default, zip_lists=True, lowering=maxima)
 def MAX(self: TensorMeta) -> Flow:
     """[...] -> [()], partial max; max -> max."""
-    return _reduced(self, "max", lowered="*", partial=("max -> max",))
+    return _reduction(self, "max", lowered="*", partial=("max -> max",))
 
 
 @rule_from(aten._foreach_max.out, zip_lists=True, lowering=_into(maxima))
 def MAX_INTO(self: TensorMeta, *, call: Call) -> Rows:
     """[...] -> [()], partial max; max -> max."""
-    return _without_results(_reduced(self, "max", lowered="*", partial=("max -> max",)), call)
+    return _without_results(_reduction(self, "max", lowered="*", partial=("max -> max",)), call)
 
 
 def _power_sums() -> tuple[Rule, ...]:
-    """The rule for sums of powers, which came to torch with 2.11."""
+    """The rule for sums of powers, which torch has from 2.11 on."""
     packet = getattr(aten, "_foreach_powsum", None)
     if packet is None:
         return ()
@@ -174,7 +174,7 @@ def _power_sums() -> tuple[Rule, ...]:
     @rule_from(packet.Scalar, zip_lists=True)
     def POWER_SUM(self: TensorMeta) -> Flow:
         """[...] -> [()], partial sum."""
-        return _reduced(self, "sum")
+        return _reduction(self, "sum")
 
     return (POWER_SUM,)
 

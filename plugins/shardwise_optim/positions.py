@@ -27,11 +27,12 @@ def at_each_position(
 ) -> Rule:
     """One rule for elementwise ops over tensor lists: each position has a placement of its own.
 
-    Tensors beside the lists, and the lists named in ``whole``, are whole. ``facts`` are those of the ops that take so
-    many other lists. They hold only where all tensors are floating-point and of one dtype: integers wrap around, and
-    a cast rounds.
+    Tensors beside the lists, and the lists named in ``whole``, are whole. ``facts`` maps the number of the other lists
+    to the facts of the ops that have so many. They hold only if all tensors are floating-point and of one dtype:
+    integers wrap around, and a cast rounds.
     """
     stated = facts or {}
+    # Long because the notation depends on which arguments are lists, and the facts on the dtypes of a position.
 
     def describe(call: Call) -> Rows:
         bound = evolve(call, outputs=call.outputs or call.out_operands or call.operands[:1])

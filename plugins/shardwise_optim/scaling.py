@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def check_everywhere(local: LocalCall, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscale the shards; ``found_inf`` is the maximum over all ranks that hold any."""
+    """Unscale the shards; ``found_inf`` is the maximum over all ranks that hold a shard."""
     local.call.op(grads, found_inf, inv_scale)
     mesh_dims = sorted({m for spec in local.specs("self") if spec is not None for m in local.sharding(spec)})
     found_inf.copy_(local.comm.all_reduce(found_inf, "max", mesh_dims))

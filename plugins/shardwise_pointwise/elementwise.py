@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Facts, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
+from shardwise.rule import Call, Facts, Flow, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PartialRows", "elementwise", "elementwise_of", "overloads"]
@@ -24,11 +26,13 @@ def elementwise(
     partial: PartialRows | None = None,
     when: Condition | None = None,
     lowering: tuple[PartialRows, Lowering] | None = None,
+    lowered_when: Condition | None = None,
     resolves: bool = False,
 ) -> Rule:
     """:func:`elementwise_of` all overloads of some ops, in place and ``out=`` included; ATen names between blanks."""
     ops = [op for name in names.split() for op in overloads(name)]
-    return elementwise_of(ops, *facts, partial=partial, when=when, lowering=lowering, resolves=resolves)
+    options: dict[str, Any] = {"when": when, "lowering": lowering, "lowered_when": lowered_when, "resolves": resolves}
+    return elementwise_of(ops, *facts, partial=partial, **options)
 
 
 def elementwise_of(
@@ -37,27 +41,39 @@ def elementwise_of(
     partial: PartialRows | None = None,
     when: Condition | None = None,
     lowering: tuple[PartialRows, Lowering] | None = None,
+    lowered_when: Condition | None = None,
     resolves: bool = False,
 ) -> Rule:
     """One rule for ops that act on each element alone.
 
-    ``facts`` and ``partial`` rows hold for all finite values, in calls for which ``when`` holds; rows that the dtypes
-    of a call make wrong are left out of it. ``lowering`` is the function with rows that it runs. ``resolves``, in place
-    of one, lets the in-place ops among them take every partial tensor (see ``resolving``).
+    ``facts`` and ``partial`` rows hold for all finite values, in calls for which ``when`` holds. Rows that are wrong
+    for the dtypes of a call are left out. ``lowering`` is a function and the rows that it runs, in calls for which
+    ``lowered_when`` holds; in other calls these rows run the op. With ``resolves`` instead, the in-place ops take every
+    partial tensor (see ``resolving``).
+
+    It is long because the rows of one table entry differ by the number of tensors, in place or not, and by dtype.
     """
     plain, (own, function) = partial or {}, lowering or ({}, None)
     for op in ops:
         for fact in facts:
             fact.check(op)
 
-    def describe(call: Call) -> Rows:
-        present = sum(meta is not None for meta in call.operands)
-        holds = when is None or when(call)
+    @cache
+    def dims(present: int, *, holds: bool, written: bool, lower: bool) -> Callable[[Call], Flow]:
         rows = (*facts, *plain.get(present, ())) if holds else ()
         lowered = own.get(present, ()) if holds else ()
-        more: tuple[str | Facts, ...] = (*facts, *RESOLVED) if resolves and call.signature.args[0].written else ()
-        flow = einop("... -> ...", partial=rows, lowered=(*lowered, *more))(call)
-        return Rows(tuple(row for row in flow.bind(call).rows if _stays(row, call) and _is_exact(row, call)))
+        rows, lowered = (rows, lowered) if lower else ((*lowered, *rows), ())
+        more: tuple[str | Facts, ...] = (*facts, *RESOLVED) if resolves and written else ()
+        return einop("... -> ...", partial=rows, lowered=(*lowered, *more))
+
+    def describe(call: Call) -> Rows:
+        present = len([meta for meta in call.operands if meta is not None])
+        written = call.signature.args[0].written
+        lower = lowered_when is None or lowered_when(call)
+        flow = dims(present, holds=when is None or when(call), written=written, lower=lower)(call)
+        # An operand that is written in place keeps its placement, so the result must have the same one.
+        rows = [row for row in flow.bind(call).rows if not written or row.inputs[0] == row.outputs[0]]
+        return Rows(tuple([row for row in rows if _is_exact(row, call)]))
 
     texts = dict.fromkeys(str(row) for rows in (facts, *plain.values(), *own.values()) for row in rows)
     describe.__doc__ = "..., ... -> ..." + (f" | {'; '.join(texts)}" if texts else "")
@@ -87,27 +103,22 @@ def _is_of_tensors(op: Op) -> bool:
 # -- which rows --------------------------------------------------------------------------------------------------
 
 
-def _stays(row: Row, call: Call) -> bool:
-    """Whether the operand that an in-place op writes can become the result where it lies."""
-    return not call.signature.args[0].written or row.inputs[0] == row.outputs[0]
-
-
 def _is_exact(row: Row, call: Call) -> bool:
     """Whether a row's partial operands pass through this call's dtypes unharmed."""
-    partials = [
-        (placement.reduce_op, meta.dtype)
-        for placement, meta in zip(row.inputs, call.operands, strict=False)
-        if isinstance(placement, Partial) and meta is not None
-    ]
-    made = [meta.dtype for meta in call.outputs if meta is not None]
-    return all(_passes(kind, dtype, result) for kind, dtype in partials for result in made)
+    for placement, meta in zip(row.inputs, call.operands, strict=False):
+        # By type: isinstance asks torch's metaclass, and every miss of an elementwise op runs this.
+        if type(placement) is Partial and meta is not None:
+            for result in call.outputs:
+                if result is not None and not _passes(placement.reduce_op, meta.dtype, result.dtype):
+                    return False
+    return True
 
 
 def _passes(kind: str, dtype: torch.dtype, result: torch.dtype) -> bool:
-    """Whether reducing and then computing in the result's dtype is computing and then reducing.
+    """Whether the op commutes with the reduction, given the dtypes of operand and result.
 
-    Integers wrap around in a sum, cut in an average and may overflow past a maximum; a sum of bools is an or. So they
-    pass only as sums and products in their own dtype.
+    Integers wrap around in a sum, are truncated in an average and may overflow past a maximum; a sum of bools is an or.
+    So they pass only as sums and products in their own dtype.
     """
     if kind in ("max", "min"):
         return dtype.is_floating_point and result.is_floating_point

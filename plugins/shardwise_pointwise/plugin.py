@@ -16,5 +16,5 @@ def shardwise_register(registry: Registrar) -> None:
     from shardwise_pointwise import elementwise, gated, table
 
     registry.add(*table.RULES, *gated.RULES)
-    for name in table.MADE_LATE:
+    for name in table.LATE:
         registry.add_later(name, lambda op: elementwise.elementwise_of([op]))

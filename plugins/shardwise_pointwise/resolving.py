@@ -1,4 +1,4 @@
-"""In-place ops on a partial tensor that no partial tensor passes: reduce it, run the op, and let it be partial again.
+"""In-place ops on a partial tensor that does not pass them: reduce it, run the op, and make it partial again.
 
 The written tensor has to stay partial, so one rank keeps the result of a sum and the others zeros; the result of an
 average, a maximum or a minimum is the same on all. That costs the reduction now and another one later.
@@ -15,12 +15,12 @@ from shardwise.rule import REDUCE_OPS, LocalCall, neutral
 __all__ = ["RESOLVED", "resolve"]
 
 RESOLVED = tuple(f"{kind}, R, ... -> {kind}, ..." for kind in REDUCE_OPS)
-# Every rank's piece counts in these; the others take the same value from every rank.
+# Every rank's piece counts in these; in the others all ranks have the same value.
 _ONCE = ("sum", "product")
 
 
 def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
-    """The in-place op on the whole of a partial ``x``, put back so that reducing it gives the result."""
+    """The in-place op on the whole of a partial ``x``; afterwards a reduction of ``x`` gives the result."""
     spec = local.spec("self")
     whole = x
     for mesh_dim, kind in reversed(spec.reductions.items()):

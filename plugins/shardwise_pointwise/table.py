@@ -1,8 +1,8 @@
 """All elementwise ops of ATen, by the partial tensors that pass through them.
 
-A partial row stands here only where it is exact for every finite value: sums and averages pass what is linear,
-averages also what is affine, maxima and minima what never falls (and, swapped, what never rises) on the whole real
-line and hands NaN on. A logarithm, say, does not: another rank's smaller value may be negative.
+A partial row stands here only if it is exact for every finite value. Sums and averages pass linear ops, averages also
+affine ones. Maxima and minima pass an op that never falls on the whole real line and hands NaN on; an op that never
+rises swaps the two. A logarithm has no row: the smaller value of another rank may be negative.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 from shardwise.rule import UNMOVED, Facts, affine, decreasing, linear, monotone, moves
 from shardwise_pointwise.addition import ADDED_ONCE, add_once
-from shardwise_pointwise.division import by_one_number, divide
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
+from shardwise_pointwise.scaling import by_one_number, divide, multiply
 
-__all__ = ["MADE_LATE", "RULES"]
+__all__ = ["LATE", "RULES"]
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ POLYNOMIALS = """
     special_shifted_chebyshev_polynomial_w
 """
 
-# -- some do -----------------------------------------------------------------------------------------------------
+# -- some partial tensors pass -----------------------------------------------------------------------------------
 
 # x + y and x - y, where `alpha` may have either sign: only the first operand is sure to rise.
 ADDITIVE = linear("self other") + affine("self", "other")
@@ -63,18 +63,19 @@ BACKWARD = """
 LERP = linear("self end") + affine("self", "end", "weight")
 # x + v y z: linear in x with one of y and z, affine in each of the three.
 ADDCMUL = linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")
-# A value that is whole may stand beside one that is partial in such a way that equal pieces are the value.
+# A whole value may stand beside one that is partial under avg, max or min, since equal pieces reduce to themselves. No
+# fact says that, so these rows are written out.
 WHERE: tuple[str | Facts, ...] = (
     moves("self other"),
     *(row for kind in UNMOVED for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
 )
 
-# Ops that torch makes when it compiles: an optimizer's addcmul with a tensor for its factor, say, is traced as one.
-MADE_LATE = ("prims::fma",)
+# Ops that torch registers when it compiles: an optimizer's addcmul with a tensor for its factor is traced as one.
+LATE = ("prims::fma",)
 
 RULES = (
     elementwise(f"{POWERS} {LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
-    # Torch's composites run it in place on sums that they have just taken.
+    # torch's composites run it in place on sums that they have just computed.
     elementwise("sqrt", resolves=True),
     elementwise(f"{INTEGERS} {OPERATORS} {COMPARISONS} {LOGIC}"),
     elementwise(ACTIVATIONS),
@@ -88,7 +89,12 @@ RULES = (
     elementwise("positive conj_physical _conj_physical", linear("self")),
     elementwise("add sub", ADDITIVE, monotone("self"), lowering=(ADDED_ONCE, add_once)),
     elementwise("rsub", ADDITIVE, monotone("other"), lowering=(ADDED_ONCE, add_once)),
-    elementwise("mul", linear("self"), linear("other"), partial={2: ("product, product -> product",)}),
+    elementwise(
+        "mul",
+        partial={2: (linear("other"), "product, product -> product")},
+        lowering=(dict.fromkeys((1, 2), (linear("self"),)), multiply),
+        lowered_when=by_one_number,
+    ),
     # By name, since ATen lists an overload of ldexp that it lacks.
     elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], partial={2: (linear("self"),)}),
     elementwise("div true_divide", when=by_one_number, lowering=(dict.fromkeys((1, 2), (linear("self"),)), divide)),
@@ -96,7 +102,7 @@ RULES = (
     elementwise("minimum", partial={2: ["min, min -> min", monotone("self"), monotone("other")]}),
     elementwise("lerp", LERP),
     elementwise("addcmul", ADDCMUL),
-    # x + v y / z: where z is zero, an infinity is added, which an average passes on and parts of y would not agree on.
+    # x + v y / z: if z is zero, an infinity is added. An average passes it on; parts of y would have both signs.
     elementwise("addcdiv", affine("self")),
     elementwise("where", partial={3: WHERE}),
     elementwise(BACKWARD, linear("grad_output|grad_out")),

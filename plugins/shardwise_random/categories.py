@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.rule import Draw, Flow, LocalCall, Region, TensorMeta, like, rule_from
-from shardwise_random.whole import gathered, part, rehearse
+from shardwise_random.whole import gather, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -31,7 +31,7 @@ def _sample(
         return self.new_empty(local.local_shape(result), dtype=torch.int64)
     draw = local.draw() if generator is None else None
     if draw is None:
-        whole = gathered(local, "self", self)
+        whole = gather(local, "self", self)
         return part(local, result, local.call.op(whole, num_samples, replacement, generator=generator)).clone()
     _check(local, self, num_samples, replacement=replacement)
     if not self.numel() or not num_samples:
@@ -46,7 +46,7 @@ def _sample(
 
 
 def _by_race(draw: Draw, weights: Tensor, count: int, region: Region) -> Tensor:
-    """The categories with the smallest exponential values of these rates, in their order."""
+    """The categories that come first in a race: each has an exponential time, with its weight as the rate."""
     times = draw.positive(region, torch.float64, weights.device).log_().neg_().div_(weights.double())
     return times.topk(count, -1, largest=False).indices
 
@@ -62,7 +62,7 @@ def _by_inversion(draw: Draw, weights: Tensor, region: Region) -> Tensor:
 
 
 def _check(local: LocalCall, weights: Tensor, count: int, *, replacement: bool) -> None:
-    """Refuse weights as torch does, on every rank when they are wrong on one."""
+    """Refuse wrong weights as torch does; if they are wrong on one rank, every rank raises."""
     positive = weights > 0
     enough = positive.any(-1) if replacement else positive.sum(-1) >= count
     are_valid = bool((weights >= 0).all() & weights.isfinite().all() & enough.all())
@@ -100,7 +100,7 @@ def _permute(local: LocalCall, n: int, *, generator: torch.Generator | None = No
 
 @rule_from(aten.randperm.generator_out, lowering=_permute)
 def PERMUTATION() -> Flow:
-    """The order may be sharded, since every rank computes all of it."""
+    """The order may be sharded: every rank computes all of it."""
     return Flow([], [("n",)], lowered=("*", "R"))
 
 

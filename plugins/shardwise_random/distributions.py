@@ -22,10 +22,10 @@ __all__ = [
     "cauchy",
     "exponential",
     "geometric",
+    "integers",
     "log_normal",
     "normal",
     "uniform",
-    "whole",
 ]
 
 
@@ -119,7 +119,7 @@ def log_normal(mean: float = 1.0, std: float = 2.0) -> Distribution:
 
 
 def geometric(probability: float) -> Distribution:
-    """The number of the first success, from 1 on; in float64, since tensors of integers hold large ones."""
+    """The number of the first success, from 1 on; computed in float64, since integer tensors hold large values."""
 
     def values(draw: Draw, region: Region, _: torch.dtype, device: torch.device) -> Tensor:
         logarithm = draw.positive(region, torch.float64, device).log_()
@@ -128,8 +128,8 @@ def geometric(probability: float) -> Distribution:
     return Distribution(lambda tensor, generator: tensor.geometric_(probability, generator=generator), values)
 
 
-def whole(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Distribution:
-    """Integers from ``low`` to ``high - 1``, or to the largest up to which a dtype holds all."""
+def integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Distribution:
+    """Integers from ``low`` to ``high - 1``; without ``high``, to the last before the dtype's first gap."""
     end = _gapless(dtype) + 1 if high is None else high
 
     def in_place(tensor: Tensor, generator: torch.Generator | None) -> Any:
@@ -148,14 +148,14 @@ def _digits(dtype: torch.dtype) -> int:
 
 
 def _gapless(dtype: torch.dtype) -> int:
-    """The largest integer up to which a dtype holds all."""
+    """The largest integer such that the dtype holds every one up to it."""
     if dtype is torch.bool:
         return 1
     return 1 << _digits(dtype) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def _exclusive(end: int, dtype: torch.dtype) -> int:
-    """The end of a range of integers of which the dtype rounds not one up to ``end``."""
+    """The end of a range of integers, lowered so that the dtype rounds no integer of the range up to ``end``."""
     if not dtype.is_floating_point or int(torch.tensor(float(end - 1), dtype=dtype)) < end:
         return end
     return end - (1 << (end.bit_length() - 1 - _digits(dtype) + 1))

@@ -10,37 +10,37 @@ import torch
 from shardwise.rule import LocalCall, Op, rule
 from shardwise_random import distributions
 from shardwise_random.distributions import Distribution
-from shardwise_random.whole import gathered, like_whole, part, rehearse
+from shardwise_random.whole import gather, like_whole, part, rehearse
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
 
-def _named(distribution: Callable[..., Distribution]) -> Callable[..., Distribution]:
+def _of_any_dtype(distribution: Callable[..., Distribution]) -> Callable[..., Distribution]:
     return lambda _, *parameters: distribution(*parameters)
 
 
 # The distribution of an op, by its name without the underscore: from the dtype to fill and the op's parameters.
 _DISTRIBUTIONS: Mapping[str, Callable[..., Distribution]] = {
-    "normal": _named(distributions.normal),
-    "normal_functional": _named(distributions.normal),
-    "uniform": _named(distributions.uniform),
-    "bernoulli": _named(distributions.bernoulli),
-    "exponential": _named(distributions.exponential),
-    "geometric": _named(distributions.geometric),
-    "cauchy": _named(distributions.cauchy),
-    "log_normal": _named(distributions.log_normal),
-    "random": distributions.whole,
-    "rand_like": _named(distributions.uniform),
-    "randn_like": _named(distributions.normal),
-    "randint_like": distributions.whole,
+    "normal": _of_any_dtype(distributions.normal),
+    "normal_functional": _of_any_dtype(distributions.normal),
+    "uniform": _of_any_dtype(distributions.uniform),
+    "bernoulli": _of_any_dtype(distributions.bernoulli),
+    "exponential": _of_any_dtype(distributions.exponential),
+    "geometric": _of_any_dtype(distributions.geometric),
+    "cauchy": _of_any_dtype(distributions.cauchy),
+    "log_normal": _of_any_dtype(distributions.log_normal),
+    "random": distributions.integers,
+    "rand_like": _of_any_dtype(distributions.uniform),
+    "randn_like": _of_any_dtype(distributions.normal),
+    "randint_like": distributions.integers,
 }
 
 
 def _distribution(op: Op, dtype: torch.dtype, parameters: tuple[Any, ...]) -> Distribution:
     name = str(op).split(".")[1].rstrip("_")
-    # The overloads with one bound have the upper one.
+    # A single bound is the upper one.
     if "from" not in str(op) and name in ("random", "randint_like") and len(parameters) == 1:
         parameters = (0, *parameters)
     return _DISTRIBUTIONS[name](dtype, *parameters)
@@ -60,8 +60,8 @@ def fill_part(
     draw = local.draw() if generator is None else None
     if draw is not None:
         return _distribution(local.call.op, self.dtype, parameters).fill(self, draw, local.region(spec))
-    # A tensor of probabilities is called p.
-    parameters = tuple(gathered(local, "p", value) for value in parameters)
+    # Only probabilities may be a tensor, and the schema calls that operand p.
+    parameters = tuple(gather(local, "p", value) for value in parameters)
     whole = local.call.op(like_whole(spec.tensor_meta, self.device), *parameters, generator=generator)
     return self.copy_(part(local, spec, whole))
 

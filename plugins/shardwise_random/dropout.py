@@ -1,4 +1,4 @@
-"""Rules for dropout. On the CPU torch writes it with an in-place Bernoulli draw; these are the fused forms."""
+"""Rules for the fused ops of dropout. On the CPU torch composes dropout of an in-place Bernoulli draw instead."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardwise.rule import LocalCall, rule
 from shardwise_random.distributions import uniform
-from shardwise_random.whole import gathered, like_whole, part, rehearse
+from shardwise_random.whole import gather, like_whole, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -33,24 +33,17 @@ def rectify(
     else:
         draw = local.draw() if generator is None else None
         if draw is None:
-            result = _as_torch_does(local, self, noise, lower, upper, generator)
+            # torch draws a slope for each value that is not positive, in memory order: a draw depends on all values.
+            spec, noise_spec = local.spec("self"), local.spec("noise")
+            whole = like_whole(spec.tensor_meta, self.device).copy_(gather(local, "self", self))
+            slopes = like_whole(noise_spec.tensor_meta, noise.device)
+            result = part(local, spec, local.call.op(whole, slopes, lower, upper, True, generator)).clone()
+            noise.copy_(part(local, noise_spec, slopes))
         else:
             slopes = uniform(lower, upper).fill(torch.empty_like(self), draw, local.region(local.spec("self")))
             noise.copy_(torch.where(self <= 0, slopes, 1))
             result = self * noise
     return self.copy_(result) if local.call.signature.results[0].written else result
-
-
-def _as_torch_does(
-    local: LocalCall, self: Tensor, noise: Tensor, lower: float, upper: float, generator: torch.Generator | None
-) -> Tensor:
-    """Draw for values that are not positive, in the order of memory, so that a draw depends on all of them."""
-    spec, noise_spec = local.spec("self"), local.spec("noise")
-    whole = like_whole(spec.tensor_meta, self.device).copy_(gathered(local, "self", self))
-    slopes = like_whole(noise_spec.tensor_meta, noise.device)
-    result = local.call.op(whole, slopes, lower, upper, True, generator)
-    noise.copy_(part(local, noise_spec, slopes))
-    return part(local, spec, result).clone()
 
 
 RECTIFY = rule(

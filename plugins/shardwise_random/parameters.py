@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.rule import LocalCall, rule
 from shardwise_random import distributions
 from shardwise_random.distributions import Distribution
-from shardwise_random.whole import gathered, part, rehearse
+from shardwise_random.whole import gather, part, rehearse
 
 __all__ = ["RULES"]
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]:
-    """The lowering of ops whose parameters, in the order of ``make``'s, have these names."""
+    """The lowering of ops; ``names`` are the names of their parameters, in the order of ``make``'s arguments."""
 
     def draw_part(local: LocalCall, *args: Any, generator: torch.Generator | None = None) -> Tensor:
         (result,) = local.outputs
@@ -31,7 +31,7 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
             return first.new_empty(local.local_shape(result), dtype=result.dtype)
         draw = local.draw() if generator is None else None
         if draw is None:
-            whole = local.call.op(*(gathered(local, n, v) for n, v in parameters.items()), generator=generator)
+            whole = local.call.op(*(gather(local, n, v) for n, v in parameters.items()), generator=generator)
             return part(local, result, whole).clone()
         _check(local, parameters)
         blank = first.new_empty(local.local_shape(result), dtype=result.dtype)
@@ -41,7 +41,7 @@ def _of(make: Callable[..., Distribution], *names: str) -> Callable[..., Tensor]
 
 
 def _check(local: LocalCall, parameters: dict[str, Any]) -> None:
-    """Refuse parameters as torch does, on every rank when they are wrong on one."""
+    """Refuse wrong parameters as torch does; if they are wrong on one rank, every rank raises."""
     name, least, most = ("std", 0.0, float("inf")) if "std" in parameters else ("p", 0.0, 1.0)
     name_of_tensor = name if name in parameters else "self"
     value = parameters[name_of_tensor]
@@ -73,7 +73,7 @@ NORMALS = rule(
 
 
 def _draw_whole(local: LocalCall, *args: Any) -> Any:
-    """Draw all values by a generator of this draw's own: how many random numbers a value takes is not known before."""
+    """Draw all values by a generator for this draw alone: a value needs an unknown number of random numbers."""
     *parameters, generator = args
     if generator is None and not local.without_data(parameters[0]):
         draw = local.draw()

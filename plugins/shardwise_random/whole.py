@@ -1,8 +1,8 @@
-"""Where torch's generators draw: the whole tensor on every rank, of which each rank keeps its part.
+"""Draws by torch's generators: every rank draws the whole tensor and keeps its part.
 
-So a program on a mesh draws the numbers that torch draws on one device. Its generators give values by their position in
-memory, so the draw must have the global shape and strides; generators that have the same state on all ranks then keep
-the same state. Each draw costs the time and memory of the whole tensor on every rank.
+So a program on a mesh draws the numbers that torch draws on one device. torch's generators give values by position in
+memory, so the draw must have the global shape and strides. Generators that have the same state on all ranks before a
+draw have the same state after it. Each draw costs the time and memory of the whole tensor on every rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardwise.rule import LocalCall, Shard, TensorMeta, TensorSpec
 
-__all__ = ["gathered", "like_whole", "part", "rehearse"]
+__all__ = ["gather", "like_whole", "part", "rehearse"]
 
 
 def like_whole(meta: TensorMeta, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -29,7 +29,7 @@ def part(local: LocalCall, spec: TensorSpec, whole: Tensor) -> Tensor:
     return whole
 
 
-def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
+def gather(local: LocalCall, name: str, tensor: Any) -> Any:
     """The whole of an operand, by communication; a value that is not a tensor is returned as it is."""
     if not isinstance(tensor, Tensor):
         return tensor
@@ -40,7 +40,7 @@ def gathered(local: LocalCall, name: str, tensor: Any) -> Any:
 
 
 def rehearse(local: LocalCall, **operands: Any) -> None:
-    """Issue the collectives of a draw by torch, for operands on the meta device, for which nothing is drawn."""
+    """Issue the collectives of a draw by torch's generators. The operands are on the meta device: nothing is drawn."""
     if local.torch_draws:
         for name, tensor in operands.items():
-            gathered(local, name, tensor)
+            gather(local, name, tensor)

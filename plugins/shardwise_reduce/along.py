@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.rule import Call, Flow, TensorMeta, dim_of, labels, like, replaced, rule, rule_from
-from shardwise_reduce.dims import kept, ops, reduced_dims
+from shardwise_reduce.dims import ops, reduced_dims, result_labels
 
 __all__ = ["RULES"]
 
@@ -31,9 +31,9 @@ def renorm(self: TensorMeta, *, dim: int) -> Flow:
 
 @rule_from(ops("hash_tensor.default hash_tensor.out"))
 def HASH(call: Call) -> Flow:
-    """Any dim but those that are reduced: no reduction joins hashes."""
+    """Any dim but the reduced ones: no reduction joins hashes."""
     names = labels(call.args["self"].ndim, whole=reduced_dims(call))
-    return Flow([names], [kept(call, names)])
+    return Flow([names], [result_labels(call, names)])
 
 
 WHOLE = rule(ops("median.default median.out nanmedian.default nanmedian.out trace.default trace.out"), "R -> R")

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.rule import Call, Facts, Flow, Labels, LocalCall, Op, labels, linear
 
-__all__ = ["accumulator", "into", "kept", "ops", "reduced_dims", "reduction", "splitting", "sums"]
+__all__ = ["accumulator", "into", "ops", "reduced_dims", "reduction", "result_labels", "split_mesh_dims", "sums"]
 
 
 def ops(names: str) -> tuple[Op, ...]:
@@ -25,29 +25,32 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
         return (dim % ndim,) if ndim else ()
     if dim:
         return tuple(sorted({d % ndim for d in dim})) if ndim else ()
-    # Most ops read an empty list as all dims, any.dims and all.dims as no dims: the shape of the result shows which.
+    # Most ops read an empty list as all dims; any.dims and all.dims read it as no dims. The result's shape shows which.
     result = call.outputs[0]
     is_unreduced = dim is not None and ndim and result is not None and result.shape == call.args["self"].shape
     return () if is_unreduced else tuple(range(ndim))
 
 
-def kept(call: Call, names: Labels) -> Labels:
-    """The dims of the result: without the reduced ones, or with size one in their place (``keepdim``)."""
+def result_labels(call: Call, names: Labels) -> Labels:
+    """The labels of the result: a reduced dim is dropped, or has size one in its place (``keepdim``)."""
     dims, keepdim = reduced_dims(call), call.args.get("keepdim", False)
     return tuple(None if d in dims else name for d, name in enumerate(names) if keepdim or d not in dims)
 
 
 def reduction(call: Call, kind: str, *, partial: Iterable[str | Facts] = (), lowered: bool = False) -> Flow:
-    """Kept dims pass, a sharded reduced dim gives a partial ``kind`` (``R``: a lowering makes the result whole)."""
+    """The flow of a reduction: the other dims pass, and a sharded reduced dim gives a partial ``kind``.
+
+    With ``R`` for the kind, a lowering makes the result whole.
+    """
     names = labels(call.args["self"].ndim)
-    gone = {f"d{d}": kind for d in reduced_dims(call)}
-    return Flow([names], [kept(call, names)], reduce=gone, partial=partial, lowered=gone if lowered else ())
+    kinds = {f"d{d}": kind for d in reduced_dims(call)}
+    return Flow([names], [result_labels(call, names)], reduce=kinds, partial=partial, lowered=kinds if lowered else ())
 
 
 def sums(before: torch.dtype, after: torch.dtype) -> tuple[str | Facts, ...]:
-    """The partial rows of an op that adds up: none where a cast comes first that does not commute with adding.
+    """The partial rows of an op that adds up. There is no row if the op first casts and the cast changes sums.
 
-    Averages of integers are cut off, which does not commute either.
+    An average of integers is truncated, so it has no row either.
     """
     if before.is_floating_point or before.is_complex:
         return (linear("self"),) if after.is_floating_point or after.is_complex else ()
@@ -57,7 +60,7 @@ def sums(before: torch.dtype, after: torch.dtype) -> tuple[str | Facts, ...]:
 # -- for lowerings -----------------------------------------------------------------------------------------------
 
 
-def splitting(local: LocalCall) -> tuple[int, ...]:
+def split_mesh_dims(local: LocalCall) -> tuple[int, ...]:
     """The mesh dims that split a reduced dim."""
     dims = reduced_dims(local.call)
     return local.sharding(local.spec("self"), *dims) if dims else ()
@@ -69,7 +72,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def into(local: LocalCall, result: torch.Tensor, out: torch.Tensor | None, at: int = 0) -> torch.Tensor:
-    """``result`` with the dtype and local shape that result ``at`` has, in ``out`` when there is one."""
+    """``result`` in the dtype and local shape of output ``at``; copied into ``out`` if the call has one."""
     spec = local.outputs[at]
     assert spec is not None
     result = result.reshape(local.local_shape(spec)).to(spec.dtype)

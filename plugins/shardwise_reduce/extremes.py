@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, labels, rule_from
-from shardwise_reduce.dims import kept, ops, reduced_dims, reduction
+from shardwise_reduce.dims import ops, reduced_dims, reduction, result_labels
 
 __all__ = ["RULES", "least", "most"]
 
@@ -30,7 +30,7 @@ NEUTRAL = {"max": least, "min": most}
 
 
 def _filled(kind: str) -> Lowering:
-    """The op itself; on an empty shard, where the op raises, the neutral value."""
+    """The op itself; for an empty shard, which the op refuses, the neutral value."""
 
     def lowering(local: LocalCall, x: torch.Tensor, *args: Any, out: Any = None) -> torch.Tensor:
         if x.numel():
@@ -58,7 +58,7 @@ AMIN = _extreme(ops("amin.default amin.out min.default min.unary_out"), "min")
 
 def _truth(of: tuple[Op, ...], kind: str) -> Rule:
     def describe(call: Call) -> Flow:
-        # Whether a maximum is true is the maximum of what is true only where all values are bools.
+        # any() of a maximum is the maximum of any() only if all values are bools.
         is_bool = call.args["self"].dtype == torch.bool
         return reduction(call, kind, partial=[f"{kind} -> {kind}"] if is_bool else [])
 
@@ -89,7 +89,7 @@ def _both_filled(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -
 def aminmax(call: Call) -> Flow:
     """Any dim; a reduced one gives a partial min and a partial max."""
     names = labels(call.args["self"].ndim)
-    return Flow([names], [kept(call, names)], lowered=[f"d{d} -> min, max" for d in reduced_dims(call)])
+    return Flow([names], [result_labels(call, names)], lowered=[f"d{d} -> min, max" for d in reduced_dims(call)])
 
 
 RULES = (AMAX, AMIN, ANY, ALL, aminmax)

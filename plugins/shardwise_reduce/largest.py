@@ -1,4 +1,4 @@
-"""The k largest or smallest values along a dim; over a sharded one each shard sends its candidates only."""
+"""The k largest or smallest values along a dim; if the dim is sharded, each shard sends only its candidates."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def _is_ambiguous(ranked: torch.Tensor, at: int) -> bool:
 
 
 def _best(local: LocalCall, x: torch.Tensor, k: int, largest: bool, in_order: bool) -> Pair:
-    """Values and positions.
+    """The ``k`` best values of the whole dim, and their positions.
 
-    torch does not say which of equal values it takes, so then its own op runs on the whole dim. Every rank sees the
-    same candidates, so all ranks decide the same.
+    torch does not document which of several equal values it returns. So if two candidates are equal, its own op runs
+    on the gathered dim. Every rank sees the same candidates, so all ranks decide the same.
     """
     line = line_of(local)
-    # While a graph is traced there are no values to look at.
+    # A traced tensor has no values to look at.
     if type(x) is torch.Tensor:
-        # One more than is asked for, to see whether the last one has an equal.
+        # One more than k shows whether the last value has an equal.
         candidates, positions = _candidates(local, line, x, k + 1, largest)
         ranked, order = candidates.topk(min(k + 1, candidates.shape[line.at]), line.at, largest, True)
         if k == 0 or not _is_ambiguous(ranked, line.at):
@@ -68,11 +68,11 @@ def _topk(
 
 @rule_from(ops("topk.default topk.values"), lowering=_topk)
 def TOPK(call: Call) -> Flow:
-    """Any dim; of the one that the op runs along, each shard sends its own best."""
+    """Any dim; along the op's own dim, each shard sends its best values."""
     x, k = call.args["self"], call.args["k"]
     at = dim_of(call.args["dim"], x.ndim)
     result = labels(x.ndim, whole={at})
-    # torch does not say in which order it returns values that need not be sorted. Little is saved for a large k.
+    # torch does not document the order of unsorted values, so these need the whole dim. For a large k little is saved.
     may_cut = x.ndim and call.args["sorted"] and 4 * k <= x.shape[at]
     return Flow([replaced(result, at, "cut") if may_cut else result], [result], reduce={"cut": "R"}, lowered="cut")
 

@@ -1,4 +1,4 @@
-"""The shards of one dim, in their order: what the ranks of a lowering along a sharded dim know and send."""
+"""The shards of one dim, in order: how long they are, and how ranks send each other parts of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Line", "line_of"]
 
 
 class Line:
-    """The ranks that share one dim of ``self``: how long each one's part is, and which one this rank is."""
+    """The ranks that share one dim of ``self``: the length of each rank's part, and this rank's place among them."""
 
     __slots__ = ("at", "lengths", "mesh_dims", "place")
 
@@ -32,7 +32,7 @@ class Line:
             self.lengths.append(spec.local_shape_and_offset(tuple(coordinate))[0][self.at])
 
     def gather(self, local: LocalCall, part: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
-        """Every rank's part, in the order of the shards; they differ in their length along the dim only."""
+        """Every rank's part, in the order of the shards. Parts differ only in their length along the dim."""
         shapes = [[n if d == self.at else size for d, size in enumerate(part.shape)] for n in lengths]
         return local.comm.all_to_all([part] * len(lengths), self.mesh_dims, shapes)
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, rule_from
-from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, splitting
+from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, split_mesh_dims
 
 __all__ = ["RULES"]
 
 
 def _moments(local: LocalCall, x: torch.Tensor, correction: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean over the global dims, with the reduced dims kept as size one."""
-    dims, mesh_dims = reduced_dims(local.call), local.once(splitting)
+    """Variance and mean over the global dims; the reduced dims have size one."""
+    dims, mesh_dims = reduced_dims(local.call), local.once(split_mesh_dims)
     count = prod(local.call.args["self"].shape[d] for d in dims)
     total = x.sum(dims, keepdim=True, dtype=accumulator(x.dtype))
     average = local.comm.all_reduce(total, "sum", mesh_dims) / count

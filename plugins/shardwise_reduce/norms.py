@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 from shardwise.rule import Call, Flow, LocalCall, rule_from
-from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, splitting
+from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, split_mesh_dims
 
 __all__ = ["RULES"]
 
 
 def joined_norm(local: LocalCall, x: torch.Tensor, p: float, dims: tuple[int, ...]) -> torch.Tensor:
-    """The ``p``-norm over ``dims`` of all shards, dims kept; an empty shard adds nothing, whatever ``p`` is."""
-    mesh_dims, size = local.once(splitting), x.abs()
+    """The ``p``-norm over ``dims`` of all shards; an empty shard adds nothing, whatever ``p`` is."""
+    mesh_dims, size = local.once(split_mesh_dims), x.abs()
     if math.isinf(p):
         kind, neutral = ("max", 0.0) if p > 0 else ("min", math.inf)
-        # amax refuses an empty shard; one more element, the neutral one, changes nothing.
+        # amax refuses an empty shard; one more element with the neutral value changes nothing.
         flat = size.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims)) if dims else size[..., None]
         padded = torch.nn.functional.pad(flat, (0, 1), value=neutral)
         return local.comm.all_reduce(padded.amax(-1) if p > 0 else padded.amin(-1), kind, mesh_dims)
@@ -43,17 +43,19 @@ def _norm(local: LocalCall, x: torch.Tensor, p: float | None = 2, *_: Any, out: 
     lowering=_norm,
 )
 def norm(call: Call) -> Flow:
-    """Any dim; over a reduced one the powers of all shards are added up before the root is taken."""
+    """Any dim; over a reduced one the powers of all shards add up, then the root follows."""
     return reduction(call, "R", lowered=True)
 
 
 def _logsumexp(local: LocalCall, x: torch.Tensor, *_: Any, out: Any = None) -> torch.Tensor:
     result = local.outputs[0]
     assert result is not None
-    dims, mesh_dims = reduced_dims(local.call), local.once(splitting)
+    dims, mesh_dims = reduced_dims(local.call), local.once(split_mesh_dims)
     cast = x.to(accumulator(result.dtype))
     flat = cast.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
-    highest = torch.nn.functional.pad(flat, (0, 1), value=-math.inf).amax(-1, keepdim=True)
+    # Of complex numbers, the highest real part, as torch has it: it decides the branch of the logarithm.
+    real = flat.real if flat.is_complex() else flat
+    highest = torch.nn.functional.pad(real, (0, 1), value=-math.inf).amax(-1, keepdim=True)
     highest = local.comm.all_reduce(highest, "max", mesh_dims)
     # Where the highest is infinite, subtracting it would make NaN of inf - inf.
     shift = highest.masked_fill(highest.isinf(), 0)
@@ -63,7 +65,7 @@ def _logsumexp(local: LocalCall, x: torch.Tensor, *_: Any, out: Any = None) -> t
 
 @rule_from(ops("logsumexp.default logsumexp.out"), lowering=_logsumexp)
 def logsumexp(call: Call) -> Flow:
-    """Any dim; over a reduced one by the highest value of all shards, then the sum of all."""
+    """Any dim; over a reduced one the shards exchange their highest values, then their sums."""
     return reduction(call, "R", lowered=True)
 
 

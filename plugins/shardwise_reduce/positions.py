@@ -15,7 +15,7 @@ __all__ = ["RULES"]
 
 
 def _extremes(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The extreme value along ``dim`` and its global position, the dim kept."""
+    """The extreme value along ``dim`` and its global position; ``dim`` has size one."""
     pick = torch.max if largest else torch.min
     if x.shape[dim]:
         values, positions = pick(x, dim, keepdim=True)
@@ -26,7 +26,7 @@ def _extremes(local: LocalCall, x: torch.Tensor, dim: int, largest: bool) -> tup
         positions = torch.zeros(shape, dtype=torch.int64, device=x.device)
     line = line_of(local)
     ones = [1] * len(line.lengths)
-    # The shards are in their order, and the first of equal values is picked.
+    # The shards are in order, and of equal values the first is the result.
     values, shard = pick(torch.cat(line.gather(local, values, ones), dim), dim, keepdim=True)
     return values, torch.cat(line.gather(local, positions, ones), dim).gather(dim, shard)
 

@@ -18,11 +18,11 @@ Partials = Callable[[torch.dtype], Sequence[str | Facts]]
 
 
 def _along(of: tuple[Op, ...], lowering: Lowering, partial: Partials = lambda _: (), text: str = "") -> Rule:
-    """A rule for ops that run along their argument ``dim`` and keep the shape; ``text`` says what ``partial`` is."""
+    """A rule for ops that run along their argument ``dim`` and keep the shape; ``text`` describes ``partial``."""
 
     def describe(call: Call) -> Flow:
         x, result = call.args["self"], call.outputs[0]
-        # The logarithm of a complex sum has a branch to choose, and parts of the sum may choose another one.
+        # The logarithm of a complex sum has several branches, and a part of the sum may be on another one.
         may_cut = x.ndim and not (x.dtype.is_complex and "logcumsumexp" in str(call.op))
         at = dim_of(call.args["dim"], x.ndim)
         names = replaced(labels(x.ndim), at, "cut" if may_cut else None) if x.ndim else ()
@@ -34,7 +34,7 @@ def _along(of: tuple[Op, ...], lowering: Lowering, partial: Partials = lambda _:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to run in: the total of a shard may leave the range in which the whole run stays."""
+    """The dtype to run in: a shard's total may overflow even if no value of the result does."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else dtype
@@ -57,7 +57,7 @@ def _scanning(scan: Scan, total: Scan) -> Lowering:
 def _scanned(
     scan: Callable[..., Any], values: torch.Tensor, places: torch.Tensor, at: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The running extreme and its place; the op takes no empty dim."""
+    """The running extreme and its position; the op refuses an empty dim."""
     if not values.numel():
         return values, places
     extremes, positions = scan(values, at)

@@ -25,7 +25,7 @@ def sum_(call: Call) -> Flow:
 
 @rule_from(ops("nansum.default nansum.out"))
 def nansum(call: Call) -> Flow:
-    """Any dim; a reduced one gives a partial sum. To leave NaN out is not linear, so the operand is not partial."""
+    """Any dim; a reduced one gives a partial sum. Leaving NaN out is not linear, so the operand is not partial."""
     return reduction(call, "sum")
 
 
@@ -49,7 +49,7 @@ def prod(call: Call) -> Flow:
 def _share(
     local: LocalCall, x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
 ) -> torch.Tensor:
-    """One rank's share of the mean: its sum over the *global* count. A mean of means is wrong on uneven shards."""
+    """A rank's share of the mean: its sum, divided by the *global* count. A mean of means is wrong on uneven shards."""
     result = local.outputs[0]
     assert result is not None
     count = local.call.args["self"].numel // max(1, result.tensor_meta.numel)

@@ -1,6 +1,6 @@
-"""The three ops that every function of ``torch.fft`` comes down to: transformed dims are whole, the others pass.
+"""The three ops that the functions of ``torch.fft`` call: transformed dims are whole, the others pass.
 
-The distribution ``shardwise-fft`` has rules in place of these by which transformed dims stay sharded.
+The distribution ``shardwise-fft`` replaces these rules by ones under which transformed dims stay sharded.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from shardwise.rule import (
     rule_from,
 )
 from shardwise_tensor.devices import stays_on_mesh
-from shardwise_tensor.dtypes import kept_by_cast, same_dtype
+from shardwise_tensor.dtypes import commuting_with_cast, same_dtype
 
 __all__ = ["RULES"]
 
@@ -48,7 +48,7 @@ SAME = rule(
         aten._pin_memory.out,
     ],
     "... -> ...",
-    partial=ANY,
+    moves="self",
 )
 
 
@@ -56,7 +56,7 @@ SAME = rule(
 def TO_COPY(x: TensorMeta, call: Call) -> Flow:
     """... -> ..., and the reductions that commute with the cast."""
     (result,) = call.outputs
-    kinds = REDUCE_OPS if result is None else kept_by_cast(x.dtype, result.dtype)
+    kinds = REDUCE_OPS if result is None else commuting_with_cast(x.dtype, result.dtype)
     return like(x, partial=each(kinds, "k -> k"))
 
 
@@ -67,7 +67,7 @@ def COPY(x: TensorMeta, src: TensorMeta) -> Flow:
     return Flow(
         [names, names[x.ndim - src.ndim :]],
         [names],
-        partial=each(kept_by_cast(src.dtype, x.dtype), "k, k -> k") + each(UNMOVED, "k, R -> k"),
+        partial=each(commuting_with_cast(src.dtype, x.dtype), "k, k -> k") + each(UNMOVED, "k, R -> k"),
     )
 
 
@@ -98,14 +98,14 @@ def FILLED_FROM(x: TensorMeta, value: TensorMeta) -> Flow:
 # -- questions ---------------------------------------------------------------------------------------------------
 
 
-def _asked_everywhere(local: LocalCall, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
+def _true_on_all_ranks(local: LocalCall, x: torch.Tensor, other: torch.Tensor, *rest: Any) -> bool:
     mine = torch.tensor(local.call.op(x, other, *rest), dtype=torch.int32, device=x.device)
     return bool(local.comm.all_reduce(mine, "min", local.sharding(local.spec("self"))))
 
 
-@rule_from([aten.equal.default, aten.allclose.default], lowering=_asked_everywhere)
+@rule_from([aten.equal.default, aten.allclose.default], lowering=_true_on_all_ranks)
 def EQUAL(x: TensorMeta, other: TensorMeta) -> Flow:
-    """Operands alike; the answer is that of all ranks."""
+    """Both operands in the same shards; true if it is true on all ranks."""
     if x.shape != other.shape:
         return Flow([None], [])
     names = labels(x.ndim)

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @rule_from([aten.histc.default, aten.histc.out], static=("min", "max"))
 def HISTC(x: TensorMeta, *, min: float = 0, max: float = 0) -> Flow:  # noqa: A002  # torch's names
-    """Over given bounds the shards' counts add up; bounds that the data gives need all of it."""
+    """With bounds in the call, the counts of shards add up; bounds from the data need the whole tensor."""
     if min == max or not x.dtype.is_floating_point or x.dtype.itemsize < torch.float32.itemsize:
         return Flow([None], [None])
     names = labels(x.ndim)
@@ -46,7 +46,7 @@ def _edges(x: torch.Tensor, bins: Sequence[int], **_: Any) -> list[torch.Tensor]
 
 @rule_from(aten._histogramdd_bin_edges.default, meta=_edges)
 def EDGES() -> Flow:
-    """R -> R: bounds that the data gives need all of it."""
+    """R -> R: bounds from the data need the whole tensor."""
     return Flow([None], [None])
 
 
@@ -64,7 +64,7 @@ def _counts(x: torch.Tensor, bins: Sequence[int | torch.Tensor], **_: Any) -> to
     meta=_counts,
 )
 def COUNTS() -> Flow:
-    """R -> R: bounds that the data gives need all of it, and a density its sum."""
+    """R -> R: bounds from the data need the whole tensor, and a density needs the sum of all counts."""
     return Flow([None], [None])
 
 

@@ -1,4 +1,4 @@
-"""New tensors that take shape, dtype and placement from another one, and none of its values."""
+"""New tensors with the shape, dtype or placement of another one, but not with its values."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ def _local_size(local: LocalCall) -> Mapping[str, Any]:
     local_args=_local_size,
 )
 def NEW(x: TensorMeta, size: Sequence[int]) -> Flow:
-    """As the input when the shapes agree (of complex tensors: but for one dim), else whole, wherever the input lies."""
+    """As the input if the shapes agree; a complex input may differ in one dim. Else whole, from any placement."""
     if tuple(size) == tuple(x.shape):
         return like(x, partial=["* -> R"])
-    # The gradient of a real Fourier transform fills a half spectrum up with zeros, in one dim of what may be large. Of
-    # other tensors sizes may agree by chance, and what is whole can be written in part.
+    # The gradient of a real Fourier transform pads a half spectrum with zeros along one dim, and it may be large. Sizes
+    # of other tensors may agree by chance, and a whole tensor can be written in part.
     like_sizes = x.dtype.is_complex and len(size) == x.ndim
-    kept = [d for d in range(x.ndim) if like_sizes and size[d] == x.shape[d]]
-    return _whole(x, len(size), kept if len(kept) == x.ndim - 1 else ())
+    same = [d for d in range(x.ndim) if like_sizes and size[d] == x.shape[d]]
+    return _whole(x, len(size), same if len(same) == x.ndim - 1 else ())
 
 
-def _whole(x: TensorMeta, ndim: int, kept: Collection[int] = ()) -> Flow:
-    """A whole result, but for dims that lie as the input's do."""
+def _whole(x: TensorMeta, ndim: int, same: Collection[int] = ()) -> Flow:
+    """A result that is whole, but for the dims ``same``: these are sharded as in the input."""
     names = labels(x.ndim)
-    result = [names[d] if d in kept else None for d in range(ndim)]
+    result = [names[d] if d in same else None for d in range(ndim)]
     return Flow([names], [result], reduce={name: "R" for name in names if name}, partial=["* -> R"])
 
 
 # -- between two values -------------------------------------------------------------------------------------------
 
-# A value that is partial has no steps towards it.
+# Between partial ends there are no steps.
 STEPS = rule(
     [
         aten.linspace.Tensor_Scalar,
@@ -103,16 +103,16 @@ STEPS_BETWEEN = rule(
 
 
 def dense_strides(size: Sequence[int], stride: Sequence[int], local: Sequence[int]) -> tuple[int, ...] | None:
-    """Strides of a shard in the memory order of the whole, ``None`` when the whole has gaps or overlaps."""
-    found = [0] * len(size)
+    """Strides of a shard in the memory order of the whole; ``None`` if the whole has gaps or overlaps."""
+    strides = [0] * len(size)
     whole_step = local_step = 1
     for d in sorted(range(len(size)), key=lambda d: (stride[d], size[d])):
         if size[d] > 1 and stride[d] != whole_step:
             return None
-        found[d] = local_step
+        strides[d] = local_step
         whole_step *= max(size[d], 1)
         local_step *= max(local[d], 1)
-    return tuple(found)
+    return tuple(strides)
 
 
 def _local_strides(local: LocalCall) -> Mapping[str, Any]:
@@ -126,7 +126,7 @@ def _local_strides(local: LocalCall) -> Mapping[str, Any]:
 
 @rule_from(aten.new_empty_strided.default, local_args=_local_strides)
 def NEW_STRIDED(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> Flow:
-    """As the input when the shapes agree and the memory is dense, else whole."""
+    """As the input if the shapes agree and the memory is dense, else whole."""
     if tuple(size) == tuple(x.shape) and dense_strides(size, stride, size) is not None:
         return like(x, partial=["* -> R"])
     return _whole(x, len(size))

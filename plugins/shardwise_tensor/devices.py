@@ -14,16 +14,25 @@ __all__ = ["stays_on_mesh"]
 
 
 def stays_on_mesh(local: LocalCall) -> Mapping[str, Any]:
-    """Replace no argument, but raise :class:`DeviceMismatchError` when the call asks for another device type."""
+    """Replace no argument; raise :class:`DeviceMismatchError` if the call asks for another device type."""
     device = local.call.args.get("device")
     mesh = next(spec.mesh for spec in local.inputs if spec is not None)
     if device is not None and torch.device(device).type != mesh.device_type:
         raise DeviceMismatchError(
             asked=f"run {local.call.op} with device={str(device)!r}",
             found=f"the tensor lies on a mesh of {mesh.device_type} devices",
-            do="Make a mesh of the other devices and distribute full_tensor() over it, or move to_local() itself.",
+            do=_NO_META
+            if torch.device(device).type == "meta"
+            else "Make a mesh of the other devices and distribute full_tensor() over it, or move to_local() itself.",
             op=str(local.call.op),
             device=str(device),
             device_type=mesh.device_type,
         )
     return {}
+
+
+# Torch multiplies by a tangent that is zero everywhere on the meta device.
+_NO_META = (
+    "Make a plain tensor of its shape on the meta device. If forward-mode differentiation asks for this, as "
+    "torch.func.hessian does, differentiate backward twice: torch.func.jacrev(torch.func.jacrev(f))."
+)

@@ -1,4 +1,4 @@
-"""Dtypes: which tensors are put together as they are, and which reductions a cast leaves as they are."""
+"""Dtypes: which tensors join without a cast, and which reductions commute with a cast."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import torch
 
 from shardwise.rule import REDUCE_OPS, TensorMeta
 
-__all__ = ["kept_by_cast", "same_dtype"]
+__all__ = ["commuting_with_cast", "same_dtype"]
 
 _LINEAR = ("sum", "avg")
 
 
 def same_dtype(*metas: TensorMeta | None) -> bool:
-    """Whether the tensors need no cast to be put together."""
+    """Whether the tensors have one dtype, so that they join without a cast."""
     return len({m.dtype for m in metas if m is not None}) <= 1
 
 
 # -- casts -------------------------------------------------------------------------------------------------------
 
 
-def kept_by_cast(before: torch.dtype, after: torch.dtype) -> tuple[str, ...]:
+def commuting_with_cast(before: torch.dtype, after: torch.dtype) -> tuple[str, ...]:
     """The reductions that commute with a change of dtype.
 
     Maxima and minima commute with every monotone cast: between floats (rounding is monotone), from integers to
-    floats, and to an integer that holds all values. Sums and products do so only towards wider floats, where the
-    pieces are then reduced at least as precisely as on one device: a narrower one rounds the pieces before they
+    floats, and to an integer that holds all values. Sums and products commute only with a cast to a wider float, in
+    which the pieces are reduced at least as precisely as on one device. A narrower float rounds the pieces before they
     cancel, and integers wrap around.
     """
     if before == after:

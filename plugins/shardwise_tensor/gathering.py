@@ -1,4 +1,4 @@
-"""Elements picked out along one dim. Where that dim is sharded, each rank answers for its own and zero for the rest."""
+"""Elements picked along one dim. If that dim is sharded, each rank picks its own and has zeros for the rest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, labels, replaced, rule, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, labels, neutral, replaced, rule, rule_from
 from shardwise_tensor.owning import look_up, never_empty
 
 __all__ = ["RULES"]
@@ -18,13 +18,13 @@ aten = torch.ops.aten
 def _gather_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index)
-    found: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
-    return found.masked_fill_(~owned.mine, 0)
+    picked: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
+    return picked.masked_fill_(~owned.mine, neutral("sum", picked.dtype))
 
 
 @rule_from([aten.gather.default, aten.gather.out], lowering=_gather_own)
 def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
-    """Other dims alike where the index covers them, the index also along the dim; a sharded dim is masked."""
+    """Other dims together if the index covers them; the index also along the dim; a sharded dim is masked."""
     if x.ndim != index.ndim or not x.ndim:
         return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)
@@ -42,14 +42,14 @@ def GATHER(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
 def _select_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index.reshape(-1))
-    found: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
+    picked: Tensor = local.call.op(never_empty(x, [at]), at, owned.at, **named)
     others = (~owned.mine).view([-1] + [1] * (x.ndim - at - 1))
-    return found.masked_fill_(others, 0)
+    return picked.masked_fill_(others, neutral("sum", picked.dtype))
 
 
 @rule_from([aten.index_select.default, aten.index_select.out], lowering=_select_own)
 def INDEX_SELECT(x: TensorMeta, dim: int, index: TensorMeta) -> Flow:
-    """Other dims pass, the index gives the dim its place in the result; a sharded dim is masked."""
+    """Other dims pass; in the result the index's dim replaces the indexed one; a sharded dim is masked."""
     if not x.ndim:
         return Flow([None], [None], moves="self")
     at = dim_of(dim, x.ndim)

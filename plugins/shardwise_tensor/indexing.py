@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.rule import Flow, Labels, LocalCall, TensorMeta, rule_from
+from shardwise.rule import Flow, Labels, LocalCall, TensorMeta, neutral, rule_from
 from shardwise_tensor.owning import Owned, look_up, never_empty
 
 __all__ = ["RULES", "Indexing", "is_mask", "owned_block"]
@@ -50,32 +50,32 @@ class Indexing:
 
 
 def is_mask(index: TensorMeta | None) -> bool:
-    """Whether an index says yes or no of each element, so that the shape of the result depends on data."""
+    """Whether an index is a mask: then the shape of the result depends on data."""
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def owned_block(local: LocalCall, indices: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Owned | None]:
-    """The indices made local to this rank's shard, and what of their common block it holds; ``None`` when all of it."""
-    found = list(indices)
+    """The indices relative to this rank's shard, and which of them fall into it; ``None`` if all of them do."""
+    local_indices = list(indices)
     block: Owned | None = None
     for dim, index in enumerate(indices):
         if index is None or not local.sharding(local.spec("self"), dim):
             continue
         owned = look_up(local, dim, index, wraps=True)
-        found[dim] = owned.at
+        local_indices[dim] = owned.at
         block = owned if block is None else Owned(block.mine & owned.mine, owned.at, block.legal & owned.legal)
-    return found, block
+    return local_indices, block
 
 
 def _index_own(local: LocalCall, x: Tensor, indices: Sequence[Tensor | None], **named: Any) -> Tensor:
     own, block = owned_block(local, indices)
     indexed = [d for d, index in enumerate(indices) if index is not None]
     cut = [d for d in indexed if local.sharding(local.spec("self"), d)]
-    found: Tensor = local.call.op(never_empty(x, cut), own, **named)
+    picked: Tensor = local.call.op(never_empty(x, cut), own, **named)
     if block is None:
-        return found
+        return picked
     behind = x.ndim - len(indexed) - Indexing.of(x.ndim, indices).first
-    return found.masked_fill_(~block.mine[(..., *[None] * behind)], 0)
+    return picked.masked_fill_(~block.mine[(..., *[None] * behind)], neutral("sum", picked.dtype))
 
 
 @rule_from([aten.index.Tensor, aten.index.Tensor_out, aten._unsafe_index.Tensor], lowering=_index_own)
@@ -95,7 +95,7 @@ def INDEX(x: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
 
 @rule_from(aten._unsafe_masked_index.default)
 def MASKED_INDEX(x: TensorMeta, mask: TensorMeta, indices: Sequence[TensorMeta | None]) -> Flow:
-    """As index without a sharded indexed dim; the mask is like the result."""
+    """As index, with indexed dims whole; the mask is sharded as the result."""
     names = Indexing.of(x.ndim, indices)
     if any(map(is_mask, indices)) or mask.ndim > len(names.result):
         return Flow([None], [None])

@@ -1,4 +1,4 @@
-"""Several tensors put together: all lie alike, and the dim along which they are joined is whole."""
+"""Several tensors put together: all have the same placements, and the dim along which they are joined is whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @rule_from([aten.cat.default, aten.cat.out])
 def CAT(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
-    """All tensors alike, the joined dim whole; tensors of shape (0,) count for nothing."""
+    """All tensors with the same placements, the joined dim whole; tensors of shape (0,) are ignored."""
     ndim = next((t.ndim for t in tensors if t.shape != (0,)), 1)
     names = labels(ndim, {dim_of(dim, ndim)})
     inputs = [(None,) if t.shape == (0,) else names for t in tensors]
@@ -25,7 +25,7 @@ def CAT(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
 
 @rule_from([aten.stack.default, aten.stack.out])
 def STACK(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
-    """All tensors alike; the new dim is whole."""
+    """All tensors with the same placements; the new dim is whole."""
     ndim = tensors[0].ndim
     names = labels(ndim)
     at = dim_of(dim, ndim + 1)
@@ -34,7 +34,7 @@ def STACK(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
 
 @rule_from([aten._chunk_cat.default, aten._chunk_cat.out])
 def CHUNK_CAT(tensors: Sequence[TensorMeta], dim: int, *, call: Call) -> Flow:
-    """Dims before the one that is cut into chunks alike in all tensors; that one and those behind are whole."""
+    """Dims before the chunked one, together in all tensors; the chunked dim and the dims behind it are whole."""
     at = dim_of(dim, tensors[0].ndim)
     names = labels(at)
     inputs = [(*names, *[None] * (t.ndim - at)) for t in tensors]
@@ -43,7 +43,7 @@ def CHUNK_CAT(tensors: Sequence[TensorMeta], dim: int, *, call: Call) -> Flow:
 
 
 def _one_dtype(call: Call) -> tuple[str, ...]:
-    """The operands that may be partial together: all, where no tensor is cast to the dtype of the others."""
+    """The operands that may be partial together: all of them if none is cast."""
     return ("tensors",) if same_dtype(*call.operands, *call.outputs) else ()
 
 

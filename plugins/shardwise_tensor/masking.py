@@ -1,4 +1,4 @@
-"""Masks and look-ups by value: elementwise, or whole where positions of the result depend on data."""
+"""Masks and look-ups by value: elementwise, or whole if positions of the result depend on data."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ ONCE = ("sum", "product")
 
 
 def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: Any) -> Tensor:
-    """The first rank of each partial mesh dim fills in the value, the others what it does not notice."""
+    """The first rank of each partial mesh dim fills in the value, the others the neutral value."""
+    beside = local.inputs[2] if isinstance(value, Tensor) else None
     for kind in ONCE:
-        if not local.counts(local.spec("self"), kind=kind):
-            silent = neutral(kind, x.dtype)
-            value = torch.full_like(value, silent) if isinstance(value, Tensor) else silent
+        if not local.counts(local.spec("self"), beside, kind=kind):
+            nothing = neutral(kind, x.dtype)
+            value = torch.full_like(value, nothing) if isinstance(value, Tensor) else nothing
     filled: Tensor = local.call.op(x, mask, value, **named)
     return filled
 
@@ -41,7 +42,7 @@ def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: A
     lowering=_fill_once,
 )
 def MASKED_FILL(x: TensorMeta, mask: TensorMeta, value: Any) -> Flow:
-    """..., ... -> ...; a zero is zero in every reduction, another value stands on all ranks or on one."""
+    """..., ... -> ...; a zero is zero under every reduction; another value goes to all ranks, or to one."""
     x_names, mask_names, names = _broadcast(x, mask)
     if value == 0:
         return Flow([x_names, mask_names], [names], moves="self")
@@ -64,7 +65,7 @@ BUCKETIZE = rule([aten.bucketize.Tensor, aten.bucketize.Tensor_out], "..., R -> 
 
 @rule_from([aten.searchsorted.Tensor, aten.searchsorted.Tensor_out])
 def SEARCH_SORTED(sorted_sequence: TensorMeta, x: TensorMeta) -> Flow:
-    """Leading dims alike in both; the sorted dim is whole. A single sorted row serves values of any shape."""
+    """Leading dims together in both; the sorted dim is whole. A single sorted row serves values of any shape."""
     names = labels(x.ndim)
     rows = (None,) if sorted_sequence.ndim == 1 else (*names[:-1], None)
     return Flow([rows, names, rows], [names])
@@ -100,14 +101,14 @@ def WHOLE() -> Flow:
     return Flow([None], [None])
 
 
-def _as_often_as_asked(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
+def _repeated_on_meta(repeats: Tensor, *, output_size: int | None = None) -> Tensor:
     # torch's meta kernel refuses a call without the size; the device takes it from the data.
     if output_size is None:
         raise NotImplementedError("without output_size only the data know the length")
     return repeats.new_empty(output_size, dtype=torch.int64)
 
 
-@rule_from(aten.repeat_interleave.Tensor, meta=_as_often_as_asked)
+@rule_from(aten.repeat_interleave.Tensor, meta=_repeated_on_meta)
 def REPEATED() -> Flow:
     """R -> R: the result is as long as the sum of all elements."""
     return Flow([None], [None])

@@ -15,10 +15,10 @@ __all__ = ["Owned", "look_up", "never_empty"]
 
 @frozen(eq=False)
 class Owned:
-    """``mine`` says of each index whether this rank holds the element, and ``at`` where in the shard.
+    """``mine`` says for each index whether this rank holds the element, and ``at`` is its position in the shard.
 
-    ``at`` of an element that another rank holds is 0; of an index that no rank holds it is out of range, so that the
-    local op refuses it as one device does.
+    If another rank holds the element, ``at`` is 0. If no rank holds it, ``at`` is out of range, so that the local op
+    refuses it as one device does.
     """
 
     mine: Tensor
@@ -26,8 +26,8 @@ class Owned:
     legal: Tensor
 
     @property
-    def kept(self) -> Tensor:
-        """Positions in the flat index of what this rank must write: its own, and what is out of range everywhere."""
+    def entries(self) -> Tensor:
+        """Entries of the flat index that this rank must write: its own, and those out of range on every rank."""
         return (self.mine | ~self.legal).flatten().nonzero().flatten()
 
 
@@ -47,7 +47,7 @@ def look_up(local: LocalCall, dim: int, index: Tensor, *, wraps: bool = False) -
 
 
 def never_empty(x: Tensor, dims: Collection[int]) -> Tensor:
-    """The shard, or zeros of size one along these dims where it is empty: a look-up needs something to look into."""
+    """The shard; where it is empty along these dims, zeros of size one, since a look-up refuses an empty dim."""
     if all(x.shape[d] for d in dims):
         return x
     return x.new_zeros([max(n, 1) if d in dims else n for d, n in enumerate(x.shape)])

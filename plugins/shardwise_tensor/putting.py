@@ -29,18 +29,18 @@ def _put_own(
 
 
 def _entries(
-    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, wanted: Tensor
+    x: Tensor, indices: Sequence[Tensor | None], values: Tensor, mask: Tensor
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Flat indices and the values that go with them, of the entries that are wanted."""
-    given = [index for index in indices if index is not None]
-    shape: torch.Size = aten.broadcast_tensors.default(given)[0].shape
-    kept = wanted.expand(shape).reshape(-1).nonzero().flatten()
-    flat = [None if index is None else index.expand(shape).reshape(-1)[kept] for index in indices]
+    """The entries that the mask selects: flat indices, and their values."""
+    indexing = [index for index in indices if index is not None]
+    shape: torch.Size = aten.broadcast_tensors.default(indexing)[0].shape
+    positions = mask.expand(shape).reshape(-1).nonzero().flatten()
+    flat = [None if index is None else index.expand(shape).reshape(-1)[positions] for index in indices]
     first = Indexing.of(x.ndim, indices).first
     rest = [n for d, n in enumerate(x.shape) if d >= len(indices) or indices[d] is None]
     spread = values.expand([*rest[:first], *shape, *rest[first:]])
     lined_up = spread.reshape([*rest[:first], shape.numel(), *rest[first:]])
-    return flat, lined_up.index_select(first, kept)
+    return flat, lined_up.index_select(first, positions)
 
 
 @rule_from(
@@ -99,15 +99,18 @@ def _in_parts(name: str | None, inputs: Sequence[Labels | None]) -> str:
 
 
 def _by_mask(x: TensorMeta, indices: Sequence[TensorMeta | None], values: TensorMeta, accumulate: bool) -> Flow:
-    """One mask, and values that are the same for all elements that it picks: elementwise. Else whole."""
-    given = [(d, index) for d, index in enumerate(indices) if index is not None]
-    at, mask = given[0]
+    """Elementwise for one mask with the same value for all elements that it picks; else whole.
+
+    It is long because the dims of the values depend on where the mask stands among the indices.
+    """
+    masks = [(d, index) for d, index in enumerate(indices) if index is not None]
+    at, mask = masks[0]
     names = labels(x.ndim)
     # Dims of the result: those before the mask, one for all that it picks, those behind.
     result = (*names[:at], None, *names[at + mask.ndim :])
     picked = values.ndim - (len(result) - at)
-    alike = len(given) == 1 and (picked < 0 or values.shape[picked] == 1) and values.ndim <= len(result)
-    if not alike:
+    is_uniform = len(masks) == 1 and (picked < 0 or values.shape[picked] == 1) and values.ndim <= len(result)
+    if not is_uniform:
         return Flow([None], [None])
     of_mask = [None if index is None else names[at : at + mask.ndim] for index in indices]
     between = "R, " * len(indices)

@@ -1,4 +1,4 @@
-"""Elements that change places along some dims, or are kept by where they stand."""
+"""Elements that change places along some dims, and triangles of matrices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _local_diagonal(local: LocalCall) -> Mapping[str, Any]:
     return {"diagonal": local.arg("diagonal") + row - column}
 
 
-# The part that is cut off is zero on every rank, which is what each reduction makes of zeros.
+# The part that is cut off is zero on every rank, and every reduction of zeros is zero.
 TRIANGLE = rule(
     [
         aten.tril.default,

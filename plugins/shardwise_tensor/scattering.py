@@ -1,4 +1,4 @@
-"""Elements written to, or added at, indices along one dim."""
+"""Elements written at indices along one dim, or added there."""
 
 from __future__ import annotations
 
@@ -33,8 +33,12 @@ def _partly(dim: int, metas: Sequence[TensorMeta | None]) -> set[int]:
 
 
 def _scattered(dim: int, call: Call, rows: tuple[str, ...] = (), in_parts: tuple[str, ...] = ()) -> Flow:
-    """Dims alike where the index covers them. In the dim itself, and in one that the index covers in part, a sharded
-    tensor takes what falls into it. ``in_parts`` are rows for an index that is split along the dim as its source is.
+    """Dims that the index covers are sharded together.
+
+    In the dim itself, and in a dim that the index covers in part, a shard takes the entries that fall into it.
+    ``in_parts`` are rows for an index that is split along the dim as its source is.
+
+    It is long because the sizes of index and source decide which dims are covered.
     """
     metas = [m for m in call.operands if m is not None]
     ndim = metas[0].ndim
@@ -43,12 +47,12 @@ def _scattered(dim: int, call: Call, rows: tuple[str, ...] = (), in_parts: tuple
     at = dim_of(dim, ndim)
     partly = _partly(dim, metas)
     names = tuple("cut" if d == at else f"part{d}" if d in partly else f"d{d}" for d in range(ndim))
-    alike = len({m.shape[at] for m in metas[1:]}) == 1
-    others = replaced(labels(ndim, partly), at, "picked" if alike else None)
+    same_length = len({m.shape[at] for m in metas[1:]}) == 1
+    others = replaced(labels(ndim, partly), at, "picked" if same_length else None)
     return Flow(
         [names, *[others] * (len(metas) - 1)],
         [names],
-        partial=(*rows, *in_parts) if alike else rows,
+        partial=(*rows, *in_parts) if same_length else rows,
         lowered={"cut", *(f"part{d}" for d in partly)},
     )
 
@@ -64,7 +68,7 @@ def _scatter_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, *rest: An
 
 
 def _own_part(local: LocalCall, at: int, tensor: Tensor) -> Tensor:
-    """What lies beside this rank's shard, in the dims that index or source cover in part (where they are whole)."""
+    """The part of index or source beside this rank's shard, in dims that they cover in part and hold whole."""
     spec = local.spec("self")
     for d in _partly(at, local.call.operands):
         start = min(local.offset(spec)[d], tensor.shape[d])
@@ -81,8 +85,8 @@ def _scatter_into_cut(local: LocalCall, x: Tensor, at: int, index: Tensor, *rest
     target = named.get("out", x if local.call.signature.args[0].written else None)
     if "out" in named:
         named["out"] = x.new_empty(0)
-    found: Tensor = local.call.op(spare, at, where, *rest, **named).narrow(at, 0, size)
-    return found if target is None else target.copy_(found)
+    result: Tensor = local.call.op(spare, at, where, *rest, **named).narrow(at, 0, size)
+    return result if target is None else target.copy_(result)
 
 
 @rule_from(
@@ -100,29 +104,29 @@ def _scatter_into_cut(local: LocalCall, x: Tensor, at: int, index: Tensor, *rest
     lowering=_scatter_own,
 )
 def SCATTER(dim: int, *, call: Call) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it."""
+    """Other dims together; a sharded dim takes the entries that fall into it."""
     return _scattered(dim, call)
 
 
 @rule_from([aten.scatter_.value, aten.scatter.value, aten.scatter.value_out], lowering=_scatter_own)
 def SCATTER_VALUE(dim: int, *, call: Call) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it."""
+    """Other dims together; a sharded dim takes the entries that fall into it."""
     return _scattered(dim, call, each(UNMOVED, "k, R -> k"))
 
 
 @rule_from([aten.scatter_add_.default, aten.scatter_add.default, aten.scatter_add.out], lowering=_scatter_own)
 def SCATTER_ADD(dim: int, *, call: Call) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
+    """Other dims together; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
     return _scattered(dim, call, ADDED_AT_INDEX, (ADDED_IN_PARTS,))
 
 
 @rule_from([aten.scatter_reduce_.two, aten.scatter_reduce.two, aten.scatter_reduce.two_out], lowering=_scatter_own)
 def SCATTER_REDUCE(dim: int, reduce: str, *, include_self: bool = True, call: Call) -> Flow:
-    """As scatter_add, with the reduction of the reduction."""
+    """As scatter_add, under the reduction of the call."""
     if reduce == "sum" and include_self:
         return _scattered(dim, call, ADDED_AT_INDEX, (ADDED_IN_PARTS,))
-    found = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
-    kinds = () if found is None else (found,)
+    kind = {"sum": "sum", "prod": "product", "amax": "max", "amin": "min"}.get(reduce)
+    kinds = () if kind is None else (kind,)
     # Without self, a rank that has no part of an element's sources would still offer the old value.
     parts = each(kinds, "k, picked, picked -> k") if include_self else ()
     return _scattered(dim, call, each(kinds, "k, R, k -> k"), parts)
@@ -137,21 +141,21 @@ def _write_own(
     """The op with only those entries of index and source that fall into this rank's shard."""
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index)
-    kept = owned.kept
-    result: Tensor = local.call.op(x, at, owned.at[kept], source.index_select(at, kept), *rest, **named)
+    entries = owned.entries
+    result: Tensor = local.call.op(x, at, owned.at[entries], source.index_select(at, entries), *rest, **named)
     return result
 
 
 def _fill_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index.reshape(-1), wraps=True)
-    result: Tensor = local.call.op(x, at, owned.at[owned.kept], value, **named)
+    result: Tensor = local.call.op(x, at, owned.at[owned.entries], value, **named)
     return result
 
 
 @rule_from([aten.index_add_.default, aten.index_add.default, aten.index_add.out], lowering=_write_own)
 def INDEX_ADD(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
+    """Other dims together; a sharded dim takes what falls into it; parts of the index add up to a partial sum."""
     return _slices(x, dim, index, source, (*ADDED_AT_INDEX, ADDED_IN_PARTS))
 
 
@@ -167,7 +171,7 @@ def INDEX_ADD(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) ->
     lowering=_write_own,
 )
 def INDEX_WRITE(x: TensorMeta, dim: int, index: TensorMeta, source: TensorMeta) -> Flow:
-    """Other dims alike; a sharded dim takes what falls into it."""
+    """Other dims together; a sharded dim takes the entries that fall into it."""
     return _slices(x, dim, index, source, ())
 
 

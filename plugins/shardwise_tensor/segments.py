@@ -1,4 +1,4 @@
-"""Runs of elements along one dim, reduced each to one."""
+"""Runs of elements along one dim, each reduced to one element."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _labels(ndim: int, axis: int) -> Labels:
 
 @rule_from([aten.segment_reduce.default, aten.segment_reduce.out])
 def SEGMENT_REDUCE(data: TensorMeta, *, axis: int = 0, call: Call) -> Flow:
-    """The dims behind the one that is cut into segments pass; where the segments lie is whole."""
+    """The dims behind the segmented one pass; the lengths or offsets of segments are whole."""
     names = _labels(data.ndim, dim_of(axis, data.ndim))
     return Flow([names, *[None] * (len(call.operands) - 1)], [names])
 
@@ -26,7 +26,7 @@ def SEGMENT_REDUCE(data: TensorMeta, *, axis: int = 0, call: Call) -> Flow:
 def SEGMENT_REDUCE_BACKWARD(
     grad: TensorMeta, output: TensorMeta, data: TensorMeta, *, axis: int = 0, call: Call
 ) -> Flow:
-    """The dims behind the one that was cut into segments pass, alike in all."""
+    """The dims behind the segmented one pass, together in all tensors."""
     names = _labels(data.ndim, dim_of(axis, data.ndim))
     return Flow([names, names, names, *[None] * (len(call.operands) - 3)], [names])
 

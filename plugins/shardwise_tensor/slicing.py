@@ -36,6 +36,10 @@ aten = torch.ops.aten
 
 
 def _takes_all(size: int, start: int | None, end: int | None, step: int) -> bool:
+    if any(isinstance(n, torch.SymInt) for n in (size, start, end, step)):
+        # Python's slices make numbers of symbols. Of these comparisons most are known without a guard.
+        first, last = start or 0, size if end is None else end
+        return bool(step == 1 and (first == 0 or first + size <= 0) and last >= size)
     begin, stop, stride = slice(start, end, step).indices(size)
     return begin == 0 and len(range(begin, stop, stride)) == size
 
@@ -106,14 +110,14 @@ def SPLIT_INTO(x: TensorMeta, sizes: Any, dim: int = 0, *, call: Call) -> Rows:
 
 @rule_from(aten.unbind_copy.int_out)
 def UNBIND_INTO(x: TensorMeta, dim: int = 0, *, call: Call) -> Rows:
-    """The unbound dim is whole, and the dims behind it are one less in the parts, which the op does not return."""
+    """The unbound dim is whole; the parts, which the op does not return, lack it."""
     return _into_parts(x, dim_of(dim, x.ndim), len(call.out_operands), drops=True)
 
 
 def _into_parts(x: TensorMeta, at: int, count: int, *, drops: bool = False) -> Rows:
     sharded = [(shard(d), shard(d - (drops and d > at))) for d in range(x.ndim) if d != at]
-    alike = [(p, p) for p in (*map(partial, REDUCE_OPS), REPLICATE)]
-    return Rows(tuple(Row((whole, *[part] * count), (), show(whole)) for whole, part in (*sharded, *alike)))
+    equal = [(p, p) for p in (*map(partial, REDUCE_OPS), REPLICATE)]
+    return Rows(tuple(Row((whole, *[part] * count), (), show(whole)) for whole, part in (*sharded, *equal)))
 
 
 # -- adjoints ----------------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
     return {} if result is None else {"input_sizes": local.local_shape(result)}
 
 
-# Where nothing was cut out the results are zero on every rank, which is what each reduction makes of zeros.
+# Outside of the part the results are zero on every rank, and every reduction of zeros is zero.
 
 
 @rule_from([aten.slice_backward.default, aten.slice_backward.out], local_args=_local_input_sizes)

@@ -43,14 +43,14 @@ def T(self: TensorMeta) -> Flow:
 
 @rule_from([aten.diagonal.default, aten.diagonal_copy.default, aten.diagonal_copy.out])
 def DIAGONAL(self: TensorMeta, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Flow:
-    """Dims beside the two of the diagonal pass."""
+    """All dims but the two of the diagonal pass."""
     names = labels(self.ndim, whole=(dim1, dim2))
     return Flow([names], [[*filter(None, names), None]], moves="self")
 
 
 @rule_from([aten.diag_embed.default, aten.diag_embed.out])
 def DIAG_EMBED(self: TensorMeta, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Flow:
-    """Dims beside the diagonal pass; the zeros around it stay zeros under every reduction."""
+    """All dims but the diagonal pass; the zeros around it stay zeros under every reduction."""
     names = labels(self.ndim + 1, whole=(dim1, dim2))
     return Flow([[*filter(None, names), None]], [names], moves="self")
 
@@ -63,7 +63,7 @@ def _local_input_sizes(local: LocalCall) -> Mapping[str, Any]:
 
 @rule_from([aten.diagonal_backward.default, aten.diagonal_backward.out], local_args=_local_input_sizes)
 def DIAGONAL_BACKWARD(grad_output: TensorMeta, input_sizes: Sequence[int], offset: int, dim1: int, dim2: int) -> Flow:
-    """Dims beside the two of the diagonal pass; the zeros around it stay zeros under every reduction."""
+    """All dims but the two of the diagonal pass; the zeros around it stay zeros under every reduction."""
     names = labels(len(input_sizes), whole=(dim1, dim2))
     return Flow([[*filter(None, names), None]], [names], moves="grad_output")
 
@@ -73,14 +73,14 @@ def DIAGONAL_BACKWARD(grad_output: TensorMeta, input_sizes: Sequence[int], offse
 
 @rule_from([aten.unfold.default, aten.unfold_copy.default, aten.unfold_copy.out])
 def UNFOLD(self: TensorMeta, dimension: int) -> Flow:
-    """Dims beside the one that windows slide over pass; the window is a new last dim."""
+    """All dims but the one that windows slide over pass; the window is a new last dim."""
     names = labels(self.ndim, whole={dimension})
     return Flow([names], [[*names, None]], moves="self")
 
 
 @rule_from([aten.unfold_backward.default, aten.unfold_backward.out], local_args=_local_input_sizes)
 def UNFOLD_BACKWARD(grad_in: TensorMeta, input_sizes: Sequence[int], dim: int) -> Flow:
-    """Dims beside the one that windows slid over pass; overlaps add up, so it is linear."""
+    """All dims but the one that windows slid over pass. Overlaps add up, so it is linear."""
     names = labels(len(input_sizes), whole={dim})
     return Flow([[*names, None]], [names], linear="grad_in")
 

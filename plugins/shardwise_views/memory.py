@@ -1,7 +1,7 @@
-"""Ops that see a tensor as the memory it lies in: other strides, other sizes over the same elements.
+"""Ops that read a tensor as memory: other strides or other sizes over the same elements.
 
-Memory is that of the whole tensor on one device, so the elements are gathered first. Where an offset is counted from
-the start of the memory, the tensor must fill its memory on every rank.
+The memory is that of the whole tensor on one device, so the elements are gathered first. An offset counts from the
+start of the memory; a call with an offset needs a tensor that fills its memory on every rank.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["RULES", "rows", "strided"]
 aten = torch.ops.aten
 
 
-# -- what lies in the memory ------------------------------------------------------------------------------------
+# -- which rows --------------------------------------------------------------------------------------------------
 
 
 def _is_dense(x: TensorMeta) -> bool:
-    """Whether the elements fill their memory, in any order, each at a place of its own."""
+    """Whether the elements fill their memory without gap or overlap, in any order."""
     step = 1
     for n, stride in sorted(((n, s) for n, s in zip(x.shape, x.stride, strict=True) if n != 1), key=lambda p: p[1]):
         if stride != step:
@@ -41,7 +41,7 @@ def _reach(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
 
 
 def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Flow | Rows:
-    """From any placement to a whole result; not one row where the result would reach beyond the tensor's memory."""
+    """From any placement to a whole result. There is no row if the result reaches beyond the tensor's memory."""
     if not _is_dense(x) or _reach(size, stride, offset or 0) > x.numel:
         return Rows(())
     names = [f"d{d}" for d in range(x.ndim)]
@@ -51,7 +51,7 @@ def rows(x: TensorMeta, size: Sequence[int], stride: Sequence[int], offset: int 
 # -- the memory --------------------------------------------------------------------------------------------------
 
 
-def _gathered(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
+def _gather(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
     """The whole tensor, from the local parts of all ranks."""
     spec = local.spec("self")
     for mesh_dim, placement in reversed(list(enumerate(spec.placements))):
@@ -64,7 +64,7 @@ def _gathered(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
 
 
 def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
-    """Raise on every rank when on any rank the tensor is a view of a part of its memory."""
+    """Raise on every rank if, on any rank, the tensor is a view of a part of its memory."""
     spec = local.spec("self")
     alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
     flag = torch.tensor(int(alone), dtype=torch.int32, device=x.device)
@@ -77,9 +77,9 @@ def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
 
 
 def _memory(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
-    """The elements in one dim, in the order that they have on one device; ``x`` itself where it has that order."""
+    """The elements in one dim, in the order of one device; a view of ``x`` if ``x`` is whole and has that order."""
     meta = local.spec("self").tensor_meta
-    whole = _gathered(local, x)
+    whole = _gather(local, x)
     if any(n != 1 and step != own for n, step, own in zip(meta.shape, meta.stride, whole.stride(), strict=True)):
         result = local.call.signature.results[0]
         if result.alias is not None and not result.written and whole is x:

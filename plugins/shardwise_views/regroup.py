@@ -19,7 +19,10 @@ _Named = str | tuple[tuple[str, int], ...] | None
 
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
-    """How the dims of ``self`` flow to a shape with as many elements; every reduction passes."""
+    """The dims of ``self`` in another shape with the same number of elements; every reduction passes.
+
+    It is long because a view may split dims, join dims and add dims of size one, all at once.
+    """
     if prod(before) == 0:
         return _without_elements(before, after)
     left: list[_Named] = [None] * len(before)
@@ -40,7 +43,7 @@ def _label(factors: _Factors) -> _Named:
 
 
 def _without_elements(before: Sequence[int], after: Sequence[int]) -> Flow:
-    """Leading dims that keep their size pass; a shard of another dim has no elements, so the result is whole."""
+    """For a tensor without elements: leading dims that keep their size pass; shards of others give a whole result."""
     same = 0
     while same < min(len(before), len(after)) and before[same] == after[same]:
         same += 1
@@ -50,7 +53,7 @@ def _without_elements(before: Sequence[int], after: Sequence[int]) -> Flow:
 
 
 def _ones(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of size-1 dims with as many elements in front of them, from left to right."""
+    """Pairs of size-1 dims that have equally many elements in front of them, from left to right."""
     spare = [(prod(after[:j]), j) for j, n in enumerate(after) if n == 1]
     for i, n in enumerate(before):
         partner = next((pair for pair in spare if n == 1 and pair[0] == prod(before[:i])), None)
@@ -75,7 +78,7 @@ def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[in
 
 
 def _common(before: Sequence[int], after: Sequence[int], name: str) -> tuple[list[_Factors], list[_Factors]]:
-    """Factors of the dims of a run: common ones from the left as long as there are, then what is left of each dim."""
+    """The factors of each dim of a run: common factors from the left while there are any, then the rest of the dim."""
     left, right = list(before), list(after)
     ours: list[_Factors] = [[] for _ in left]
     theirs: list[_Factors] = [[] for _ in right]

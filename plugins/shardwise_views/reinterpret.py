@@ -37,7 +37,7 @@ NEG_VIEW = rule(
 
 @rule_from([aten.view.dtype, aten.view_copy.dtype, aten.view_copy.dtype_out])
 def VIEW_DTYPE(self: TensorMeta, call: Call) -> Flow:
-    """Bits read as another dtype: the last dim is whole unless elements keep their size; no partial passes."""
+    """Bits read as another dtype: the last dim is whole unless elements keep their size; no partial tensor passes."""
     after = call.outputs[0]
     assert after is not None
     resized = after.dtype.itemsize != self.dtype.itemsize

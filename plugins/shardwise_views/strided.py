@@ -1,4 +1,4 @@
-"""Views by strides whose dims are dims of the operand, or windows along one of them; ``memory`` has the others."""
+"""Views by strides whose dims are dims of the operand or windows along one of them; ``memory`` has the others."""
 
 from __future__ import annotations
 
@@ -29,9 +29,13 @@ def _view_locally(local: LocalCall, x: torch.Tensor, size: Sequence[int], stride
 
 
 @rule_from(aten._reshape_alias.default, lowering=_view_locally)
-def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int]) -> Flow:
-    """As view, which has these strides anyway."""
-    return evolve(regroup(self.shape, size), lowered=ALL)
+def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> Flow:
+    """As view, where view gives these strides; else whole."""
+    try:
+        is_view = self.to_meta_tensor().view(tuple(size)).stride() == tuple(stride)
+    except RuntimeError:  # no view of these strides has that shape
+        is_view = False
+    return evolve(regroup(self.shape, size), lowered=ALL) if is_view else Flow([None], [None])
 
 
 # -- as_strided --------------------------------------------------------------------------------------------------
@@ -47,9 +51,9 @@ class _Geometry:
 
 
 def _geometry(x: TensorMeta, size: Sequence[int], stride: Sequence[int]) -> _Geometry | None:
-    """How the result lies in ``x``, when it is made of dims of it and of windows along at most one more.
+    """How the result lies in ``x``: its dims are dims of ``x``, or windows along at most one more. Else ``None``.
 
-    The windows must end within that dim, or they would read what is not a part of ``x``.
+    The windows must end within that dim, or they would read memory that is not a part of ``x``.
     """
     left = [d for d, n in enumerate(x.shape) if n != 1]
     dims: list[int | None] = []
@@ -100,7 +104,7 @@ def _stride_locally(
 def AS_STRIDED(
     self: TensorMeta, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Flow | Rows:
-    """Dims reordered, dropped at size one, or new, and windows along one dim; other strides need the whole memory."""
+    """Dims reordered, added, or dropped at size one, and windows along one dim; other strides need the whole memory."""
     geometry = _geometry(self, size, stride)
     # An offset counts from the start of the memory, which the operand may share with tensors unknown here.
     if geometry is None or storage_offset is not None:

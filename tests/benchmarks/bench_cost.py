@@ -15,7 +15,8 @@ from rich.table import Table
 from scipy.stats import spearmanr
 
 from shardwise.kernel.placements import parse_placement
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.testing import WorkerPool, mesh
 from shardwise.tools.calibrate import calibrate, time_redistributions
 

@@ -42,7 +42,9 @@ from shardwise.errors import (
     RankDisagreementError,
     WorkerError,
 )
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.dcp_chunks import chunk_of
 from shardwise.testing import mesh
 from shardwise.testing.pool import WorkerPool
@@ -367,6 +369,41 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
     with pytest.raises(CheckpointFileError, match="which is not part of a list of tensors"):
         checkpoint.load({"x": torch.zeros(2)}, tmp_path / "list")
     assert not ran.exists()
+
+
+@SINGLE
+def test_a_checkpoint_of_an_unknown_format_is_refused(tmp_path):
+    checkpoint.save({"n": 1}, tmp_path, step=1)
+    last = checkpoint.save({"n": 2}, tmp_path, step=2).path / "checkpoint.json"
+    last.write_text(last.read_text().replace('"format": 1', '"format": 99'))
+    for options in ({}, {"step": 2}, {"verify": False}):
+        with pytest.raises(CheckpointFileError, match=r"has format 99, and this version .* reads format 1"):
+            checkpoint.load({"n": 0}, tmp_path, **options)
+    with pytest.raises(CheckpointFileError, match="format 99"):
+        checkpoint.load({"n": 0}, last.parent, verify=False)
+    with pytest.raises(CheckpointFileError, match="format 99"):
+        checkpoint.save({"n": 3}, tmp_path, step=3)
+    state = {"n": 0}
+    checkpoint.load(state, tmp_path, step=1)
+    assert state == {"n": 1}
+
+
+@SINGLE
+@pytest.mark.parametrize("name", ["../secret.distcp", "/etc/passwd", "a/../../b", "..\\secret"])
+def test_a_checkpoint_reads_no_file_outside_of_its_folder(tmp_path, name):
+    dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "it")
+    metadata = pickle.loads((tmp_path / "it/.metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = name
+    (tmp_path / "it/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointFileError, match="which is outside of the folder"):
+        checkpoint.load({"x": torch.zeros(2)}, tmp_path / "it")
+    saved = checkpoint.save({"x": torch.ones(2)}, tmp_path / "ours", step=1).path / "checkpoint.json"
+    contents = json.loads(saved.read_text())
+    contents["files"][name] = [0, 0]
+    saved.write_text(json.dumps(contents))
+    with pytest.raises(CheckpointFileError, match="which is outside of the folder"):
+        checkpoint.load({"x": torch.zeros(2)}, saved.parent)
 
 
 def test_what_cannot_come_back_is_not_saved(tmp_path):

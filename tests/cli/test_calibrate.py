@@ -73,5 +73,5 @@ def test_what_is_no_mesh_is_refused(mesh):
 def test_a_file_that_is_no_such_file_is_left_alone(tmp_path):
     path = tmp_path / "notes"
     path.write_text("mine")
-    assert "no such file" in refused("--mesh", "2", "--out", str(path))
+    assert "is not a file of link figures" in refused("--mesh", "2", "--out", str(path))
     assert path.read_text() == "mine"

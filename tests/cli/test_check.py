@@ -221,7 +221,7 @@ def test_what_is_no_plugin(tmp_path):
     ("options", "check", "words"),
     [
         ({"group": "shardwise.plugins.v7"}, "entry point", "failed: it registers under shardwise.plugins.v7"),
-        ({"group": "console_scripts"}, "entry point", "failed: there is none in shardwise.plugins.v1"),
+        ({"group": "console_scripts"}, "entry point", "failed: the group shardwise.plugins.v1 has no entry"),
         ({"entry": "kernels"}, "entry point", "failed: kernels = "),
         ({"requires": ()}, "requires", "failed: it does not depend on shardwise"),
         ({"requires": ("shardwise>=99",)}, "requires", "failed: shardwise>=99, and "),

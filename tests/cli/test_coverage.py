@@ -18,10 +18,10 @@ from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import train
 from shardwise.discovery.process import use_registry
 from shardwise.kernel import dispatcher
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Shard
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
-from shardwise.kernel.spec import AbstractMesh
 from shardwise.tools.coverage import cover
 
 SMALL = RunSettings(layers=1, width=16, heads=2, context=8, batch=4, steps=2)

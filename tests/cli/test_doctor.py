@@ -148,7 +148,7 @@ def test_broken_settings_fail_and_the_rest_is_checked(fresh, monkeypatch, name, 
     ("text", "result", "words"),
     [
         (None, "failed", "does not exist"),
-        ("mine", "failed", "no such file"),
+        ("mine", "failed", "is not a file of link figures"),
         ('{"version": 99, "meshes": []}', "failed", "version 99"),
         ('{"version": 1, "meshes": []}', "ok", "no mesh"),
     ],

@@ -11,7 +11,8 @@ from shardwise import Partial, Replicate, Shard
 from shardwise.comm import events
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import TracingError
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing import mesh
@@ -48,28 +49,32 @@ def check(ranks, pairs, shape, dtype):
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=0, msg=lambda m, p=pair: f"{p}: {m}")
 
 
-@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (3, 2)], ids=str)
-def test_steps_over_one_mesh_dim(pool, shape):
-    pool.run(check, [0, 1, 2, 3], STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
-
-
 SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (7, 5), (1, 3), pytest.param((3, 2), marks=SAMPLE)], ids=str)
+def test_steps_over_one_mesh_dim(ranks, shape):
+    ranks.run(check, list(range(ranks.world_size)), STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bool, pytest.param(torch.int64, marks=SAMPLE), torch.bfloat16, torch.complex64], ids=str
 )
-def test_steps_in_dtypes_that_backends_do_not_all_carry(pool, dtype):
+def test_steps_in_dtypes_that_backends_do_not_all_carry(ranks, dtype):
     pairs = STEPS + (SUMS[:2] if dtype.is_complex or dtype == torch.bool else SUMS[:3])
-    pool.run(check, [0, 1, 2, 3], pairs, (7, 5), dtype, timeout=120)
+    ranks.run(check, list(range(ranks.world_size)), pairs, (7, 5), dtype, timeout=120)
 
 
 def test_steps_over_two_mesh_dims(pool):
     pool.run(check, [[0, 1], [2, 3]], TWO, (7, 6), torch.float64, timeout=120)
 
 
-def test_ranks_in_an_order_of_their_own(pool):
-    pool.run(check, [2, 0, 3, 1], STEPS + SUMS + EXTREMES, (8, 5), torch.float64, timeout=120)
+@pytest.mark.parametrize("shape", [pytest.param((8, 5), marks=SAMPLE), (3, 5)], ids=str)
+def test_ranks_in_an_order_of_their_own(pool, shape):
+    pool.run(check, [2, 0, 3, 1], STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
+
+
+def test_ranks_in_an_order_of_their_own_over_two_mesh_dims(pool):
     pool.run(check, [[3, 1], [0, 2]], TWO, (7, 6), torch.float64, timeout=120)
 
 

@@ -14,14 +14,14 @@ from shardwise.comm.events import observe
 from shardwise.comm.link_agreement import agree_on_links, agree_to, forget
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError, WorkerError
 from shardwise.kernel.dispatcher import clear_plans
-from shardwise.kernel.spec import AbstractMesh
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.planning import strategies
 from shardwise.planning.cost import Connection, Link, Links, default_links, links_of, use_links
 from shardwise.planning.link_file import Calibration, Site, show
 
 
 def links(k, ndim=2):
-    return Links((Connection.alike(Link(1e-5 * k, 1e-6 * k, 1e9 * k)),) * ndim, 1e-6 * k, 1e10)
+    return Links((Connection.same(Link(1e-5 * k, 1e-6 * k, 1e9 * k)),) * ndim, 1e-6 * k, 1e10)
 
 
 def entry(k, shape=(2, 2)):

@@ -10,7 +10,8 @@ from shardwise.comm.events import Event, observe
 from shardwise.comm.redistribute import redistribute_local, runner
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, reducible
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.path import shortest_path
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.meshes import mesh
@@ -49,8 +50,8 @@ def all_pairs(mesh_shape, shape, dtype, kinds, every=1):
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (2, 9), (1, 1), (0, 3), (7,), (4, 3, 5)])
-def test_every_pair_of_layouts_on_one_mesh_dim(pool, shape):
-    for count, wrong in pool.run(all_pairs, (4,), shape, torch.float64, REDUCE_OPS):
+def test_every_pair_of_layouts_on_one_mesh_dim(ranks, shape):
+    for count, wrong in ranks.run(all_pairs, (ranks.world_size,), shape, torch.float64, REDUCE_OPS):
         assert count == (1 + len(shape) + 5) ** 2
         assert wrong == []
 
@@ -106,8 +107,8 @@ def test_a_mesh_dim_of_one_rank(pool, mesh_shape, every):
     ],
 )
 @pytest.mark.parametrize("shape", [(5, 3), ()])
-def test_every_dtype(pool, dtype, shape):
-    for _, wrong in pool.run(all_pairs, (4,), shape, dtype, REDUCE_OPS):
+def test_every_dtype(ranks, dtype, shape):
+    for _, wrong in ranks.run(all_pairs, (ranks.world_size,), shape, dtype, REDUCE_OPS):
         assert wrong == []
 
 

@@ -7,12 +7,16 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import entry_points
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from shardwise.demo import command
 from shardwise.discovery.entry_points import GROUP
+from shardwise.testing import WorkerPool
 
 SMALL = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--device", "cpu"]
 ENDLESS = ["--mesh", "2x1", "--steps", "1000000"]
@@ -24,10 +28,10 @@ def heed_interrupts():
 
 
 def start(*arguments):
-    command = [sys.executable, "-u", "-m", "shardwise.demo", *SMALL, *arguments]
+    demo = [sys.executable, "-u", "-m", "shardwise.demo", *SMALL, *arguments]
     # A session of its own, so that Ctrl-C can be sent to the whole group as a terminal does.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, start_new_session=True, preexec_fn=heed_interrupts, **pipes)  # noqa: PLW1509
+    return subprocess.Popen(demo, start_new_session=True, preexec_fn=heed_interrupts, **pipes)  # noqa: PLW1509
 
 
 @pytest.fixture
@@ -51,16 +55,9 @@ def assert_all_gone(processes, seconds=5):
     assert alive == []
 
 
-@pytest.mark.parametrize(
-    ("mesh", "layers"), [("2x1", 1), pytest.param("2x2", 2, marks=[pytest.mark.slow, pytest.mark.sample])]
-)
-def test_the_demo_agrees_and_reports(tmp_path, mesh, layers):
-    report_path = tmp_path / "report.json"
-    with start("--steps", "3", "--layers", str(layers), "--mesh", mesh, "--json", str(report_path)) as demo:
-        out, err = demo.communicate(timeout=280)
-    assert demo.returncode == 0, out + err
+def check_report(path, out):
     assert "the mesh and one device agree over 3 steps" in out
-    report = json.loads(report_path.read_text())
+    report = json.loads(path.read_text())
     assert report["agrees"] is True
     assert len(report["mesh"]["losses"]) == 3
     assert report["mesh"]["losses"] == pytest.approx(report["one_device"]["losses"], abs=1e-4)
@@ -71,14 +68,34 @@ def test_the_demo_agrees_and_reports(tmp_path, mesh, layers):
     assert sum(use["bytes"] for use in report["collectives"]) > 0
 
 
+def test_the_demo_agrees_and_reports(tmp_path, monkeypatch):
+    """In this process, with workers that start fast."""
+    monkeypatch.setattr(command, "WorkerPool", partial(WorkerPool, start_method="forkserver"))
+    path = tmp_path / "report.json"
+    result = CliRunner().invoke(command.demo, [*SMALL, "--steps", "3", "--mesh", "2x1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    check_report(path, result.output)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize(("mesh", "layers"), [("2x1", 1), ("2x2", 2)])
+def test_the_demo_as_a_person_runs_it(tmp_path, mesh, layers):
+    path = tmp_path / "report.json"
+    with start("--steps", "3", "--layers", str(layers), "--mesh", mesh, "--json", str(path)) as demo:
+        out, err = demo.communicate(timeout=280)
+    assert demo.returncode == 0, out + err
+    check_report(path, out)
+
+
 @pytest.mark.slow
 @pytest.mark.sample
 def test_under_torchrun(tmp_path):
     report_path = tmp_path / "report.json"
     arguments = [*SMALL, "--steps", "2", "--mesh", "2", "--json", str(report_path)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "shardwise.demo", *arguments], capture_output=True, text=True, timeout=280, check=False
+        [*torchrun, "-m", "shardwise.demo", *arguments], capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the mesh and one device agree over 2 steps") == 1

@@ -53,12 +53,12 @@ def test_a_function_that_takes_another_overload_is_refused():
 
 
 def test_the_binding_depends_on_what_the_parser_can_tell_apart():
-    one = bindings._type_of([X])
-    assert one != bindings._type_of([X, X])
-    assert bindings._type_of([X, X]) == bindings._type_of([X] * 200)
-    assert bindings._type_of(X) != bindings._type_of(X[0, 0]) != bindings._type_of(INDEX[0])
-    assert bindings._type_of(1) != bindings._type_of(1.0) != bindings._type_of(True)
-    assert bindings._type_of(None) != bindings._type_of(X)
+    one = bindings._parser_type([X])
+    assert one != bindings._parser_type([X, X])
+    assert bindings._parser_type([X, X]) == bindings._parser_type([X] * 200)
+    assert bindings._parser_type(X) != bindings._parser_type(X[0, 0]) != bindings._parser_type(INDEX[0])
+    assert bindings._parser_type(1) != bindings._parser_type(1.0) != bindings._parser_type(True)
+    assert bindings._parser_type(None) != bindings._parser_type(X)
 
 
 def test_a_candidate_that_changes_an_argument_is_refused(monkeypatch):

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry, use_registry
-from shardwise.engine.decomposition import Decomposition, Failed, find, formulas, stand_ins
+from shardwise.engine.decomposition import Decomposition, Failed, decompose, formulas, stand_ins
 from shardwise.errors import InPlaceError, NoRuleError, PlainTensorError, UnknownOpWarning
 from shardwise.kernel import dispatcher
 from shardwise.kernel.precedence import Origin
@@ -53,7 +53,7 @@ def on(mesh_, tensor, *placements):
 
 
 def found(registry, op, *args, **kwargs):
-    return find(registry, op, stand_ins(args, {}), stand_ins(kwargs, {}))
+    return decompose(registry, op, stand_ins(args, {}), stand_ins(kwargs, {}))
 
 
 x, y = torch.arange(24.0).view(8, 3), torch.linspace(-1, 1, 24).view(8, 3)
@@ -198,7 +198,7 @@ def test_an_op_is_tried_once_for_each_signature(monkeypatch):
     from shardwise.engine import no_rule as unknown
 
     tried = []
-    monkeypatch.setattr(unknown, "find", lambda *args: tried.append(args) or find(*args))
+    monkeypatch.setattr(unknown, "decompose", lambda *args: tried.append(args) or decompose(*args))
     with world() as four, only("mul", "add"):
         a = on(four, x, Shard(0))
         for _ in range(3):

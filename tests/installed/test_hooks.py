@@ -52,7 +52,7 @@ def test_a_plugin_says_what_moves_cost_and_the_first_by_name_that_answers_counts
 @pytest.mark.sample
 def test_an_answer_that_is_no_links_is_an_error_that_names_the_plugin(environment, wheel):
     done = environment(wheel("acme-links", LINKS.format(arguments="", answer="3"))).run(COSTS)
-    assert "PluginLoadError: cost moves on a mesh of shape (2, 4) by the plugin acme-links 1.0" in done.stderr
+    assert "PluginLoadError: cost redistributions on a mesh of shape (2, 4) by the plugin acme-links 1.0" in done.stderr
     assert "answers 3" in done.stderr
 
 

@@ -133,3 +133,52 @@ def test_what_is_asked_for_often_stays(monkeypatch):
         torch.cosh(often)
         torch.cosh(sw.zeros(n, device_mesh=mesh))
     assert often.spec not in made
+
+
+def plans_made(monkeypatch, run):
+    made = []
+    original = make_plan.make_plan
+    monkeypatch.setattr(call_plans, "make_plan", lambda *args: made.append(args) or original(*args))
+    run()
+    return len(made)
+
+
+def test_a_plan_for_nan_is_made_once_and_drives_no_other_out(x, monkeypatch):
+    mask = x > 3
+
+    def run():
+        for _ in range(5):
+            torch.masked_fill(x, mask, float("nan"))
+            torch.nan_to_num(x, float("nan"))
+
+    assert plans_made(monkeypatch, run) == 2
+
+
+def test_the_sign_of_zero_is_part_of_a_call(x, monkeypatch):
+    mask = x > 3
+    assert plans_made(monkeypatch, lambda: [torch.masked_fill(x, mask, value) for value in (0.0, -0.0, 0.0)]) == 2
+
+
+def test_results_have_the_default_dtype_of_their_call(x):
+    numbers = x.to(torch.int64)
+    before = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            for result in (numbers / 2, numbers * 1.5, torch.sqrt(numbers), torch.where(x > 3, 1.0, 2.0)):
+                assert result.dtype == result.spec.dtype == result.to_local().dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_plan_that_the_default_dtype_decides_is_made_once_for_each(x, monkeypatch):
+    numbers = x.to(torch.int64)
+
+    def run():
+        for _ in range(3):
+            torch.cosh(numbers)
+            torch.set_default_dtype(torch.float64)
+            torch.cosh(numbers)
+            torch.set_default_dtype(torch.float32)
+
+    assert plans_made(monkeypatch, run) == 2

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.errors import RuleError
 from shardwise.kernel.signature import ByType, Call, Kind, op_name, scalar_type, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 
 aten = torch.ops.aten
 

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, dtype_name
+from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk
+from shardwise.kernel.tensor_meta import TensorMeta, dtype_name
 
 MESH = AbstractMesh((2, 3))
 

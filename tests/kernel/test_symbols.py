@@ -13,8 +13,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from shardwise import Replicate, Shard
 from shardwise.kernel import symbols as sizes
-from shardwise.kernel.spec import AbstractMesh, SymbolicSpec, TensorMeta, TensorSpec, hinted, in_numbers
+from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
 from shardwise.kernel.symbols import chunk
+from shardwise.kernel.tensor_meta import TensorMeta
 
 LENGTHS = st.integers(2, 40)
 

@@ -8,13 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import InPlaceError, ListLengthError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.precedence import Origin
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.registry import Registrar, Registry
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.schema import OpSchema, TupleStrategy
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.problem import Problem, exhaustive
 from shardwise.planning.results import schema_metas
 from shardwise.planning.strategies import choose, make_call, problems, propagate, propagated, strategies, strategies_of

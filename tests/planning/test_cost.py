@@ -5,7 +5,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.kernel.spec import AbstractMesh
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.planning.cost import (
     KINDS,
     WIRES,
@@ -112,7 +112,7 @@ def test_a_reduction_that_no_backend_does_costs_what_is_run_for_it(costs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_figures_of_its_own(kind):
-    slower = evolve(Connection.alike(FAST), **{kind: SLOW})
+    slower = evolve(Connection.same(FAST), **{kind: SLOW})
     costs, fast = (step_costs((4,), Links((c,), 1e-6, 1e12)) for c in (slower, FAST))
     for other in KINDS:
         same = getattr(costs, other)((0,), 4096) == getattr(fast, other)((0,), 4096)
@@ -121,7 +121,7 @@ def test_every_kind_has_figures_of_its_own(kind):
 
 def test_the_group_of_all_ranks_may_be_slower_than_its_mesh_dims_let_expect(costs):
     crowded = Link(start=1e-3, latency=1e-9, bandwidth=1e9)
-    slow = step_costs(SIZES, evolve(LINKS, whole=Connection.alike(crowded)))
+    slow = step_costs(SIZES, evolve(LINKS, whole=Connection.same(crowded)))
     # The start and the bandwidth of the whole, and the latency of a mesh dim, which is longer.
     assert slow.all_gather((0, 1, 2), 1000) == pytest.approx(1e-3 + 4 * 1e-5 + 15 * 1000 / 1e9)
     assert slow.all_gather((0, 1), 1000) == costs.all_gather((0, 1), 1000)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardwise.errors import LinksFileError, LinksVersionError
 from shardwise.planning.cost import Connection, Link, Links
-from shardwise.planning.link_file import Calibration, Site, chosen_file, find, parse, show, store
+from shardwise.planning.link_file import Calibration, Site, chosen_file, links_for, parse, show, store
 
 
 def connection(k):
@@ -45,31 +45,31 @@ def test_a_file_keeps_one_entry_per_kind_of_mesh(tmp_path):
 
 
 def test_an_entry_serves_the_meshes_that_lie_as_it_does():
-    assert find([ENTRY], SITE) == LINKS
+    assert links_for([ENTRY], SITE) == LINKS
 
 
 @pytest.mark.parametrize("change", [{"device": "H100"}, {"backend": "gloo"}, {"device_type": "cpu"}])
 def test_an_entry_of_other_devices_serves_no_mesh(change):
-    assert find([ENTRY], evolve(SITE, **change)) is None
+    assert links_for([ENTRY], evolve(SITE, **change)) is None
 
 
 def test_mesh_dims_serve_meshes_of_another_shape():
-    found = find([ENTRY], Site((4, 1, 2), "cuda", "A100", "nccl", (1, 1, 2), 2))
+    found = links_for([ENTRY], Site((4, 1, 2), "cuda", "A100", "nccl", (1, 1, 2), 2))
     assert (found.mesh_dims[0], found.mesh_dims[2]) == (connection(2), connection(1))
     assert (found.memory_bandwidth, found.whole) == (7e11, None)
 
 
 @pytest.mark.parametrize(("shape", "hosts"), [((2, 8), (2, 1)), ((4,), (4,)), ((2,), (1,)), ((3, 4), (2, 1))])
 def test_a_mesh_takes_all_its_figures_from_measurements_or_none(shape, hosts):
-    assert find([ENTRY], Site(shape, "cuda", "A100", "nccl", hosts, max(hosts))) is None
+    assert links_for([ENTRY], Site(shape, "cuda", "A100", "nccl", hosts, max(hosts))) is None
 
 
 def test_the_first_of_equal_entries_wins():
     later = evolve(ENTRY, site=evolve(SITE, mesh_shape=(4,), hosts=(1,), total_hosts=1))
     later = evolve(later, links=Links((connection(7),), 1e-6, 1e9))
     wanted = Site((4, 4), "cuda", "A100", "nccl", (1, 1))
-    assert find([ENTRY, later], wanted).mesh_dims == (connection(2),) * 2
-    assert find([later, ENTRY], wanted).mesh_dims == (connection(7),) * 2
+    assert links_for([ENTRY, later], wanted).mesh_dims == (connection(2),) * 2
+    assert links_for([later, ENTRY], wanted).mesh_dims == (connection(7),) * 2
 
 
 # -- refusals -------------------------------------------------------------------------------------------------------

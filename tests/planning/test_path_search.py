@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.reductions import REDUCE_OPS
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning import layout_graph
 from shardwise.planning.cost import links_of
 from shardwise.planning.layout_graph import graph_of

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from shardwise.errors import NoStrategyError, PlacementError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import result_metas, rows, strategy
 from shardwise.rule.authoring import rule
 

@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh

@@ -10,8 +10,10 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh

@@ -5,9 +5,11 @@ import torch
 
 import shardwise as sw
 from shardwise import Shard
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import rows
 from shardwise.testing import mesh
 from shardwise_spectral import transforms

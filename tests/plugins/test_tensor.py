@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.errors import DeviceMismatchError, InPlaceError
+from shardwise.errors import DeviceMismatchError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
@@ -28,7 +30,7 @@ from shardwise_tensor import (
     slicing,
 )
 from shardwise_tensor.creating import dense_strides
-from shardwise_tensor.dtypes import kept_by_cast
+from shardwise_tensor.dtypes import commuting_with_cast
 
 aten = torch.ops.aten
 FAMILIES = (copying, creating, gathering, indexing, joining, masking, putting, rearranging, scattering, slicing)
@@ -222,7 +224,7 @@ def test_what_only_takes_shape_from_a_partial_tensor_is_whole():
     ],
 )
 def test_a_cast_carries_only_what_it_cannot_change(before, after, kinds):
-    assert list(kept_by_cast(before, after)) == kinds
+    assert list(commuting_with_cast(before, after)) == kinds
 
 
 def test_a_partial_source_is_not_cast_on_the_way():
@@ -411,8 +413,8 @@ def partial_stays_partial():
         assert torch.equal(found.full_tensor(), wanted)
     assert x.to(torch.bfloat16).placements != (Partial("sum"),)
     assert torch.equal(x.to(torch.bfloat16).full_tensor(), expected.bfloat16())
-    with pytest.raises(InPlaceError):
-        x.fill_(3)
+    assert x.fill_(3).placements == (Partial("sum"),)
+    assert torch.equal(x.full_tensor(), torch.full_like(expected, 3))
 
 
 def other_devices():
@@ -443,3 +445,30 @@ def out_of_range():
 )
 def test_on_ranks(pool, program):
     pool.run(program)
+
+
+def classes_that_do_not_exist(layout, classes, num_classes):
+    placed = sw.distribute_tensor(torch.tensor(classes), mesh((4,)), layout)
+    with pytest.raises(RuntimeError) as expected:
+        torch.nn.functional.one_hot(torch.tensor(classes), num_classes)
+    with pytest.raises(RuntimeError, match=str(expected.value)):
+        torch.nn.functional.one_hot(placed, num_classes)
+    assert placed.sum().item() == sum(classes)  # the ranks are in step
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)]])
+@pytest.mark.parametrize("classes", [[0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 0, -1]])
+def test_one_hot_refuses_classes_that_do_not_exist(pool, layout, classes):
+    pool.run(classes_that_do_not_exist, layout, classes, 4)
+
+
+def one_hot_of(layout, num_classes):
+    classes = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    result = torch.nn.functional.one_hot(sw.distribute_tensor(classes, mesh((4,)), layout), num_classes)
+    torch.testing.assert_close(result.full_tensor(), torch.nn.functional.one_hot(classes, num_classes))
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize("num_classes", [-1, 4, 6])
+def test_one_hot_is_one_devices(pool, layout, num_classes):
+    pool.run(one_hot_of, layout, num_classes)

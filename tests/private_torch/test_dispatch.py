@@ -8,8 +8,10 @@ import pytest
 import torch
 from attrs import frozen
 
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch import dispatch
 
 aten = torch.ops.aten
@@ -144,3 +146,101 @@ def test_memory_has_an_identity_also_without_data():
     for x in (torch.ones(4), torch.ones(4, device="meta")):
         assert dispatch.memory_of(x[1:]) == dispatch.memory_of(x)
         assert dispatch.memory_of(x.clone()) != dispatch.memory_of(x)
+
+
+@pytest.fixture
+def lent(monkeypatch):
+    """What was asked for with memory of a Wrapper."""
+    monkeypatch.setattr(torch.Tensor, "data", torch.Tensor.data, raising=False)
+    for module in (torch, torch.utils.dlpack):
+        monkeypatch.setattr(module, "to_dlpack", module.to_dlpack)
+    asked = []
+
+    def refuse(tensor, what):
+        asked.append((type(tensor), what.partition(" ")[0]))
+        raise ValueError("no memory")
+
+    dispatch.guard_memory(Wrapper, refuse)
+    return asked
+
+
+def test_memory_of_a_wrapper_is_not_lent(lent):
+    wrapper = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    plain = torch.zeros(2)
+    for lend in (lambda: setattr(plain, "data", wrapper), lambda: setattr(torch.nn.Parameter(plain), "data", wrapper)):
+        with pytest.raises(ValueError, match="no memory"):
+            lend()
+    for to_dlpack in (torch.to_dlpack, torch.utils.dlpack.to_dlpack):
+        with pytest.raises(ValueError, match="no memory"):
+            to_dlpack(wrapper)
+    assert lent == [(Wrapper, "set")] * 2 + [(Wrapper, "make")] * 2
+
+
+def test_other_tensors_keep_torchs_data(lent):
+    x, y = torch.zeros(2, requires_grad=True), torch.ones(3)
+    assert not x.data.requires_grad
+    assert x.data.data_ptr() == x.data_ptr()
+    x.data = y
+    assert torch.equal(x, y)
+    assert x.is_leaf
+    with pytest.raises(RuntimeError, match="not allowed"):
+        del x.data
+    with pytest.raises(TypeError):
+        x.data = 1
+    assert torch.equal(torch.from_dlpack(torch.to_dlpack(y)), y)
+    assert dispatch.get_data(y).data_ptr() == y.data_ptr()
+    dispatch.set_data(y, torch.zeros(2))
+    assert y.shape == (2,)
+    assert lent == []
+
+
+def test_data_reaches_torch_function_as_before(lent):
+    class Seen(torch.Tensor):
+        names: ClassVar[list] = []
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            cls.names.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    x = torch.zeros(2).as_subclass(Seen)
+    assert type(x.data) is Seen
+    x.data = torch.ones(2)
+    assert Seen.names == ["__get__", "__set__"]
+    assert torch.Tensor.data.__get__ == torch.Tensor.data.__get__
+    with torch.device("cpu"):  # a mode that sees functions
+        x.data = torch.zeros(2)
+        assert torch.equal(x.data, torch.zeros(2))
+
+
+def test_data_is_compiled_as_before(lent):
+    def step(x, y):
+        x.data = y * 2
+        return x.data + 1
+
+    x = torch.zeros(2)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x, torch.ones(2)), torch.full((2,), 3.0))
+    assert torch.equal(x, torch.full((2,), 2.0))
+
+
+def test_a_class_with_items_is_no_sequence_to_c_code():
+    class Indexed(torch.Tensor):
+        def __getitem__(self, index):
+            return super().__getitem__(index)
+
+    one = torch.tensor(2.0).as_subclass(Indexed)
+    with pytest.raises(TypeError, match="0-d"):
+        torch.tensor([one, 1.0])
+    dispatch.hide_items(Indexed)
+    assert torch.tensor([one, 1.0]).tolist() == [2, 1]
+    assert torch.ones(3).as_subclass(Indexed)[1:].shape == (2,)
+
+
+def test_tensors_of_vmap_are_told_from_others():
+    seen = []
+    torch.vmap(lambda t: seen.append(dispatch.is_batched(t)) or t)(torch.ones(2))
+    torch.autograd.functional.jacobian(lambda t: t * 2, torch.ones(2), vectorize=True)
+    assert seen == [True]
+    assert not dispatch.is_batched(torch.ones(2))
+    assert not dispatch.is_batched(None)

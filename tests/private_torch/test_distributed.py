@@ -26,6 +26,27 @@ def test_the_mesh_in_force_is_found(pool):
     assert pool.run(entered_mesh, (2, 2)) == [True] * 4
 
 
+def note_in_the_store(key):
+    store = distributed.default_store()
+    store.add(key, dist.get_rank() + 1)
+    dist.barrier()
+    return store.add(key, 0), store.check([key + " of nobody"])
+
+
+def test_all_ranks_have_the_default_store(pool):
+    assert distributed.default_store() is None, "one process has nobody to tell"
+    assert pool.run(note_in_the_store, "tests/private_torch") == [(10, False)] * 4
+
+
+def test_a_store_is_reachable_until_its_process_ends():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    prefixed = dist.PrefixStore("a", dist.PrefixStore("b", there))
+    assert distributed.is_reachable(prefixed)
+    del store
+    assert not distributed.is_reachable(prefixed)
+
+
 def collectives_of_a_graph():
     group, rank = dist.group.WORLD, float(dist.get_rank())
     mine = torch.tensor([rank, rank + 10])

@@ -120,3 +120,18 @@ def test_an_op_made_of_others_may_be_opened():
     (op, *_), *_ = dispatch.recorded_ops(lambda: opened([3]), (), {})[-1:]
     assert op is aten.uniform_.default
     assert ops.composite_kernel(aten.uniform_.default) is None
+
+
+def test_a_composite_kernel_runs_below_modes_for_functions():
+    """Under such a mode torch would call the op itself."""
+    kernel, both = ops.composite_kernel(aten._is_all_true.default), torch.tensor([True, True])
+    called = []
+
+    def run(op, args, kwargs):
+        called.append(op)
+        return op(*args, **kwargs)
+
+    with torch.device("cpu"), dispatch.watching(run, lambda _: False):
+        assert kernel(both)
+    assert called[0] is aten.all.default
+    assert ops.composite_kernel(torch.ops.private_torch_test.bump.default) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -117,3 +119,16 @@ def test_graphs_are_seen_as_they_go_to_a_compiler():
     assert x.grad.tolist() == [3, 3]
     assert len(seen) == 2
     assert any(node.target is aten.mul.Tensor for node in seen[0].graph.nodes)
+
+
+def test_an_ordinary_tensor_answers_for_the_one_class_that_takes_plain_tangents(monkeypatch):
+    """Torch asks the gradient for the expected class; None says that it has no answer."""
+    name = "__coerce_same_metadata_as_tangent__"
+    monkeypatch.setattr(torch.Tensor, name, None, raising=False)
+    tracing.take_plain_tangents(torch.nn.Parameter, lambda tensor, metadata: (tensor, metadata))
+    grad = torch.zeros(2)
+    assert getattr(grad, name)("layout", torch.nn.Parameter) == (grad, "layout")
+    assert getattr(grad, name)("layout", FakeTensor) is None
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    assert name in inspect.getsource(runtime_wrappers)

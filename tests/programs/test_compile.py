@@ -1,4 +1,4 @@
-"""Whole programs under ``torch.compile`` on four gloo ranks, against the same in eager mode and on one device."""
+"""Whole programs under ``torch.compile`` on gloo ranks, against the same in eager mode and on one device."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -259,6 +260,10 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+def one_dim():
+    return mesh((dist.get_world_size(),))
+
+
 def operands(m, requires_grad=True):
     torch.manual_seed(0)
     x = sw.distribute_tensor(torch.randn(7, 16), m, [Shard(0)])
@@ -277,7 +282,7 @@ def outcome(program, x, w):
 
 def run_both(program, backend):
     torch._dynamo.reset()
-    m = mesh((4,))
+    m = one_dim()
     expected = outcome(program, *operands(m))
     found = outcome(torch.compile(program, backend=backend, fullgraph=True), *operands(m))
     assert [spec for spec, _ in found] == [spec for spec, _ in expected]
@@ -285,8 +290,8 @@ def run_both(program, backend):
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_a_compiled_program_gives_what_it_gives_in_eager_mode(pool, program):
-    pool.run(run_both, program, "aot_eager", timeout=120)
+def test_a_compiled_program_gives_what_it_gives_in_eager_mode(ranks, program):
+    ranks.run(run_both, program, "aot_eager", timeout=120)
 
 
 def plans_of(program, x, w):
@@ -299,7 +304,7 @@ def plans_of(program, x, w):
 def plans_while_tracing_and_after():
     torch._dynamo.reset()
     dispatcher.clear_plans()
-    m = mesh((4,))
+    m = one_dim()
     traced = plans_of(torch.compile(viewed, backend="eager", fullgraph=True), *operands(m, requires_grad=False))
     dispatcher.clear_plans()
     eager = plans_of(viewed, *operands(m, requires_grad=False))
@@ -307,8 +312,8 @@ def plans_while_tracing_and_after():
     assert len(eager) > 3
 
 
-def test_plans_made_while_tracing_are_those_of_eager_mode(pool):
-    pool.run(plans_while_tracing_and_after)
+def test_plans_made_while_tracing_are_those_of_eager_mode(ranks):
+    ranks.run(plans_while_tracing_and_after)
 
 
 # -- when a graph is made again -----------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ def test_plans_made_while_tracing_are_those_of_eager_mode(pool):
 def graphs_for(dynamic, *layouts):
     """How many graphs one compiled function needs for inputs of these shapes and placements."""
     torch._dynamo.reset()
-    m = mesh((4,))
+    m = one_dim()
     made = []
 
     def backend(graph, _):
@@ -332,17 +337,102 @@ def graphs_for(dynamic, *layouts):
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_a_graph_is_used_again_for_the_same_layout_and_no_other(pool, dynamic):
+def test_a_graph_is_used_again_for_the_same_layout_and_no_other(ranks, dynamic):
     rows, columns = ((8, 4), [Shard(0)]), ((8, 4), [Shard(1)])
-    assert pool.run(graphs_for, dynamic, rows, rows, rows) == [1] * 4
-    assert pool.run(graphs_for, dynamic, rows, columns, rows, columns) == [2] * 4
+    assert ranks.run(graphs_for, dynamic, rows, rows, rows) == [1] * ranks.world_size
+    assert ranks.run(graphs_for, dynamic, rows, columns, rows, columns) == [2] * ranks.world_size
 
 
-def test_a_graph_is_used_again_for_other_sizes_where_sizes_are_dynamic(pool):
+def test_a_graph_is_used_again_for_other_sizes_where_sizes_are_dynamic(ranks):
     sizes = [((n, 4), [Shard(0)]) for n in (8, 12, 16, 8)]
-    assert pool.run(graphs_for, False, *sizes) == [3] * 4
-    assert pool.run(graphs_for, None, *sizes) == [2] * 4
-    assert pool.run(graphs_for, True, *sizes) == [1] * 4
+    assert ranks.run(graphs_for, False, *sizes) == [3] * ranks.world_size
+    assert ranks.run(graphs_for, None, *sizes) == [2] * ranks.world_size
+    assert ranks.run(graphs_for, True, *sizes) == [1] * ranks.world_size
+
+
+def joined_sizes(target):
+    """A marked size stays a symbol through cat, a redistribution and the gradients of both."""
+    torch._dynamo.reset()
+    rows = sw.distribute_tensor(torch.ones(5, 2), one_dim(), [Shard(0)])
+
+    def program(x):
+        return torch.cat([x, rows]).redistribute(placements=[target]) * 2
+
+    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
+    for size in (7, 9):
+        grads = []
+        for run in (compiled, program):
+            x = sw.distribute_tensor(torch.arange(2.0 * size).view(size, 2), one_dim(), [Shard(0)]).requires_grad_()
+            torch._dynamo.mark_dynamic(x, 0)
+            y = run(x)
+            y.pow(2).sum().backward()
+            grads.append([y, x.grad])
+        torch.testing.assert_close(*whole(grads))
+
+
+def test_a_marked_size_stays_dynamic_through_cat(two_ranks):
+    two_ranks.run(joined_sizes, Shard(1))
+
+
+# -- several results ---------------------------------------------------------------------------------------------------
+
+
+class WithLoss(nn.Module):
+    """Gives its scores and a loss, as other people's models do; a training step uses the loss alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x, target):
+        scores = self.layer(x)
+        return {"scores": scores, "loss": functional.cross_entropy(scores, target)}
+
+
+def train_with_loss(layout, weight):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x, target = WithLoss(), torch.randn(8, 4), torch.arange(8) % 6
+    model(x, target)["loss"].backward()
+    ours = sw.distribute_module(copy.deepcopy(model), one_dim(), {"layer.weight": [weight]})
+    batch = sw.distribute_tensor(x, one_dim(), [layout])
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    ours.zero_grad()
+    compiled(batch, sw.distribute_tensor(target, one_dim(), [Replicate()]))["loss"].backward()
+    torch.testing.assert_close(ours.layer.weight.grad.full_tensor(), model.layer.weight.grad)
+
+
+def test_a_result_without_a_gradient(ranks):
+    ranks.run(train_with_loss, Shard(0), Shard(0))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize(("layout", "weight"), [(Shard(1), Shard(1)), (Replicate(), Replicate())])
+def test_results_of_other_layouts_without_a_gradient(two_ranks, layout, weight):
+    two_ranks.run(train_with_loss, layout, weight)
+
+
+def normalise():
+    """Channels and batch are sharded, and the running statistics are whole."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, grid = torch.randn(8, 5), mesh((2, 2))
+    results = []
+    for norm in (nn.BatchNorm1d(5), sw.distribute_module(nn.BatchNorm1d(5), grid)):
+        data = x.clone() if not results else sw.distribute_tensor(x, grid, [Shard(0), Shard(1)])
+        data.requires_grad_()
+        run = norm if not results else torch.compile(norm, backend="aot_eager", fullgraph=True)
+        y = run(data)
+        y.pow(3).sum().backward()
+        results.append([y, data.grad, norm.running_mean, norm.running_var, norm.weight.grad])
+    torch.testing.assert_close(*whole(results))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_compiled_batch_norm_of_sharded_channels(pool):
+    pool.run(normalise)
 
 
 # -- refusals -----------------------------------------------------------------------------------------------------
@@ -351,18 +441,18 @@ def test_a_graph_is_used_again_for_other_sizes_where_sizes_are_dynamic(pool):
 def refused(program, error):
     torch._dynamo.reset()
     with pytest.raises(Exception) as caught:  # noqa: PT011  # dynamo wraps the error in its own, with the message
-        torch.compile(program, backend="aot_eager", fullgraph=True)(*operands(mesh((4,))))
+        torch.compile(program, backend="aot_eager", fullgraph=True)(*operands(one_dim()))
     assert error.__name__ in str(caught.value)
     return str(caught.value)
 
 
-def test_a_view_that_needs_data_from_elsewhere_is_refused_in_compiled_code_too(pool):
-    said = pool.run(refused, lambda x, w: (x @ w).view(-1, 2, 6).view(84), ViewError)
+def test_a_view_that_needs_data_from_elsewhere_is_refused_in_compiled_code_too(ranks):
+    said = ranks.run(refused, lambda x, w: (x @ w).view(-1, 2, 6).view(84), ViewError)
     assert all("redistribute the tensor first" in text for text in said)
 
 
-def test_a_plain_tensor_is_refused_in_compiled_code_too(pool):
-    said = pool.run(refused, lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
+def test_a_plain_tensor_is_refused_in_compiled_code_too(ranks):
+    said = ranks.run(refused, lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
     assert all("distribute_tensor" in text for text in said)
 
 
@@ -382,8 +472,43 @@ def plain_gradient(backend):
     torch._dynamo.reset()
     program = torch.compile(lambda x, w: TwosBehind.apply(x @ w).sum(), backend=backend, fullgraph=True)
     with pytest.raises(RuntimeError, match="a plain tensor met a MeshTensor"):
-        program(*operands(mesh((4,)))).backward()
+        program(*operands(one_dim())).backward()
 
 
-def test_a_plain_gradient_is_refused_when_the_graph_runs(pool):
-    pool.run(plain_gradient, "aot_eager")
+def test_a_plain_gradient_is_refused_when_the_graph_runs(ranks):
+    ranks.run(plain_gradient, "aot_eager")
+
+
+# -- optimizer steps ---------------------------------------------------------------------------------------------------
+
+
+def step_compiled(name, sizes=(5, 3)):
+    """An optimizer's compiled steps on a shard and a whole parameter, beside the same compiled on one device."""
+    torch._dynamo.reset()
+    start = torch.linspace(-1, 1, sizes[0] * sizes[1]).view(sizes)
+    results = []
+    for layouts in (None, ([Shard(0)], [Replicate()])):
+        tensors = [start.clone(), start[0].clone()]
+        if layouts is not None:
+            tensors = [sw.distribute_tensor(t, one_dim(), layout) for t, layout in zip(tensors, layouts, strict=True)]
+        parameters = list(map(nn.Parameter, tensors))
+        optimizer = getattr(torch.optim, name)(parameters, lr=0.1)
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for i in range(STEPS):
+            for p in parameters:
+                p.grad = p.detach() * (i + 1)
+            step()
+        results.append([p.detach() for p in parameters])
+    for actual, expected in zip(*reversed(whole(results)), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_a_compiled_optimizer_step(ranks):
+    ranks.run(step_compiled, "SGD")
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"])
+def test_every_compiled_optimizer_step(two_ranks, name):
+    two_ranks.run(step_compiled, name)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import MeshTensor, Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.errors import InPlaceError, PlacementError
 from shardwise.testing import mesh
@@ -98,7 +100,7 @@ BOTH = {
     **OVER_DATA,
 }
 CASES = {
-    "(4,)": ((4,), ("dp",), OVER_DATA),
+    "one": ((), ("dp",), OVER_DATA),
     "2x2": ((2, 2), ("dp", "tp"), OVER_DATA),
     "both": ((2, 2), ("dp", "tp"), BOTH),
 }
@@ -106,7 +108,7 @@ CASES = {
 
 def spread(model, case):
     shape, names, partition = CASES[case]
-    m = mesh(shape, names)
+    m = mesh(shape or (dist.get_world_size(),), names)
     data = [Shard(0), Replicate()][: m.ndim]
     return sw.distribute_module(copy.deepcopy(model), m, partition), lambda t: sw.distribute_tensor(t, m, data)
 
@@ -142,22 +144,35 @@ def compare(case, batch, accumulate=1, prepare=lambda model: model, **options):
 SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 
 
-@pytest.mark.parametrize("batch", [pytest.param(8, marks=SAMPLE), 7])
-@pytest.mark.parametrize("case", ["(4,)", "2x2", pytest.param("both", marks=SAMPLE)])
+BATCHES = [pytest.param(8, marks=SAMPLE), 7]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_numbers_over_one_mesh_dim_are_those_of_one_device(ranks, batch):
+    ranks.run(compare, "one", batch)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("case", ["2x2", pytest.param("both", marks=SAMPLE)])
 def test_numbers_are_those_of_one_device(pool, case, batch):
     pool.run(compare, case, batch)
 
 
+EVEN_TOO = [7, pytest.param(4, marks=SAMPLE)]
+
+
+@pytest.mark.parametrize("batch", EVEN_TOO)
 @pytest.mark.parametrize("recompute", ["inside", pytest.param("outside", marks=SAMPLE)])
-def test_with_activations_recomputed(pool, recompute):
+def test_with_activations_recomputed(ranks, recompute, batch):
     def compared():
-        compare("(4,)", 4, recompute=recompute)
+        compare("one", batch, recompute=recompute)
 
-    pool.run(compared)
+    ranks.run(compared)
 
 
-def test_with_gradients_accumulated(pool):
-    pool.run(compare, "(4,)", 4, 2)
+@pytest.mark.parametrize("batch", EVEN_TOO)
+def test_with_gradients_accumulated(ranks, batch):
+    ranks.run(compare, "one", batch, 2)
 
 
 def frozen(model):
@@ -169,8 +184,9 @@ def frozen(model):
 
 @pytest.mark.slow
 @pytest.mark.sample
-def test_with_parameters_frozen(pool):
-    pool.run(compare, "2x2", 4, 1, frozen)
+@pytest.mark.parametrize("batch", [7, 4])
+def test_with_parameters_frozen(pool, batch):
+    pool.run(compare, "2x2", batch, 1, frozen)
 
 
 # -- order -------------------------------------------------------------------------------------------------------
@@ -336,6 +352,38 @@ def written_before_backward():
 
 def test_writing_a_parameter_before_backward_raises_as_in_torch(pool):
     pool.run(written_before_backward)
+
+
+def data_replaced():
+    """``p.data = y``, as averages of weights do, between the passes, in one, and to another layout."""
+    m = mesh((4,), ("dp",))
+    torch.manual_seed(0)
+    reference = Layers(3, 4, [])
+    model = sw.prefetch(sw.distribute_module(copy.deepcopy(reference), m, {"*": [Shard(0)]}), "dp")
+    x = torch.ones(8, 4)
+    place = partial(sw.distribute_tensor, device_mesh=m, placements=[Shard(0)])
+    for change in (
+        lambda p: p * 2,
+        lambda p: (p + 1).redistribute(placements=[Replicate()]) if isinstance(p, MeshTensor) else p + 1,
+        lambda p: (p * 0.5).redistribute(placements=[Shard(p.ndim - 1)]) if isinstance(p, MeshTensor) else p * 0.5,
+    ):
+        for module in (reference, model):
+            for p in module.parameters():
+                p.data, p.grad = change(p.data), None
+            module(x if module is reference else place(x)).square().sum().backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(q.full_tensor(), p)
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad)
+            assert q.grad.placements == q.placements
+    loss = model(place(x)).sum()
+    for p in model.parameters():
+        p.data = p.data * 3
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_data_of_a_parameter_is_gathered_after_it_was_replaced(pool):
+    pool.run(data_replaced)
 
 
 def nothing_to_gather():

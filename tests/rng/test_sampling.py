@@ -37,7 +37,9 @@ GOLDEN_NORMAL = [-0.9701898, 0.1940189, -1.2356212]
 def boxes(draw):
     shape = draw(st.lists(st.integers(0, 9), max_size=4))
     offset = [draw(st.integers(0, n)) for n in shape]
-    return Region(shape, offset, [draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True)])
+    return Region(
+        tuple(shape), tuple(offset), tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))
+    )
 
 
 @given(boxes(), st.sampled_from(sorted(KINDS)), st.sampled_from([1, 3, 1 << 14]))

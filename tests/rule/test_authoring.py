@@ -11,7 +11,7 @@ from shardwise.errors import NotationError, RuleArgumentError, RuleError
 from shardwise.kernel.placements import REPLICATE, shard
 from shardwise.kernel.rule import Row, Rows, by_type
 from shardwise.kernel.signature import ByType, Call, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
 from shardwise.rule.flow import Flow
 
@@ -191,7 +191,7 @@ def test_like_shards_every_dim_but_the_whole_ones(shape, whole):
     ("ops", "notation", "options", "found"),
     [
         (aten.mm.default, "m k, k n -> m n", {}, "'k' of the inputs is missing in an output"),
-        (aten.mm.default, "m k, k n -> m n", {"reduce": {"k": "mean"}}, "'mean' is no reduction"),
+        (aten.mm.default, "m k, k n -> m n", {"reduce": {"k": "mean"}}, "'mean' is not a reduction"),
         (
             aten.mm.default,
             "m k, k n -> m n",
@@ -211,7 +211,7 @@ def test_like_shards_every_dim_but_the_whole_ones(shape, whole):
             aten.relu.default,
             "a -> a",
             {"partial": ["mean -> mean"]},
-            "the row 'mean -> mean' has 'mean', which is no placement and no dim",
+            "the row 'mean -> mean' has 'mean', which is neither a placement nor a dim",
         ),
         (aten.relu.default, "a -> a", {"partial": ["sum"]}, "it has no '->'"),
     ],

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial
 from shardwise.kernel.signature import Call, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule import LocalCall, affine, decreasing, einop, like, linear, monotone, moves, rule, rule_from
 from shardwise.rule.flow import Flow
 from shardwise.testing import RuleRefuted, check_rule
@@ -175,7 +177,7 @@ def test_two_functions_on_the_rows_of_one_rule_are_refused():
 
 
 def test_a_lowering_attached_to_no_row_is_refused():
-    with pytest.raises(NotationError, match="lowering= names the row 'q', and no row is called so"):
+    with pytest.raises(NotationError, match="lowering= names the row 'q', which the rule does not have"):
         rule(aten.mm.default, "m k, k n -> m n", replicate=["k"], lowering={"q": run})
 
 

@@ -5,7 +5,7 @@ import torch
 
 from shardwise.errors import NotationError
 from shardwise.kernel.signature import Call, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule import ANY, UNMOVED, dim_of, each, einop, labels, replaced, whole
 
 aten = torch.ops.aten

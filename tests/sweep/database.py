@@ -7,7 +7,6 @@ import warnings
 
 import torch
 from attrs import frozen
-from torch.testing._internal import common_methods_invocations as known
 
 DATABASES = (
     "op_db",
@@ -79,6 +78,8 @@ class Entry:
 
 def entries(pattern=""):
     """The operators whose name matches, in the order of the databases."""
+    from torch.testing._internal import common_methods_invocations as known  # takes seconds
+
     found = []
     for database in DATABASES:
         for record in getattr(known, database):

@@ -80,9 +80,9 @@ def no_rule():
     return [x], lambda: torch.ops.aten._values_copy.default(x.to(torch.int64))
 
 
-def in_place_that_would_move():
-    x, y = on([Partial()], 4, 3), on([Replicate()], 4, 3)
-    return [x, y], lambda: torch.ops.aten.exp_.default(x)
+def in_place_of_a_copy():
+    x = on([Shard(0)], 4, 3)[1:3]
+    return [x], lambda: torch.ops.aten.exp_.default(x)
 
 
 def view_across_ranks():
@@ -167,7 +167,7 @@ CASES = [
     (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),
     (another_device_type, errors.DeviceMismatchError, "cuda"),
     (no_rule, errors.NoRuleError, "_values_copy"),
-    (in_place_that_would_move, errors.InPlaceError, "self = f32[4,3] [P(sum)]"),
+    (in_place_of_a_copy, errors.InPlaceError, "self = f32[2,3]"),
     (view_across_ranks, errors.ViewError, "data from another rank"),
     (item_of_many, errors.ItemError, "12 elements"),
     (float_of_many, errors.ItemError, "12 elements"),
@@ -203,6 +203,41 @@ def ranks_that_disagree():
 
 def test_ranks_that_pass_different_shapes_all_raise(pool):
     assert all("do not agree" in answer for answer in pool.run(ranks_that_disagree))
+
+
+def _disagreement(make):
+    try:
+        make()
+    except errors.RankDisagreementError as error:
+        return str(error)
+    return ""
+
+
+def parts_that_disagree():
+    """Per rank, what each call raises. The sizes are those of no other test: no rank knows such a layout yet."""
+    rank, grid = torch.distributed.get_rank(), mesh((4,))
+    odd = rank % 2
+    calls = [
+        lambda: MeshTensor.from_local(torch.ones(17 + odd, 3), grid, [Shard(0)]),
+        lambda: MeshTensor.from_local(torch.ones(19, 13), grid, [Shard(odd)]),
+        lambda: MeshTensor.from_local(torch.ones(23, 5, dtype=(torch.float32, torch.float64)[odd]), grid, [Shard(0)]),
+        lambda: MeshTensor.from_local(torch.ones(29, 29).t() if odd else torch.ones(29, 29), grid, [Shard(0)]),
+        lambda: MeshTensor.from_local(torch.ones(31, requires_grad=bool(odd)), grid, [Shard(0)], run_check=True),
+        lambda: sw.distribute_tensor(torch.ones(8, 8), grid, [Shard(odd)]),
+        lambda: sw.distribute_tensor(torch.ones(37, 8), grid, [Replicate() if odd else Shard(0)], src_data_rank=None),
+        lambda: sw.distribute_tensor(torch.ones(8, 4, requires_grad=bool(odd)), grid, [Shard(0)]),
+    ]
+    raised = [_disagreement(call) for call in calls]
+    assert MeshTensor.from_local(torch.ones(2, 3), grid, [Shard(0)]).sum().item() == 24
+    return raised
+
+
+def test_ranks_that_make_different_tensors_all_raise(pool):
+    for raised in pool.run(parts_that_disagree):
+        for text in raised:
+            assert "do not agree" in text
+    assert "on ranks 0, 2" in raised[0]
+    assert "on ranks 1, 3" in raised[0]
 
 
 def copies_that_differ():

@@ -18,6 +18,7 @@ from torch.distributed.tensor import distribute_tensor as torch_distribute_tenso
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm.mesh_comm import MeshComm
+from shardwise.errors import RankDisagreementError
 from shardwise.testing import mesh
 
 MESHES = [(4,), (2, 2)]
@@ -401,3 +402,14 @@ def index_by_lists():
 
 def test_lists_of_numbers_index_as_on_one_device(pool):
     pool.run(index_by_lists)
+
+
+def checked_parts():
+    first = torch.distributed.get_rank() == 0
+    for part in (torch.ones(2, 3, requires_grad=first), torch.ones(3, 2).t() if first else torch.ones(2, 3)):
+        with pytest.raises(RankDisagreementError, match=f"requires_grad={part.requires_grad}"):
+            MeshTensor.from_local(part, mesh((4,)), [Shard(0)], run_check=True)
+
+
+def test_run_check_compares_strides_and_whether_a_gradient_is_required(pool):
+    pool.run(checked_parts)

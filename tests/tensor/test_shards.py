@@ -6,9 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import LayoutError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, neutral, reduce_pieces
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.shards import assemble, scatter_local
 
 

@@ -563,7 +563,7 @@ def open_at_the_end():
 @pytest.mark.slow
 @pytest.mark.sample
 def test_destroying_the_process_group_with_collectives_under_way_is_no_crash():
-    with WorkerPool(2) as ranks:
+    with WorkerPool(2, start_method="forkserver") as ranks:
         assert ranks.run(open_at_the_end) == [True, True]
         assert len(ranks.run(gc.collect)) == 2  # both are still up
 

@@ -7,7 +7,8 @@ from shardwise.errors import NoStrategyError
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.schema import OpStrategy, PlacementStrategy
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import result_metas, strategy
 from shardwise.rule.authoring import full_mesh_rule, like, rule, rule_from
 from shardwise.rule.flow import Flow
@@ -28,13 +29,13 @@ DIM_0 = [((made((8, 6)), [0]), {}), ((made((5, 7)), [0]), {})]
 
 
 def masked_lookup(local, weight, indices, *_):
-    """Each rank answers for its own rows of the table; the rest is zero."""
+    """Each rank answers for its own rows of the table; the rest is -0.0, which changes no sum."""
     start = local.offset(local.spec("weight"))[0]
     mine = (indices >= start) & (indices < start + weight.shape[0])
     if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
+        return weight.new_full((*indices.shape, weight.shape[1]), -0.0)
     rows = weight[torch.where(mine, indices - start, 0)]
-    return rows * mine.unsqueeze(-1)
+    return rows.where(mine.unsqueeze(-1), -0.0)
 
 
 def reduced_equal(local, x, y):
@@ -166,6 +167,31 @@ def sums_in_double(local, x, *, dtype):
     return x.double().sum()
 
 
+def loses_the_sign_of_zero(local, x):
+    return x.neg() + 0.0
+
+
+def turns_infinity_into_nan(local, x):
+    return torch.where(x.isinf(), float("nan"), x.neg())
+
+
+def turns_nan_into_infinity(local, weight, indices, *_):
+    return masked_lookup(local, weight, indices).nan_to_num(nan=float("inf"))
+
+
+def wrong_in_small_elements(local, x):
+    return torch.where(x.abs() < 0.5, x.neg() * (1 + 1e-6), x.neg())
+
+
+def sums_with_a_small_error(local, x, dims, *_, **__):
+    total = x.sum(dims)
+    return torch.where(total.abs() < 1, total * (1 + 1e-5), total)
+
+
+def fills_with_plus_zero(local, weight, indices, *_):
+    return torch.where(masked_lookup(local, weight, indices) == 0, 0.0, masked_lookup(local, weight, indices))
+
+
 def raises(local, x):
     raise KeyError("no such thing")
 
@@ -206,6 +232,10 @@ def WRONG_FULL(mesh, schema):
 
 
 S0, S1, S2, R, SUM = shard(0), shard(1), shard(2), REPLICATE, partial("sum")
+SPECIAL = torch.tensor([[-0.0, 0.0, float("inf")], [-float("inf"), float("nan"), 1.0]])
+NEGATED = [((SPECIAL,), {})]
+SIGNED_TABLE = [((torch.full((7, 3), -0.0), torch.tensor([[0, 6, 3], [2, 2, 5]])), {})]
+NAN_TABLE = [((torch.full((7, 3), float("nan")), torch.tensor([[0, 6, 3], [2, 2, 5]])), {})]
 QKV = [((made((2, 4, 8, 4)), made((2, 4, 8, 4), seed=1), made((2, 4, 8, 4), seed=2), 0.0, True), {})]
 
 # What is wrong -> the rule, its samples, the row that must be named.
@@ -332,6 +362,24 @@ WRONG = {
         [(([made((8,)), made((5,))],), {})],
         "shard d",
     ),
+    "a sign of zero lost": (rule(aten.neg.default, "...->...", lowering=loses_the_sign_of_zero), NEGATED, "shard"),
+    "infinity turned into NaN": (
+        rule(aten.neg.default, "...->...", lowering=turns_infinity_into_nan),
+        NEGATED,
+        "shard",
+    ),
+    "NaN turned into infinity in a partial sum": (embedding_rule(turns_nan_into_infinity), NAN_TABLE, "shard v"),
+    "wrong by one in a million in a small element": (
+        rule(aten.neg.default, "...->...", lowering=wrong_in_small_elements),
+        ONE,
+        "shard",
+    ),
+    "wrong by one in 100,000 in a small sum": (
+        rows_rule(aten.sum.dim_IntList, row("shard d1", [S1], [S0], lowered=True), lowering=sums_with_a_small_error),
+        DIM_0,
+        "shard d1",
+    ),
+    "zeros of the wrong sign in a masked look-up": (embedding_rule(fills_with_plus_zero), SIGNED_TABLE, "shard v"),
     "a lowering that raises": (rule(aten.relu.default, "...->...", lowering=raises), ONE, "shard"),
     "a full-mesh strategy": (WRONG_FULL, MATRICES, "rows kept"),
 }
@@ -467,7 +515,8 @@ def test_a_stand_in_runs_in_place_of_the_op():
         return x @ y
 
     report = check_rule(GOOD["matmul"][0], MATRICES, meshes=[(4,)], stand_ins={aten.mm.default: stand_in})
-    assert len(calls) == len(MATRICES) + 4 * report.cases
+    # The judge may call it more often, to measure what rounding does.
+    assert len(MATRICES) + 4 * report.cases <= len(calls)
 
 
 def test_the_report_is_a_table():

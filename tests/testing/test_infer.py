@@ -135,7 +135,12 @@ def known(op):
     return infer(op, KNOWN[op])
 
 
-@pytest.mark.parametrize("op", KNOWN, ids=op_name)
+# The sample has those whose rows are of the same kinds as those of others.
+SAMPLE = {aten.bmm.default, aten.mm.out, aten.neg.default, aten.exp.default, aten.mul.Tensor, aten.add_.Tensor}
+OPS = [pytest.param(op, marks=[pytest.mark.slow, pytest.mark.sample] if op in SAMPLE else []) for op in KNOWN]
+
+
+@pytest.mark.parametrize("op", OPS, ids=op_name)
 def test_it_finds_what_the_rule_of_the_op_says(op):
     found = known(op)
     by_hand = default_registry().lookup(op).rule
@@ -186,7 +191,7 @@ def test_a_product_reads_as_in_the_pages():
         "    torch.ops.aten.mm.default,\n"
         '    "m k, k n -> m n",\n'
         '    reduce={"k": "sum"},\n'
-        '    partial=["sum, R -> sum", "avg, R -> avg", "R, sum -> sum", "R, avg -> avg"],\n'
+        '    linear=("self", "mat2"),\n'
         ")"
     )
 
@@ -209,11 +214,11 @@ def test_one_notation_serves_all_samples(op, notation):
 def test_samples_are_made_where_the_schema_is_enough():
     found = infer(aten.neg.default)
     assert found.rule.text == "... -> ..."
-    assert found.rule.partial == ("sum -> sum", "avg -> avg", "max -> min", "min -> max")
+    assert found.rule.partial == ("linear in self, decreasing in self",)
 
 
-def test_every_kind_is_a_star():
-    assert infer(aten.clone.default, [X]).rule.partial == ("* -> *",)
+def test_a_copy_moves():
+    assert infer(aten.clone.default, [X]).rule.partial == ("moves in self",)
 
 
 def test_a_dim_argument_is_read_and_not_guessed():
@@ -287,7 +292,7 @@ def test_an_op_without_a_meta_kernel():
 def test_a_norm():
     found = infer(op_of(norm), [((t(8, 5, 7), t(7), t(7) + 1), {}), ((t(5, 8), t(8), t(8) + 1), {})])
     assert found.rule.text == "... d, R, R -> ... d"
-    assert found.rule.partial[0] == "R, sum, sum -> sum"
+    assert found.rule.partial[0].startswith("linear in weight with bias, ")
     assert found.accepted
 
 

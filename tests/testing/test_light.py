@@ -24,16 +24,22 @@ TEXTS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("modules")
     for name, text in TEXTS.items():
-        (tmp_path / f"probed_{name}.py").write_text(text)
-    return tmp_path
+        (folder / f"probed_{name}.py").write_text(text)
+    return folder
 
 
-def test_what_comes_along(folder):
+@pytest.fixture(scope="module")
+def told(folder):
+    """The answers of one process about all modules but the one that ends it."""
     names = ("cheap", "costly", "hooked", "compiles", "raises", "hook_raises")
-    told = probe([f"probed_{name}" for name in names], [folder])
+    return probe([f"probed_{name}" for name in names], [folder])
+
+
+def test_what_comes_along(told, folder):
     assert told["probed_cheap"].pulled == ()
     assert told["probed_cheap"].file == str(folder / "probed_cheap.py")
     assert "hypothesis" in told["probed_costly"].pulled
@@ -43,8 +49,8 @@ def test_what_comes_along(folder):
     assert (told["probed_hook_raises"].error, told["probed_hook_raises"].hook_error) == ("", "OSError: no libacme.so")
 
 
-def test_what_is_stated_may_be(folder, monkeypatch):
-    monkeypatch.syspath_prepend(str(folder))
+def test_what_is_stated_may_be(told, monkeypatch):
+    monkeypatch.setattr("shardwise.testing.light.probe", lambda modules: {name: told[name] for name in modules})
     assert heavy_imports("probed_hooked", allowed=("probed_stated",)) == ["probed_heavy"]
 
 

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, reduce_pieces
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.shards import assemble
 from shardwise.testing.partials import can_be_partial, pieces, place
 from shardwise.testing.values import made

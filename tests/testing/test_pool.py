@@ -107,16 +107,22 @@ def test_a_result_that_cannot_be_pickled_is_an_error(pool):
 
 
 def test_workers_that_cannot_start():
-    with WorkerPool(1, backend="carrier-pigeon") as pool:
+    with WorkerPool(1, "carrier-pigeon", "forkserver") as pool:
         with pytest.raises(WorkerError, match="start 1 workers: rank 0 raised"):
             pool.run(dist.get_rank)
         assert pool.pids == []
 
 
+def test_workers_that_hang_while_they_start(monkeypatch):
+    monkeypatch.setattr("shardwise.testing.pool.START_TIMEOUT", 0.01)
+    with WorkerPool(1) as pool, pytest.raises(WorkerError, match=r"rank 0 hung: no answer within 0\.01 s"):
+        pool.run(dist.get_rank)
+
+
 @pytest.fixture(scope="module")
 def fragile():
-    """Two workers for the tests that break them."""
-    with WorkerPool(2) as pool:
+    """Two workers for the tests that break them, from a server that has torch: they start often."""
+    with WorkerPool(2, start_method="forkserver") as pool:
         yield pool
 
 
@@ -160,7 +166,7 @@ def test_a_killed_worker(pair):
 @pytest.fixture(scope="module")
 def alone():
     """One worker, where the other ranks do not matter."""
-    with WorkerPool(1) as pool:
+    with WorkerPool(1, start_method="forkserver") as pool:
         yield pool
 
 
@@ -194,20 +200,21 @@ def test_a_hang_ends_at_the_timeout_and_shows_where(pair):
 
 @pytest.mark.slow
 @pytest.mark.sample
-def test_workers_die_with_a_killed_parent(tmp_path):
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_workers_die_with_a_killed_parent(tmp_path, start_method):
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent("""
-            import os, time
+            import os, sys, time
             from shardwise.testing import WorkerPool
 
             if __name__ == "__main__":
-                pool = WorkerPool(1)
+                pool = WorkerPool(1, start_method=sys.argv[1])
                 print(*pool.run(os.getpid), flush=True)
                 time.sleep(600)
         """)
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen([sys.executable, str(script), start_method], stdout=subprocess.PIPE, text=True) as parent:
         pids = [int(word) for word in parent.stdout.readline().split()]
         assert len(pids) == 1
         parent.kill()

@@ -74,7 +74,7 @@ def test_what_an_op_happens_to_broadcast_is_kept_only_where_its_fake_agrees():
     found = shapes(samples_from_schema(gated))
     assert ((5, 7), (7,)) in found
     assert ((5,), (4, 5)) not in found  # the op takes it, and its fake says that the result is like x
-    assert all(a == b for a, b in shapes(samples_from_schema(gated, alike=True)))
+    assert all(a == b for a, b in shapes(samples_from_schema(gated, one_shape=True)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardwise.errors import RankDisagreementError
-from shardwise.kernel.spec import coordinates
+from shardwise.kernel.mesh import coordinates
 from shardwise.testing.simulated import RankError, SilentComm, run_ranks
 
 

@@ -10,8 +10,8 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, check_placements, partial, shard
-from shardwise.kernel.spec import AbstractMesh
 from shardwise.testing import strategies as sst
 from shardwise.testing.schema_samples import accepts
 
@@ -79,6 +79,8 @@ def test_an_op_that_takes_no_guess_is_refused():
         find(sst.samples(aten.conv_tbc.default), lambda _: True)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_without_hypothesis_the_extra_is_named():
     code = "import sys; sys.modules['hypothesis'] = None; import shardwise.testing; import shardwise.testing.strategies"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

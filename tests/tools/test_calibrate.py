@@ -13,7 +13,8 @@ from shardwise.comm.link_agreement import forget
 from shardwise.comm.redistribute import redistribute_local
 from shardwise.errors import LinksFileError, LinksFitError, WorkerError
 from shardwise.kernel.placements import parse_placement
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.cost import KINDS, links_of
 from shardwise.planning.link_file import parse
 from shardwise.planning.path import shortest_path

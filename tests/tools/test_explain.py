@@ -15,11 +15,13 @@ from shardwise.cli.call_text import find_op
 from shardwise.comm import events
 from shardwise.discovery.process import default_registry, use_registry
 from shardwise.errors import CallError, InPlaceError, MeshMismatchError, NoRuleError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Registrar, Registry
 from shardwise.kernel.schema import OpStrategy, PlacementStrategy
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
 from shardwise.planning.problem import exhaustive
 from shardwise.planning.results import schema_metas
@@ -124,7 +126,7 @@ def test_combinations_that_do_not_go_together_are_counted_with_their_reason():
     assert "do not commute" in mixed.reason
     assert mixed.count > 0
     uneven = explain(aten.view.default, spec(mesh, (3, 12), "R R"), [3, 6, 2]).decisions[0]
-    assert any("must number a divisor of 6" in e.reason for e in uneven.exclusions)
+    assert any("must divide 6" in e.reason for e in uneven.exclusions)
 
 
 def test_positions_of_lists_are_explained_one_by_one():
@@ -180,8 +182,6 @@ def test_other_rules_for_the_op_are_named():
 def test_what_the_call_would_raise_is_raised():
     mesh = AbstractMesh((4,))
     x = spec(mesh, (8, 8), "R")
-    with pytest.raises(InPlaceError, match=r"self = f32\[8,8\] \[P\(product\)\]"):
-        explain(aten.add_.Tensor, spec(mesh, (8, 8), "P(product)"), x)
     with pytest.raises(InPlaceError, match="no longer shares the memory"):
         explain(aten.add_.Tensor, TensorSpec(mesh, [REPLICATE], x.tensor_meta, True), x)
     with pytest.raises(NoRuleError), use_registry(Registry()):
@@ -217,6 +217,8 @@ def test_an_op_that_torch_takes_apart_names_its_parts():
         explain(aten.kron.default, spec(mesh, (8, 4), "R"), spec(mesh, (6, 4), "R"))
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_no_process_group_is_needed_and_import_shardwise_does_not_load_it():
     code = (
         "import sys, shardwise as sw; assert 'shardwise.tools.explain' not in sys.modules;"

@@ -83,7 +83,7 @@ def test_the_figures_of_a_mesh_are_found_again():
 
 
 def test_the_figures_of_one_mesh_dim_share_the_start():
-    figures = Connection.alike(Link(2e-5, 2e-5, 1e9))
+    figures = Connection.same(Link(2e-5, 2e-5, 1e9))
     costs = step_costs((2,), Links((figures,), 1e-6, 1e10))
     found = fit_links((2,), times(costs, (0,), 2), [(x, costs.copy(x)) for x in SIZES])
     # Half of what precedes the first byte is the start; an all-reduce has two latencies in it.
@@ -97,7 +97,7 @@ def test_the_figures_of_one_mesh_dim_share_the_start():
 
 def test_a_crowded_group_keeps_what_it_took():
     """Four ranks on two cores are far slower than two and two."""
-    pair, crowd = Connection.alike(Link(1e-4, 1e-4, 1e9)), Connection.alike(Link(4e-3, 5e-4, 5e8))
+    pair, crowd = Connection.same(Link(1e-4, 1e-4, 1e9)), Connection.same(Link(4e-3, 5e-4, 5e8))
     costs = step_costs((2, 2), Links((pair, pair), 1e-6, 1e10, crowd))
     points = {**times(costs, (0,), 2), **times(costs, (1,), 2), **times(costs, (0, 1), 4)}
     again = step_costs((2, 2), fit_links((2, 2), points, [(x, costs.copy(x)) for x in SIZES]))

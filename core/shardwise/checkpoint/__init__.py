@@ -52,7 +52,15 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
         return (str(where), step, keep), exact_sums(content)
 
     with torch.no_grad():
-        _check_calls(asked, ranks.all(asked, describe))
+        described = ranks.all(asked, describe)
+        calls = [call for call, _ in described]
+        if len(set(calls)) > 1:
+            raise RankDisagreementError(
+                asked=asked,
+                found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
+                do="Give the same arguments on every rank.",
+            )
+        check_same_on_ranks([sums for _, sums in described])
     partial = ranks.first(asked, lambda: folder.begin(where, step))
     try:
         ranks.all(asked, lambda: _check_shared(partial))
@@ -85,9 +93,10 @@ def load(
     one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
     compare their checksums. Nothing in a checkpoint can run code.
 
-    Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete or
-    damaged; :class:`CheckpointKeyError`, :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state
-    that does not fit. After an error the state may be loaded in part.
+    Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete,
+    damaged, of an unknown format, or that names files outside of its folder; :class:`CheckpointKeyError`,
+    :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After an error the
+    state may be loaded in part.
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
@@ -111,17 +120,6 @@ def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | 
 
 
 # -- saving ------------------------------------------------------------------------------------------------------
-
-
-def _check_calls(asked: str, described: list[tuple[Any, dict[str, int]]]) -> None:
-    calls = [call for call, _ in described]
-    if len(set(calls)) > 1:
-        raise RankDisagreementError(
-            asked=asked,
-            found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
-            do="Give the same arguments on every rank.",
-        )
-    check_same_on_ranks([sums for _, sums in described])
 
 
 def _check_shared(partial: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from attrs import frozen
 
+from shardwise.comm.rank_failures import explained, failure_behind
 from shardwise.errors import CheckpointError, ShardingError
 
 __all__ = ["Ranks"]
@@ -42,7 +43,8 @@ class Ranks:
         everyones: list[Any] = [mine]
         if self.are_many:
             everyones = [None] * self.size
-            dist.all_gather_object(everyones, mine, group=self.group)
+            with explained(self.group or dist.group.WORLD):
+                dist.all_gather_object(everyones, mine, group=self.group)
         for _, error in everyones:
             if error is not None:
                 raise error
@@ -53,7 +55,8 @@ class Ranks:
         mine: list[Any] = [_outcome(asked, call, 0) if self.rank == 0 else None]
         if self.are_many:
             source = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-            dist.broadcast_object_list(mine, src=source, group=self.group)
+            with explained(self.group or dist.group.WORLD):
+                dist.broadcast_object_list(mine, src=source, group=self.group)
         value, error = mine[0]
         if error is not None:
             raise error
@@ -69,6 +72,11 @@ class Ranks:
         except CheckpointException as error:
             rank, (failure, _) = min(error.failures.items())
             raise _error_for_all(asked, failure, rank) from error
+        except RuntimeError as error:
+            behind = failure_behind(error, self.group or dist.group.WORLD)
+            if behind is None:
+                raise
+            raise behind from error
 
 
 def _outcome(asked: str, call: Callable[[], Any], rank: int) -> tuple[Any, ShardingError | None]:

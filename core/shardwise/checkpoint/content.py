@@ -28,15 +28,13 @@ State = Mapping[str, Any]
 
 def gathered(state: State) -> dict[str, Any]:
     """The state as nested dicts and lists. Tensors are not copied."""
-    return {name: _content_of(name, value, state) for name, value in state.items()}
-
-
-def _content_of(name: str, value: Any, state: State) -> Any:
-    if isinstance(value, Optimizer):
-        return as_dict(value, names_for(name, value, modules_of(state)))
-    if isinstance(value, (nn.Module, Stateful)):
-        return value.state_dict()
-    return value
+    content = {}
+    for name, value in state.items():
+        if isinstance(value, Optimizer):
+            content[name] = as_dict(value, names_for(name, value, modules_of(state)))
+        else:
+            content[name] = value.state_dict() if isinstance(value, (nn.Module, Stateful)) else value
+    return content
 
 
 def modules_of(state: State) -> dict[str, nn.Module]:
@@ -56,7 +54,27 @@ def exact_sums(content: State) -> dict[str, int]:
     sums = {}
     for name, value in _leaves("", content):
         if not isinstance(value, torch.Tensor):
-            sums[name] = zlib.crc32(_safe_bytes(name, value))
+            if _holds_distributed(value):
+                raise CheckpointValueError(
+                    asked=f"save {name!r}",
+                    found="it is a tuple or a set that holds a distributed tensor: only one rank's part would be saved",
+                    do="Use a list or a dict in its place.",
+                    name=name,
+                )
+            buffer = io.BytesIO()
+            try:
+                torch.save(value, buffer)
+                buffer.seek(0)
+                torch.load(buffer, weights_only=True)
+            except Exception as error:
+                raise CheckpointValueError(
+                    asked=f"save {name!r}, a {type(value).__name__}",
+                    found="torch.load(weights_only=True) would refuse it, so that it could not be loaded safely",
+                    do="Save plain values (numbers, strings, lists, dicts, tensors), or name the class to "
+                    "torch.serialization.add_safe_globals in the programs that save and load it.",
+                    name=name,
+                ) from error
+            sums[name] = zlib.crc32(buffer.getvalue())
         elif not isinstance(value, (MeshTensor, DTensor)) and not value.is_floating_point() and not value.is_complex():
             sums[name] = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return sums
@@ -99,30 +117,6 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def _is_looked_into(value: Any) -> bool:
     inside = isinstance(value, list) and any(map(_is_looked_into, value))
     return inside or isinstance(value, (torch.Tensor, Mapping))
-
-
-def _safe_bytes(name: str, value: Any) -> bytes:
-    if _holds_distributed(value):
-        raise CheckpointValueError(
-            asked=f"save {name!r}",
-            found="it is a tuple or a set with a distributed tensor in it, of which one rank's part would be saved",
-            do="Use a list or a dict in its place.",
-            name=name,
-        )
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
-    except Exception as error:
-        raise CheckpointValueError(
-            asked=f"save {name!r}, a {type(value).__name__}",
-            found="torch.load(weights_only=True) would refuse it, so that it could not be loaded safely",
-            do="Save plain values (numbers, strings, lists, dicts, tensors), or name the class to "
-            "torch.serialization.add_safe_globals in the programs that save and load it.",
-            name=name,
-        ) from error
-    return buffer.getvalue()
 
 
 def _holds_distributed(value: Any) -> bool:

@@ -14,7 +14,8 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from attrs import frozen
 
@@ -29,6 +30,7 @@ __all__ = [
     "commit",
     "damage",
     "find",
+    "is_outside",
     "newest",
     "sums_of",
 ]
@@ -64,8 +66,16 @@ def checkpoints_in(directory: Path) -> list[Checkpoint]:
 
 
 def newest(directory: Path) -> Checkpoint | None:
-    """The last checkpoint of a directory whose files are all there."""
-    return next((checkpoint for checkpoint in reversed(checkpoints_in(directory)) if not damage(checkpoint)), None)
+    """The last checkpoint of a directory whose files are all there.
+
+    Raises :class:`CheckpointFileError` for one of another format: it is not damaged, so an earlier one must not be
+    loaded in its place.
+    """
+    for checkpoint in reversed(checkpoints_in(directory)):
+        _refuse_other_format(checkpoint)
+        if not damage(checkpoint):
+            return checkpoint
+    return None
 
 
 def find(directory: Path, step: int | None) -> Checkpoint:
@@ -73,11 +83,15 @@ def find(directory: Path, step: int | None) -> Checkpoint:
 
     Raises :class:`CheckpointFileError` if there is not one.
     """
-    if step is None and _is_checkpoint(directory):
+    if step is None and ((directory / ".metadata").is_file() or (directory / CONTENTS).is_file()):
         name = _NAME.fullmatch(directory.name)
-        return Checkpoint(int(name[1]), int(name[2] or 0), directory) if name else Checkpoint(None, 0, directory)
-    there = checkpoints_in(directory)
-    chosen = newest(directory) if step is None else next((c for c in reversed(there) if c.step == step), None)
+        there = [Checkpoint(int(name[1]), int(name[2] or 0), directory) if name else Checkpoint(None, 0, directory)]
+        chosen: Checkpoint | None = there[0]
+    else:
+        there = checkpoints_in(directory)
+        chosen = newest(directory) if step is None else next((c for c in reversed(there) if c.step == step), None)
+    if chosen is not None:
+        _refuse_other_format(chosen)
     wrong = damage(chosen) if chosen else "; ".join(f"{c.path.name}: {damage(c)}" for c in there if damage(c))
     if chosen is None or wrong:
         steps = ", ".join(str(c.step) for c in there) or "none"
@@ -89,10 +103,6 @@ def find(directory: Path, step: int | None) -> Checkpoint:
             step=step,
         )
     return chosen
-
-
-def _is_checkpoint(directory: Path) -> bool:
-    return (directory / ".metadata").is_file() or (directory / CONTENTS).is_file()
 
 
 # -- one becomes complete ----------------------------------------------------------------------------------------
@@ -145,7 +155,7 @@ def _prune(directory: Path, keep: int) -> None:
     by_step = {checkpoint.step: checkpoint for checkpoint in good}  # of one step the last
     last = sorted(by_step.values())[-max(keep, 1) :]
     for checkpoint in there:
-        if checkpoint not in last and checkpoint < last[-1]:
+        if checkpoint not in last and checkpoint < last[-1] and _other_format(checkpoint) is None:
             removed = checkpoint.path.with_name(f".{checkpoint.path.name}{_REMOVED}")
             checkpoint.path.rename(removed)
             shutil.rmtree(removed)
@@ -182,7 +192,36 @@ def contents_of(checkpoint: Checkpoint) -> Files:
     if checkpoint.step is None and not path.exists():
         return {}
     files: Mapping[str, tuple[int, int]] = json.loads(path.read_text())["files"]
+    for name in files:
+        if is_outside(name):
+            raise ValueError(f"it names {name!r}, which is outside of the folder")
     return {name: (size, crc) for name, (size, crc) in files.items()}
+
+
+def is_outside(name: str) -> bool:
+    """Whether a relative path, as a checkpoint names its files, leaves the checkpoint's folder."""
+    return any(".." in path.parts or path.anchor for path in (PurePosixPath(name), PureWindowsPath(name)))
+
+
+def _other_format(checkpoint: Checkpoint) -> Any:
+    """The format of a checkpoint if it can be read and this version does not know it, else None."""
+    try:
+        number = json.loads((checkpoint.path / CONTENTS).read_text())["format"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if number == FORMAT else number
+
+
+def _refuse_other_format(checkpoint: Checkpoint) -> None:
+    number = _other_format(checkpoint)
+    if number is not None:
+        raise CheckpointFileError(
+            asked=f"read the checkpoint {checkpoint.path}",
+            found=f"its {CONTENTS} has format {number!r}, and this version of shardwise reads format {FORMAT}",
+            do="Load it with the version that saved it, or a later one.",
+            path=str(checkpoint.path),
+            format=number,
+        )
 
 
 def damage(checkpoint: Checkpoint) -> str:

@@ -22,11 +22,11 @@ Path = tuple[str | int, ...]
 
 def names_for(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module]) -> Names:
     """The names of an optimizer's parameters, from the module of the state that has all of them."""
-    wanted = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {p for group in optimizer.param_groups for p in group["params"]}
     for module in modules.values():
         names = {p: n for n, p in reversed(list(module.named_parameters()))}
-        if wanted <= names.keys():
-            return {p: names[p] for p in wanted}
+        if parameters <= names.keys():
+            return {p: names[p] for p in parameters}
     raise CheckpointKeyError(
         asked=f"save or load the optimizer {name!r}",
         found=f"no module of the state has all its parameters; the modules are {', '.join(modules) or 'none'}",
@@ -61,9 +61,8 @@ def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) 
         if section == "param_groups":
             _put(room, path[1:], None)
         elif section == "state" and who in parameters:
-            _put(
-                room, path[1:], _room_for_entry(optimizer, parameters[who], path[3:], metadata.state_dict_metadata[key])
-            )
+            stored = metadata.state_dict_metadata[key]
+            _put(room, path[1:], _room_for_entry(optimizer, parameters[who], path[3:], stored))
     if not room["param_groups"]:
         tops = sorted({str(path[0]) for path in (metadata.planner_data or {}).values()})
         raise CheckpointKeyError(

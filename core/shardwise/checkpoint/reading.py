@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from shardwise.checkpoint.folder import is_outside
 from shardwise.errors import CheckpointDtypeError, CheckpointFileError, CheckpointKeyError, CheckpointShapeError
 from shardwise.kernel.placements import show_all
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -79,6 +80,17 @@ def read_metadata(folder: Path) -> Metadata:
             do="Name a folder that torch.distributed.checkpoint or shardwise.checkpoint has written.",
             path=str(path),
         )
+    places = metadata.storage_data
+    names = [getattr(place, "relative_path", None) for place in (places.values() if isinstance(places, dict) else ())]
+    outside = [name for name in names if not isinstance(name, str) or is_outside(name)]
+    if outside:
+        raise CheckpointFileError(
+            asked=f"read the checkpoint {folder}",
+            found=f"its {METADATA} names the file {outside[0]!r}, which is outside of the folder",
+            do="Do not load this checkpoint: torch.distributed.checkpoint does not write such names.",
+            path=str(path),
+            file=str(outside[0]),
+        )
     return metadata
 
 
@@ -116,18 +128,15 @@ class SafePlanner(DefaultLoadPlanner):
 def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
     close = get_close_matches(name, there, n=3)
     others = f" (and {number - 1} more)" if number > 1 else ""
+    names, most = close or sorted(there), 3
+    rest = f" and {len(names) - most} others" if len(names) > most else ""
     return CheckpointKeyError(
         asked=f"load {name!r}{others}",
-        found=f"the checkpoint does not have it; it has {_first_names(close or sorted(there))}",
+        found=f"the checkpoint does not have it; it has {', '.join(map(repr, names[:most])) or 'nothing'}{rest}",
         do="Load into a state of the same names, or remove from it what the checkpoint does not have.",
         name=name,
         close=close,
     )
-
-
-def _first_names(names: list[str], most: int = 3) -> str:
-    rest = f" and {len(names) - most} others" if len(names) > most else ""
-    return ", ".join(map(repr, names[:most])) + rest if names else "nothing"
 
 
 def _check_fit(name: str, value: Any, saved: Any) -> None:

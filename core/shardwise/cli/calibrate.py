@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise.cli.output import PIPE_WIDTH, json_option, progress
 from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.kernel.placements import show_all
-from shardwise.planning.cost import KINDS, Link
+from shardwise.planning.cost import KINDS
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, parse, show
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
@@ -25,7 +25,6 @@ from shardwise.tools.calibrate import (
     LARGEST,
     LARGEST_ELSEWHERE,
     SMALLEST,
-    TimedRedistribution,
     time_redistributions,
     typical_pairs,
 )
@@ -89,23 +88,33 @@ def calibrate(
     if request.out.exists():
         # A file that cannot be read is refused before anything is measured.
         parse(request.out.read_text(), str(request.out))
-    measured = _measure_under_torchrun(request) if dist.is_torchelastic_launched() else _measure_locally(request)
+    if dist.is_torchelastic_launched():
+        measured = _measure_under_torchrun(request)
+    else:
+        try:
+            with WorkerPool(request.world_size, local_backend(request.device, request.world_size)) as pool:
+                measured = pool.run(run_rank, request, timeout=None)[0]
+        finally:
+            # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
+            Console(stderr=True).show_cursor()
     if measured is None:
         return
     if as_json:
-        click.echo(json.dumps(_measured_json(measured), indent=1))
+        figures = json.loads(show([measured.calibration]))
+        values = {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
+        click.echo(json.dumps(values, indent=1))
     else:
-        _print_measured(measured)
-
-
-def _measure_locally(request: Request) -> MeasuredMesh | None:
-    try:
-        with WorkerPool(request.world_size, local_backend(request.device, request.world_size)) as pool:
-            measured: MeasuredMesh | None = pool.run(run_rank, request, timeout=None)[0]
-            return measured
-    finally:
-        # Rank 0 hides the cursor while its bar lives, and cannot show it again when it is killed.
-        Console(stderr=True).show_cursor()
+        console = Console()
+        console = console if console.is_terminal else Console(width=PIPE_WIDTH)
+        console.print(_figure_table(measured.calibration))
+        table = Table("tensor", "from", "to", "steps", title="Redistributions")
+        for heading in ("predicted us", "measured us"):
+            table.add_column(heading, justify="right")
+        for row in measured.redistributions:
+            words = (_escaped(str(row[key])) for key in ("tensor", "from", "to", "steps"))
+            table.add_row(*words, *(f"{float(str(row[key])) * 1e6:,.0f}" for key in ("predicted", "measured")))
+        console.print(table)
+        console.print(f"written to {measured.request.out}", soft_wrap=True, highlight=False)
 
 
 def _measure_under_torchrun(request: Request) -> MeasuredMesh | None:
@@ -131,34 +140,21 @@ def run_rank(request: Request) -> MeasuredMesh | None:
         redistributions = time_redistributions(
             mesh, typical_pairs(mesh, max(SMALLEST, request.largest // 16)), tell=tell
         )
-    return MeasuredMesh(request, calibration, [_redistribution_row(one) for one in redistributions]) if first else None
-
-
-def _redistribution_row(redistribution: TimedRedistribution) -> dict[str, object]:
-    return {
-        "tensor": str(redistribution.src.tensor_meta),
-        "from": show_all(redistribution.src.placements),
-        "to": show_all(redistribution.dst.placements),
-        "steps": "; ".join(f"{step.kind}{list(step.mesh_dims)}" for step in redistribution.planned.steps),
-        "predicted": redistribution.predicted,
-        "measured": redistribution.seconds,
-    }
+    rows: list[dict[str, object]] = [
+        {
+            "tensor": str(one.src.tensor_meta),
+            "from": show_all(one.src.placements),
+            "to": show_all(one.dst.placements),
+            "steps": "; ".join(f"{step.kind}{list(step.mesh_dims)}" for step in one.planned.steps),
+            "predicted": one.predicted,
+            "measured": one.seconds,
+        }
+        for one in redistributions
+    ]
+    return MeasuredMesh(request, calibration, rows) if first else None
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _measured_json(measured: MeasuredMesh) -> dict[str, object]:
-    figures = json.loads(show([measured.calibration]))
-    return {"file": str(measured.request.out), **figures, "transitions": measured.redistributions}
-
-
-def _print_measured(measured: MeasuredMesh) -> None:
-    console = Console()
-    console = console if console.is_terminal else Console(width=PIPE_WIDTH)
-    console.print(_figure_table(measured.calibration))
-    console.print(_redistribution_table(measured.redistributions))
-    console.print(f"written to {measured.request.out}", soft_wrap=True, highlight=False)
 
 
 def _figure_table(calibration: Calibration) -> Table:
@@ -174,23 +170,11 @@ def _figure_table(calibration: Calibration) -> Table:
     for (name, ranks, hosts), connection in zip(places, connections, strict=True):
         for i, kind in enumerate(KINDS):
             head = (name, str(ranks), str(hosts)) if i == 0 else ("", "", "")
-            table.add_row(*head, kind, *_numbers(connection.of(kind)), end_section=i == len(KINDS) - 1)
+            link = connection.of(kind)
+            figures = (f"{link.start * 1e6:.1f}", f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.2f}")
+            table.add_row(*head, kind, *figures, end_section=i == len(KINDS) - 1)
     local = (f"{links.local_start * 1e6:.1f}", "", f"{links.memory_bandwidth / 1e9:.2f}")
     table.add_row("local", "", "", "copy", *local)
-    return table
-
-
-def _numbers(link: Link) -> tuple[str, str, str]:
-    return f"{link.start * 1e6:.1f}", f"{link.latency * 1e6:.1f}", f"{link.bandwidth / 1e9:.2f}"
-
-
-def _redistribution_table(redistributions: list[dict[str, object]]) -> Table:
-    table = Table("tensor", "from", "to", "steps", title="Redistributions")
-    for heading in ("predicted us", "measured us"):
-        table.add_column(heading, justify="right")
-    for row in redistributions:
-        words = (_escaped(str(row[key])) for key in ("tensor", "from", "to", "steps"))
-        table.add_row(*words, *(f"{float(str(row[key])) * 1e6:,.0f}" for key in ("predicted", "measured")))
     return table
 
 

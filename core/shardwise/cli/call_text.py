@@ -14,9 +14,10 @@ from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
 from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
-from shardwise.kernel.placements import Placement, parse_placement
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.placements import parse_placement
 from shardwise.kernel.signature import Arg, Kind, Op, signature
-from shardwise.kernel.spec import Mesh, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.ops import schema_of
 from shardwise.tools.explain import bind_call, call_error
 
@@ -58,7 +59,7 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
         return Operand(match["name"], None)
     meta = read_tensor(match["tensor"], asked)
     if match["strides"] is not None:
-        strides = _ints(match["strides"])
+        strides = tuple(int(word) for word in match["strides"].split(",") if word.strip())
         if len(strides) != meta.ndim:
             raise CallError(
                 asked=asked,
@@ -67,18 +68,11 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
                 operand=text,
             )
         meta = evolve(meta, stride=strides)
-    return Operand(match["name"], TensorSpec(mesh, tuple(_placements(match["placements"])), meta))
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(",") if word.strip())
-
-
-def _placements(text: str) -> list[Placement]:
-    inner = text.strip()
+    inner = match["placements"].strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
-    return [parse_placement(_short(word.strip())) for word in inner.split(",")] if inner else []
+    placements = tuple(parse_placement(_short(word.strip())) for word in inner.split(",") if inner)
+    return Operand(match["name"], TensorSpec(mesh, placements, meta))
 
 
 def _short(word: str) -> str:
@@ -176,12 +170,12 @@ def find_op(text: str, operands: Sequence[Operand], arguments: Mapping[str, str]
     """
     registry = default_registry()
     ops = ops_named(text, registry)
-    return one_of(text, [op for op in ops if op in registry] or ops, lambda op: _fits(op, operands, arguments))
 
+    def takes_call(op: Op) -> bool:
+        try:
+            arguments_of(op, operands, arguments)
+        except CallError:
+            return False
+        return True
 
-def _fits(op: Op, operands: Sequence[Operand], arguments: Mapping[str, str]) -> bool:
-    try:
-        arguments_of(op, operands, arguments)
-    except CallError:
-        return False
-    return True
+    return one_of(text, [op for op in ops if op in registry] or ops, takes_call)

@@ -59,28 +59,24 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
     imported = probe(modules, subject.roots) if modules else {}
     yield from check_imports(subject, imported)
     yield from check_surface(imported, subject.name)
-    if not modules or any(told.error for told in imported.values()):
+    if not modules or any(module.error for module in imported.values()):
         return
     packages = {module.partition(".")[0] for module in modules}
     with imported_from(subject.roots, sorted(packages) if subject.roots else ()):
-        yield from _rule_findings(subject, samples, cases)
-
-
-def _rule_findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -> Iterator[Finding]:
-    own, findings = register(subject)
-    yield from findings
-    if not any(True for _ in own.ops()):
-        return
-    yield from check_conflicts(subject, own)
-    given = Samples()
-    if samples is not None:
-        try:
-            given = read_samples(samples)
-        except Exception as error:  # noqa: BLE001  the file is its author's code
-            yield Finding("samples", FAILED, f"{samples}: {type(error).__name__}: {error}", "Correct the file.")
+        own, findings = register(subject)
+        yield from findings
+        if not any(True for _ in own.ops()):
             return
-    elif subject.kind == "checkout":
-        do = f"Write {SAMPLES} with SAMPLES; without, samples are guessed from the schemas."
-        yield Finding("samples", WARNING, f"there is no {SAMPLES}", do)
-    with progress("oracle, rules") as tell:
-        yield from judge_rules(own, given, cases=cases, tell=tell)
+        yield from check_conflicts(subject, own)
+        sample_file = Samples()
+        if samples is not None:
+            try:
+                sample_file = read_samples(samples)
+            except Exception as error:  # noqa: BLE001  the file is its author's code
+                yield Finding("samples", FAILED, f"{samples}: {type(error).__name__}: {error}", "Correct the file.")
+                return
+        elif subject.kind == "checkout":
+            do = f"Write {SAMPLES} with SAMPLES; without, samples are guessed from the schemas."
+            yield Finding("samples", WARNING, f"there is no {SAMPLES}", do)
+        with progress("oracle, rules") as tell:
+            yield from judge_rules(own, sample_file, cases=cases, tell=tell)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 import torch
@@ -38,7 +37,21 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     covered = cover(lambda: load_function(program), device)
     if as_json:
-        click.echo(json.dumps(_coverage_json(covered), indent=1))
+        ops = [
+            {
+                "op": use.name,
+                "plugin": use.plugin,
+                "conflict": use.conflict,
+                "parts": [op_name(part) for part in use.parts],
+                "calls": use.calls,
+                "phases": [phase for phase in PHASES if phase in use.phases],
+                "site": use.site,
+                "depends_on_data": use.data,
+            }
+            for use in _missing_first(covered)
+        ]
+        missing = [use.name for use in covered.missing]
+        click.echo(json.dumps({"ops": ops, "missing": missing, "stopped": covered.stopped}, indent=1))
     else:
         _print_coverage(covered, show_all=show_all)
     if not covered.is_complete:
@@ -51,7 +64,14 @@ def _missing_first(coverage: Coverage) -> list[Use]:
 
 
 def _print_coverage(coverage: Coverage, *, show_all: bool) -> None:
-    rows = [_use_row(use) for use in _missing_first(coverage) if show_all or use.plugin is None]
+    rows: list[dict[str, object]] = []
+    for use in _missing_first(coverage):
+        if use.plugin is None or show_all:
+            parts = f"decomposed into {', '.join(map(op_name, use.parts))}" if use.parts else ""
+            conflict = f"conflict: {use.conflict}" if use.conflict else "no rule"
+            phases = ", ".join(phase for phase in PHASES if phase in use.phases)
+            cells = (use.name, use.plugin or parts or conflict, use.calls, phases, use.site)
+            rows.append(dict(zip(COLUMNS, cells, strict=True)))
     if rows:
         print_rows(rows, COLUMNS)
     data = [use for use in coverage.uses if use.data]
@@ -64,37 +84,3 @@ def _print_coverage(coverage: Coverage, *, show_all: bool) -> None:
     runs = f" or run as ops that have one ({decomposed})" if decomposed else ""
     where = ", up to there" if coverage.stopped else ""
     click.echo(f"{covered} of {len(coverage.uses)} ops have a rule{runs}{where}")
-
-
-def _use_row(use: Use) -> dict[str, object]:
-    none = f"conflict: {use.conflict}" if use.conflict else "no rule"
-    if use.parts:
-        none = f"decomposed into {', '.join(map(op_name, use.parts))}"
-    phases = ", ".join(phase for phase in PHASES if phase in use.phases)
-    return {
-        "op": use.name,
-        "rule": use.plugin or none,
-        "calls": use.calls,
-        "phase": phases,
-        "first called at": use.site,
-    }
-
-
-def _coverage_json(coverage: Coverage) -> dict[str, Any]:
-    return {
-        "ops": [
-            {
-                "op": use.name,
-                "plugin": use.plugin,
-                "conflict": use.conflict,
-                "parts": [op_name(part) for part in use.parts],
-                "calls": use.calls,
-                "phases": [phase for phase in PHASES if phase in use.phases],
-                "site": use.site,
-                "depends_on_data": use.data,
-            }
-            for use in _missing_first(coverage)
-        ],
-        "missing": [use.name for use in coverage.missing],
-        "stopped": coverage.stopped,
-    }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 
 from shardwise.cli.environment import CHECKS as OF_ENVIRONMENT
@@ -23,15 +21,12 @@ def doctor(*, as_json: bool, strict: bool) -> None:
 
     Exits with 1 when a check fails.
     """
-    report(list(_findings()), as_json=as_json, strict=strict)
-
-
-def _findings() -> Iterator[Finding]:
+    findings: list[Finding] = []
     for name, check in {**OF_ENVIRONMENT, **OF_INSTALLATION}.items():
         try:
             # Each check by itself: a broken one must not hide the others.
-            findings = list(check())
+            findings += list(check())
         except Exception as error:  # noqa: BLE001  a broken installation may raise anything anywhere
             found = f"the check raises {type(error).__name__}: {error}"
-            findings = [Finding(name, FAILED, found, "Reinstall shardwise.")]
-        yield from findings
+            findings.append(Finding(name, FAILED, found, "Reinstall shardwise."))
+    report(findings, as_json=as_json, strict=strict)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,10 @@ from shardwise.cli.modules import import_option
 from shardwise.cli.output import json_option
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import LinksFitError
-from shardwise.kernel.spec import AbstractMesh
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.planning.cost import WIRES, Links, default_links, use_links
-from shardwise.planning.link_file import find, parse
-from shardwise.tools.explain import LISTED, Explanation, explain_call
+from shardwise.planning.link_file import links_for, parse
+from shardwise.tools.explain import LISTED, explain_call
 
 __all__ = ["explain"]
 
@@ -66,23 +64,21 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
         --input 'tensors: f32[4] R' --input 'tensors: f32[2] R'
     """  # noqa: D301  # the backspace is click's mark for lines that stay as they are
     listed = (LISTED if as_json else TOP) if top is None else top
-    mesh = AbstractMesh(call.pop("mesh_shape"), call.pop("device"))
-    links, figures = _links(mesh, call.pop("wires"), call.pop("links"))
-    with _linked(mesh, links):
-        explanation = _explanation(op, mesh, limit=listed or None, **call)
+    mesh = AbstractMesh(call["mesh_shape"], call["device"])
+    links, figures = _links(mesh, call["wires"], call["links"])
+    operands = [parse_operand(text, mesh) for text in call["inputs"]]
+    values = parse_arguments(call["arguments"])
+    overload = find_op(op, operands, values)
+    arguments = arguments_of(overload, operands, values)
+    use_links(mesh, links)
+    try:
+        explanation = explain_call(overload, (), arguments, limit=listed or None)
+    finally:
+        use_links(mesh, None)
     if as_json:
         click.echo(json.dumps({**as_json_values(explanation), "figures": figures}, indent=1))
     else:
         print_explanation(explanation, figures)
-
-
-def _explanation(
-    name: str, mesh: AbstractMesh, *, inputs: Sequence[str], arguments: Sequence[str], limit: int | None
-) -> Explanation:
-    operands = [parse_operand(text, mesh) for text in inputs]
-    values = parse_arguments(arguments)
-    op = find_op(name, operands, values)
-    return explain_call(op, (), arguments_of(op, operands, values), limit=limit)
 
 
 # -- the figures behind the costs ------------------------------------------------------------------------------------
@@ -92,35 +88,21 @@ def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None)
     """The figures and their description."""
     if path is not None and wires is not None:
         raise click.UsageError("--links and --wires both say what moves cost: give one")
-    if path is not None:
-        return _measured(mesh, path)
     if wires is not None and len(wires) != mesh.ndim:
         raise click.UsageError(f"--wires names {len(wires)} and the mesh has {mesh.ndim} dims: give one per mesh dim")
-    return default_links(mesh, wires), f"defaults for {', '.join(wires) if wires else 'one host'}"
-
-
-def _measured(mesh: AbstractMesh, path: Path) -> tuple[Links, str]:
-    """The figures that a program on such a mesh would use from the file, if the mesh is on one host."""
+    if path is None:
+        return default_links(mesh, wires), f"defaults for {', '.join(wires) if wires else 'one host'}"
+    # The figures that a program would use from the file on such a mesh on one host.
     entries = parse(path.read_text(), str(path))
     for entry in entries:
         site = evolve(entry.site, mesh_shape=mesh.shape, hosts=(1,) * mesh.ndim, total_hosts=1)
-        like = entry.links if entry.site.mesh_shape == mesh.shape else find(entries, site)
+        like = entry.links if entry.site.mesh_shape == mesh.shape else links_for(entries, site)
         if entry.site.device_type == mesh.device_type and like is not None:
             return like, f"measured on {entry.site}, {entry.date}"
     shape = "x".join(map(str, mesh.shape))
     raise LinksFitError(
-        asked=f"cost moves on a {mesh.device_type} mesh {shape} by {path}",
+        asked=f"cost redistributions on a {mesh.device_type} mesh {shape} by {path}",
         found=f"it has figures for {'; '.join(str(e.site) for e in entries) or 'no mesh'}",
         do="Measure such a mesh with `shardwise calibrate`, or leave --links out.",
         path=str(path),
     )
-
-
-@contextmanager
-def _linked(mesh: AbstractMesh, links: Links) -> Iterator[None]:
-    """Use these figures for costs while the context lasts."""
-    use_links(mesh, links)
-    try:
-        yield
-    finally:
-        use_links(mesh, None)

@@ -9,8 +9,7 @@ from shardwise.kernel.placements import show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.tools.explain import Decision, Explanation, RankedStrategy, Redistribution
-from shardwise.tools.traffic import Collective
+from shardwise.tools.explain import Explanation, RankedStrategy
 
 __all__ = ["as_json_values"]
 
@@ -27,9 +26,48 @@ def as_json_values(explanation: Explanation) -> dict[str, Any]:
         "arguments": {n: _json_value(v) for n, v in schema.args.items() if n not in tensors},
         "rule": _json_entry(explanation.entry),
         "other_rules": [_json_entry(entry) for entry in explanation.others],
-        "decisions": [_json_decision(decision) for decision in explanation.decisions],
-        "moves": [_json_redistribution(one) for one in explanation.redistributions],
-        "collectives": [_json_collective(collective) for collective in explanation.collectives],
+        "decisions": [
+            {
+                "positions": list(decision.positions),
+                "operands": list(decision.operands),
+                "legal": decision.legal,
+                "legal_is_exact": decision.counted,
+                "combinations": decision.combinations,
+                "strategies": [_json_strategy(one) for one in decision.ranked],
+                "not_considered": [
+                    {"reason": e.reason, "mesh_dim": e.mesh_dim, "rows": list(e.rows), "count": e.count}
+                    for e in decision.exclusions
+                ],
+            }
+            for decision in explanation.decisions
+        ],
+        "moves": [
+            {
+                "operand": redistribution.operand,
+                "cost": redistribution.path.cost,
+                "steps": [
+                    {
+                        "kind": step.kind,
+                        "mesh_dims": list(step.mesh_dims),
+                        "from": list(map(show, step.source)),
+                        "to": list(map(show, step.target)),
+                        "cost": step.cost,
+                    }
+                    for step in redistribution.path.steps
+                ],
+            }
+            for redistribution in explanation.redistributions
+        ],
+        "collectives": [
+            {
+                "kind": collective.kind,
+                "mesh_dims": list(collective.mesh_dims),
+                "ranks": collective.ranks,
+                "bytes": collective.nbytes,
+                "purpose": collective.purpose,
+            }
+            for collective in explanation.collectives
+        ],
         "collectives_are_complete": explanation.lowering is None or explanation.lowering.complete,
         "results": [_json_spec(spec) for spec in explanation.results],
         "parts": [as_json_values(part) for part in explanation.parts],
@@ -58,21 +96,6 @@ def _json_entry(entry: Entry) -> dict[str, str]:
     }
 
 
-def _json_decision(decision: Decision) -> dict[str, Any]:
-    return {
-        "positions": list(decision.positions),
-        "operands": list(decision.operands),
-        "legal": decision.legal,
-        "legal_is_exact": decision.counted,
-        "combinations": decision.combinations,
-        "strategies": [_json_strategy(one) for one in decision.ranked],
-        "not_considered": [
-            {"reason": e.reason, "mesh_dim": e.mesh_dim, "rows": list(e.rows), "count": e.count}
-            for e in decision.exclusions
-        ],
-    }
-
-
 def _json_strategy(one: RankedStrategy) -> dict[str, Any]:
     strategy = one.strategy
     return {
@@ -90,27 +113,3 @@ def _json_strategy(one: RankedStrategy) -> dict[str, Any]:
 def _json_cost(seconds: float) -> float | None:
     """JSON has no infinity: None for a redistribution that is not possible."""
     return None if math.isinf(seconds) else seconds
-
-
-def _json_redistribution(redistribution: Redistribution) -> dict[str, Any]:
-    steps = [
-        {
-            "kind": step.kind,
-            "mesh_dims": list(step.mesh_dims),
-            "from": list(map(show, step.source)),
-            "to": list(map(show, step.target)),
-            "cost": step.cost,
-        }
-        for step in redistribution.path.steps
-    ]
-    return {"operand": redistribution.operand, "cost": redistribution.path.cost, "steps": steps}
-
-
-def _json_collective(collective: Collective) -> dict[str, Any]:
-    return {
-        "kind": collective.kind,
-        "mesh_dims": list(collective.mesh_dims),
-        "ranks": collective.ranks,
-        "bytes": collective.nbytes,
-        "purpose": collective.purpose,
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -16,12 +16,10 @@ from rich.text import Text
 from shardwise.cli.output import print_parts
 from shardwise.kernel.placements import Placement, show
 from shardwise.kernel.precedence import Entry
-from shardwise.kernel.schema import PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.exclusion import Exclusion
-from shardwise.planning.path import Step
-from shardwise.tools.explain import Decision, Explanation, RankedStrategy, Redistribution
+from shardwise.tools.explain import Decision, Explanation
 from shardwise.tools.traffic import Collective
 
 __all__ = ["print_explanation"]
@@ -49,7 +47,7 @@ def _call_part(explanation: Explanation, figures: str) -> RenderableType:
     title = Text.assemble((op_name(schema.op), "bold"), f" on mesh {mesh} ({schema.mesh.device_type})")
     facts = Table.grid(padding=(0, 2))
     for name, spec in zip(schema.operand_names, schema.specs, strict=True):
-        facts.add_row(Text(f"  {name}"), Text("-" if spec is None else _spec(spec)))
+        facts.add_row(Text(f"  {name}"), Text("-" if spec is None else f"{spec.tensor_meta} {_spec_placements(spec)}"))
     tensors = {a.name for a in schema.signature.tensor_args}
     for arg, value in schema.args.items():
         if arg not in tensors and value is not None:
@@ -62,10 +60,6 @@ def _call_part(explanation: Explanation, figures: str) -> RenderableType:
     return Group(title, facts)
 
 
-def _spec(spec: TensorSpec) -> str:
-    return f"{spec.tensor_meta} {_spec_placements(spec)}"
-
-
 def _spec_placements(spec: TensorSpec | None) -> str:
     return "-" if spec is None else _placements_text(spec.placements)
 
@@ -76,13 +70,10 @@ def _placements_text(placements: Iterable[Placement]) -> str:
 
 
 def _source_text(entry: Entry) -> str:
-    return f"{entry.origin}, {_from_here(entry.rule.source)}"
-
-
-def _from_here(source: str) -> str:
-    path, _, line = source.rpartition(":")
+    path, _, line = entry.rule.source.rpartition(":")
     here = Path.cwd()
-    return f"{Path(path).relative_to(here)}:{line}" if Path(path).is_relative_to(here) else source
+    in_reach = Path(path).is_relative_to(here)
+    return f"{entry.origin}, {f'{Path(path).relative_to(here)}:{line}' if in_reach else entry.rule.source}"
 
 
 def _parts_of(explanation: Explanation) -> Iterator[RenderableType]:
@@ -113,31 +104,35 @@ def _parts_of(explanation: Explanation) -> Iterator[RenderableType]:
 def _decision_part(decision: Decision, *, alone: bool) -> RenderableType:
     parts: list[RenderableType] = []
     if not alone:
-        parts.append(Text(f"list position {_ranges(decision.positions)}", style="bold"))
-    parts += [_counts_text(decision), Padding(_strategy_table(decision), (1, 0, 0, 0)), *_exclusions(decision)]
-    return Group(*parts)
-
-
-def _ranges(positions: Sequence[int]) -> str:
-    """``0-3, 7`` for 0, 1, 2, 3, 7."""
-    runs = (list(run) for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]))
-    ends = ((run[0][1], run[-1][1]) for run in runs)
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
-
-
-def _counts_text(decision: Decision) -> Text:
+        # ``0-3, 7`` for 0, 1, 2, 3, 7.
+        runs = (list(run) for _, run in groupby(enumerate(decision.positions), lambda pair: pair[1] - pair[0]))
+        ends = ((run[0][1], run[-1][1]) for run in runs)
+        ranges = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
+        parts.append(Text(f"list position {ranges}", style="bold"))
     legal = f"{decision.legal:,}" if decision.counted else f"more than {decision.legal:,}"
     shown = len(decision.ranked)
     listed = "cheapest first" if shown == decision.legal else f"the {shown} cheapest (--top lists more)"
     noun = "strategy" if decision.legal == 1 else "strategies"
-    return Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:")
+    parts += [
+        Text(f"{legal} legal {noun} among {decision.combinations:,} combinations of rows, {listed}:"),
+        Padding(_strategy_table(decision), (1, 0, 0, 0)),
+    ]
+    if decision.exclusions:
+        parts.append(Text("\nnot considered:"))
+        parts += [
+            Padding(Text(_exclusion_text(excluded, exact=decision.counted)), (0, 0, 0, 2))
+            for excluded in decision.exclusions
+        ]
+    return Group(*parts)
 
 
 def _strategy_table(decision: Decision) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
     table.add_column("")
     table.add_column("rows", overflow="fold")
-    shown = _operands_in_columns(decision)
+    shown = [i for i in range(len(decision.operands)) if decision.chosen.input_specs[i] is not None]
+    if len(shown) > MOST_OPERANDS:
+        shown = [i for i in shown if any(one.strategy.redistribute_cost[i] for one in decision.ranked)]
     for i in shown:
         table.add_column(decision.operands[i], no_wrap=True)
     for name in decision.results:
@@ -146,46 +141,22 @@ def _strategy_table(decision: Decision) -> Table:
     table.add_column("µs", justify="right")
     table.add_column("why not")
     for i, one in enumerate(decision.ranked):
-        table.add_row(*_strategy_row(decision, one, shown, taken=i == 0), style="bold" if i == 0 else "")
+        strategy = one.strategy
+        cells = [Text("" if i else ">"), Text(" | ".join(strategy.names))]
+        for operand in shown:
+            style = "yellow" if strategy.redistribute_cost[operand] else ""
+            cells.append(Text(_spec_placements(strategy.input_specs[operand]), style=style))
+        cells += [Text(_spec_placements(spec)) for spec in strategy.output_specs]
+        costs = zip(decision.operands, strategy.redistribute_cost, strict=True)
+        cells.append(Text(", ".join(f"{name} {_microseconds(cost)}" for name, cost in costs if cost)))
+        cells.append(Text(_microseconds(strategy.cost)))
+        cells.append(Text(one.reason, style="dim") if i else Text("taken", style="green"))
+        table.add_row(*cells, style="" if i else "bold")
     return table
 
 
-def _operands_in_columns(decision: Decision) -> list[int]:
-    present = [i for i in range(len(decision.operands)) if decision.chosen.input_specs[i] is not None]
-    if len(present) <= MOST_OPERANDS:
-        return present
-    return [i for i in present if any(c.strategy.redistribute_cost[i] for c in decision.ranked)]
-
-
-def _strategy_row(decision: Decision, one: RankedStrategy, shown: Sequence[int], *, taken: bool) -> Iterator[Text]:
-    strategy = one.strategy
-    yield Text(">" if taken else "")
-    yield Text(" | ".join(strategy.names))
-    for i in shown:
-        yield Text(_spec_placements(strategy.input_specs[i]), style="yellow" if strategy.redistribute_cost[i] else "")
-    for spec in strategy.output_specs:
-        yield Text(_spec_placements(spec))
-    yield Text(_costs_text(decision, strategy))
-    yield Text(_microseconds(strategy.cost))
-    yield Text("taken" if taken else one.reason, style="green" if taken else "dim")
-
-
-def _costs_text(decision: Decision, strategy: PlacementStrategy) -> str:
-    """The cost of each operand that is redistributed."""
-    named = zip(decision.operands, strategy.redistribute_cost, strict=True)
-    return ", ".join(f"{name} {_microseconds(cost)}" for name, cost in named if cost)
-
-
 def _microseconds(seconds: float) -> str:
-    return "no way" if math.isinf(seconds) else f"{seconds * 1e6:,.1f}"
-
-
-def _exclusions(decision: Decision) -> Iterator[RenderableType]:
-    if not decision.exclusions:
-        return
-    yield Text("\nnot considered:")
-    for excluded in decision.exclusions:
-        yield Padding(Text(_exclusion_text(excluded, exact=decision.counted)), (0, 0, 0, 2))
+    return "no path" if math.isinf(seconds) else f"{seconds * 1e6:,.1f}"
 
 
 def _exclusion_text(excluded: Exclusion, *, exact: bool) -> str:
@@ -202,47 +173,35 @@ def _exclusion_text(excluded: Exclusion, *, exact: bool) -> str:
 
 
 def _issued_part(explanation: Explanation) -> RenderableType:
-    rows = [(r.operand, s, c) for r in explanation.redistributions for s, c in _steps(r)]
     inside = explanation.lowering
+    in_lowering = inside.collectives if inside else ()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
+    for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
+        table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
+    number = 0
+    for redistribution in explanation.redistributions:
+        # Each step, with the collective that it issues.
+        collectives = list(redistribution.collectives)
+        for step in redistribution.path.steps:
+            places = (_placements_text(step.source), _placements_text(step.target), _microseconds(step.cost))
+            if collectives and (step.kind, step.mesh_dims) == (collectives[0].kind, collectives[0].mesh_dims):
+                number += 1
+                _, *wire = _collective_cells(collectives.pop(0))
+                table.add_row(str(number), redistribution.operand, step.kind, *wire, *places)
+            else:
+                table.add_row("", redistribution.operand, f"{step.kind} (local)", "", "", "", *places)
+    for collective in in_lowering:
+        number += 1
+        kind, *wire = _collective_cells(collective)
+        table.add_row(str(number), "lowering", kind, *wire)
     parts: list[RenderableType] = []
-    if rows or (inside is not None and inside.collectives):
-        table = _issued_table(rows, inside.collectives if inside else ())
+    if table.row_count:
         parts += [Text("collectives and local steps, in this order:"), Padding(table, (1, 0, 0, 0))]
     elif inside is None or inside.complete:
         parts.append(Text("nothing moves and nothing is communicated"))
     if inside is not None and not inside.complete:
         parts.append(Text("the rule's lowering may communicate more: that depends on data"))
     return Group(*parts)
-
-
-def _steps(redistribution: Redistribution) -> Iterator[tuple[Step, Collective | None]]:
-    """The steps of a redistribution, each with the collective that it issues."""
-    issued = iter(redistribution.collectives)
-    following = next(issued, None)
-    for step in redistribution.path.steps:
-        if following is not None and (step.kind, step.mesh_dims) == (following.kind, following.mesh_dims):
-            yield step, following
-            following = next(issued, None)
-        else:
-            yield step, None
-
-
-def _issued_table(rows: Sequence[tuple[str, Step, Collective | None]], inside: Sequence[Collective]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
-    for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
-        table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
-    number = 0
-    for operand, step, collective in rows:
-        number += collective is not None
-        wire = ("", "local", "", "", "") if collective is None else (str(number), *_collective_cells(collective))
-        kind = f"{step.kind} (local)" if collective is None else step.kind
-        places = (_placements_text(step.source), _placements_text(step.target))
-        table.add_row(wire[0], operand, kind, *wire[2:], *places, _microseconds(step.cost))
-    for collective in inside:
-        number += 1
-        _, *rest = _collective_cells(collective)
-        table.add_row(str(number), "lowering", collective.kind, *rest)
-    return table
 
 
 def _collective_cells(collective: Collective) -> tuple[str, str, str, str]:

@@ -30,23 +30,19 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        _print_findings(findings)
+        # A row is one line; JSON has all of torch's long messages.
+        findings = [evolve(one, found=one.found.strip().partition("\n")[0]) for one in findings]
+        if on_terminal():
+            # Sentences need width: what to do stands below what was found.
+            joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
+            print_rows([asdict(one) for one in joined], ("check", "result", "found"))
+        else:
+            print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
         count = Counter(finding.result for finding in findings)
         click.echo(f"{count[OK]} ok, {counted(count[WARNING], 'warning')}, {count[FAILED]} failed")
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)
-
-
-def _print_findings(findings: Sequence[Finding]) -> None:
-    # A row is one line; JSON has all of torch's long messages.
-    findings = [evolve(one, found=one.found.strip().partition("\n")[0]) for one in findings]
-    if on_terminal():
-        # Sentences need width: what to do stands below what was found.
-        joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
-        print_rows([asdict(one) for one in joined], ("check", "result", "found"))
-    else:
-        print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
 
 
 def counted(number: int, what: str) -> str:

@@ -39,21 +39,33 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     OP is written mm, aten.mm, aten.sum.dim_IntList or acme::gate. Without samples they are made from its schema, where
     that is enough. The op is run as it is: on whole CPU tensors, and on the pieces that simulated ranks would hold.
     """
-    given: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
-    given += load_function(function)() if function else []
-    overload = one_of(op, ops_named(op, plugin_states().registry), lambda each: _fits(each, given))
+    calls: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
+    calls += load_function(function)() if function else []
+    overload = one_of(op, ops_named(op, plugin_states().registry), lambda each: _takes_samples(each, calls))
     with progress("searching") as tell:
-        inferred = infer_rule(overload, given or None, seed=seed, tell=tell)
+        inferred = infer_rule(overload, calls or None, seed=seed, tell=tell)
     if as_json:
-        print_json([_inferred_json(inferred)])
+        print_json([_json_inferred(inferred)])
     else:
-        _print_inferred(inferred)
+        for name in inferred.samples:
+            click.echo(f"sample {name}")
+        rows: list[dict[str, object]] = [
+            {"operands": f.form, "row": str(f), "verdict": _verdict_text(f)} for f in inferred.findings
+        ]
+        print_rows(rows, COLUMNS)
+        click.echo(f"\n{inferred.text}")
+        for row in inferred.unsaid:
+            click.echo(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
+        for note in inferred.notes:
+            click.echo(f"note: {note}")
+        if inferred.accepted:
+            click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
     if not inferred.accepted:
         raise click.ClickException(f"the oracle refutes the rule: {inferred.report.refuted[0]}")
 
 
-def _fits(op: Op, samples: Sequence[Sample]) -> bool:
-    """Whether an overload works on tensors, writes none that it is given for that, and takes the samples."""
+def _takes_samples(op: Op, samples: Sequence[Sample]) -> bool:
+    """Whether an overload works on tensors, has no ``out=``, and takes the samples."""
     tensors = signature(op).tensor_args
     if not tensors or any(arg.is_out for arg in tensors):
         return False
@@ -66,22 +78,6 @@ def _fits(op: Op, samples: Sequence[Sample]) -> bool:
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _print_inferred(inferred: Inferred) -> None:
-    for name in inferred.samples:
-        click.echo(f"sample {name}")
-    rows: list[dict[str, object]] = [
-        {"operands": f.form, "row": str(f), "verdict": _verdict_text(f)} for f in inferred.findings
-    ]
-    print_rows(rows, COLUMNS)
-    click.echo(f"\n{inferred.text}")
-    for row in inferred.unsaid:
-        click.echo(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
-    for note in inferred.notes:
-        click.echo(f"note: {note}")
-    if inferred.accepted:
-        click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
 
 
 def _verdict_text(finding: Finding) -> str:
@@ -98,7 +94,7 @@ def _numbers_text(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _inferred_json(inferred: Inferred) -> dict[str, object]:
+def _json_inferred(inferred: Inferred) -> dict[str, object]:
     return {
         "op": op_name(inferred.op),
         "samples": list(inferred.samples),

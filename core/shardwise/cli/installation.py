@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
+from importlib.metadata import PackageNotFoundError, distribution, distributions
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -13,7 +13,7 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
-from shardwise.discovery.entry_points import FIRST_PARTY, InstalledPlugin, discover
+from shardwise.discovery.entry_points import FIRST_PARTY, discover
 from shardwise.errors import LinksError, SettingsError
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
@@ -37,25 +37,15 @@ def _copies() -> Iterator[Finding]:
         other = place / FIRST_PARTY
         if (other / "__init__.py").is_file() and other != here:
             yield Finding("shardwise", WARNING, f"a second copy is in {place}, not used", "Uninstall one of the two.")
-    yield from _metadata_copies(here)
-
-
-def _metadata_copies(here: Path) -> Iterator[Finding]:
-    """Entry points are read from installed metadata, which should be of the copy that is imported."""
     dists = [d for d in distributions() if normalised(d.metadata["Name"] or "") == FIRST_PARTY]
-    places = dict.fromkeys(_home(dist) for dist in dists)
+    places = dict.fromkeys((editable_folder(dist) or Path(str(dist.locate_file("")))).resolve() for dist in dists)
     if len(places) > 1:
-        found = f"metadata of {len(places)} copies: {', '.join(map(str, places))}"
-        yield Finding("shardwise", WARNING, found, "Uninstall all and install once.")
+        fault = f"metadata of {len(places)} copies: {', '.join(map(str, places))}"
+        yield Finding("shardwise", WARNING, fault, "Uninstall all and install once.")
     home = next(iter(places), None)
     if home is not None and not here.is_relative_to(home):
-        found = f"the metadata is of {home}: plugins are found by its entry points"
-        yield Finding("shardwise", WARNING, found, "Install the copy that is imported, or leave it out of PYTHONPATH.")
-
-
-def _home(dist: Distribution) -> Path:
-    """The folder that a distribution is in: of an editable one, its checkout (PEP 610)."""
-    return (editable_folder(dist) or Path(str(dist.locate_file("")))).resolve()
+        fault = f"the metadata is of {home}: plugins are found by its entry points"
+        yield Finding("shardwise", WARNING, fault, "Install the copy that is imported, or leave it out of PYTHONPATH.")
 
 
 # -- settings, link figures ------------------------------------------------------------------------------------------
@@ -136,7 +126,7 @@ def _plugins() -> Iterator[Finding]:
         for copy in status.plugin.hides:
             yield Finding(name, WARNING, f"{copy} is hidden by {status.plugin.location}", "Uninstall one of the two.")
     if not states.statuses:
-        yield Finding("plugins", FAILED, "there is none: no op has a rule", "Reinstall shardwise.")
+        yield Finding("plugins", FAILED, "no plugin is installed, so no op has a rule", "Reinstall shardwise.")
     if states.refusal is not None:
         error = states.refusal
         yield Finding("look-up", FAILED, f"programs cannot look up rules: {error.asked}: {error.found}", error.do)
@@ -160,7 +150,11 @@ def _conflicts() -> Iterator[Finding]:
 def _dependencies() -> Iterator[Finding]:
     """What shardwise and the plugins' distributions require is installed, in versions that they take."""
     dists = {FIRST_PARTY: distribution(FIRST_PARTY)}
-    dists |= {f.origin.distribution: f.entry.dist for f in _third_party() if f.entry.dist is not None}
+    dists |= {
+        plugin.origin.distribution: plugin.entry.dist
+        for plugin in discover(Settings())
+        if not plugin.first_party and plugin.entry.dist is not None
+    }
     for name, dist in dists.items():
         wrong = list(_unmet(dist.requires or ()))
         for fault in wrong:
@@ -169,10 +163,6 @@ def _dependencies() -> Iterator[Finding]:
             )
         if not wrong:
             yield Finding("dependencies", OK, f"{name} {dist.version} has what it requires")
-
-
-def _third_party() -> Iterable[InstalledPlugin]:
-    return (plugin for plugin in discover(Settings()) if not plugin.first_party)
 
 
 def _unmet(requires: Iterable[str]) -> Iterator[str]:

@@ -24,7 +24,21 @@ def load_module(text: str) -> ModuleType:
     through.
     """
     if text.endswith(".py"):
-        return _load_file(Path(text))
+        path = Path(text)
+        if not path.is_file():
+            raise click.ClickException(f"there is no file {path}")
+        path = path.resolve()
+        loaded = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)), None)
+        if loaded is not None:
+            return loaded
+        # As under `python path/to/file.py`: what lies beside the file can be imported.
+        _find_in(path.parent)
+        name = str(path) if path.stem in sys.modules else path.stem
+        try:
+            return run_file(path, name, keep=True)
+        except BaseException:
+            sys.modules.pop(name, None)
+            raise
     _find_in(Path.cwd())
     try:
         return importlib.import_module(text)
@@ -38,23 +52,6 @@ def load_module(text: str) -> ModuleType:
 def _find_in(folder: Path) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-
-
-def _load_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise click.ClickException(f"there is no file {path}")
-    path = path.resolve()
-    known = next((m for m in list(sys.modules.values()) if getattr(m, "__file__", None) == str(path)), None)
-    if known is not None:
-        return known
-    # As under `python path/to/file.py`: what lies beside the file can be imported.
-    _find_in(path.parent)
-    name = str(path) if path.stem in sys.modules else path.stem
-    try:
-        return run_file(path, name, keep=True)
-    except BaseException:
-        sys.modules.pop(name, None)
-        raise
 
 
 def run_file(path: Path, name: str, *, keep: bool = False) -> ModuleType:
@@ -120,7 +117,7 @@ def imported_from(roots: Sequence[Path], packages: Sequence[str]) -> Iterator[No
         sys.path[:] = path
         if roots:
             _forget(packages)
-            _restore(before, packages)
+            sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in packages})
 
 
 def _forget(packages: Sequence[str]) -> None:
@@ -130,7 +127,3 @@ def _forget(packages: Sequence[str]) -> None:
     if forgotten:
         # A custom op that is freed takes the ops of its name with it, later ones too: so let it be freed now.
         gc.collect()
-
-
-def _restore(before: dict[str, Any], packages: Sequence[str]) -> None:
-    sys.modules.update({name: module for name, module in before.items() if name.partition(".")[0] in packages})

@@ -59,36 +59,37 @@ def new(*, name: str, parent: Path, author: str | None) -> None:
 
     The folder is called NAME and must not exist. The licence is BSD-3-Clause; change it as you like.
     """
-    name, package = _names(name)
+    name, package = _checked_names(name)
     folder = parent / name
     values = {
         "name": name,
         "package": package,
         "bounds": bounds(version("shardwise")),
-        "author": _one_line(author or _git_user() or f"The {name} authors"),
+        "author": " ".join(
+            (author or _git_user() or f"The {name} authors").replace("\\", " ").replace('"', "'").split()
+        ),
         "year": str(datetime.now(UTC).year),
     }
     _write(folder, values)
-    _print_next_steps(folder, values)
+    click.echo(f"made {folder}:")
+    for file in FILES:
+        click.echo(f"  {file.format(**values)}")
+    click.echo(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  shardwise plugins check .")
 
 
-def _names(name: str) -> tuple[str, str]:
-    """The distribution's name, normalised, and the package's; refuses what cannot be one."""
+def _checked_names(name: str) -> tuple[str, str]:
+    """The normalised name of the distribution, and that of the package. Refuses a name that cannot be one."""
     if not _NAME.fullmatch(name):
         raise click.UsageError(f"{name!r} is not the name of a distribution: letters, digits and inner . _ - (PEP 508)")
     name = normalised(name)
     package = name.replace("-", "_")
     if not package.isidentifier() or keyword.iskeyword(package) or keyword.issoftkeyword(package):
         raise click.UsageError(f"{name!r} makes no package: {package!r} cannot be imported; choose another name")
-    if package in sys.stdlib_module_names or _is_installed(package):
+    # Python takes any folder without __init__.py for a package, also one of the working directory: it has no origin.
+    spec = importlib.util.find_spec(package)
+    if package in sys.stdlib_module_names or (spec is not None and spec.origin is not None):
         raise click.UsageError(f"there is a module {package} already; choose a name of your own, as in acme-{name}")
     return name, package
-
-
-def _is_installed(package: str) -> bool:
-    # A folder without __init__.py counts as a package to Python, wherever this is started.
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None
 
 
 def bounds(have: str) -> str:
@@ -109,11 +110,6 @@ def _git_user() -> str:
     return done.stdout.strip()
 
 
-def _one_line(text: str) -> str:
-    """Text that stands in a TOML string as it is."""
-    return " ".join(text.replace("\\", " ").replace('"', "'").split())
-
-
 def _write(folder: Path, values: dict[str, str]) -> None:
     templates = files("shardwise.cli") / "template"
     try:
@@ -127,10 +123,3 @@ def _write(folder: Path, values: dict[str, str]) -> None:
         raise click.ClickException(f"{folder} exists already; name another, or move it away") from error
     except OSError as error:
         raise click.ClickException(f"cannot write {folder}: {error}") from error
-
-
-def _print_next_steps(folder: Path, values: dict[str, str]) -> None:
-    click.echo(f"made {folder}:")
-    for name in FILES:
-        click.echo(f"  {name.format(**values)}")
-    click.echo(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  shardwise plugins check .")

@@ -27,7 +27,22 @@ def ops_named(name: str, registry: Registry) -> list[Op]:
     others = sorted({entry.op.namespace for entry in registry.ops()} - {"aten"})
     ops = find_ops(name, ("aten", *others))
     if not ops:
-        raise _unknown_op_error(name, registry)
+        text = ".".join(_words(name))
+        packet, _, overload = text.rpartition(".")
+        overloads = find_ops(packet)
+        if overloads:
+            found = f"{packet} has no overload {overload!r}, but {', '.join(map(op_name, overloads))}"
+        else:
+            # Names of ops with rules that a person may have meant, as far written out as the name.
+            names: set[str] = set()
+            for full in (op_name(entry.op) for entry in registry.ops()):
+                without_overload = full.rpartition(".")[0]
+                names.update((full, without_overload) if "." in text else (without_overload.partition(".")[2],))
+            near = get_close_matches(text, sorted(names), 4)
+            hint = f"; close to it, with rules: {', '.join(near)}" if near else ""
+            found = f"torch knows no such op{hint}"
+        do = "`shardwise rules` lists the ops with rules; --import MODULE_OR_FILE imports what defines an op."
+        raise CallError(asked=f"find the op {name!r}", found=found, do=do, op=name)
     return ops
 
 
@@ -69,30 +84,6 @@ def _overloads(namespace: str, name: str) -> list[Op]:
         return []
     names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return [getattr(packet, each) for each in names]
-
-
-def _unknown_op_error(name: str, registry: Registry) -> CallError:
-    near = _close_names(name, registry)
-    packet, _, overload = ".".join(_words(name)).rpartition(".")
-    there = find_ops(packet)
-    if there:
-        found = f"{packet} has no overload {overload!r}, but {', '.join(map(op_name, there))}"
-    else:
-        hint = f"; close to it, with rules: {', '.join(near)}" if near else ""
-        found = f"torch knows no such op{hint}"
-    do = "`shardwise rules` lists the ops with rules; --import MODULE_OR_FILE imports what defines an op."
-    return CallError(asked=f"find the op {name!r}", found=found, do=do, op=name)
-
-
-def _close_names(name: str, registry: Registry) -> list[str]:
-    """Names of ops with rules that a person may have meant, as far written out as the name given."""
-    wanted = ".".join(_words(name))
-    names: set[str] = set()
-    for entry in registry.ops():
-        full = op_name(entry.op)
-        packet = full.rpartition(".")[0]
-        names.update((full, packet) if "." in wanted else (packet.partition(".")[2],))
-    return get_close_matches(wanted, sorted(names), 4)
 
 
 # -- one of them -----------------------------------------------------------------------------------------------------

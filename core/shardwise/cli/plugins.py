@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.metadata import Distribution
 from typing import Any
 
@@ -14,8 +13,6 @@ from shardwise.cli.output import json_option, print_facts, print_json, print_row
 from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
 from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.discovery.loading import Status
-from shardwise.kernel.precedence import Entry, Origin
-from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 
 __all__ = ["plugins"]
@@ -64,7 +61,29 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
     for i, facts in enumerate(shown):
         if i:
             click.echo()
-        _print_plugin(facts)
+        print_facts(
+            {
+                "plugin": facts["plugin"],
+                "distribution": f"{facts['distribution']} {facts['version']}",
+                "summary": facts["summary"],
+                "home page": facts["home_page"],
+                "status": facts["status"],
+                "reason": facts["reason"],
+                "location": facts["location"],
+                "entry point": facts["entry_point"],
+                "requires": facts["requires"],
+                "hides": facts["hides"],
+                "replaces": [f"{name}: {', '.join(ops)}" for name, ops in facts["replaces"].items()],
+                "conflicts": facts["conflicts"],
+                "but now": facts["refusal"],
+                "ops": facts["ops"],
+            }
+        )
+        if facts["traceback"]:
+            click.echo(f"\n{facts['traceback'].rstrip()}")
+        if facts["rules"]:
+            click.echo()
+            print_rows(facts["rules"], RULE_COLUMNS)
 
 
 plugins.add_command(check)
@@ -104,16 +123,33 @@ def _status_row(status: Status) -> dict[str, object]:
 
 def _plugin_json(known: PluginStates, status: Status) -> dict[str, Any]:
     plugin, registry = status.plugin, known.registry
-    rules = list(_rules(registry, plugin.origin))
     refusal = known.refusal
+    rules: list[dict[str, object]] = []
+    replaced: dict[str, list[str]] = {}  # the ops whose rules are replaced, by distribution
+    for entry in registry.ops(plugin=plugin.origin.plugin):
+        if entry.origin != plugin.origin:
+            continue
+        losers = registry.resolve(entry.op).losers
+        lost = next((reason for loser, reason in losers if loser is entry), "")
+        holds = f"no: {lost}" if lost else "yes"
+        cells = (op_name(entry.op), entry.rule.text, holds, entry.rule.source)
+        rules.append(dict(zip(RULE_COLUMNS, cells, strict=True)))
+        if entry.replaces is not None:
+            replaced.setdefault(entry.replaces, []).append(op_name(entry.op))
+    conflicts = []
+    for resolution in registry.conflicts():
+        origins = [entry.origin for entry, _ in resolution.losers]
+        if plugin.origin in origins:
+            rivals = ", ".join(str(origin) for origin in origins if origin != plugin.origin)
+            conflicts.append(f"{op_name(resolution.op)} with {rivals}")
     return {
         **_status_row(status),
         "location": plugin.location,
         "entry_point": f"[{plugin.entry.group}] {plugin.entry.name} = {plugin.entry.value}",
         **_metadata(plugin),
         "hides": list(plugin.hides),
-        "replaces": _replaced_ops(registry, plugin.origin),
-        "conflicts": _conflicts(registry, plugin.origin),
+        "replaces": replaced,
+        "conflicts": conflicts,
         "refusal": "" if refusal is None else f"{type(refusal).__name__}: {refusal}",
         "traceback": status.traceback,
         "rules": rules,
@@ -135,62 +171,3 @@ def _metadata(plugin: InstalledPlugin) -> dict[str, object]:
 def _field(dist: Distribution, name: str) -> str:
     # Asking for a field that is missing gives None, and is deprecated from Python 3.12 on.
     return dist.metadata[name] if name in dist.metadata else ""  # noqa: SIM401  it promises no get()
-
-
-def _entries(registry: Registry, origin: Origin) -> Iterator[Entry]:
-    return (entry for entry in registry.ops(plugin=origin.plugin) if entry.origin == origin)
-
-
-def _rules(registry: Registry, origin: Origin) -> Iterator[dict[str, object]]:
-    for entry in _entries(registry, origin):
-        resolution = registry.resolve(entry.op)
-        lost = next((reason for loser, reason in resolution.losers if loser is entry), "")
-        yield {
-            "op": op_name(entry.op),
-            "rule": entry.rule.text,
-            "holds": f"no: {lost}" if lost else "yes",
-            "source": entry.rule.source,
-        }
-
-
-def _replaced_ops(registry: Registry, origin: Origin) -> dict[str, list[str]]:
-    """The distributions whose rules are replaced, with the ops."""
-    by_distribution: dict[str, list[str]] = {}
-    for entry in _entries(registry, origin):
-        if entry.replaces is not None:
-            by_distribution.setdefault(entry.replaces, []).append(op_name(entry.op))
-    return by_distribution
-
-
-def _conflicts(registry: Registry, origin: Origin) -> list[str]:
-    return [
-        f"{op_name(resolution.op)} with {', '.join(str(e.origin) for e, _ in resolution.losers if e.origin != origin)}"
-        for resolution in registry.conflicts()
-        if any(entry.origin == origin for entry, _ in resolution.losers)
-    ]
-
-
-def _print_plugin(facts: dict[str, Any]) -> None:
-    print_facts(
-        {
-            "plugin": facts["plugin"],
-            "distribution": f"{facts['distribution']} {facts['version']}",
-            "summary": facts["summary"],
-            "home page": facts["home_page"],
-            "status": facts["status"],
-            "reason": facts["reason"],
-            "location": facts["location"],
-            "entry point": facts["entry_point"],
-            "requires": facts["requires"],
-            "hides": facts["hides"],
-            "replaces": [f"{name}: {', '.join(ops)}" for name, ops in facts["replaces"].items()],
-            "conflicts": facts["conflicts"],
-            "but now": facts["refusal"],
-            "ops": facts["ops"],
-        }
-    )
-    if facts["traceback"]:
-        click.echo(f"\n{facts['traceback'].rstrip()}")
-    if facts["rules"]:
-        click.echo()
-        print_rows(facts["rules"], RULE_COLUMNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.tools.program import PHASES
-from shardwise.tools.rehearse import CollectiveUse, Rehearsal
+from shardwise.tools.rehearse import Rehearsal
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
@@ -61,7 +61,24 @@ def rehearse(
     with _progress(shown=not as_json) as tell:
         rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
     if as_json:
-        click.echo(json.dumps(_rehearsal_json(rehearsal), indent=1))
+        memory = rehearsal.memory
+        click.echo(
+            json.dumps(
+                {
+                    "mesh": list(rehearsal.mesh_shape),
+                    "names": list(rehearsal.mesh_names),
+                    "coordinate": list(rehearsal.coordinate),
+                    "parameters": rehearsal.whole_parameters,
+                    "parameter_bytes": rehearsal.whole_parameter_bytes,
+                    "memory": {**asdict(memory), "peak": memory.peak, "activations": memory.activations},
+                    "collectives": [
+                        {**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in rehearsal.by_op
+                    ],
+                    "ops": dict(rehearsal.ops),
+                },
+                indent=1,
+            )
+        )
     else:
         print_parts(list(_tables(rehearsal, by_op=by_op)))
 
@@ -85,25 +102,11 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
 
 
 def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
-    yield _memory_table(rehearsal)
-    uses = rehearsal.by_op if by_op else rehearsal.collectives
-    table = Table("phase", "collective", "mesh dims", title="Collectives that it issues")
-    for heading in ("ranks", "times", "bytes handed in"):
-        table.add_column(heading, justify="right")
-    if by_op:
-        table.add_column("for")
-    for use, times, nbytes in uses:
-        figures = (f"{use.ranks:,}", f"{times:,}", size_text(nbytes))
-        table.add_row(use.phase, use.kind, _dim_names(rehearsal, use), *figures, *([use.op] if by_op else []))
-    yield table
-
-
-def _memory_table(rehearsal: Rehearsal) -> Table:
     memory = rehearsal.memory
     shape = "x".join(map(str, rehearsal.mesh_shape))
     at = ", ".join(f"{n} {c}" for n, c in zip(rehearsal.mesh_names, rehearsal.coordinate, strict=True))
-    table = Table("what", title=f"One of {rehearsal.ranks:,} ranks ({shape}), at {at}")
-    table.add_column("bytes", justify="right")
+    memory_table = Table("what", title=f"One of {rehearsal.ranks:,} ranks ({shape}), at {at}")
+    memory_table.add_column("bytes", justify="right")
     whole = f" (of {rehearsal.whole_parameters:,} parameters, {size_text(rehearsal.whole_parameter_bytes)})"
     rows = {
         f"parameters{whole if rehearsal.whole_parameters else ''}": memory.parameters,
@@ -113,14 +116,26 @@ def _memory_table(rehearsal: Rehearsal) -> Table:
         "kept by forward for backward": memory.kept,
         **{f"most at a time in {phase}": memory.peaks[phase] for phase in PHASES if phase in memory.peaks},
     }
-    for name, nbytes in rows.items():
-        if nbytes:
-            table.add_row(name, size_text(nbytes))
-    return table
-
-
-def _dim_names(rehearsal: Rehearsal, use: CollectiveUse) -> str:
-    return ", ".join(rehearsal.mesh_names[m] for m in use.mesh_dims)
+    for name, size in rows.items():
+        if size:
+            memory_table.add_row(name, size_text(size))
+    yield memory_table
+    uses = rehearsal.by_op if by_op else rehearsal.collectives
+    table = Table("phase", "collective", "mesh dims", title="Collectives that it issues")
+    for heading in ("ranks", "times", "bytes handed in"):
+        table.add_column(heading, justify="right")
+    if by_op:
+        table.add_column("for")
+    for use, times, nbytes in uses:
+        figures = (f"{use.ranks:,}", f"{times:,}", size_text(nbytes))
+        table.add_row(
+            use.phase,
+            use.kind,
+            ", ".join(rehearsal.mesh_names[m] for m in use.mesh_dims),
+            *figures,
+            *([use.op] if by_op else []),
+        )
+    yield table
 
 
 def size_text(nbytes: int) -> str:
@@ -129,21 +144,3 @@ def size_text(nbytes: int) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  # bytes
         size, unit = size / 1024, unit + 1
     return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"
-
-
-def _rehearsal_json(rehearsal: Rehearsal) -> dict[str, Any]:
-    memory = rehearsal.memory
-    return {
-        "mesh": list(rehearsal.mesh_shape),
-        "names": list(rehearsal.mesh_names),
-        "coordinate": list(rehearsal.coordinate),
-        "parameters": rehearsal.whole_parameters,
-        "parameter_bytes": rehearsal.whole_parameter_bytes,
-        "memory": {**asdict(memory), "peak": memory.peak, "activations": memory.activations},
-        "collectives": _uses(rehearsal.by_op),
-        "ops": dict(rehearsal.ops),
-    }
-
-
-def _uses(uses: Sequence[tuple[CollectiveUse, int, int]]) -> list[dict[str, Any]]:
-    return [{**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in uses]

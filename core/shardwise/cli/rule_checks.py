@@ -69,7 +69,14 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
 
 def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
     """With the rules of other plugins for the same ops: one must declare that it replaces the other."""
-    others = _rivals_of(subject)
+    names = {entry.name for entry in subject.entries}
+    others = Registry()
+    for plugin in discover(readable_settings()):
+        is_own = plugin.origin.distribution == normalised(subject.name) and (
+            subject.name != FIRST_PARTY or plugin.origin.plugin in names
+        )
+        if plugin.status == "ready" and not is_own:
+            load_each([plugin], others)
     clashes: dict[Origin, list[str]] = {}
     idle: dict[str, list[str]] = {}
     for entry in own.ops():
@@ -94,20 +101,6 @@ def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
         yield Finding("conflicts", OK, f"none: {shown}")
 
 
-def _rivals_of(subject: PluginToCheck) -> Registry:
-    """The rules of all other plugins that this environment would load."""
-    registry = Registry()
-    own = {entry.name for entry in subject.entries}
-    ready = [plugin for plugin in discover(readable_settings()) if plugin.status == "ready"]
-    load_each([f for f in ready if not _is_own(f, subject, own)], registry)
-    return registry
-
-
-def _is_own(plugin: InstalledPlugin, subject: PluginToCheck, names: set[str]) -> bool:
-    same = plugin.origin.distribution == normalised(subject.name)
-    return same and (subject.name != FIRST_PARTY or plugin.origin.plugin in names)
-
-
 def _some_ops(ops: list[str]) -> str:
     rest = len(ops) - _MOST_NAMED
     return ", ".join(ops[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")
@@ -120,8 +113,9 @@ def _some_ops(ops: list[str]) -> str:
 class Samples:
     """What a file of samples declares.
 
-    ``samples`` are calls by op, ``stand_ins`` what runs in place of ops that a machine lacks; ``unsampled`` has the ops
-    without a sample and ``unexercised`` the rows (``op: row``) that no sample reaches, each with the reason.
+    ``samples`` has calls by op. ``stand_ins`` has functions that run in place of ops that a machine lacks.
+    ``unsampled`` has the ops without a sample, and ``unexercised`` the rows (``op: row``) that no sample reaches. Both
+    give the reason.
     """
 
     samples: Mapping[Op, Callable[[], Any]] = field(factory=dict)
@@ -134,7 +128,7 @@ def read_samples(path: Path) -> Samples:
     """``SAMPLES``, ``STAND_INS``, ``UNSAMPLED`` and ``UNEXERCISED`` of a file; each may be missing.
 
     ``SAMPLES`` maps an op to a list of calls or to a function that makes one. Raises what the file raises, and
-    ``TypeError`` for one of them that is no mapping.
+    ``TypeError`` for one of them that is not a mapping.
     """
     path_before = list(sys.path)
     sys.path.insert(0, str(path.parent))
@@ -143,8 +137,8 @@ def read_samples(path: Path) -> Samples:
     finally:
         sys.path[:] = path_before
     samples, stand_ins, unsampled = (by_op(_mapping(module, n)) for n in ("SAMPLES", "STAND_INS", "UNSAMPLED"))
-    made = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
-    return Samples(made, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))
+    makers = {op: calls if callable(calls) else partial(list, calls) for op, calls in samples.items()}
+    return Samples(makers, stand_ins, unsampled, _mapping(module, "UNEXERCISED"))
 
 
 def _mapping(module: ModuleType, name: str) -> Mapping[Any, Any]:
@@ -162,7 +156,11 @@ def judge_rules(
     ``tell`` is called with how many rules are done and how many there are.
     """
     rules = own.rules()
-    findings = _unknown_samples(own, given)
+    findings: list[Finding] = []
+    unknown = [str(op) for op in [*given.samples, *given.unsampled] if op not in own]
+    if unknown:
+        found = f"the plugin has no rule for {_some_ops(unknown)}"
+        findings.append(Finding("samples", WARNING, found, "Correct the samples file."))
     total = Report()
     for done, rule in enumerate(rules):
         if tell is not None:
@@ -177,26 +175,17 @@ def judge_rules(
         findings += _oracle_findings(rule, report, given)
     if tell is not None:
         tell(len(rules), len(rules))
-    return [*findings, _summary(total, given)] if rules else findings
-
-
-def _summary(total: Report, given: Samples) -> Finding:
+    if not rules:
+        return findings
     refuted = len(_blamed(total.refuted))
     counts = (counted(total.ops, "op"), counted(total.rows, "row"), counted(total.cases, "case"))
     shown = f"{', '.join(counts)}: {refuted} refuted"
     if refuted:
-        return Finding("oracle", FAILED, shown, "Correct the rules; until then they give wrong numbers.")
+        do = "Correct the rules; until then they give wrong numbers."
+        return [*findings, Finding("oracle", FAILED, shown, do)]
     excused = {op_name(op) for op in given.unsampled}
-    return Finding("oracle", OK if total.cases or excused.issuperset(total.unsampled) else WARNING, shown)
-
-
-def _unknown_samples(own: Registry, given: Samples) -> list[Finding]:
-    unknown = [str(op) for op in [*given.samples, *given.unsampled] if op not in own]
-    if not unknown:
-        return []
-    return [
-        Finding("samples", WARNING, f"the plugin has no rule for {_some_ops(unknown)}", "Correct the samples file.")
-    ]
+    is_judged = total.cases or excused.issuperset(total.unsampled)
+    return [*findings, Finding("oracle", OK if is_judged else WARNING, shown)]
 
 
 def _oracle_findings(rule: AnyRule, report: Report, given: Samples) -> Iterator[Finding]:
@@ -222,14 +211,14 @@ def _oracle_findings(rule: AnyRule, report: Report, given: Samples) -> Iterator[
 def _blamed(refuted: Sequence[RuleRefuted]) -> list[RuleRefuted]:
     """One refutation per wrong row: a row that is refuted alone, or the row that most refuted combinations share."""
     left = [one for one in refuted if one.rows]
-    kept = [one for one in refuted if not one.rows]
+    first_causes = [one for one in refuted if not one.rows]
     while left:
         alone = [(one.op, one.rows[0]) for one in left if len(set(one.rows)) == 1]
         blamed = Counter(alone or [(one.op, row) for one in left for row in set(one.rows)]).most_common(1)[0][0]
         theirs = [one for one in left if (one.op, blamed[1]) == blamed and blamed[1] in one.rows]
-        kept.append(min(theirs, key=lambda one: len(one.rows)))
+        first_causes.append(min(theirs, key=lambda one: len(one.rows)))
         left = [one for one in left if one not in theirs]
-    return kept
+    return first_causes
 
 
 def _rule_title(rule: AnyRule) -> str:

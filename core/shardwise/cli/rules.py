@@ -63,24 +63,17 @@ def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None
     for entry in registry.ops(pattern):
         if plugin is not None and not entry.origin.is_called(plugin):
             continue
-        group = groups.setdefault((entry.origin.plugin, id(entry.rule)), (_stated(entry.rule), []))
+        text = " | ".join(filter(None, (entry.rule.text, "; ".join(getattr(entry.rule, "partial", ())))))
+        group = groups.setdefault((entry.origin.plugin, id(entry.rule)), (text, []))
         name = op_name(entry.op).removeprefix("aten.").partition(".")[0]
         if name not in group[1]:
             group[1].append(name)
     lines = ["| plugin | ops | rule |", "|---|---|---|"]
     rows = sorted((plugin, " ".join(f"`{n}`" for n in names), text) for (plugin, _), (text, names) in groups.items())
-    lines += [f"| {plugin} | {names} | {_escaped(text)} |" for plugin, names, text in rows]
+    for name, ops, text in rows:
+        cell = text.replace("|", "\\|")
+        lines.append(f"| {name} | {ops} | {cell} |")
     return "\n".join(lines) + "\n"
-
-
-def _stated(rule: AnyRule) -> str:
-    """The text of a rule, and the facts and rows that it states beside it."""
-    beside = getattr(rule, "partial", ())
-    return f"{rule.text} | {'; '.join(beside)}" if beside else rule.text
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def form_of(rule: AnyRule) -> str:

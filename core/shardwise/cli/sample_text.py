@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.cli.tensor_text import DTYPES, TENSOR, read_tensor
 from shardwise.errors import CallError
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.testing.values import Sample
 
 __all__ = ["read_sample"]
@@ -26,9 +26,9 @@ def read_sample(text: str, seed: int = 0) -> Sample:
     """A sample from its text: the arguments of a call, with a dtype and sizes in place of each tensor.
 
     Floats are normal numbers. Integers lie from 0 up to the smallest size of the call's other tensors, so that they may
-    be indices into any; ``i64[5] < 30`` and ``-3 <= i64[5] < 4`` say another range, also of floats.
+    be indices into any of them. ``i64[5] < 30`` and ``-3 <= i64[5] < 4`` give another range, also of floats.
 
-    Raises :class:`CallError` for what is no such text.
+    Raises :class:`CallError` for any other text.
     """
     return _Reader(text, torch.Generator().manual_seed(seed)).sample()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import Distribution
 from pathlib import Path
 
@@ -28,7 +28,7 @@ KIT = f"{FIRST_PARTY}.testing"
 
 
 def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
-    """The entry point is there, in the group that this shardwise reads, under the name of the distribution."""
+    """Check that there is an entry point in the group that this shardwise reads, with the distribution's name."""
     if subject.kind == "file":
         return
     current = [entry for entry in subject.entries if entry.group == GROUP]
@@ -39,7 +39,7 @@ def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
     if not current:
         if not subject.entries:
             value = f'{subject.name} = "{subject.name.replace("-", "_")}.plugin"'
-            yield Finding("entry point", FAILED, f"there is none in {GROUP}", f"Add {line} {value}")
+            yield Finding("entry point", FAILED, f"the group {GROUP} has no entry", f"Add {line} {value}")
         return
     for entry in current:
         shown = f"{entry.name} = {entry.value}"
@@ -51,14 +51,21 @@ def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
 
 
 def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
-    """The distribution says which versions of shardwise it works with: from one, up to one, this one among them."""
+    """Check that the distribution bounds the versions of shardwise that it works with, and that this one is one."""
     if subject.kind == "file" or subject.name == FIRST_PARTY:
         return
     if subject.requires is None:
         found, do = "dependencies are made when it is built", "Build a wheel and check that."
         yield Finding("requires", WARNING, found, do)
         return
-    specifiers = _on_shardwise(subject.requires)
+    specifiers: SpecifierSet | None = None
+    for line in subject.requires:
+        try:
+            need = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if normalised(need.name) == FIRST_PARTY and not (need.marker and not need.marker.evaluate({"extra": ""})):
+            specifiers = need.specifier if specifiers is None else specifiers & need.specifier
     have = Distribution.from_name(FIRST_PARTY).version
     do = f'Depend on "shardwise>={have},<..." with the first release that may break it as the bound.'
     if specifiers is None:
@@ -83,47 +90,34 @@ def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
     )
 
 
-def _on_shardwise(lines: Iterable[str]) -> SpecifierSet | None:
-    """The versions of shardwise that requirements ask for in this environment; None when they do not name it."""
-    specifiers: SpecifierSet | None = None
-    for line in lines:
-        try:
-            need = Requirement(line)
-        except InvalidRequirement:
-            continue
-        if normalised(need.name) == FIRST_PARTY and not (need.marker and not need.marker.evaluate({"extra": ""})):
-            specifiers = need.specifier if specifiers is None else specifiers & need.specifier
-    return specifiers
-
-
 def check_imports(subject: PluginToCheck, imported: dict[str, Imported]) -> Iterator[Finding]:
-    """Every plugin module can be imported from where it lies; it and its hook are cheap: programs wait for them."""
-    for value, told in imported.items():
-        if told.error:
-            yield Finding("import", FAILED, f"{value}: {told.error}", "Correct the module, or install what it needs.")
-        elif subject.roots and not _lies_in(told.file, subject.roots):
-            found = f"{value} comes from {told.file}"
+    """Check that every plugin module can be imported from where it lies, and is cheap: programs wait for the import."""
+    for name, module in imported.items():
+        file = Path(module.file).resolve()
+        if module.error:
+            yield Finding("import", FAILED, f"{name}: {module.error}", "Correct the module, or install what it needs.")
+        elif subject.roots and not any(file.is_relative_to(root.resolve()) for root in subject.roots):
+            found = f"{name} comes from {module.file}"
             yield Finding(
                 "import", FAILED, found, f"Give the package a name that is its own: it is not in {subject.roots[0]}."
             )
-        elif told.pulled:
-            found = f"{value} imports {', '.join(told.pulled)} ({told.seconds:.2f} s)"
+        elif module.pulled:
+            found = f"{name} imports {', '.join(module.pulled)} ({module.seconds:.2f} s)"
             do = "Import it in the functions that use it: every program that looks up a rule waits for this."
             yield Finding("import", WARNING, found, do)
         else:
-            yield Finding("import", OK, f"{value}: {told.seconds * 1e3:.0f} ms, nothing but what torch brings")
-
-
-def _lies_in(file: str, roots: Iterable[Path]) -> bool:
-    return any(Path(file).resolve().is_relative_to(root.resolve()) for root in roots)
+            yield Finding("import", OK, f"{name}: {module.seconds * 1e3:.0f} ms, nothing but what torch brings")
 
 
 # -- what it imports of shardwise ------------------------------------------------------------------------------------
 
 
 def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]:
-    """It imports of shardwise only what stays: the authoring surface and the public package."""
-    files = {path for told in imported.values() if told.file for path in _package_files(Path(told.file))}
+    """Check that it imports only the stable parts of shardwise: the authoring surface and the public package."""
+    files: set[Path] = set()
+    for path in (Path(module.file) for module in imported.values() if module.file):
+        is_package = (path.parent / "__init__.py").is_file()
+        files |= set(path.parent.rglob("*.py")) if is_package else {path}
     inner: dict[str, str] = {}
     for path in sorted(files):
         for module, line in _inner_modules(path):
@@ -136,31 +130,23 @@ def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]
         yield Finding("surface", OK, f"{len(files)} files import nothing of shardwise but its authoring surface")
 
 
-def _package_files(path: Path) -> list[Path]:
-    """The files of the package that a module lies in, or the module alone."""
-    folder = path.parent
-    return sorted(folder.rglob("*.py")) if (folder / "__init__.py").is_file() else [path]
-
-
 def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
-    """Modules of shardwise that a file imports beside the surface, with the line; what only type checkers see aside."""
+    """Modules of shardwise outside the surface that a file imports, with the line. Imports for type checkers do not
+    count.
+    """
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return  # importing it says so
-    for name, line in _imports(tree):
-        if name.split(".")[0] == FIRST_PARTY:
-            module = name if _is_module(name) else name.rpartition(".")[0]
-            if module not in SURFACE and not f"{module}.".startswith(f"{KIT}."):
-                yield module, line
-
-
-def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in _that_run(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
+        if not isinstance(node, (ast.Import, ast.ImportFrom)) or getattr(node, "level", None):
+            continue
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for name in (f"{prefix}{alias.name}" for alias in node.names):
+            if name.split(".")[0] == FIRST_PARTY:
+                module = name if _is_module(name) else name.rpartition(".")[0]
+                if module not in SURFACE and not f"{module}.".startswith(f"{KIT}."):
+                    yield module, node.lineno
 
 
 def _that_run(tree: ast.AST) -> Iterator[ast.AST]:

@@ -61,7 +61,18 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
     if path.is_dir():
         return _checkout(path.resolve())
     if path.is_file() and path.suffix == ".whl":
-        return _wheel(path, scratch)
+        try:
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(scratch)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise click.ClickException(f"{path} is not a wheel: {error}") from error
+        metadata = sorted(scratch.glob("*.dist-info"))
+        if len(metadata) != 1:
+            raise click.ClickException(f"{path} is not a wheel: it has {len(metadata)} folders of metadata")
+        dist = PathDistribution(metadata[0])
+        entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
+        name = normalised(dist.metadata["Name"])
+        return PluginToCheck("wheel", name, dist.version, entries, tuple(dist.requires or ()), (scratch,))
     if path.is_file() and path.suffix == ".py":
         return _file(path.resolve())
     if path.exists() or path.suffix in (".whl", ".py") or len(path.parts) > 1:
@@ -104,21 +115,6 @@ def editable_folder(dist: Distribution) -> Path | None:
 
 def _samples_in(folder: Path | None) -> Path | None:
     return folder / SAMPLES if folder is not None and (folder / SAMPLES).is_file() else None
-
-
-def _wheel(path: Path, scratch: Path) -> PluginToCheck:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            archive.extractall(scratch)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise click.ClickException(f"{path} is not a wheel: {error}") from error
-    metadata = sorted(scratch.glob("*.dist-info"))
-    if len(metadata) != 1:
-        raise click.ClickException(f"{path} is not a wheel: it has {len(metadata)} folders of metadata")
-    dist = PathDistribution(metadata[0])
-    entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
-    name = normalised(dist.metadata["Name"])
-    return PluginToCheck("wheel", name, dist.version, entries, tuple(dist.requires or ()), (scratch,))
 
 
 # -- checkouts -------------------------------------------------------------------------------------------------------

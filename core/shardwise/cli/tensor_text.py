@@ -8,7 +8,7 @@ import click
 import torch
 
 from shardwise.errors import CallError
-from shardwise.kernel.spec import TensorMeta, dtype_name
+from shardwise.kernel.tensor_meta import TensorMeta, dtype_name
 
 __all__ = ["DTYPES", "TENSOR", "mesh_option_shape", "read_mesh_shape", "read_tensor"]
 

@@ -13,7 +13,7 @@ from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.plugin_states import PluginStates, plugin_states, readable_settings
 from shardwise.engine.decomposition import formulas
 from shardwise.kernel.precedence import Entry, Resolution, prefer_settings
-from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.signature import op_name
 from shardwise.private_torch.ops import is_composite
 from shardwise.settings import Settings, preferred
 
@@ -38,7 +38,33 @@ def why(*, op: str, as_json: bool) -> None:
     if as_json:
         print_json(shown)
     else:
-        _print_all(shown)
+        for i, facts in enumerate(shown):
+            if i:
+                click.echo()
+            winner, losers = facts["winner"], facts["losers"]
+            lines: dict[str, Any] = {"op": facts["op"]}
+            if winner is None:
+                lines["conflict"] = f"no rule holds: {facts['reason']}"
+            else:
+                lines |= {
+                    "holds": _plugin_title(winner),
+                    "because": winner["reason"],
+                    "rule": winner["rule"],
+                    "at": winner["source"],
+                }
+            print_facts({**lines, "setting": facts["settings"]})
+            for loser in losers:
+                click.echo()
+                choose = loser["to_choose_it"]
+                print_facts(
+                    {
+                        "  rival": _plugin_title(loser),
+                        "  lost by": "" if winner is None else loser["reason"],
+                        "  rule": loser["rule"],
+                        "  at": loser["source"],
+                        "  to choose it": [choose["environment"], *choose["pyproject"].splitlines()],
+                    }
+                )
     if states.refusal is not None or any(resolution.winner is None for resolution in resolutions):
         click.get_current_context().exit(1)
 
@@ -48,25 +74,20 @@ def _resolutions(name: str, states: PluginStates) -> list[Resolution]:
     ops = ops_named(name, registry)
     resolutions = [registry.resolve(op) for op in ops if op in registry]
     if not resolutions:
-        raise click.ClickException(" ".join(_without_rule(ops, states)))
+        sentences = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
+        if all(map(is_composite, ops)):
+            sentences.append("torch writes it in terms of other ops, which need the rules.")
+        elif any(True for op in ops for _ in formulas(op)):
+            names = ", ".join(dict.fromkeys(formula.name for op in ops for formula in formulas(op)))
+            sentences.append(
+                f"It runs decomposed ({names}) where every part has a rule; "
+                "that depends on the call: shardwise explain shows it."
+            )
+        unused = _not_loaded(states)
+        if unused:
+            sentences.append(f"Possible cause: {'; '.join(unused)}.")
+        raise click.ClickException(" ".join(sentences))
     return resolutions
-
-
-def _without_rule(ops: list[Op], states: PluginStates) -> list[str]:
-    """Sentences on ops that have no rule."""
-    sentences = [f"no plugin has a rule for {', '.join(map(op_name, ops))}."]
-    if all(map(is_composite, ops)):
-        sentences.append("torch writes it in terms of other ops, which need the rules.")
-    elif any(True for op in ops for _ in formulas(op)):
-        names = ", ".join(dict.fromkeys(formula.name for op in ops for formula in formulas(op)))
-        sentences.append(
-            f"It runs decomposed ({names}) where every part has a rule; "
-            "that depends on the call: shardwise explain shows it."
-        )
-    unused = _not_loaded(states)
-    if unused:
-        sentences.append(f"Possible cause: {'; '.join(unused)}.")
-    return sentences
 
 
 def _not_loaded(states: PluginStates) -> list[str]:
@@ -75,6 +96,10 @@ def _not_loaded(states: PluginStates) -> list[str]:
 
 def _resolution_json(resolution: Resolution, settings: Settings, states: PluginStates) -> dict[str, Any]:
     winner = resolution.winner
+    # The settings that bear on this op, and where they were read.
+    pair = preferred(settings.prefer, op_name(resolution.op))
+    chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
+    blocked = (s for s in states.statuses if s.status == "blocked")
     return {
         "op": op_name(resolution.op),
         "winner": None if winner is None else _entry_json(winner, resolution.reason),
@@ -83,7 +108,7 @@ def _resolution_json(resolution: Resolution, settings: Settings, states: PluginS
             {**_entry_json(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
             for entry, reason in resolution.losers
         ],
-        "settings": _settings_in_play(resolution, settings, states),
+        "settings": chosen + [f"{s.plugin.origin} is not asked: {s.reason}" for s in blocked],
         "not_loaded": _not_loaded(states),
     }
 
@@ -97,48 +122,6 @@ def _entry_json(entry: Entry, reason: str) -> dict[str, Any]:
         "source": entry.rule.source,
         "reason": reason,
     }
-
-
-def _settings_in_play(resolution: Resolution, settings: Settings, states: PluginStates) -> list[str]:
-    """The settings that bear on this op, and where they were read."""
-    pair = preferred(settings.prefer, op_name(resolution.op))
-    chosen = [] if pair is None else [f"prefer {pair[0]} = {pair[1]}, from {settings.source('prefer')}"]
-    blocked = (s for s in states.statuses if s.status == "blocked")
-    return chosen + [f"{s.plugin.origin} is not asked: {s.reason}" for s in blocked]
-
-
-def _print_all(shown: list[dict[str, Any]]) -> None:
-    for i, facts in enumerate(shown):
-        if i:
-            click.echo()
-        _print_resolution(facts)
-
-
-def _print_resolution(facts: dict[str, Any]) -> None:
-    winner, losers = facts["winner"], facts["losers"]
-    shown: dict[str, Any] = {"op": facts["op"]}
-    if winner is None:
-        shown["conflict"] = f"no rule holds: {facts['reason']}"
-    else:
-        shown |= {
-            "holds": _plugin_title(winner),
-            "because": winner["reason"],
-            "rule": winner["rule"],
-            "at": winner["source"],
-        }
-    print_facts({**shown, "setting": facts["settings"]})
-    for loser in losers:
-        click.echo()
-        choose = loser["to_choose_it"]
-        print_facts(
-            {
-                "  rival": _plugin_title(loser),
-                "  lost by": "" if winner is None else loser["reason"],
-                "  rule": loser["rule"],
-                "  at": loser["source"],
-                "  to choose it": [choose["environment"], *choose["pyproject"].splitlines()],
-            }
-        )
 
 
 def _plugin_title(entry: dict[str, Any]) -> str:

@@ -1,10 +1,11 @@
-"""What ranks must agree on: values, shapes, replicated copies, the state of a generator."""
+"""Agreements of ranks: on values, shapes, replicated copies, and the state of a generator."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
+from zlib import crc32
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import groups
 from shardwise.comm.groups import broadcast_
 from shardwise.errors import RankDisagreementError, TracingError
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Replicate
-from shardwise.kernel.spec import Mesh, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced, outside_modes
 
@@ -34,7 +36,7 @@ SHAPE_BYTES = (1 + _MAX_NDIM) * 8
 
 
 def refuse_traced(tensor: torch.Tensor, asked: str) -> None:
-    """Raise :class:`TracingError` while a graph is traced: it cannot wait for the answers of other ranks."""
+    """Raise :class:`TracingError` while a graph is traced: it cannot wait for data of other ranks."""
     if is_traced(tensor):
         raise TracingError(
             asked=asked,
@@ -44,44 +46,52 @@ def refuse_traced(tensor: torch.Tensor, asked: str) -> None:
 
 
 def shape_row(shape: Sequence[int]) -> list[int]:
-    """A shape in a buffer of fixed length, so that ranks with different shapes still exchange them."""
+    """The number of dims and the sizes, in a list of fixed length: ranks with different shapes can exchange it."""
     return [len(shape), *shape, *[0] * (_MAX_NDIM - len(shape))]
 
 
 # -- agreements --------------------------------------------------------------------------------------------------
 
 
-def broadcast_whole(tensor: torch.Tensor, mesh: DeviceMesh, src: int = 0) -> torch.Tensor:
-    """A whole tensor as the rank with coordinate ``src`` on every mesh dim has it; checks first that shapes agree.
+def broadcast_whole(
+    tensor: torch.Tensor, spec: TensorSpec, src: int = 0, *, requires_grad: bool = False
+) -> torch.Tensor:
+    """The whole tensor of the rank with coordinate ``src`` on every mesh dim, with the strides of ``tensor``.
 
-    Raises :class:`RankDisagreementError` on every rank when shapes or dtypes differ.
+    Compares first what ``spec`` and ``requires_grad`` say of the tensor that the ranks make. Raises
+    :class:`RankDisagreementError` on every rank when they differ.
     """
     refuse_traced(tensor, "distribute the values of one rank")
-    _check_alike(tensor, mesh, "distribute a tensor")
-    found = tensor.clone(memory_format=torch.contiguous_format)
+    mesh: Any = spec.mesh
+    _compare(spec, requires_grad, "distribute a tensor")
+    values = tensor.clone(memory_format=torch.contiguous_format)
     for mesh_dim in range(mesh.ndim):
-        broadcast_(found, mesh, mesh_dim, src)
-    # Keep the order of the strides: a channels-last or transposed tensor must not come back row-major.
-    return torch.empty_like(tensor).copy_(found)
+        broadcast_(values, mesh, mesh_dim, src)
+    # Keep the order of the strides: a channels-last or transposed tensor must not become row-major.
+    return torch.empty_like(tensor).copy_(values)
 
 
-def _check_alike(tensor: torch.Tensor, mesh: DeviceMesh, asked: str) -> None:
-    described = [*shape_row(tensor.shape), sum(map(ord, str(tensor.dtype)))]
-    mine = torch.tensor(described, device=mesh.device_type)
-    raise_unless_equal(mine, mesh, asked, f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)}")
+def _compare(spec: TensorSpec, requires_grad: bool, asked: str) -> None:
+    """Raise on every rank unless all make the same tensor."""
+    here = f"{spec} with strides {spec.stride} and requires_grad={requires_grad}"
+    numbers = torch.tensor([*shape_row(spec.shape), crc32(here.encode())], device=spec.mesh.device_type)
+    raise_unless_equal(numbers, cast("DeviceMesh", spec.mesh), asked, here)
 
 
 def raise_unless_equal(
-    mine: torch.Tensor,
+    numbers: torch.Tensor,
     mesh: DeviceMesh,
     asked: str,
     here: str,
-    do: str = "Make the call with alike arguments on every rank.",
+    do: str = "Make the call with the same arguments on every rank.",
 ) -> None:
-    """Raise :class:`RankDisagreementError` on every rank unless all ranks of the mesh have the same numbers."""
+    """Raise :class:`RankDisagreementError` on every rank unless all ranks of the mesh have the same numbers.
+
+    ``asked``, ``here`` (the thing that this rank has) and ``do`` become the message.
+    """
     if is_rehearsing():
         return
-    least, most = _reduced(mine, mesh, "min"), _reduced(mine, mesh, "max")
+    least, most = _reduced(numbers, mesh, "min"), _reduced(numbers, mesh, "max")
     if not torch.equal(least, most):
         raise RankDisagreementError(
             asked=asked,
@@ -90,26 +100,26 @@ def raise_unless_equal(
         )
 
 
-def _reduced(mine: torch.Tensor, mesh: DeviceMesh, kind: str) -> torch.Tensor:
+def _reduced(numbers: torch.Tensor, mesh: DeviceMesh, kind: str) -> torch.Tensor:
     dims = tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1)
-    return groups.all_reduce(mine, kind, mesh, dims) if dims else mine
+    return groups.all_reduce(numbers, kind, mesh, dims) if dims else numbers
 
 
 def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
-    """Ranks must agree on the global shape, and replicated copies must be alike; raises on every rank if not."""
+    """Check that ranks agree on the global shape, placements, strides and dtype and on whether a gradient is required,
+    and that replicated copies are equal.
+
+    Raises :class:`RankDisagreementError` on every rank if not.
+    """
     refuse_traced(local, "check that ranks agree")
     mesh: Any = spec.mesh
-    shape = [*shape_row(spec.shape), sum(map(ord, str(spec.dtype)))]
-    raise_unless_equal(
-        torch.tensor(shape, device=mesh.device_type), mesh, "make a MeshTensor of local tensors", str(spec)
-    )
-    alike = 1
+    _compare(spec, local.requires_grad, "make a MeshTensor of local tensors")
+    is_equal = True
     for mesh_dim, placement in enumerate(spec.placements):
         if isinstance(placement, Replicate) and mesh.size(mesh_dim) > 1:
             first = broadcast_(local.clone(memory_format=torch.contiguous_format), mesh, mesh_dim)
-            same = torch.equal(first, local) or bool(torch.allclose(first, local, rtol=0, atol=0, equal_nan=True))
-            alike &= int(same)
-    flag = torch.tensor([alike], device=mesh.device_type)
+            is_equal &= torch.equal(first, local) or torch.allclose(first, local, rtol=0, atol=0, equal_nan=True)
+    flag = torch.tensor([int(is_equal)], device=mesh.device_type)
     if int(_reduced(flag, mesh, "min")) == 0:
         raise RankDisagreementError(
             asked=f"make a MeshTensor {spec} of local tensors",
@@ -122,26 +132,23 @@ _agreed: WeakSet[Any] = WeakSet()
 
 
 def agree_on_generator(mesh: Mesh) -> None:
-    """Give all ranks of a mesh the generator state of its first one, once per mesh.
+    """Give all ranks of a mesh the generator state of its first rank, once per mesh.
 
-    Random values are drawn alike on every rank; ranks that were seeded differently would drift apart in silence.
+    Every rank draws the same random values. With different seeds the ranks would draw different ones without an error.
     """
     if not isinstance(mesh, DeviceMesh) or mesh in _agreed:
         return
     _agreed.add(mesh)
-    if mesh.size() > 1:
-        with outside_modes():
-            _agree(mesh)
-
-
-def _agree(mesh: DeviceMesh) -> None:
-    module = generator_of(mesh)
-    state = module.get_rng_state().to(mesh.device_type)
-    for mesh_dim in range(mesh.ndim):
-        broadcast_(state, mesh, mesh_dim)
-    module.set_rng_state(state.cpu())
+    if mesh.size() == 1:
+        return
+    with outside_modes():
+        module = generator_of(mesh)
+        state = module.get_rng_state().to(mesh.device_type)
+        for mesh_dim in range(mesh.ndim):
+            broadcast_(state, mesh, mesh_dim)
+        module.set_rng_state(state.cpu())
 
 
 def generator_of(mesh: DeviceMesh) -> Any:
-    """The module with the state of the generator that a mesh's devices draw from."""
+    """The torch module with ``get_rng_state`` and ``set_rng_state`` for a mesh's devices."""
     return torch if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type)

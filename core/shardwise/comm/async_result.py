@@ -1,7 +1,7 @@
 """Collectives that are under way.
 
-Issuing a collective gives an :class:`AsyncResult`. :meth:`AsyncResult.wait` gives the tensor; it also does the local
-work that follows, such as an average or a change of strides.
+To issue a collective returns an :class:`AsyncResult`. :meth:`AsyncResult.wait` returns the tensor. It also does the
+local work that follows the collective, such as an average or a change of strides.
 """
 
 from __future__ import annotations
@@ -16,46 +16,48 @@ from weakref import ref
 from torch import Tensor
 from torch.futures import Future
 
+from shardwise.comm.rank_failures import failure_behind
 from shardwise.private_torch.dispatch import memory_of
 
 __all__ = ["AsyncResult", "InFlightLimit", "SendReceive"]
 
 
 class AsyncResult:
-    """A collective under way and what is to be done with its result; waiting again gives the same tensor.
+    """A collective under way, and the local steps that follow it. To wait again returns the same tensor.
 
-    ``work`` is the process group's, ``None`` for a result that is there already. ``out`` is the memory that it fills
-    and ``sent`` what it reads: both stay alive until the wait. A result that is dropped waits on its way out, so that
-    no collective is left behind; it issues none, because when an object is dropped is no order that ranks share.
+    ``work`` is that of ``process_group``, ``None`` for a result that is there. The collective fills ``out`` and reads
+    ``sent``; both stay alive until the wait. A result that is deleted waits first, so that no collective is left under
+    way. It never issues a collective: ranks delete objects in different orders.
     """
 
-    __slots__ = ("__weakref__", "_kept", "_lock", "_out", "_sent", "_steps", "work")
+    __slots__ = ("__weakref__", "_lock", "_out", "_sender", "_sent", "_steps", "process_group", "work")
 
     final = True  # see shardwise.tensor.waiting.Source
 
-    def __init__(self, work: Any, out: Tensor, sent: Tensor | None = None) -> None:
+    def __init__(self, work: Any, out: Tensor, sent: Tensor | None = None, process_group: Any = None) -> None:
         self.work = work
+        self.process_group = process_group
         self._out = out
         self._sent = sent
-        self._kept: Any = None
+        self._sender: Any = None
         self._steps: tuple[Callable[[Tensor], Tensor], ...] = ()
         self._lock = Lock()
 
     @property
     def held(self) -> int:
-        """The bytes that are kept alive beside the result."""
+        """The bytes that stay alive until the wait: those of the result and of the tensor that is sent."""
         if self.work is None or self._sent is None or _same_memory(self._sent, self._out):
             return 0
         return self._out.nbytes + self._sent.nbytes
 
     def keep(self, tensor: Any, local: Tensor) -> AsyncResult:
-        """Keep ``tensor`` while its ``local`` memory is being sent: autograd writes to gradients that nobody holds."""
+        """Keep ``tensor`` alive while its ``local`` memory is sent: autograd reuses gradients without references."""
         if self.work is not None and self._sent is not None and _same_memory(self._sent, local):
-            self._kept = tensor
+            self._sender = tensor
         return self
 
     def then(self, step: Callable[[Tensor], Tensor]) -> AsyncResult:
-        """Do this with the result when it is waited for; local work only. The object itself comes back."""
+        """Add a step that the wait applies to the result; local work only. Returns this object."""
         if self.work is None:
             self._out = step(self._out)
         else:
@@ -63,21 +65,27 @@ class AsyncResult:
         return self
 
     def wait(self) -> Tensor:
-        """The result. Raises what the process group raises."""
+        """The result. Raises :class:`RankFailedError` if another rank failed, else what the process group raises."""
         if self.work is None:
             return self._out
-        with self._lock:  # another thread, such as autograd's, may want the same tensor
+        with self._lock:  # another thread, such as autograd's, may wait for the same tensor
             if self.work is not None:
-                self.work.wait()
-                while self._steps:  # one that fails is tried again by the next wait, those before it are not
+                try:
+                    self.work.wait()
+                except RuntimeError as error:
+                    failure = failure_behind(error, self.process_group)
+                    if failure is None:
+                        raise
+                    raise failure from error
+                while self._steps:  # after a failure the next wait goes on with the step that failed
                     self._out = self._steps[0](self._out)
                     self._steps = self._steps[1:]
-                self.work, self._sent, self._kept = None, None, None
+                self.work, self._sent, self._sender = None, None, None
         return self._out
 
     def __del__(self) -> None:
         if self.work is not None:
-            with suppress(Exception):  # nobody is left to tell, and the process group may be gone
+            with suppress(Exception):  # no caller is left to raise to, and the process group may be gone
                 self.work.wait()
 
 
@@ -86,7 +94,7 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 class SendReceive:
-    """What sends and what receives, as one. Backends make no future of these: they are finished when waited for."""
+    """The works of a send and of a receive, as one. Backends have no future for these, so the wait finishes it."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -104,7 +112,7 @@ class SendReceive:
 
 
 class InFlightLimit:
-    """The collectives of a backward pass: as many may be under way as hold ``limit`` bytes, and always one."""
+    """The collectives of a backward pass: those under way hold at most ``limit`` bytes, but one is always allowed."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -112,16 +120,14 @@ class InFlightLimit:
         self._results: deque[tuple[ref[AsyncResult], int]] = deque()
 
     def add(self, result: AsyncResult) -> None:
-        """Count one more in, and wait for the oldest where they hold too much."""
+        """Add a collective, and wait for the oldest ones while all together hold too much."""
         self._results.append((ref(result), result.held))
         self._held += result.held
-        while len(self._results) > 1 and (self._held > self._limit or _landed(self._results[0][0]())):
-            oldest, held = self._results.popleft()
+        while len(self._results) > 1:
+            oldest, held = self._results[0][0](), self._results[0][1]
+            if self._held <= self._limit and oldest is not None and oldest.work is not None:
+                break
+            self._results.popleft()
             self._held -= held
-            waited = oldest()
-            if waited is not None:
-                waited.wait()
-
-
-def _landed(result: AsyncResult | None) -> bool:
-    return result is None or result.work is None
+            if oldest is not None:
+                oldest.wait()

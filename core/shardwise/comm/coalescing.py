@@ -1,4 +1,4 @@
-"""All-gathers that start together go out as one."""
+"""All-gathers that start together are issued as one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from torch import Tensor
 
 from shardwise.comm.events import Event, emit, observers
 
-__all__ = ["coalesced"]
-
-# -- several at a time -----------------------------------------------------------------------------------------------
+__all__ = ["GatherBatch", "coalesced", "open_batch"]
 
 
 class _CoalescedGather:
     """All-gathers of one group and dtype; the work of each of their results."""
 
-    def __init__(self, batch: _Batch, group: Any) -> None:
+    def __init__(self, batch: GatherBatch, group: Any) -> None:
         self.outs: list[Tensor] = []
         self.pieces: list[Tensor] = []
-        self._batch: _Batch | None = batch
+        self._batch: GatherBatch | None = batch
         self._group = group
         self._work: Any = None
         self._event: Event | None = None
@@ -31,10 +29,10 @@ class _CoalescedGather:
         self._work = self._group.gather_coalesced(self.outs, self.pieces)
         if observers:
             self._event = self._group.emit_issued("all_gather", sum(p.nbytes for p in self.pieces), self._work)
-        self._batch, self.outs, self.pieces = None, [], []  # each result holds what is its own
+        self._batch, self.outs, self.pieces = None, [], []  # each result holds its own tensors
 
     def wait(self) -> None:
-        if self._batch is not None:  # wanted before the others are there
+        if self._batch is not None:  # waited for before the end of the block
             self._batch.issue()
         if self._work is not None:
             self._work.wait()
@@ -43,45 +41,47 @@ class _CoalescedGather:
                 emit(self._event, "waited")
 
 
-class _Batch:
-    """What was to be gathered since the last issue, in the order in which it came."""
+class GatherBatch:
+    """The all-gathers that started since the last issue, in order."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, _CoalescedGather] = {}
+        self._pending: dict[Any, _CoalescedGather] = {}
 
     def add(self, group: Any, out: Tensor, piece: Tensor) -> _CoalescedGather:
+        """Add an all-gather of a group; the result is its work."""
         key = group, piece.dtype, piece.device
-        gather = self._waiting.get(key)
+        gather = self._pending.get(key)
         if gather is None:
-            gather = self._waiting[key] = _CoalescedGather(self, group)
+            gather = self._pending[key] = _CoalescedGather(self, group)
         gather.outs.append(out)
         gather.pieces.append(piece)
         return gather
 
     def issue(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for gather in waiting.values():
+        """Issue one all-gather per group and dtype."""
+        gathers, self._pending = self._pending, {}
+        for gather in gathers.values():
             gather.issue()
 
 
-class _Here(threading.local):
-    """The batch of this thread, if it has one open."""
+class _OpenBatch(threading.local):
+    """The batch of this thread that is open, if any."""
 
-    batch: _Batch | None = None
+    batch: GatherBatch | None = None
 
 
-_here = _Here()
+open_batch = _OpenBatch()
 
 
 @contextmanager
 def coalesced() -> Iterator[None]:
     """Issue the all-gathers that start in the block as one per group and dtype, at its end or at the first wait.
 
-    One collective of many parts costs the latency of one. All ranks must start the same ones in the same order.
+    One collective of many parts costs the latency of one. Every rank must start the same ones in the same order.
     """
-    outer, _here.batch = _here.batch, _Batch()
+    outer, open_batch.batch = open_batch.batch, GatherBatch()
     try:
         yield
-        _here.batch.issue()
+        open_batch.batch.issue()
     finally:
-        _here.batch = outer
+        open_batch.batch = outer

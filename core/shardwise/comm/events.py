@@ -14,10 +14,10 @@ __all__ = ["Event", "numbers", "observe", "observers", "waited", "emit", "is_obs
 
 @frozen
 class Event:
-    """One collective: its kind, the bytes that this rank handed in, the group's size and mesh dims.
+    """One collective: its kind, the bytes of this rank's input, the group's size and mesh dims.
 
-    ``phase`` is ``issued``; ``finished`` when the backend is done with it, told from a thread of the backend's; or
-    ``waited`` when its result is taken for the first time. ``number`` is the same in all three.
+    ``phase`` is ``issued``, ``finished`` when the backend is done with it, or ``waited`` when its result is waited for
+    the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three.
     """
 
     kind: str
@@ -28,7 +28,7 @@ class Event:
     number: int = field(default=0, eq=False, repr=False)
 
 
-# Empty in ordinary runs, which is all that a collective looks at.
+# Empty in ordinary runs. A collective only tests that.
 Observer = tuple[Callable[[Event], None], frozenset[str]]
 observers: list[Observer] = []
 numbers = count()
@@ -36,9 +36,7 @@ numbers = count()
 
 @contextmanager
 def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",)) -> Iterator[None]:
-    """Call ``callback`` with an :class:`Event` for each collective that this process issues in the block, and in these
-    phases of it.
-    """
+    """Call ``callback`` with an :class:`Event` for each collective of this process in the block, in these phases."""
     observer = callback, frozenset(phases)
     observers.append(observer)
     try:
@@ -48,7 +46,7 @@ def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issu
 
 
 def is_observed(phase: str) -> bool:
-    """Whether anybody observes a phase."""
+    """Whether an observer observes a phase."""
     return any(phase in phases for _, phases in observers)
 
 
@@ -60,6 +58,6 @@ def emit(event: Event, phase: str) -> None:
 
 
 def waited(event: Event, out: Tensor) -> Tensor:
-    """Report that a result was waited for, and give it."""
+    """Emit that a result was waited for, and return it."""
     emit(event, "waited")
     return out

@@ -1,8 +1,8 @@
-"""The agreement of a mesh's ranks on the figures that moves are costed by.
+"""The agreement of a mesh's ranks on the figures for costs.
 
-Ranks that cost redistributions by different figures would issue different collectives and wait for each other for ever,
-and ranks on several hosts may find different files. So the mesh's first rank reads the file and sends it to the others,
-and every rank sends the number of its host. This happens once per mesh, at its first use (see ``meeting``).
+Ranks with different figures would issue different collectives and wait for each other for ever, and ranks on several
+hosts may have different files. So the mesh's first rank reads the file and sends it to the others, and every rank sends
+the number of its host. This happens once per mesh, at its first use (see ``meeting``).
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.groups import backend_of, broadcast_, carrying_device
+from shardwise.comm.rank_failures import explained
 from shardwise.errors import LinksFileError, LinksFitError
-from shardwise.kernel.spec import Mesh
+from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.cost import Links, are_chosen, default_links, use_agreed_links
-from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, find, parse
+from shardwise.planning.link_file import ENVIRONMENT, Site, chosen_file, links_for, parse
 from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "locate"]
@@ -31,20 +32,18 @@ __all__ = ["Ground", "agree_on_links", "agree_to", "forget", "from_first", "loca
 
 @frozen
 class Ground:
-    """What all ranks of a mesh know alike: where it lies, what connects its ranks per mesh dim, and what else the first
-    rank told.
-    """
+    """What all ranks of a mesh know: its site, the connection of each mesh dim, and the facts of the first rank."""
 
     site: Site
     wires: tuple[str, ...]
-    told: dict[str, Any]
+    facts: dict[str, Any]
 
 
 _agreed: set[DeviceMesh] = set()
 
 
 def agree_on_links(mesh: Mesh) -> None:
-    """Bring one set of figures to all ranks of a mesh, once. Every rank must call this.
+    """Give all ranks of a mesh the same figures, once. Every rank must call this.
 
     Nothing is sent on an abstract mesh, on a mesh of one rank or of fake ranks, by a rank that is not part of the mesh,
     or where the program has set the figures. Raises :class:`LinksFileError`, :class:`LinksVersionError` or
@@ -56,21 +55,21 @@ def agree_on_links(mesh: Mesh) -> None:
     if has_others and not are_chosen(mesh):
         # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
-            agree_to(mesh, _links_on(locate(mesh, _read_file()), mesh))
+            agree_to(mesh, _links_of_file(locate(mesh, _read_file()), mesh))
     else:
         _agreed.add(mesh)
 
 
 def agree_to(mesh: DeviceMesh, links: Links) -> None:
-    """Cost by figures that all ranks of the mesh already have alike."""
+    """Use figures that all ranks of the mesh have."""
     agreed = _per_world.now()
-    # Planning asks for the figures often, and a mesh is slow to look up: plain defaults need no entry.
+    # Planning looks the figures up often, and a mesh is a slow key: defaults need no entry.
     use_agreed_links(mesh, None if links == default_links(mesh) else links)
     agreed.add(mesh)
 
 
 def forget() -> None:
-    """Take back what all meshes agreed on: their ranks are others now, or are to agree anew. All ranks must call."""
+    """Drop the figures that all meshes agreed on: their ranks must agree again. Every rank must call this."""
     for mesh in _agreed:
         use_agreed_links(mesh, None)
     _agreed.clear()
@@ -79,31 +78,31 @@ def forget() -> None:
 _per_world = PerWorld(_agreed, forget)
 
 
-def _links_on(ground: Ground, mesh: DeviceMesh) -> Links:
-    """The figures for a mesh from what its first rank told: of its file, else the defaults for what connects it."""
-    told = ground.told
-    if told["error"]:
+def _links_of_file(ground: Ground, mesh: DeviceMesh) -> Links:
+    """The figures for a mesh from the first rank's file, else the defaults for its connections."""
+    file = ground.facts
+    if file["error"]:
         raise LinksFileError(
-            asked=f"read measured link figures from {told['source']}",
-            found=told["error"],
+            asked=f"read measured link figures from {file['source']}",
+            found=file["error"],
             do=f"Write it with `shardwise calibrate --out FILE`, or set {ENVIRONMENT}=off.",
-            path=told["source"],
+            path=file["source"],
         )
-    entries = parse(told["text"], told["source"]) if told["text"] is not None else ()
-    found = find(entries, ground.site)
-    if found is None and told["text"] is not None and told["named"]:
+    entries = parse(file["text"], file["source"]) if file["text"] is not None else ()
+    links = links_for(entries, ground.site)
+    if links is None and file["text"] is not None and file["named"]:
         raise LinksFitError(
-            asked=f"cost moves on a mesh {ground.site} by {told['source']}, which {ENVIRONMENT} names",
+            asked=f"cost redistributions on a mesh {ground.site} by {file['source']}, which {ENVIRONMENT} names",
             found=f"it has figures for {'; '.join(str(e.site) for e in entries) or 'no mesh'}",
             do=f"Add this mesh with `shardwise calibrate`, or unset {ENVIRONMENT}.",
-            path=told["source"],
+            path=file["source"],
             site=str(ground.site),
         )
-    return found or default_links(mesh, ground.wires)
+    return links or default_links(mesh, ground.wires)
 
 
 def _read_file() -> dict[str, Any]:
-    """What the first rank tells of its file; a default file that is not there is no error."""
+    """The text of this rank's file, or why it cannot be read. A default file that does not exist is not an error."""
     path, named = chosen_file()
     text, error = None, ""
     if path is not None and (named or path.exists()):
@@ -114,22 +113,34 @@ def _read_file() -> dict[str, Any]:
     return {"source": str(path), "named": named, "text": text, "error": error}
 
 
-# -- where a mesh lies -----------------------------------------------------------------------------------------------
+# -- the site of a mesh ----------------------------------------------------------------------------------------------
 
 
-def locate(mesh: DeviceMesh, mine: dict[str, Any] | None = None) -> Ground:
-    """Find out together where a mesh lies; ``mine`` is what this rank tells if it is the first. All ranks must call."""
+def locate(mesh: DeviceMesh, facts: dict[str, Any] | None = None) -> Ground:
+    """Find the site of a mesh, and give all its ranks the ``facts`` of the first rank. Every rank must call this."""
     backend = backend_of(mesh)
-    hosts = _host_grid(mesh)
-    spread = tuple(_most_hosts(hosts, m) for m in range(mesh.ndim))
-    about = {"device": _device_name(mesh.device_type), "infiniband": _has_infiniband(), **(mine or {})}
-    told = from_first(mesh, about)
+    # The host of every rank: a sum of grids with one entry each, because the order of ranks differs in process groups.
+    hosts = torch.zeros(tuple(mesh.shape), dtype=torch.int64, device=carrying_device(mesh))
+    hosts[own_coordinate(mesh)] = _host()
+    for m in range(mesh.ndim):
+        if mesh.size(m) > 1:
+            with explained(mesh.get_group(m)):
+                dist.all_reduce(hosts, group=mesh.get_group(m))
+    hosts = hosts.cpu()
+    # Per mesh dim, the most hosts of the ranks along it.
+    lines = (hosts.movedim(m, -1).reshape(-1, mesh.size(m)).tolist() for m in range(mesh.ndim))
+    spread = tuple(max(len(set(line)) for line in along) for along in lines)
+    # Linux lists the adapters that speak verbs there; NCCL reads it, too.
+    adapters = Path("/sys/class/infiniband")
+    has_infiniband = adapters.is_dir() and any(adapters.iterdir())
+    own = {"device": _device_name(mesh.device_type), "infiniband": has_infiniband, **(facts or {})}
+    first = from_first(mesh, own)
     site = Site(
-        tuple(mesh.shape), mesh.device_type, told["device"], backend, spread, len(set(hosts.flatten().tolist()))
+        tuple(mesh.shape), mesh.device_type, first["device"], backend, spread, len(set(hosts.flatten().tolist()))
     )
     inside = "nvlink" if mesh.device_type != "cpu" and backend != "gloo" else "loopback"
-    between = "infiniband" if inside == "nvlink" and told["infiniband"] else "ethernet"
-    return Ground(site, tuple(between if n > 1 else inside for n in spread), told)
+    between = "infiniband" if inside == "nvlink" and first["infiniband"] else "ethernet"
+    return Ground(site, tuple(between if n > 1 else inside for n in spread), first)
 
 
 def _device_name(device_type: str) -> str:
@@ -139,14 +150,8 @@ def _device_name(device_type: str) -> str:
     return str(module.get_device_name()) if hasattr(module, "get_device_name") else device_type
 
 
-def _has_infiniband() -> bool:
-    # Where Linux lists the adapters that speak verbs; NCCL looks there too.
-    folder = Path("/sys/class/infiniband")
-    return folder.is_dir() and any(folder.iterdir())
-
-
 def _host() -> int:
-    """A number for this host. The kernel's boot id, because containers on one host have names of their own."""
+    """A number for this host: a hash of the kernel's boot id, since containers on one host have different names."""
     try:
         name = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -154,41 +159,17 @@ def _host() -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
-def _host_grid(mesh: DeviceMesh) -> torch.Tensor:
-    """The host of every rank, in the shape of the mesh."""
-    # A sum of grids with one entry each: process groups count their ranks in an order of their own.
-    grid = torch.zeros(tuple(mesh.shape), dtype=torch.int64, device=carrying_device(mesh))
-    grid[_place(mesh)] = _host()
-    for m in range(mesh.ndim):
-        if mesh.size(m) > 1:
-            dist.all_reduce(grid, group=mesh.get_group(m))
-    return grid.cpu()
-
-
-def _place(mesh: DeviceMesh) -> tuple[int, ...]:
-    found = mesh.get_coordinate()
-    if found is None:
-        raise ValueError("this rank is not part of the mesh")
-    return tuple(found)
-
-
-def _most_hosts(hosts: torch.Tensor, mesh_dim: int) -> int:
-    """The most hosts that the ranks along a mesh dim are on."""
-    lines = hosts.movedim(mesh_dim, -1).reshape(-1, hosts.shape[mesh_dim])
-    return max(len(set(line)) for line in lines.tolist())
-
-
-def from_first(mesh: DeviceMesh, told: dict[str, Any]) -> dict[str, Any]:
-    """What the rank at coordinate 0 of every mesh dim tells, a JSON object; all ranks of the mesh must call."""
-    data = torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8, device=carrying_device(mesh))
+def from_first(mesh: DeviceMesh, facts: dict[str, Any]) -> dict[str, Any]:
+    """The facts, a JSON object, of the rank at coordinate 0 of every mesh dim. Every rank must call this."""
+    data = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device=carrying_device(mesh))
     length = torch.tensor([len(data)], device=data.device)
     _broadcast(mesh, length)
     sent = data.new_zeros(int(length))
-    if not any(_place(mesh)):
+    if not any(own_coordinate(mesh)):
         sent.copy_(data)
     _broadcast(mesh, sent)
-    found: dict[str, Any] = json.loads(bytes(sent.tolist()).decode())
-    return found
+    first: dict[str, Any] = json.loads(bytes(sent.tolist()).decode())
+    return first
 
 
 def _broadcast(mesh: DeviceMesh, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Communication for lowerings, and the few agreements that ranks must come to."""
+"""The communication that a lowering is given, and the checks that ranks draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,20 @@ class MeshComm:
     mesh: Any
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:
-        """The reduction over some mesh dims; ``tensor`` is left as it is."""
+        """The reduction over some mesh dims; ``tensor`` is not modified."""
         dims = tuple(m for m in mesh_dims if self.mesh.size(m) > 1)
         return groups.all_reduce(tensor, kind, self.mesh, dims) if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
-        """The tensors of all ranks along a mesh dim; the shapes may differ, if not said to be alike."""
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, same_shape: bool = False) -> list[torch.Tensor]:
+        """The tensors of all ranks along a mesh dim. Their shapes may differ, unless ``same_shape`` is set."""
         group = group_of(self.mesh, _dims(mesh_dim))
         if group.size == 1:
             return [tensor]
-        if alike:
-            # Where there is nothing on any rank, nothing is sent.
-            empty = math.prod(tensor.shape) == 0
-            return [tensor] * group.size if empty else list(group.all_gather(tensor.contiguous()).unbind())
+        if same_shape:
+            if math.prod(tensor.shape) == 0:
+                return [tensor] * group.size
+            piece = tensor.contiguous()
+            return list(group.of(piece).all_gather(piece).unbind())
         refuse_traced(tensor, "gather tensors whose shapes only their ranks know")
         rows = group.all_gather(self._row(tensor))
         shapes = [list(tensor.shape)] * group.size if is_rehearsing() else _shapes(rows)
@@ -53,7 +54,10 @@ class MeshComm:
     def all_to_all(
         self, tensors: Sequence[torch.Tensor], mesh_dim: MeshDims, shapes: Sequence[Sequence[int]] | None = None
     ) -> list[torch.Tensor]:
-        """Send ``tensors[i]`` to rank ``i`` of the mesh dim; any shapes."""
+        """Send ``tensors[i]`` to rank ``i`` of the mesh dim; the shapes may differ.
+
+        ``shapes`` are those of the tensors that come back; without them the ranks exchange them first.
+        """
         group = group_of(self.mesh, _dims(mesh_dim))
         if group.size == 1:
             return list(tensors)
@@ -69,76 +73,80 @@ class MeshComm:
     def shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Send to the rank ``by`` further along the mesh dim, return what came from the rank ``by`` before."""
+        """Send to the rank ``by`` further along the mesh dim, and return the tensor of the rank ``by`` before."""
         return self.start_shift(tensor, mesh_dim, by, shape).wait()
 
     def start_shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> AsyncResult:
-        """:meth:`shift` without waiting; while a graph is traced, what came is there at once."""
+        """:meth:`shift` without waiting. While a graph is traced, the result is there at once."""
         group = group_of(self.mesh, _dims(mesh_dim))
         if by % group.size == 0:
             return AsyncResult(None, tensor)
-        coming = torch.Size(tensor.shape if shape is None else shape)
-        result = group.start_shift(tensor.contiguous().view(-1), by, coming.numel())
-        return result.then(lambda flat: flat.view(coming))
+        incoming = torch.Size(tensor.shape if shape is None else shape)
+        flat = tensor.contiguous().view(-1)
+        return group.of(flat).start_shift(flat, by, incoming.numel()).then(lambda received: received.view(incoming))
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
-        """What the first rank would draw at the mesh's first draw; later ones are compared.
+        """The seed and number of the first rank, at the first draw on the mesh. Later draws are compared.
 
-        Draws by place are compared one by one on a CPU mesh. Elsewhere the answer would have to be waited for, and the
-        fast way is to be fast: there it is done from time to time.
+        On a CPU mesh every draw by place is compared. On other devices a comparison must wait for the device, so only
+        some draws are compared. Raises :class:`RankDisagreementError` on every rank when ranks differ.
         """
         turn = _turn(self.mesh, "draws", always=mode() == "counter" and self.mesh.device_type == "cpu")
         if not turn:
             return seed, number
-        words = [seed & _WORD, seed >> 32, number & _WORD, number >> 32]
-        mine = torch.tensor(words, device=self.mesh.device_type)
+        words = torch.tensor([seed & _WORD, seed >> 32, number & _WORD, number >> 32], device=self.mesh.device_type)
         with outside_modes():
             if turn > 1:
-                raise_unless_equal(mine, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
+                raise_unless_equal(words, self.mesh, _DRAW, f"draw {number} of seed {seed}", _DRAW_AGAIN)
                 return seed, number
             for mesh_dim in range(self.mesh.ndim):
-                broadcast_(mine, self.mesh, mesh_dim)
-        found = mine.tolist()
-        return found[0] | found[1] << 32, found[2] | found[3] << 32
+                broadcast_(words, self.mesh, mesh_dim)
+        seed_low, seed_high, number_low, number_high = words.tolist()
+        return seed_low | seed_high << 32, number_low | number_high << 32
 
     def compare_generators(self) -> None:
-        """Raise where the ranks' torch generators have come apart; looked at from time to time."""
-        # What is traced draws when it runs.
+        """Compare the states of the ranks' torch generators, at some calls only.
+
+        Raises :class:`RankDisagreementError` on every rank when they differ.
+        """
+        # A traced draw happens when the graph runs.
         if is_python_dispatched() or is_rehearsing() or _turn(self.mesh, "torch") <= 1:
             return
         with outside_modes():
             state = generator_of(self.mesh).get_rng_state()
-            mine = torch.tensor([crc32(state.numpy().tobytes())], device=self.mesh.device_type)
-            raise_unless_equal(mine, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_ALIKE)
+            checksum = torch.tensor([crc32(state.numpy().tobytes())], device=self.mesh.device_type)
+            raise_unless_equal(
+                checksum, self.mesh, _DRAW, "a state of torch's generator that others have not", _SEED_AGAIN
+            )
 
 
 _WORD = 0xFFFFFFFF
-_DRAW = "draw random numbers alike on every rank"
+_DRAW = "draw the same random numbers on every rank"
 _DRAW_AGAIN = (
-    "Draw on all ranks or on none, seed all with the same number, or call shardwise.manual_seed on all of them where "
-    "they come together again."
+    "Draw on all ranks or on none, seed all with the same number, or call shardwise.manual_seed on all of them at the "
+    "same point."
 )
-_SEED_ALIKE = (
-    "Seed torch alike on all ranks and give what is a rank's own a generator= of its own, or call "
-    "shardwise.manual_seed: its numbers do not depend on what torch's generators have drawn."
+_SEED_AGAIN = (
+    "Seed torch with the same number on all ranks and draw a rank's own numbers with a generator= of its own, or call "
+    "shardwise.manual_seed: its numbers do not depend on the state of torch's generators."
 )
 
-# How often a mesh has drawn, by what; counted alike on all of its ranks. By hash: the meshes themselves go away at
-# different times on different ranks.
+# The number of draws on a mesh, by kind; the same on all its ranks. By hash, because ranks delete a mesh at different
+# times.
 _turns: dict[tuple[int, int, str], int] = {}
 _EVERY = 16
 
 
-def _turn(mesh: DeviceMesh, what: str, *, always: bool = False) -> int:
-    """The number of this draw of a mesh, from 1 on, where its ranks should look at each other's state, else 0.
+def _turn(mesh: DeviceMesh, kind: str, *, always: bool = False) -> int:
+    """The number of this draw on a mesh, from 1 on, if its ranks are to compare their states now, else 0.
 
-    That is always, or at powers of two and every so often.
+    They compare always, or else at powers of two and every 16 draws.
     """
     if mesh.size() == 1:
         return 0
-    key = (world_number(), hash(mesh), what)
+    key = (world_number(), hash(mesh), kind)
     turn = _turns[key] = _turns.get(key, 0) + 1
     return turn if always or turn % _EVERY == 0 or turn & (turn - 1) == 0 else 0
 
@@ -153,5 +161,6 @@ def _shapes(rows: torch.Tensor) -> list[list[int]]:
 
 def _exchange(group: Group, sent: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     counts = [torch.Size(s).numel() for s in shapes]
-    flat = group.exchange(torch.cat([t.reshape(-1) for t in sent]), [t.numel() for t in sent], counts)
-    return [part.reshape(s) for part, s in zip(torch.split(flat, counts), shapes, strict=True)]
+    flat = torch.cat([t.reshape(-1) for t in sent])
+    received = group.of(flat).exchange(flat, [t.numel() for t in sent], counts)
+    return [part.reshape(s) for part, s in zip(torch.split(received, counts), shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""Pieces of a tensor, packed into flat memory and unpacked again."""
+"""Packing: the pieces of a tensor in flat memory, one after the other."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ Shape = tuple[int, ...]
 
 
 def copied(local: Tensor) -> Tensor:
-    """The tensor in row-major memory of its own."""
+    """A row-major copy."""
     return local.clone(memory_format=torch.contiguous_format)
 
 
 def row_major(local: Tensor) -> Tensor:
-    """The tensor with its values in row-major memory; backends send memory, so lazy conjugation ends here."""
+    """The tensor in row-major memory. Lazy conjugation and negation are carried out, because backends send memory."""
     return copied(local) if local.is_conj() or local.is_neg() else local.contiguous()
 
 
 @frozen
 class Piece:
-    """A box of a tensor; the offsets count elements, in the tensor's memory and in the packed one."""
+    """A box of a tensor. The offsets of its first element are in elements, in the tensor's memory and when packed."""
 
     shape: Shape
     whole_offset: int
     packed_offset: int
 
 
-# Size, strides and offset in the whole's memory, strides and offset in the packed memory: one copy.
+# One copy: its size, strides and offset in the memory of the whole, strides and offset in the packed memory.
 Block = tuple[Shape, Shape, int, Shape, int]
 
 
 def copies_of(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
-    """The copies between a row-major tensor and its packed pieces; pieces of one shape at even distances are one copy.
+    """The copies between a row-major tensor and its packed pieces. Pieces of one shape at even distances are one copy.
 
     The rows of a (4, 6) tensor that is split in two along dim 1 are pieces of shape (4, 3), one from element 0 and one
     from element 3 on: one copy of shape (2, 4, 3).
@@ -61,7 +61,10 @@ def copies_of(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
     blocks: list[Block] = []
     runs: list[list[Piece]] = []
     for piece in pieces:
-        if runs and piece.shape == runs[-1][0].shape and _evenly([*runs[-1], piece]):
+        run = [*runs[-1], piece] if runs else []
+        steps = [(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(run)]
+        # A step must lead forward: a tensor has no negative strides.
+        if steps and piece.shape == run[0].shape and all_equal(steps) and min(steps[0]) > 0:
             runs[-1].append(piece)
         else:
             runs.append([piece])
@@ -70,19 +73,13 @@ def copies_of(pieces: Sequence[Piece], whole: Shape) -> list[Block]:
         if len(run) == 1:
             blocks.append((shape, strides, at, _strides(shape), to))
         else:
-            steps = run[1].whole_offset - at, run[1].packed_offset - to
-            blocks.append(((len(run), *shape), (steps[0], *strides), at, (steps[1], *_strides(shape)), to))
+            step, packed_step = run[1].whole_offset - at, run[1].packed_offset - to
+            blocks.append(((len(run), *shape), (step, *strides), at, (packed_step, *_strides(shape)), to))
     return blocks
 
 
-def _evenly(pieces: Sequence[Piece]) -> bool:
-    """Whether the distances between the pieces are the same, and lead forward."""
-    steps = [(b.whole_offset - a.whole_offset, b.packed_offset - a.packed_offset) for a, b in pairwise(pieces)]
-    return all_equal(steps) and min(steps[0]) > 0  # a tensor has no negative strides
-
-
 def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
-    """The filled pieces of a split along ``dim``, packed one behind the other."""
+    """The pieces of a split along ``dim`` that are not empty, packed one after the other."""
     pieces, start, packed = [], 0, 0
     for shape in shapes:
         if math.prod(shape):
@@ -93,7 +90,7 @@ def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
 
 
 def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
-    """A function that gives all elements, flat, piece by piece of a split along ``dim``."""
+    """A function that packs a tensor flat, piece by piece of a split along ``dim``."""
     if math.prod(whole[:dim]) == 1:
         return lambda local: row_major(local).view(-1)
     blocks = copies_of(_split(whole, dim, shapes), whole)
@@ -110,7 +107,7 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
 
 
 def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
-    """The inverse of :func:`packing`."""
+    """A function that undoes :func:`packer`."""
     if math.prod(whole[:dim]) == 1:
         return lambda flat: flat.view(whole)
     blocks = copies_of(_split(whole, dim, shapes), whole)
@@ -118,7 +115,7 @@ def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
 
 
 def unpack(packed: Tensor, out: Tensor, blocks: Sequence[Block]) -> Tensor:
-    """Fill ``out`` by copies from packed memory."""
+    """Copy packed pieces into ``out``."""
     for size, there, at, here, to in blocks:
         out.as_strided(size, there, at).copy_(packed.as_strided(size, here, to))
     return out
@@ -134,6 +131,6 @@ def all_equal(values: Sequence[Shape]) -> bool:
 
 
 def is_one_run(shape: Shape, whole: Shape) -> bool:
-    """Whether a box of that shape is one run of a row-major tensor's memory."""
+    """Whether a box of ``shape`` in a row-major tensor of shape ``whole`` is one run of its memory."""
     cut = [d for d, (part, full) in enumerate(zip(shape, whole, strict=True)) if part != full]
     return not cut or math.prod(shape[: cut[-1]]) == 1

@@ -1,8 +1,8 @@
-"""Redistribution: take a tensor's steps to another layout on this rank's local tensor.
+"""Redistribution: the steps of a path to another layout, run on this rank's local tensor.
 
-A pair of specs is prepared once: the groups, shapes, cuts and paddings of this rank are known before the first run. A
-prepared redistribution never modifies its input, and its result owns its memory: a slice is a copy, so writing to one
-never shows in the other. All of this works below autograd, on plain local tensors.
+A pair of specs is prepared once: the groups, shapes, cuts and paddings of this rank are computed before the first run.
+A redistribution never modifies its input, and its result has its own memory: a slice is a copy, so a write to one is
+not seen in the other. All of this works below autograd, on plain local tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardwise.comm.meeting import meet
 from shardwise.comm.packing import Run
 from shardwise.comm.run_step import StepRunner
 from shardwise.kernel.placements import Placement, Shard, check_placements, shard
-from shardwise.kernel.spec import SymbolicSpec, TensorMeta, TensorSpec, hinted, in_numbers, memory_order
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import outside_modes
@@ -32,9 +33,10 @@ _log = logging.getLogger(__name__)
 
 @frozen
 class Route:
-    """How a tensor gets from one layout to another: ``run`` its local tensor, or ``start`` what is communicated last.
+    """A redistribution, ready to run: ``run`` takes the local tensor and returns the one under ``target``.
 
-    ``start`` is None when nothing is communicated; ``stays`` says that the placements are the same.
+    ``start`` runs it up to its last collective and returns that under way; None when nothing is communicated. ``stays``
+    says that the placements are the same.
     """
 
     target: TensorSpec
@@ -46,8 +48,8 @@ class Route:
 def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
     """The local tensor of this rank under ``dst``, from the one under ``src``; every rank must call this.
 
-    ``local`` has the shape ``src.local_shape()`` and any strides; the result has ``dst.local_shape()`` and strides in
-    the order of the global tensor's. When the placements are the same, ``local`` itself comes back. Raises what
+    ``local`` has the shape ``src.local_shape()`` and any strides. The result has the shape ``dst.local_shape()`` and
+    strides in the order of the global tensor's; it is ``local`` itself when both specs are one. Raises what
     :func:`shardwise.planning.path.shortest_path` raises, before anything is communicated.
     """
     return local if src is dst else runner(src, dst)(local)
@@ -56,66 +58,67 @@ def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tenso
 def runner(src: TensorSpec, dst: TensorSpec) -> Run:
     """The function that redistributes local tensors from ``src`` to ``dst``; see :func:`redistribute_local`.
 
-    Every rank of the mesh must ask for it at the same point of the program: it may have to make a process group.
+    Every rank of the mesh must call this at the same point of the program: it may make a process group.
     """
     return _step_runner(src, dst).run
 
 
 def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
-    """How ``src`` gets to other placements of the same tensor, as a user writes them.
+    """The redistribution of ``src`` to placements as a user writes them: ``Shard(-1)`` counts from the end.
 
     Raises what :func:`check_placements` and :func:`shardwise.planning.path.shortest_path` raise.
     """
-    wanted = tuple(placements)
+    target = tuple(placements)
     if isinstance(src, SymbolicSpec):
-        return _build_route(src, wanted)
+        return _build_route(src, target)
     try:
-        return _cached_route.now()(src, wanted)
+        return _cached_route.now()(src, target)
     except TypeError:  # perhaps not hashable, so not a placement
-        check_placements(wanted, src.mesh.ndim, src.ndim)
+        check_placements(target, src.mesh.ndim, src.ndim)
         raise
 
 
 def forget() -> None:
-    """Let go of all prepared redistributions, and so of their process groups."""
+    """Drop all prepared redistributions, and with them their process groups."""
     _routes.cache_clear()
     _runners.cache_clear()
 
 
 def _build_route(src: TensorSpec, placements: tuple[Placement, ...]) -> Route:
     checked = check_placements(placements, src.mesh.ndim, src.ndim)
-    target = src.with_placements(checked)
+    stays = checked == src.placements
+    # Where nothing moves, the result shares memory, and a copy that may not be written stays one.
+    target = src if stays else src.with_placements(checked)
     steps = _step_runner(src, target)
-    return Route(target, checked == src.placements, steps.run, steps.start)
+    return Route(target, stays, steps.run, steps.start)
 
 
 def _step_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
-    if isinstance(src, SymbolicSpec):
-        # A spec with symbols belongs to one graph, so it is not cached. In a graph nothing is started early.
-        return StepRunner(lambda local: _run_symbolic(local, src, dst))
-    return _cached_runner.now()(src, dst)
+    if not isinstance(src, SymbolicSpec):
+        return _cached_runner.now()(src, dst)
 
+    # A spec with symbols belongs to one graph, so it is not cached. In a graph nothing is started early.
+    def run(local: Tensor) -> Tensor:
+        try:
+            return _build_runner(src, dst).run(local)
+        except Exception as error:  # noqa: BLE001  # torch may raise anything where it cannot write a formula in symbols
+            _log.info("%s is redistributed for its sizes alone: %s: %s", src, type(error).__name__, error)
+            with outside_modes():
+                ends = in_numbers(src), in_numbers(dst)
+            return _cached_runner.now()(*ends).run(local)
 
-def _run_symbolic(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
-    """Redistribute with symbols for sizes, or with numbers where torch cannot write a formula in symbols."""
-    try:
-        return _build_runner(src, dst).run(local)
-    except Exception as error:  # noqa: BLE001  # whatever torch raises for a formula
-        _log.info("%s is redistributed for its sizes alone: %s: %s", src, type(error).__name__, error)
-        with outside_modes():
-            src, dst = in_numbers(src), in_numbers(dst)
-        return _cached_runner.now()(src, dst).run(local)
+    return StepRunner(run)
 
 
 def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
-    """Find the cheapest steps and prepare each of them; slices that follow each other are one cut."""
+    """Search the cheapest steps and prepare each of them. Slices that follow each other are one cut."""
     meet(src.mesh)
-    # The path is chosen by numbers; only what is then done depends on symbols.
+    # Numbers decide the path. Symbols are used only to run it.
     start, goal = hinted(src), hinted(dst)
     order = memory_order(start.tensor_meta)
     path = shortest_path(start, goal).steps
     joined: list[list[Step]] = []
-    # Other names on mesh dims of one rank need no work of their own beside other steps.
+    # A change of placements on mesh dims of one rank needs no work beside other steps.
     for step in [s for s in path if s.kind != "relabel"] or path:
         if joined and step.kind == joined[-1][-1].kind == "slice":
             joined[-1].append(step)
@@ -124,11 +127,11 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
 
     def with_dims_in_memory_order(placements: Sequence[Placement]) -> TensorSpec:
         meta = TensorMeta.contiguous([src.shape[d] for d in order], src.dtype)
-        moved = (shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements)
-        return TensorSpec(src.mesh, tuple(moved), meta)
+        permuted = (shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements)
+        return TensorSpec(src.mesh, tuple(permuted), meta)
 
-    # Making process groups communicates, and must work also while a graph is traced; what is computed of symbols is
-    # part of the graph.
+    # To make process groups communicates, also while a graph is traced. But what is computed from symbols is part of
+    # the graph.
     with nullcontext() if start is not src else outside_modes():
         runners = [
             StepRunner.of(
@@ -152,9 +155,9 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
 
 
 def _chain(runners: Sequence[StepRunner]) -> StepRunner:
-    """One runner of several; only the last collective is started early.
+    """One runner of several. Its ``start`` waits for every collective but the last.
 
-    No collective may be issued when a result is waited for: ranks wait in an order of their own.
+    The wait for a result may not issue a collective, because ranks wait in different orders.
     """
 
     def run(local: Tensor) -> Tensor:
@@ -179,6 +182,6 @@ def _chain(runners: Sequence[StepRunner]) -> StepRunner:
     return StepRunner(run, start)
 
 
-# Per world, because they hold process groups. Bounded: what was not asked for lately is prepared again.
+# Per world, because they hold process groups. Bounded: a redistribution that was not used lately is prepared again.
 _routes, _runners = lru_cache(maxsize=4096)(_build_route), lru_cache(maxsize=4096)(_build_runner)
 _cached_route, _cached_runner = PerWorld(_routes, _routes.cache_clear), PerWorld(_runners, _runners.cache_clear)

@@ -1,7 +1,8 @@
-"""The steps of a redistribution, carried out: one function per kind of step prepares it for this rank.
+"""The steps of a redistribution: one function per kind of step prepares it for this rank.
 
-The tensors here are row-major: ``redistribute`` passes local tensors whose dims are in the order of the global tensor's
-memory. A step never modifies its input, and its result is new memory. Pieces that differ in shape are sent flat.
+The tensors here are row-major: ``redistribute`` passes local tensors with their dims in the order of the global
+tensor's memory. A step never modifies its input, and its result is new memory. Pieces of different shapes are sent
+flat.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from attrs import frozen
 from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
-from shardwise.comm.group import Group
+from shardwise.comm.collectives import Collectives
 from shardwise.comm.groups import group_of
 from shardwise.comm.packing import (
     Piece,
@@ -45,9 +46,9 @@ Cuts = tuple[tuple[int, int, int], ...]
 
 @frozen
 class StepRunner:
-    """One step, ready to run on this rank: ``run`` gives the local tensor after it.
+    """One step, ready to run on this rank: ``run`` returns the local tensor after it.
 
-    ``start`` issues what the step communicates and gives an :class:`AsyncResult`; None where nothing is communicated.
+    ``start`` issues the step's collective and returns an :class:`AsyncResult`; None for a step without a collective.
     """
 
     run: Run
@@ -57,57 +58,53 @@ class StepRunner:
     def of(cls, kind: str, src: TensorSpec, dst: TensorSpec, mesh_dims: tuple[int, ...]) -> StepRunner:
         """Prepare one step (see :class:`shardwise.planning.path.Step`) for this rank's local tensors."""
         if kind in ("slice", "relabel"):
-            return cls(_slice(src, dst))
+            cuts = _cuts(dst, src, src.coordinate())
+            return cls(lambda local: _cut(local, cuts).clone(memory_format=torch.contiguous_format))
         if kind == "fill":
             return cls(_fill(src, dst, mesh_dims[0]))
         mesh: Any = src.mesh
         group = group_of(mesh, mesh_dims)
-        # A rank whose part is empty still takes part where another's is not.
-        if math.prod(src.shape) == 0 or _nothing_moves(kind, src, dst, group):
+        # A rank with an empty part still takes part if another rank of the group has a part that is not empty.
+        if math.prod(src.shape) == 0:
+            is_empty = True
+        elif kind == "all_to_all":
+            is_empty = all(math.prod(src.local_shape(c)) == 0 for c in _members(src, group))
+        else:
+            is_empty = math.prod((dst if kind == "all_gather" else src).local_shape()) == 0
+        if is_empty:
             shape = dst.local_shape()
             return cls(lambda local: local.new_empty(shape))
-        start = _COLLECTIVES[kind](group, src, dst)
-        return cls(lambda local: start(local).wait(), start)
+        prepare = _COLLECTIVES[kind]
+        start_now = prepare(group, src, dst)
 
+        def run(local: Tensor) -> Tensor:  # not by `start`: a call less
+            return (prepare(group.in_graph, src, dst) if is_traced(local) else start_now)(local).wait()
 
-def _nothing_moves(kind: str, src: TensorSpec, dst: TensorSpec, group: Group) -> bool:
-    """Whether what this group's ranks hold together is empty, though the global tensor is not."""
-    if kind == "all_gather":
-        return math.prod(dst.local_shape()) == 0
-    if kind == "all_to_all":
-        return all(math.prod(src.local_shape(c)) == 0 for c in _members(src, group))
-    return math.prod(src.local_shape()) == 0
+        def start(local: Tensor) -> AsyncResult:
+            return (prepare(group.in_graph, src, dst) if is_traced(local) else start_now)(local)
 
-
-# -- local steps -----------------------------------------------------------------------------------------------------
-
-
-def _slice(src: TensorSpec, dst: TensorSpec) -> Run:
-    cuts = _cuts(dst, src, src.coordinate())
-    return lambda local: _cut(local, cuts).clone(memory_format=torch.contiguous_format)
+        return cls(run, start)
 
 
 def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:
+    """Make a mesh dim partial. The first rank keeps a whole tensor, or each rank its shard; the rest is neutral."""
     kind = dst.reductions[mesh_dim]
-    where = src.coordinate()
-    if isinstance(src.placements[mesh_dim], Shard):
-        return _embed(src, dst, mesh_dim, kind)
-    if where[mesh_dim] == 0 or kind in IDEMPOTENT_KINDS:
-        return copied
-    shape, value = dst.local_shape(), neutral(kind, src.dtype)
-    return lambda local: local.new_full(shape, value)
-
-
-def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Run:
-    """Put the shard into a tensor of neutral values. An average has none: its zeros need the shard times a factor."""
-    cuts = _cuts(src, dst, src.coordinate())
     shape = dst.local_shape()
-    value = 0 if kind == "avg" else neutral(kind, src.dtype)
+    if not isinstance(src.placements[mesh_dim], Shard):
+        if src.coordinate()[mesh_dim] == 0 or kind in IDEMPOTENT_KINDS:
+            return copied
+        value = neutral(kind, src.dtype)
+        return lambda local: local.new_full(shape, value)
+    cuts = _cuts(src, dst, src.coordinate())
+    # An average has no neutral value: with zeros around it, the shard must be multiplied by the number of ranks.
+    value = neutral("sum" if kind == "avg" else kind, src.dtype)
     factor = src.mesh_shape[mesh_dim] if kind == "avg" else 1
 
     def run(local: Tensor) -> Tensor:
         out = local.new_full(shape, value)
-        _cut(out, cuts).copy_(local if factor == 1 else local * factor)
+        part = _cut(out, cuts).copy_(local)
+        if factor != 1:
+            (torch.view_as_real(part) if part.is_complex() else part).mul_(factor)
         return out
 
     return run
@@ -116,12 +113,12 @@ def _embed(src: TensorSpec, dst: TensorSpec, mesh_dim: int, kind: str) -> Run:
 # -- reductions ------------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(group: Group, src: TensorSpec, _dst: TensorSpec) -> Start:
+def _all_reduce(group: Collectives, src: TensorSpec, _dst: TensorSpec) -> Start:
     kind = src.reductions[group.mesh_dims[0]]
     return lambda local: group.start_all_reduce(local.clone(memory_format=torch.contiguous_format), kind)
 
 
-def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
+def _reduce_scatter(group: Collectives, src: TensorSpec, dst: TensorSpec) -> Start:
     kind = src.reductions[group.mesh_dims[0]]
     dim = _shard_dim(dst, group)
     shape = dst.local_shape()
@@ -137,7 +134,7 @@ def _reduce_scatter(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
 
 
 def _even_pieces(parts: int, dim: int, shape: Shape) -> Run:
-    """Stack the pieces of an even split along ``dim``; a view where they lie one behind the other."""
+    """Stack the pieces of an even split along ``dim``; a view if they follow each other in memory."""
     stacked = (parts, *shape)
     if math.prod(shape[:dim]) == 1:
         return lambda local: row_major(local).view(stacked)
@@ -149,36 +146,38 @@ def _even_pieces(parts: int, dim: int, shape: Shape) -> Run:
 # -- gathers ---------------------------------------------------------------------------------------------------------
 
 
-def _all_gather(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
+def _all_gather(group: Collectives, src: TensorSpec, dst: TensorSpec) -> Start:
+    """Gather pieces that are padded to the longest one.
+
+    Where every padded piece follows the one before it in the memory of the whole, nothing is copied afterwards.
+    """
     members = _members(src, group)
     shapes = [src.local_shape(c) for c in members]
     whole = dst.local_shape()
-    longest = max(map(math.prod, shapes))
-    at = [_offset(_cuts(src, dst, c), whole) for c in members]
-    pieces = [Piece(s, o, i * longest) for i, (s, o) in enumerate(zip(shapes, at, strict=True)) if math.prod(s)]
-    if all(p.whole_offset == p.packed_offset and is_one_run(p.shape, whole) for p in pieces):
-        return _gather_in_place(group, longest, whole)
-    if all_equal(shapes):
-        return _gather_blocks(group, src, shapes[0], whole)
-    return _gather_uneven(group, longest, pieces, whole)
-
-
-def _gather_in_place(group: Group, longest: int, whole: Shape) -> Start:
-    """Padded to the longest, the pieces lie in the gathered memory as they lie in the whole: nothing is copied."""
-    total = math.prod(whole)
-    if longest * group.size == total:
-        return lambda local: group.start_all_gather(local.new_empty(whole), row_major(local))
+    total, longest = math.prod(whole), max(map(math.prod, shapes))
     padded_size = longest * group.size
+    pieces = []
+    for i, (shape, coordinate) in enumerate(zip(shapes, members, strict=True)):
+        offset = sum(start * math.prod(whole[dim + 1 :]) for dim, start, _ in _cuts(src, dst, coordinate))
+        if math.prod(shape):
+            pieces.append(Piece(shape, offset, i * longest))
+    in_place = all(p.whole_offset == p.packed_offset and is_one_run(p.shape, whole) for p in pieces)
+    if in_place and padded_size == total:
+        return lambda local: group.start_all_gather(local.new_empty(whole), row_major(local))
+    if not in_place and all_equal(shapes):
+        return _gather_blocks(group, src, shapes[0], whole)
+    blocks = [] if in_place else copies_of(pieces, whole)
 
-    def start(local: Tensor) -> AsyncResult:
-        result = group.start_all_gather(local.new_empty(padded_size), _padded(local, longest))
-        return result.then(lambda padded: padded[:total].view(whole))
+    def put(gathered: Tensor) -> Tensor:
+        if in_place:
+            return gathered[:total].view(whole)
+        return unpack(gathered, gathered.new_empty(whole), blocks)
 
-    return start
+    return lambda local: group.start_all_gather(local.new_empty(padded_size), _padded(local, longest)).then(put)
 
 
-def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) -> Start:
-    """Pieces of one shape: stack them, then move each mesh dim's axis in front of the tensor dim that it shards."""
+def _gather_blocks(group: Collectives, src: TensorSpec, shape: Shape, whole: Shape) -> Start:
+    """Gather pieces of one shape: stack them, then move the axis of each mesh dim to the tensor dim that it shards."""
     grid = [src.mesh_shape[m] for m in group.mesh_dims]
     stacked = (*grid, *shape)
     sharded = [_dim(src.placements[m]) for m in group.mesh_dims]
@@ -187,31 +186,21 @@ def _gather_blocks(group: Group, src: TensorSpec, shape: Shape, whole: Shape) ->
         axes += [axis for axis, dim in enumerate(sharded) if dim == d]
         axes.append(len(grid) + d)
 
-    # Not reshape: where a piece has one element along a dim it would return a view with other strides.
+    # Not reshape: for a piece with one element along a dim it would return a view with other strides.
     def put(gathered: Tensor) -> Tensor:
         return gathered.permute(axes).contiguous().view(whole)
 
     return lambda local: group.start_all_gather(local.new_empty(stacked), row_major(local)).then(put)
 
 
-def _gather_uneven(group: Group, longest: int, pieces: Sequence[Piece], whole: Shape) -> Start:
-    blocks = copies_of(pieces, whole)
-    padded_size = longest * group.size
-
-    def put(gathered: Tensor) -> Tensor:
-        return unpack(gathered, gathered.new_empty(whole), blocks)
-
-    return lambda local: group.start_all_gather(local.new_empty(padded_size), _padded(local, longest)).then(put)
-
-
 def _padded(local: Tensor, length: int) -> Tensor:
-    """The elements at the front of a flat tensor of ``length``; the rest of it has any values."""
+    """A flat tensor of ``length`` that starts with the elements; the rest of it has any values."""
     flat = row_major(local).view(-1)
     if flat.numel() == length:
         return flat
     if is_traced(local):
-        # Compilers merge equal calls, but never calls on memory that is not written yet. So ranks whose parts need no
-        # padding would send less often than the others.
+        # Compilers merge equal calls, but not calls on memory that is not written yet. So a rank whose piece needs no
+        # padding would merge two gathers that other ranks do not merge.
         return torch.cat([flat, flat.new_zeros(length - flat.numel())])
     padded = local.new_empty(length)
     padded[: flat.numel()] = flat
@@ -221,23 +210,19 @@ def _padded(local: Tensor, length: int) -> Tensor:
 # -- exchanges -------------------------------------------------------------------------------------------------------
 
 
-def _all_to_all(group: Group, src: TensorSpec, dst: TensorSpec) -> Start:
+def _all_to_all(group: Collectives, src: TensorSpec, dst: TensorSpec) -> Start:
     members = _members(src, group)
     before, after = [src.local_shape(c) for c in members], [dst.local_shape(c) for c in members]
     old, new = _shard_dim(src, group), _shard_dim(dst, group)
-    if all_equal(before) and all_equal(after):
-        return _even_all_to_all(group, old, new, before[0], after[0])
-    here = dst.local_shape()
-    mine = before[group.position]
-    sent = [_replaced(mine, new, shape[new]) for shape in after]
-    received = [_replaced(shape, new, here[new]) for shape in before]
-    counts = list(map(math.prod, sent)), list(map(math.prod, received))
-    pack, unpack = packer(mine, new, sent), unpacker(here, old, received)
-    return lambda local: group.start_exchange(pack(local), *counts).then(unpack)
-
-
-def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Shape) -> Start:
-    pieces = _even_pieces(group.size, new, _replaced(before, new, shape[new]))
+    if not (all_equal(before) and all_equal(after)):
+        held, shape = before[group.position], dst.local_shape()
+        sent = [_replaced(held, new, other[new]) for other in after]
+        received = [_replaced(other, new, shape[new]) for other in before]
+        counts = list(map(math.prod, sent)), list(map(math.prod, received))
+        pack, unpack = packer(held, new, sent), unpacker(shape, old, received)
+        return lambda local: group.start_exchange(pack(local), *counts).then(unpack)
+    shape = after[0]
+    pieces = _even_pieces(group.size, new, _replaced(before[0], new, shape[new]))
     if math.prod(shape[:old]) == 1:
         return lambda local: group.start_all_to_all(pieces(local)).then(lambda stacked: stacked.view(shape))
     axes = (*range(1, old + 1), 0, *range(old + 1, len(shape) + 1))
@@ -251,7 +236,7 @@ def _even_all_to_all(group: Group, old: int, new: int, before: Shape, shape: Sha
 # -- places ----------------------------------------------------------------------------------------------------------
 
 
-def _members(spec: TensorSpec, group: Group) -> list[tuple[int, ...]]:
+def _members(spec: TensorSpec, group: Collectives) -> list[tuple[int, ...]]:
     """The coordinates of the group's ranks, in its order."""
     here = spec.coordinate()
     members = []
@@ -264,22 +249,17 @@ def _members(spec: TensorSpec, group: Group) -> list[tuple[int, ...]]:
 
 
 def _cuts(part: TensorSpec, whole: TensorSpec, coordinate: Sequence[int]) -> Cuts:
-    """Where one rank's local tensor under ``part`` lies in its local tensor under ``whole``."""
+    """The cuts that leave one rank's local tensor under ``part`` of its local tensor under ``whole``."""
     small, inner = part.local_shape_and_offset(coordinate)
     large, outer = whole.local_shape_and_offset(coordinate)
-    places = enumerate(zip(small, inner, large, outer, strict=True))
-    return tuple((d, start - base, size) for d, (size, start, full, base) in places if size != full)
+    extents = enumerate(zip(small, inner, large, outer, strict=True))
+    return tuple((d, start - base, size) for d, (size, start, full, base) in extents if size != full)
 
 
 def _cut(tensor: Tensor, cuts: Cuts) -> Tensor:
     for dim, start, size in cuts:
         tensor = tensor.narrow(dim, start, size)
     return tensor
-
-
-def _offset(cuts: Cuts, whole: Shape) -> int:
-    """Where a part starts in the memory of the row-major whole, in elements."""
-    return sum(start * math.prod(whole[dim + 1 :]) for dim, start, _ in cuts)
 
 
 def _replaced(shape: Shape, dim: int, size: int) -> Shape:
@@ -292,11 +272,11 @@ def _dim(placement: Placement) -> int:
     return placement.dim
 
 
-def _shard_dim(spec: TensorSpec, group: Group) -> int:
+def _shard_dim(spec: TensorSpec, group: Collectives) -> int:
     return _dim(spec.placements[group.mesh_dims[0]])
 
 
-_COLLECTIVES: dict[str, Callable[[Group, TensorSpec, TensorSpec], Start]] = {
+_COLLECTIVES: dict[str, Callable[[Collectives, TensorSpec, TensorSpec], Start]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,

@@ -20,20 +20,20 @@ class _Done:
         """At once."""
 
     def get_future(self) -> Future[None]:
-        found: Future[None] = Future()
-        found.set_result(None)
-        return found
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
 
 class _NoProcessGroup:
-    """What a process group is asked for, not carried out: results keep whatever their memory holds."""
+    """A process group whose collectives do nothing: results keep whatever their memory holds."""
 
     def __getattr__(self, name: str) -> Callable[..., _Done]:
         return lambda *_, **__: _Done()
 
 
 class SilentGroup(Group):
-    """A group of a rehearsal: it tells of collectives and issues none."""
+    """A group of a rehearsal: it emits the events of collectives and issues none."""
 
     def __init__(self, size: int, position: int, mesh_dims: tuple[int, ...]) -> None:
         super().__init__(None, size, position, mesh_dims, "", None)

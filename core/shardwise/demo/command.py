@@ -65,8 +65,17 @@ def demo(
     settings = RunSettings(**sizes)  # type: ignore[arg-type]
     if settings.width % settings.heads:
         raise click.UsageError(f"--width {settings.width} does not divide into --heads {settings.heads}")
-    settings = evolve(settings, device=_device(device, settings.world_size))
-    checkpoints = _checkpoints(checkpoint_dir, checkpoint_every, settings)
+    try:
+        settings = evolve(settings, device=local_device(device, settings.world_size))
+    except ValueError as error:
+        raise click.UsageError(f"--device {device}: {error}") from None
+    checkpoints = None
+    if checkpoint_dir is not None:
+        try:
+            check_run(checkpoint_dir, settings)
+        except CheckpointError as error:
+            raise click.UsageError(str(error)) from None
+        checkpoints = Checkpoints(checkpoint_dir.absolute(), checkpoint_every)
     run = _run_under_torchrun if dist.is_torchelastic_launched() else _run_locally
     result = run(settings, checkpoints)
     if result is None:
@@ -78,23 +87,6 @@ def demo(
         json_path.write_text(json.dumps(as_json(result), indent=1) + "\n")
     if not result.comparison.agrees:
         raise SystemExit(DIFFERS)
-
-
-def _device(wanted: str, world_size: int) -> str:
-    try:
-        return local_device(wanted, world_size)
-    except ValueError as error:
-        raise click.UsageError(f"--device {wanted}: {error}") from None
-
-
-def _checkpoints(directory: Path | None, every: int, settings: RunSettings) -> Checkpoints | None:
-    if directory is None:
-        return None
-    try:
-        check_run(directory, settings)
-    except CheckpointError as error:
-        raise click.UsageError(str(error)) from None
-    return Checkpoints(directory.absolute(), every)
 
 
 def _run_locally(settings: RunSettings, checkpoints: Checkpoints | None) -> RunResult | None:

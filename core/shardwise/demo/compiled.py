@@ -63,7 +63,10 @@ def prove(settings: RunSettings, batches: Sequence[int]) -> list[CompiledStep]:
         with observe(outside.append):
             actual = _loss_and_gradients(compiled, model, ids, targets)
         apart = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
-        steps.append(CompiledStep(batch, len(graphs), _collectives(graphs), len(outside), apart))
+        names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
+        counts = Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
+        counts.pop("wait_tensor", None)
+        steps.append(CompiledStep(batch, len(graphs), dict(sorted(counts.items())), len(outside), apart))
     return steps
 
 
@@ -74,13 +77,6 @@ def _loss_and_gradients(loss: Any, model: nn.Module, ids: Tensor, targets: Tenso
     value.backward()
     whole: list[Any] = [value.detach(), *(p.grad for p in model.parameters())]
     return [t.to_local().detach() for t in whole]
-
-
-def _collectives(graphs: Sequence[Any]) -> dict[str, int]:
-    names = (str(node.target) for graph in graphs for node in graph.graph.nodes)
-    counts = Counter(name.split(".")[1] for name in names if name.startswith("_c10d_functional."))
-    counts.pop("wait_tensor", None)
-    return dict(sorted(counts.items()))
 
 
 @click.command()

@@ -14,7 +14,6 @@ from shardwise.comm.events import Event
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.plan import Plan
-from shardwise.kernel.schema import PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 
@@ -52,7 +51,8 @@ class Observed:
     def saw_plan(self, plan: Plan) -> None:
         """Count one dispatch; an operator over lists counts once for each different strategy in the list."""
         plugin, operator = plan.entry.origin.plugin, op_name(plan.schema.op)
-        for strategy in {_text(strategy) for strategy in plan.strategies}:
+        texts = {f"{_operands(s.input_specs)} -> {_operands(s.output_specs)}" for s in plan.strategies}
+        for strategy in texts:
             self.operators[OperatorUse(plugin, operator, strategy)] += 1
 
     def saw_collective(self, event: Event) -> None:
@@ -60,10 +60,6 @@ class Observed:
         use = CollectiveUse(event.kind, tuple(event.mesh_dims), event.group_size)
         self.collectives[use] += 1
         self.nbytes[use] += event.nbytes
-
-
-def _text(strategy: PlacementStrategy) -> str:
-    return f"{_operands(strategy.input_specs)} -> {_operands(strategy.output_specs)}"
 
 
 def _operands(specs: Sequence[TensorSpec | None]) -> str:

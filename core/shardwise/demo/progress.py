@@ -22,7 +22,17 @@ def progress(title: str, settings: RunSettings, *, shown: bool) -> Iterator[Call
     """A function that shows a finished step; it shows nothing if ``shown`` is false."""
     console = Console(quiet=not shown)
     if console.is_terminal and shown:
-        with _bar(console) as bar:
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[speed]} tokens/s"),
+            TimeElapsedColumn(),
+            console=console,
+            # The machine's cores are for training.
+            refresh_per_second=4,
+        ) as bar:
             task = bar.add_task(title, total=settings.steps, loss="-", speed="-")
             yield lambda step: bar.update(task, advance=1, loss=f"{step.loss:.4f}", speed=_speed(settings, step))
     else:
@@ -38,20 +48,6 @@ def tokens_per_second(settings: RunSettings, steps: list[Step]) -> float:
     own = [step for step in steps if step.seconds]
     timed = own[1:] or own
     return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed) if timed else 0.0
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
-        TimeElapsedColumn(),
-        console=console,
-        # The machine's cores are for training.
-        refresh_per_second=4,
-    )
 
 
 def _line(console: Console, title: str, settings: RunSettings, step: Step) -> None:

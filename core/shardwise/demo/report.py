@@ -19,7 +19,14 @@ __all__ = ["as_json", "print_report"]
 def print_report(result: RunResult, console: Console) -> None:
     """Print what ran, what was communicated, and the verdict."""
     console.print(_operators(result.observed))
-    console.print(_collectives(result))
+    table = Table("collective", "mesh dims", title="Collectives (on rank 0)")
+    for heading in ("ranks", "times", "bytes"):
+        table.add_column(heading, justify="right")
+    names, observed = result.settings.mesh_names, result.observed
+    for use, times in sorted(observed.collectives.items()):
+        dims = ", ".join(names[dim] for dim in use.mesh_dims)
+        table.add_row(use.kind, dims, str(use.group_size), f"{times:,}", f"{observed.nbytes[use]:,}")
+    console.print(table)
     console.print(_differences(result.comparison))
     settings = result.settings
     for where, steps in (
@@ -68,19 +75,9 @@ def _operators(observed: Observed) -> Table:
     for use, times in sorted(observed.operators.items()):
         plugin = use.plugin if use.plugin != before[0] else ""
         operator = use.operator if (use.plugin, use.operator) != before else ""
-        table.add_row(plugin, operator, _plain(use.strategy), f"{times:,}", end_section=False)
+        # rich reads [S(0), R] as markup unless the bracket is escaped.
+        table.add_row(plugin, operator, use.strategy.replace("[", r"\["), f"{times:,}", end_section=False)
         before = (use.plugin, use.operator)
-    return table
-
-
-def _collectives(result: RunResult) -> Table:
-    table = Table("collective", "mesh dims", title="Collectives (on rank 0)")
-    for heading in ("ranks", "times", "bytes"):
-        table.add_column(heading, justify="right")
-    names, observed = result.settings.mesh_names, result.observed
-    for use, times in sorted(observed.collectives.items()):
-        dims = ", ".join(names[dim] for dim in use.mesh_dims)
-        table.add_row(use.kind, dims, str(use.group_size), f"{times:,}", f"{observed.nbytes[use]:,}")
     return table
 
 
@@ -94,8 +91,3 @@ def _differences(comparison: Comparison) -> Table:
         figures = (f"{difference.value:.2e}", f"{difference.tolerance:.0e}")
         table.add_row(difference.what, difference.where, *figures, verdict)
     return table
-
-
-def _plain(text: str) -> str:
-    # rich reads [S(0), R] as markup unless the bracket is escaped
-    return text.replace("[", r"\[")

@@ -51,7 +51,8 @@ def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> R
     """Run on this rank of the default process group; rank 0 returns the result, the others None."""
     rank = dist.get_rank()
     take_device(settings.device, rank)
-    torch.set_num_threads(max(1, _cores() // settings.world_size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // settings.world_size))
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
     steps, parameters, observed = _train_on_mesh(settings, mesh, checkpoints, shown=rank == 0)
     if rank != 0:
@@ -90,7 +91,3 @@ def _whole_parameters(model: nn.Module) -> dict[str, Tensor]:
             name: (parameter.full_tensor() if isinstance(parameter, sw.MeshTensor) else parameter.detach()).cpu()
             for name, parameter in model.named_parameters()
         }
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

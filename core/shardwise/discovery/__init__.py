@@ -1,1 +1,1 @@
-"""Plugins: found through entry points, loaded, and kept in the one registry of this process."""
+"""Plugins: read their entry points, load them, and keep their rules in the one registry of this process."""

@@ -1,8 +1,8 @@
-"""Find plugins: the entry points of the environment, and what the settings say about each. Imports no plugin."""
+"""Find plugins: the entry points of the environment, and the status of each by the settings. Imports no plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from importlib.metadata import Distribution, EntryPoint, distributions
 
 from attrs import evolve, frozen
@@ -38,12 +38,18 @@ class InstalledPlugin:
 
 
 def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
-    """All plugin entry points of the environment, sorted by name, with what the settings say about each.
+    """All plugin entry points of the environment, sorted by name, with their status.
 
     Raises :class:`SettingsError` if the settings name a plugin that is not installed.
     """
     settings = read_settings() if settings is None else settings
-    plugins = [_judge(settings, *copies) for copies in _copies().values()]
+    plugins = []
+    for (dist, entry), *others in _copies().values():
+        origin, folder = Origin(entry.name, normalised(dist.name), dist.version), _location(dist)
+        hides = [f"{d.name} {d.version} in {_location(d)}" for d, _ in others if _location(d) != folder]
+        plugin = InstalledPlugin(origin, entry, "ready", location=folder, hides=tuple(hides))
+        status, reason = _status(settings, plugin, dist)
+        plugins.append(evolve(plugin, status=status, reason=reason))
     plugins.sort(key=lambda p: (p.origin.plugin, p.origin.distribution, p.entry.group))
     current = {p.origin.plugin: p.origin.distribution for p in plugins if p.entry.group == GROUP}
     # A plugin may register under several major versions. The entry point of this version is used.
@@ -62,31 +68,15 @@ def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     RECORD. A folder may also be on the path twice.
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
-    for dist, entry in _entries():
-        by_name.setdefault((entry.group, normalised(dist.name), entry.name), []).append((dist, entry))
+    for dist in distributions():
+        entries = [entry for entry in dist.entry_points if entry.group.startswith(_FAMILY)]
+        # A broken distribution may have no name. To parse metadata takes long, so only that of plugins is parsed.
+        if entries and dist.metadata["Name"]:
+            for entry in entries:
+                by_name.setdefault((entry.group, normalised(dist.name), entry.name), []).append((dist, entry))
     for copies in by_name.values():
         copies.sort(key=lambda copy: copy[0].read_text("RECORD") is None)
     return by_name
-
-
-def _entries() -> Iterator[Copy]:
-    for dist in distributions():
-        # A broken distribution may have no name.
-        if not dist.metadata["Name"]:
-            continue
-        for entry in dist.entry_points:
-            if entry.group.startswith(_FAMILY):
-                yield dist, entry
-
-
-def _judge(settings: Settings, used: Copy, *others: Copy) -> InstalledPlugin:
-    dist, entry = used
-    place = _location(dist)
-    hides = tuple(f"{dist.name} {dist.version} in {_location(dist)}" for dist, _ in others if _location(dist) != place)
-    origin = Origin(entry.name, normalised(dist.name), dist.version)
-    plugin = InstalledPlugin(origin, entry, "ready", location=place, hides=hides)
-    status, reason = _verdict(settings, plugin, dist)
-    return evolve(plugin, status=status, reason=reason)
 
 
 def _location(dist: Distribution) -> str:
@@ -95,7 +85,8 @@ def _location(dist: Distribution) -> str:
     return str(Path(str(dist.locate_file(""))).resolve())
 
 
-def _verdict(settings: Settings, plugin: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
+def _status(settings: Settings, plugin: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
+    """The status of a plugin and the reason."""
     origin, group = plugin.origin, plugin.entry.group
     if any(origin.is_called(name) for name in settings.disabled):
         return "blocked", f"in {settings.source('disabled')}"

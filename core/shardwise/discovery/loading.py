@@ -40,9 +40,10 @@ class Status:
 
 
 def load(plugins: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None) -> list[Status]:
-    """Import and register the plugins that are ready. A third-party failure becomes a warning and a :class:`Status`.
+    """Import and register the plugins that are ready. A failure of a third party becomes a warning and a status.
 
-    If ``strict`` (default: the setting), any problem raises :class:`PluginLoadError`.
+    Raises :class:`PluginLoadError` for a failure of a first-party plugin and, if ``strict`` (default: the setting), for
+    any problem.
     """
     strict = read_settings().strict if strict is None else strict
     manager = pluggy.PluginManager(hookspecs.PROJECT)
@@ -58,7 +59,7 @@ def _load_one(manager: pluggy.PluginManager, plugin: InstalledPlugin, registry: 
     registrar = Registrar(plugin.origin)
     try:
         _register(manager, plugin, registrar)
-    # A third party may raise anything, and may call sys.exit(). Both are reported.
+    # A third party may raise anything or call sys.exit(). Both are reported.
     except (Exception, SystemExit) as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
@@ -71,10 +72,13 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
     try:
         manager.register(module, name)
         manager.check_pending()
-        for impl in _required(manager, plugin, name):
+        impls = _implementations(manager, "shardwise_register", name)
+        if not impls:
+            raise LookupError(f"{plugin.entry.value} implements no shardwise_register hook")  # noqa: TRY301  # as any failure
+        for impl in impls:
             impl.function(*(registrar for _ in impl.argnames))
-        registrar.links += [_plain(impl) for impl in _implementations(manager, "shardwise_links", name)]
-        registrar.observers += [_plain(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
+        registrar.links += [_by_position(impl) for impl in _implementations(manager, "shardwise_links", name)]
+        registrar.observers += [_by_position(impl) for impl in _implementations(manager, "shardwise_dispatched", name)]
     except BaseException:
         # pluggy may keep a plugin whose validation failed. A later check would then blame the next plugin.
         if manager.has_plugin(name):
@@ -82,18 +86,11 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
         raise
 
 
-def _required(manager: pluggy.PluginManager, plugin: InstalledPlugin, name: str) -> list[Any]:
-    impls = _implementations(manager, "shardwise_register", name)
-    if not impls:
-        raise LookupError(f"{plugin.entry.value} implements no shardwise_register hook")
-    return impls
-
-
 def _implementations(manager: pluggy.PluginManager, hook: str, name: str) -> list[Any]:
     return [impl for impl in getattr(manager.hook, hook).get_hookimpls() if impl.plugin_name == name]
 
 
-def _plain(impl: Any) -> Any:
+def _by_position(impl: Any) -> Any:
     """A hook as a function of all arguments of its specification, by position.
 
     An implementation may leave arguments out, and pluggy's own call is too slow for a dispatch.
@@ -102,8 +99,8 @@ def _plain(impl: Any) -> Any:
     names = tuple(inspect.signature(getattr(hookspecs, name)).parameters)
     if tuple(impl.argnames) == names:
         return impl.function
-    wanted = [names.index(argument) for argument in impl.argnames]
-    return lambda *args: impl.function(*(args[i] for i in wanted))
+    indices = [names.index(argument) for argument in impl.argnames]
+    return lambda *args: impl.function(*(args[i] for i in indices))
 
 
 def _failed(plugin: InstalledPlugin, error: BaseException, registry: Registry, *, strict: bool) -> Status:

@@ -39,7 +39,7 @@ def _release() -> None:
     _process.lock.release()
 
 
-# A fork waits for a thread that loads plugins. So the child has a complete registry, or none.
+# A fork waits for a thread that loads plugins. So the child has a complete registry or no registry.
 os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_release)
 
 
@@ -47,19 +47,19 @@ def default_registry() -> Registry:
     """The registry of this process; the first call finds and loads the plugins.
 
     Raises :class:`SettingsError` for bad settings, and :class:`PluginLoadError` for a broken first-party plugin, for
-    any problem in strict mode, and when a plugin asks for the registry while it is being loaded.
+    any problem in strict mode, and when a plugin calls this while it is being loaded.
     """
-    ready = _process.registry
-    if ready is not None:
-        return ready
+    registry = _process.registry
+    if registry is not None:
+        return registry
     with _process.lock:
         if _process.registry is None:
-            _fill(read_settings())
+            _load_plugins(read_settings())
         assert _process.registry is not None
         return _process.registry
 
 
-def _fill(settings: Settings) -> None:
+def _load_plugins(settings: Settings) -> None:
     if _process.loading:
         raise PluginLoadError(
             asked="look up a rule",

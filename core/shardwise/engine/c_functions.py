@@ -1,8 +1,8 @@
 """The C function behind an op: what ``torch.add`` calls, without the Python of ``OpOverload.__call__``.
 
-A function of torch's public namespaces picks its overload by the types of its arguments, so a function with an op's
+A function of torch's public namespaces chooses its overload by the types of its arguments, so a function with an op's
 name may run another op. :func:`binding` tries the candidates once per combination of argument types, on meta tensors.
-It returns one only if exactly this op reaches the dispatcher, once, with exactly these arguments.
+It returns a candidate only if exactly this op reaches torch's dispatcher, once, with exactly these arguments.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from shardwise.private_torch.ops import binding_namespaces, direct_call
 
 __all__ = ["binding"]
 
-# By op and the types of its arguments: a handful per op, as long as the process.
+# By op and the types of its arguments: a few per op, kept as long as the process.
 _known: dict[Any, Callable[..., Any]] = {}
 
 
 def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """The fastest callable that runs ``op`` on arguments of these types; tensors must be plain local ones."""
-    key = (id(op), *map(_type_of, args), *((name, _type_of(value)) for name, value in kwargs.items()))
+    key = (id(op), *map(_parser_type, args), *((name, _parser_type(value)) for name, value in kwargs.items()))
     call = _known.get(key)
     if call is None:
         call = _known[key] = _find(op, args, kwargs)
@@ -41,14 +41,14 @@ def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..
     return next((c for c in _candidates(op) if _effect(c, args, kwargs) == effect), call)
 
 
-def _type_of(value: Any) -> Any:
-    """What torch's argument parser tells apart. It accepts a 0-dim tensor as a number of its dtype, and a list of one
-    element as that element.
+def _parser_type(value: Any) -> Any:
+    """The type of a value as torch's argument parser sees it. It accepts a 0-dim tensor as a number of its dtype, and a
+    list of one element as that element.
     """
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.dtype if value.dim() == 0 else None
     if isinstance(value, (list, tuple)):
-        return list, min(len(value), 2), frozenset(map(_type_of, value))
+        return list, min(len(value), 2), frozenset(map(_parser_type, value))
     return type(value)
 
 
@@ -61,7 +61,7 @@ def _candidates(op: Op) -> tuple[Callable[..., Any], ...]:
 
 
 def _effect(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Any, Any]] | None:
-    """The ops that a call runs, with a description of their arguments; ``None`` when it refuses the call."""
+    """The ops that a call runs, with a description of their arguments; ``None`` when it raises."""
     tensors: dict[int, Any] = {}
 
     def stand_in(value: Any) -> Any:
@@ -74,7 +74,7 @@ def _effect(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     stand_ins = [stand_in(v) for v in args], {name: stand_in(v) for name, v in kwargs.items()}
     try:
         ops = recorded_ops(call, *stand_ins)
-    except Exception:  # noqa: BLE001  # whatever a candidate raises, it is not the op
+    except Exception:  # noqa: BLE001  # a candidate that raises, whatever it raises, is not the op
         return None
     return [(op, tuple(_described((a, k), tensors))) for op, a, k in ops]
 

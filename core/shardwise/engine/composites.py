@@ -1,7 +1,7 @@
-"""New tensors of torch's own code, made inside an op: replicated MeshTensors.
+"""New tensors that torch's own code makes inside an op become replicated MeshTensors.
 
 A decomposition or a composite op may need a range of indices, a mask or an identity matrix. It makes them from sizes
-and numbers alone, so they are the same on every rank and lie on the mesh replicated.
+and numbers alone, so they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from shardwise.errors import NoRuleError
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.signature import Op, op_name
-from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import new_wrapper, put_above_autograd, watching
 from shardwise.private_torch.ops import draws, is_composite
 
@@ -23,15 +25,16 @@ __all__ = ["intercept", "replicated_tensor", "replicating"]
 
 
 def replicating(tensor_class: type, mesh: Mesh) -> Any:
-    """A context in which a tensor that is made from no operand lies on the mesh, replicated.
+    """A context in which a tensor that is made from no operand becomes a replicated MeshTensor.
 
-    Torch's own code makes it from shapes and numbers, so it is the same on every rank. Tensors without dims may stay
+    Torch's own code makes it from shapes and numbers, so it is the same on every rank. A tensor without dims stays
     plain. Raises :class:`NoRuleError` for random numbers, which would differ between ranks.
     """
 
     def run(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         result = op(*args, **kwargs)
-        if any(isinstance(t, tensor_class) for t in tensors_in([args, kwargs])):
+        operands = list(tensors_in([args, kwargs]))
+        if any(isinstance(t, tensor_class) for t in operands):
             return result
         if draws(op) and next(tensors_in(result), None) is not None:
             raise NoRuleError(
@@ -40,7 +43,7 @@ def replicating(tensor_class: type, mesh: Mesh) -> Any:
                 do="Draw them with an op on MeshTensors (rand_like, bernoulli).",
                 op=op_name(op),
             )
-        return _wrapped(result, tensor_class, mesh, list(tensors_in([args, kwargs])))
+        return _wrapped(result, tensor_class, mesh, operands)
 
     return watching(run, is_composite)
 
@@ -63,10 +66,10 @@ def replicated_tensor(tensor_class: type, mesh: Mesh, whole: torch.Tensor) -> An
 
 
 def intercept(op: Op, tensor_class: type, composites: Callable[[], Mapping[Op, Callable[..., Any] | None]]) -> object:
-    """Run a composite op under :func:`replicating` where all its tensors lie on a mesh, until the result is deleted.
+    """Run a composite op under :func:`replicating` when all its tensors are on a mesh, until the result is deleted.
 
     Torch runs a composite op above autograd, where the dispatcher does not see it, so its new tensors would be plain.
-    ``composites()`` maps the ops to intercept now to what runs in their place: a function, or None for torch's own
+    ``composites()`` maps each op to intercept now to the function that runs in its place, or to None for torch's own
     kernel.
     """
 
@@ -74,7 +77,7 @@ def intercept(op: Op, tensor_class: type, composites: Callable[[], Mapping[Op, C
         tensors = list(tensors_in([args, kwargs]))
         first: Any = next((t for t in tensors if isinstance(t, tensor_class)), None)
         in_force = composites()
-        # A plain operand may be this rank's own; what is made from it may differ between ranks.
+        # A plain operand may differ between ranks, and so may a tensor that is made from it.
         plain = any(t.dim() and not isinstance(t, tensor_class) for t in tensors)
         if first is None or plain or op not in in_force:
             return below(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Decompositions: an op without a rule, as other ops that have one.
+"""Decompositions: an op without a rule becomes other ops that have one.
 
-Torch has formulas that compute many an op by others. Once per call signature a formula is tried on the meta device:
-each op that it calls is looked up, and one without a rule is decomposed in its turn. Its results are compared with
-those of the op itself: shapes and dtypes, which results share memory with which operands, and which operands are
-written. Then the formula runs on MeshTensors, and every part is dispatched as if the program had called it.
+Torch has formulas that compute many ops by others. Once per call signature a formula is tried on the meta device. Each
+op that it calls is looked up, and one without a rule is decomposed, too. The formula's results are compared with those
+of the op itself: shapes and dtypes, which results share memory with which operands, and which operands are written.
+Then the formula runs on MeshTensors, and every part is dispatched as if the program had called it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from attrs import define, field, frozen
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Op, op_name, signature
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import flat_metas
 from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.ops import (
@@ -30,12 +31,12 @@ from shardwise.private_torch.ops import (
 )
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["Decomposition", "Failed", "Formula", "answered", "find", "stand_ins", "formulas"]
+__all__ = ["Decomposition", "Failed", "Formula", "answered", "decompose", "stand_ins", "formulas"]
 
 
 @frozen
 class Formula:
-    """A function of an op's arguments that computes the op by others; ``name`` says whose it is."""
+    """A function of an op's arguments that computes the op by others; ``name`` names its source."""
 
     name: str
     run: Callable[..., Any]
@@ -43,9 +44,9 @@ class Formula:
 
 @frozen
 class Decomposition:
-    """A formula that works for one call signature: it runs ``parts``, all of which have a rule.
+    """A formula that works for one call signature. It runs ``parts``, all of which have a rule.
 
-    ``makes`` says that it makes tensors from no operand. ``metas`` are those of the op's own results; None when the op
+    ``makes`` says that it makes tensors from no operand. ``metas`` are those of the op's own results, None when the op
     itself does not run on the meta device.
     """
 
@@ -63,7 +64,7 @@ class Decomposition:
 
 @frozen
 class Failed:
-    """Why no formula works: the parts of the first one that have no rule, and one sentence of each on what is wrong."""
+    """Why no formula works: the parts of the first one, those of them without a rule, and a sentence per formula."""
 
     op: Op
     parts: tuple[Op, ...] = ()
@@ -72,63 +73,64 @@ class Failed:
 
     @property
     def text(self) -> str:
-        """The formulas that were tried and what is wrong with each; empty where torch has none."""
-        if draws(self.op) and not is_composite(self.op):
+        """The formulas and the fault of each; empty if torch has none."""
+        if draws(self.op) and not is_composite(self.op) and not self.faults:
             return "it draws random numbers, so it is not decomposed"
         return "; ".join(self.faults)
 
 
 def formulas(op: Op) -> Iterator[Formula]:
-    """Torch's formulas of an op by others, in order of preference; none for an op that draws random numbers."""
+    """Torch's formulas for an op, in order of preference.
+
+    A decomposition draws other random numbers than the op does on one device. The composite kernel of an ``out=`` form
+    is what one device runs: it draws by the functional form.
+    """
     if is_composite(op):
         yield Formula("torch runs it so", op.decompose)
         return
+    table, kernel = python_decomposition(op), composite_kernel(op)
     if draws(op):
-        # A decomposition draws other numbers than the op does on one device.
+        if kernel is not None and any(a.is_out for a in signature(op).args):
+            yield Formula("torch's composite kernel", kernel)
         return
-    table = python_decomposition(op)
     if table is not None:
         yield Formula("torch's decomposition", table)
-    kernel = composite_kernel(op)
     if kernel is not None:
         yield Formula("torch's composite kernel", kernel)
     functional = functional_of(op)
-    # A view in place leaves the memory alone; a copy would do the reverse.
-    if functional is not None and not is_view_in_place(op):
-        yield Formula(f"{op_name(functional)} and a copy", _written_from(op, functional))
+    # A view in place changes sizes and strides and no memory; a copy would change the memory.
+    if functional is None or is_view_in_place(op):
+        return
 
-
-def _written_from(op: Op, functional: Op) -> Callable[..., Any]:
-    """Run the functional form and copy its results over what the op writes."""
-    declared = signature(op).args
-
-    def run(*args: Any, **kwargs: Any) -> None:
-        values = signature(op).bind(args, kwargs)
+    def run_and_copy(*args: Any, **kwargs: Any) -> None:
+        declared, values = signature(op).args, signature(op).bind(args, kwargs)
         inputs = [v for a, v in zip(declared, values, strict=True) if not (a.written and a.kwarg_only)]
         positional, named = signature(functional).unbind(inputs)
         written = list(tensors_in([v for a, v in zip(declared, values, strict=True) if a.written]))
         for target, result in zip(written, tensors_in(functional(*positional, **named)), strict=True):
             target.copy_(result)
 
-    return run
+    yield Formula(f"{op_name(functional)} and a copy", run_and_copy)
 
 
-# -- whether one goes ------------------------------------------------------------------------------------------------
+# -- the trial of a formula ------------------------------------------------------------------------------------------
 
 
-def find(registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Decomposition | Failed:
+def decompose(registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Decomposition | Failed:
     """The first formula that works for a call of tensors on the meta device.
 
     Raises what torch raises for a call that it refuses.
     """
     with outside_modes(), torch.no_grad(), torch.device("meta"):
-        for tensor in tensors_in([args, kwargs]):
-            _mark_on_mesh(tensor)
+        _put_on_mesh([args, kwargs])
         return _find(registry, op, args, kwargs, ())[0]
 
 
 def stand_ins(value: Any, known: dict[int, Any]) -> Any:
-    """The same arguments with tensors on the meta device: one global tensor per MeshTensor, and one for each spec."""
+    """The same arguments with a global tensor on the meta device for each MeshTensor and each spec.
+
+    ``known`` has the stand-ins by the id of the tensor, so that a tensor that comes twice has one.
+    """
     if isinstance(value, TensorSpec):
         return value.tensor_meta.to_meta_tensor()
     if isinstance(value, torch.Tensor):
@@ -147,34 +149,30 @@ def stand_ins(value: Any, known: dict[int, Any]) -> Any:
 def _find(
     registry: Registry, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], above: tuple[Op, ...]
 ) -> tuple[Decomposition | Failed, Any]:
-    """The first formula that works, and what it returned."""
-    own = _run_itself(op, args, kwargs)
-    failed = Failed(op)
+    """The first formula that works, and the results that it returned."""
+    own = _OwnResults.of(op, args, kwargs)
+    faults: list[str] = []
+    parts: tuple[Op, ...] = ()
+    missing: tuple[Op, ...] = ()
     for formula in formulas(op):
         trial = _Trial(registry, (*above, op))
         try:
             with trial.watching():
                 result = answered(op, args, kwargs, formula.run(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001  # somebody's Python: it may raise anything
-            failed = _with_fault(
-                failed, trial, f"{formula.name} does not run without data ({type(error).__name__}: {error})"
-            )
-            continue
-        fault = trial.fault() or own.differs(op, args, kwargs, result, trial)
+        except Exception as error:  # noqa: BLE001  # a formula is anyone's Python and may raise anything
+            result, fault = None, f"does not run without data ({type(error).__name__}: {error})"
+        else:
+            fault = trial.fault() or own.differs(op, args, kwargs, result, trial)
         if not fault:
             return Decomposition(op, formula, tuple(trial.parts), trial.makes, own.metas), result
-        failed = _with_fault(failed, trial, f"{formula.name} {fault}")
-    return failed, None
-
-
-def _with_fault(failed: Failed, trial: _Trial, fault: str) -> Failed:
-    shown = " ".join(fault.split())[:300]
-    parts, missing = (failed.parts, failed.missing) if failed.missing else (tuple(trial.parts), tuple(trial.missing))
-    return Failed(failed.op, parts, missing, (*failed.faults, shown))
+        faults.append(" ".join(f"{formula.name} {fault}".split())[:300])
+        if not missing:
+            parts, missing = tuple(trial.parts), tuple(trial.missing)
+    return Failed(op, parts, missing, tuple(faults)), None
 
 
 class _Trial:
-    """Runs a formula on the meta device and notes what it calls."""
+    """Runs a formula on the meta device and records the ops that it calls."""
 
     def __init__(self, registry: Registry, above: tuple[Op, ...]) -> None:
         self.registry = registry
@@ -185,11 +183,11 @@ class _Trial:
         self.makes = False
 
     def watching(self) -> Any:
-        """A context whose ops are noted."""
+        """A context whose ops are recorded."""
         return watching(self._run, lambda _: False)
 
     def fault(self) -> str:
-        """What is missing, in words."""
+        """The missing rules as the end of a sentence; empty if none is missing."""
         if not self.missing:
             return ""
         if self.above[-1] in self.missing:
@@ -199,7 +197,14 @@ class _Trial:
 
     def _run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not any(map(_is_on_mesh, tensors_in([args, kwargs]))):
-            return self._make(op, args, kwargs)
+            # A factory: its results come from no operand, so they are the same on every rank unless they are random.
+            result = op(*args, **kwargs)
+            if draws(op):
+                self.missing[op] = self.parts[op] = None
+            new = [tensor for tensor in tensors_in(result) if tensor.dim()]
+            self.makes |= bool(new)
+            _put_on_mesh(new)
+            return result
         self.written.update(map(memory_of, _written(op, args, kwargs)))
         self.parts[op] = None
         if op in self.registry:
@@ -213,39 +218,24 @@ class _Trial:
         self.parts.update(dict.fromkeys(inner.parts))
         return result
 
-    def _make(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a factory: an op on no operand that lies on the mesh. Its results are the same on every rank."""
-        result = op(*args, **kwargs)
-        if draws(op):
-            self.missing[op] = self.parts[op] = None
-        for tensor in tensors_in(result):
-            if tensor.dim():
-                self.makes = True
-                _mark_on_mesh(tensor)
-        return result
-
-
-def _mark_on_mesh(tensor: torch.Tensor) -> None:
-    """Mark what stands for a MeshTensor. The mark lasts for as long as anything in torch holds the tensor."""
-    tensor.shardwise_on_mesh = True  # type: ignore[attr-defined]
-
 
 def _is_on_mesh(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "shardwise_on_mesh")
 
 
 def _put_on_mesh(result: Any) -> Any:
+    """Mark tensors as stand-ins for MeshTensors. A mark lasts as long as torch refers to the tensor."""
     for tensor in tensors_in(result):
-        _mark_on_mesh(tensor)
+        tensor.shardwise_on_mesh = True  # type: ignore[attr-defined]
     return result
 
 
-# -- what the op itself does -----------------------------------------------------------------------------------------
+# -- the op itself ---------------------------------------------------------------------------------------------------
 
 
 @define
-class _Own:
-    """The results of the op itself on the meta device: their metas, and which operands each shares memory with.
+class _OwnResults:
+    """The results of the op itself on the meta device: their metas, and the operands with which each shares memory.
 
     ``metas`` is None when the op does not run there.
     """
@@ -253,15 +243,28 @@ class _Own:
     metas: tuple[TensorMeta | None, ...] | None = None
     shared: list[list[int]] = field(factory=list)
 
+    @classmethod
+    def of(cls, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _OwnResults:
+        """Run the op on copies: an op that resizes an operand must not resize those of the formulas."""
+        copies: dict[int, torch.Tensor] = {}
+        args, kwargs = _copied(args, copies), _copied(kwargs, copies)
+        try:
+            result = op(*args, **kwargs)
+        except NotImplementedError:
+            return cls()
+        return cls(tuple(flat_metas(result)), _shared(result, list(tensors_in([args, kwargs]))))
+
     def differs(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, trial: _Trial) -> str:
-        """What a formula does that the op does not, or the reverse, in words; empty where they do the same."""
+        """How a formula differs from the op, as the end of a sentence; empty if it does not."""
+        declared, values = signature(op), signature(op).bind(args, kwargs)
         operands = list(tensors_in([args, kwargs]))
-        required = {memory_of(t) for t in _returned_writes(op, args, kwargs)}
         allowed = {memory_of(t) for t in _written(op, args, kwargs)}
-        passed = {memory_of(t) for t in operands}
-        if not required <= trial.written:
+        # A written operand that the op also returns must be written; an op that returns nothing writes all of them.
+        returned = {r.alias for r in declared.results if r.written}
+        required = {memory_of(t) for t in tensors_in([v for i, v in enumerate(values) if i in returned])}
+        if not (required if declared.results else allowed) <= trial.written:
             return "does not write what the op writes"
-        if trial.written & passed - allowed:
+        if trial.written & {memory_of(t) for t in operands} - allowed:
             return "writes an operand that the op leaves alone"
         if any(t.dim() and not _is_on_mesh(t) for t in tensors_in(result)):
             return "returns a tensor that torch made without an op"
@@ -271,35 +274,19 @@ class _Own:
         if self.metas is None:
             return ""
         metas = flat_metas(result)
-        if [_form(m) for m in metas] != [_form(m) for m in self.metas]:
-            return f"returns {_shown(metas)} and the op {_shown(self.metas)}"
+        if [_shape_and_dtype(m) for m in metas] != [_shape_and_dtype(m) for m in self.metas]:
+            theirs, own = (", ".join(map(str, one)) or "nothing" for one in (metas, self.metas))
+            return f"returns {theirs} and the op {own}"
         shared = _shared(result, operands)
         if shared != self.shared:
             return "returns views where the op returns new tensors, or the reverse"
-        views = [m for m, where in zip(self.metas, shared, strict=True) if where]
-        if views != [m for m, where in zip(metas, shared, strict=True) if where]:
+        if any(o != m for o, m, operands_ in zip(self.metas, metas, shared, strict=True) if operands_):
             return "returns views with other strides than the op"
         return ""
 
 
-def _form(meta: TensorMeta | None) -> Any:
+def _shape_and_dtype(meta: TensorMeta | None) -> Any:
     return None if meta is None else (tuple(meta.shape), meta.dtype)
-
-
-def _shown(metas: Sequence[TensorMeta | None]) -> str:
-    return ", ".join(map(str, metas)) or "nothing"
-
-
-def _run_itself(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Own:
-    """Run the op on copies: one that resizes its operand must leave those of the decomposition alone."""
-    copies: dict[int, torch.Tensor] = {}
-    args, kwargs = _copied(args, copies), _copied(kwargs, copies)
-    try:
-        result = op(*args, **kwargs)
-    except NotImplementedError:
-        return _Own()
-    metas = flat_metas(result)
-    return _Own(tuple(metas), _shared(result, list(tensors_in([args, kwargs]))))
 
 
 def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
@@ -313,9 +300,9 @@ def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
 
 
 def _shared(result: Any, operands: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Per tensor result, the operands whose memory it shares."""
-    where = [memory_of(t) for t in operands]
-    return [[i for i, s in enumerate(where) if s == memory_of(t)] if t is not None else [] for t in _flat(result)]
+    """Per tensor result, the operands with which it shares memory."""
+    memories = [memory_of(t) for t in operands]
+    return [[i for i, m in enumerate(memories) if m == memory_of(t)] if t is not None else [] for t in _flat(result)]
 
 
 def _flat(result: Any) -> Iterator[torch.Tensor | None]:
@@ -327,23 +314,13 @@ def _flat(result: Any) -> Iterator[torch.Tensor | None]:
 
 
 def _written(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that the op's schema says it writes."""
+    """The tensors that the op writes, by its schema."""
     values = zip(signature(op).args, signature(op).bind(args, kwargs), strict=True)
     return list(tensors_in([value for arg, value in values if arg.written]))
 
 
-def _returned_writes(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The written tensors that the op also returns. An op that returns nothing surely writes all its written ones."""
-    declared = signature(op)
-    if not declared.results:
-        return _written(op, args, kwargs)
-    returned = {r.alias for r in declared.results if r.written}
-    values = signature(op).bind(args, kwargs)
-    return list(tensors_in([value for i, value in enumerate(values) if i in returned]))
-
-
 def answered(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The op's results, from those of a formula: a written operand is itself a result, and lists are lists.
+    """The op's results, from those of a formula: the written operands themselves, and lists as lists.
 
     Raises :class:`ValueError` when the formula returned another number of results.
     """

@@ -1,4 +1,4 @@
-"""The engine: what the dispatcher asks for where it has no plan."""
+"""The engine: it makes the plans that the dispatcher does not have."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from weakref import WeakSet
 from attrs import define, field
 
 from shardwise.comm.meeting import meet
+from shardwise.comm.rank_failures import tell
 from shardwise.comm.rule_agreement import at_first_use
 from shardwise.discovery.process import default_registry
 from shardwise.engine.composites import intercept
@@ -16,12 +17,12 @@ from shardwise.engine.no_rule import UnknownOp
 from shardwise.engine.plan_call import plan_call
 from shardwise.engine.plan_symbolic import forget_choices, plan_symbolic_call
 from shardwise.kernel.dispatcher import Handler, clear_plans, listen
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
-from shardwise.kernel.signature import Op
-from shardwise.kernel.spec import Mesh
+from shardwise.kernel.signature import Op, op_name
 
 __all__ = ["PlanningEngine"]
 
@@ -31,7 +32,7 @@ class PlanningEngine:
     """Plans by the rules of this process's plugins (see :class:`shardwise.kernel.dispatcher.Engine`)."""
 
     tensor_class: type
-    # By the registries themselves: the id of one that is gone is given to the next.
+    # The registries themselves, not their ids: Python may use the id of a deleted one again.
     _known: WeakSet[Registry] = field(factory=WeakSet, init=False)
     _intercepted: dict[Op, object] = field(factory=dict, init=False)
 
@@ -39,7 +40,10 @@ class PlanningEngine:
         at_first_use.append(self.registry)
 
     def registry(self) -> Registry:
-        """The registry of this process. At its first use it gets the dispatcher's caches and its plugins' observers."""
+        """The registry of this process.
+
+        At its first use the caches of plans begin to follow its changes, and its plugins' observers begin to listen.
+        """
         registry = default_registry()
         if registry not in self._known:
             self._known.add(registry)
@@ -66,9 +70,13 @@ class PlanningEngine:
         return plan_symbolic_call(self.tensor_class, entry, info, args, kwargs)
 
     def without_rule(self, op: Op) -> Handler:
-        """What runs an op for which no plugin has a rule."""
+        """The handler of an op for which no plugin has a rule."""
         return UnknownOp(op, self.registry(), self.tensor_class)
 
+    def raised(self, op: Op, error: Exception) -> None:
+        """Tell the other ranks, which may wait for this one."""
+        tell(error, op_name(op))
+
     def forget(self) -> None:
-        """Some rule changed."""
+        """Drop what was made by earlier rules: some rule changed."""
         forget_choices()

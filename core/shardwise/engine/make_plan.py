@@ -1,4 +1,4 @@
-"""From a described call to its plan: the strategy is chosen and compiled for this rank."""
+"""From a described call to its plan: choose the strategy and prepare it for this rank."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from attrs import frozen
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
+from shardwise.engine.kernel_dtypes import refuse_dtypes
+from shardwise.engine.partial_writes import reduced_writes, writing_parts
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -19,7 +21,8 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call, draws
 from shardwise.rule.lowering import LocalCall
@@ -32,9 +35,9 @@ Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
 
 @frozen
 class DescribedCall:
-    """One call as its rule sees it, before anything is chosen.
+    """One call as its rule sees it, before a strategy is chosen.
 
-    ``metas`` are those of the results, all None where data decides their shapes (``is_known`` is false).
+    ``metas`` are those of the results. They are all None if a shape depends on data; then ``is_known`` is false.
     """
 
     entry: Entry
@@ -45,23 +48,47 @@ class DescribedCall:
 
     @classmethod
     def of(cls, entry: Entry, schema: OpSchema, outputs: tuple[TensorMeta | None, ...] | None) -> DescribedCall:
-        """From what :func:`shardwise.planning.results.output_metas` says of the call."""
+        """From a schema and the result of :func:`shardwise.planning.results.output_metas`."""
         metas = (None,) * sum(r.is_tensor for r in schema.signature.results) if outputs is None else outputs
         return cls(entry, schema, make_call(entry.rule, schema, metas), metas, outputs is not None)
 
     def check(self, inputs: Sequence[TensorSpec | None]) -> None:
-        """Refuse an illegal write, and results of unknown shape unless every operand is whole."""
-        if not self.is_known:
-            _check_unknown(self.schema, inputs)
+        """Raise :class:`NoStrategyError` for results of unknown shape unless every operand is whole, and
+        :class:`InPlaceError` for an illegal write. ``inputs`` are the specs after redistribution.
+        """
+        if not self.is_known and not all(s is None or s.is_replicated for s in inputs):
+            raise NoStrategyError(
+                asked=f"run {self.schema}",
+                found="the shape of its result depends on data, and its rule shards an operand",
+                do="Give such an op only the row in which every operand is whole. Where the shape does follow from the "
+                "arguments, the op lacks a fake that says so: torch.library.register_fake.",
+                op=op_name(self.schema.op),
+            )
         check_written(self.schema, self.metas)
 
 
 def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
-    """Choose the strategy of a call and freeze it; raises before anything is communicated."""
+    """The plan of a call. An illegal call raises before anything is communicated.
+
+    Where no row writes a partial tensor as it is, the op runs on the reduced tensor: see :func:`reduced_writes`.
+    Raises :class:`NoStrategyError`, :class:`InPlaceError`, or :class:`RuleArgumentError` for a fault of the rule.
+    """
+    try:
+        return _plan(described, choose)
+    except InPlaceError:
+        schema = reduced_writes(described.schema)
+        if schema is None:
+            raise
+    metas = described.metas if described.is_known else None
+    return writing_parts(described.schema, _plan(DescribedCall.of(described.entry, schema, metas), choose))
+
+
+def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
+    refuse_dtypes(schema)
     chosen = choose(entry.rule, schema, call)
     targets, results = merged(schema, chosen)
-    # An operand that stays keeps its own spec, which may be marked as a copy.
+    # An operand that is not redistributed keeps its own spec, which may be marked as a copy.
     inputs = [
         src if src is not None and dst is not None and src.placements == dst.placements else dst
         for src, dst in zip(schema.specs, targets, strict=True)
@@ -85,12 +112,12 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Run an op that makes a tensor a view of itself on an alias: whoever holds the local tensor keeps it as it is."""
+    """Run an op that makes a tensor another view of itself, on an alias: the local tensor itself stays as it is."""
     return run(local.view_as(local), *args, **kwargs)
 
 
 def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
-    """Step runners by tensor argument, or ``None`` when every operand stays."""
+    """:attr:`Plan.redistributes` of a call whose operands are redistributed to ``inputs``."""
     if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
         return None
     flat = iter(
@@ -108,7 +135,10 @@ def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tup
 
 
 def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
-    """By-value arguments of the local op in schema order when the rule replaces any, else ``None``."""
+    """By-value arguments of the local op in schema order if the rule replaces any, else ``None``.
+
+    Raises :class:`RuleArgumentError` when the rule replaces an argument that is not keyed by value.
+    """
     if entry.rule.local_args is None or local is None:
         return None
     replaced: Mapping[str, Any] = entry.rule.local_args(local)
@@ -131,29 +161,29 @@ def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tu
 def _marked_copies(
     schema: OpSchema, inputs: Sequence[TensorSpec | None], results: Sequence[TensorSpec | None], lowered: bool
 ) -> Sequence[TensorSpec | None]:
-    """Mark results of a view op whose operand had to move, or was itself such a copy: writing there would be lost.
+    """Mark the results of a view op whose operand is redistributed or is such a copy: a write to them would be lost.
 
-    An operand moves in a lowering, too, when it lies in parts and the result is whole.
+    A lowering redistributes its operand, too, if the operand is sharded or partial and the result is whole.
     """
     declared = [r for r in schema.signature.results if r.is_tensor]
     if all(r.alias is None or r.written for r in declared):
         return results
     specs = list(results)
-    at = 0
+    start = 0
     for result in declared:
-        count = len(results) - len(declared) + 1 if result.is_list else 1
+        end = start + (len(results) - len(declared) + 1 if result.is_list else 1)
         if result.alias is not None and not result.written:
             source = schema.starts[result.alias]
             before = schema.specs[source]
-            is_moved = before is not inputs[source] or (lowered and is_joined(before, results[at : at + count]))
+            is_moved = before is not inputs[source] or (lowered and is_joined(before, results[start:end]))
             if is_moved or (before is not None and before.is_copy):
-                specs[at : at + count] = [None if s is None else s.as_copy() for s in specs[at : at + count]]
-        at += count
+                specs[start:end] = [None if s is None else s.as_copy() for s in specs[start:end]]
+        start = end
     return specs
 
 
 def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -> bool:
-    """Whether a mesh dim over which an operand lies in parts has a whole result: no view of what a rank holds."""
+    """Whether some mesh dim shards or reduces an operand and leaves a result whole: then no result is a view."""
     return before is not None and any(
         p != REPLICATE and q == REPLICATE
         for spec in results
@@ -162,21 +192,8 @@ def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -
     )
 
 
-def _check_unknown(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> None:
-    """An op whose result's shape depends on data must have whole operands."""
-    if all(s is None or s.is_replicated for s in inputs):
-        return
-    raise NoStrategyError(
-        asked=f"run {schema}",
-        found="the shape of its result depends on data, and its rule shards an operand",
-        do="Give such an op only the row in which every operand is whole. Where the shape does follow from the "
-        "arguments, the op lacks a fake that says so: torch.library.register_fake.",
-        op=op_name(schema.op),
-    )
-
-
 def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
-    """A written operand must be writable and keep its global shape."""
+    """Raise :class:`InPlaceError` when the op writes a view's copy or changes the global shape of an operand."""
     for i in schema.written:
         spec = schema.specs[i]
         if spec is not None and spec.is_copy:

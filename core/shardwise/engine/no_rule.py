@@ -1,4 +1,4 @@
-"""Ops without a rule: decomposed where every part has one, else replicated where a program asks for it, or refused."""
+"""Ops without a rule. They are decomposed if every part has a rule, else replicated if the program asks, or refused."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from attrs import define, field
 from shardwise.comm.redistribute import runner
 from shardwise.comm.rule_agreement import agree_on_asking
 from shardwise.engine.composites import replicated_tensor, replicating
-from shardwise.engine.decomposition import Decomposition, Failed, answered, find, stand_ins
+from shardwise.engine.decomposition import Decomposition, Failed, answered, decompose, stand_ins
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
 from shardwise.errors import InPlaceError
 from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -25,7 +26,8 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
-from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec, memory_order
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.private_torch.dispatch import new_wrapper
 from shardwise.private_torch.ops import draws
 from shardwise.private_torch.tracing import outside_modes
@@ -36,7 +38,7 @@ Handler = Callable[..., Any]
 
 
 class DecomposedPlan(Plan):
-    """The plan of a call that runs as other calls, which have their own plans."""
+    """The plan of a call that is decomposed into other calls. These have their own plans."""
 
     __slots__ = ("decomposition",)
 
@@ -46,7 +48,7 @@ class DecomposedPlan(Plan):
 
     @property
     def parts(self) -> tuple[Op, ...]:
-        """The ops that run instead, each of which has a rule."""
+        """The ops that run in its place. Each has a rule."""
         return self.decomposition.parts
 
     def __repr__(self) -> str:
@@ -65,7 +67,7 @@ def _no_strategies(_mesh: Mesh, _schema: OpSchema) -> OpStrategy:
 
 @define(eq=False)
 class UnknownOp:
-    """The handler of an op without a rule, with the arguments of a ``__torch_dispatch__`` rule of torch."""
+    """The handler of an op without a rule. It has the arguments of ``__torch_dispatch__``."""
 
     op: Op
     registry: Registry
@@ -77,51 +79,54 @@ class UnknownOp:
         self, _cls: Any, _op: Op, _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        known = self._known(args, kwargs)
-        if isinstance(known, Failed):
-            return self._replicate(known, args, kwargs)
-        tell_observers(known)
-        return self._run(known, args, kwargs)
+        # The key has every argument by value, numbers too: a formula may branch on one.
+        parts: list[Any] = []
+        for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
+            if arg.kind is Kind.TENSOR:
+                parts.append(self._key_part(arg.name, value))
+            elif arg.kind is Kind.TENSORS:
+                parts.append(None if value is None else tuple(self._key_part(arg.name, v) for v in value))
+            else:
+                parts.append(_typed(value))
+        key = tuple(parts)
+        try:
+            outcome = self.outcomes.get(key)
+        except TypeError:  # a size that is a symbol of a traced graph has no hash
+            outcome = self._decompose(args, kwargs)
+        else:
+            if outcome is None:
+                outcome = self._decompose(args, kwargs)
+                if len(self.outcomes) >= PLANS_PER_OP:
+                    self.outcomes.clear()
+                self.outcomes[key] = outcome
+        if isinstance(outcome, Failed):
+            return self._replicate(outcome, args, kwargs)
+        tell_observers(outcome)
+        decomposition = outcome.decomposition
+        if decomposition.makes:
+            with replicating(self.tensor_class, outcome.schema.mesh):
+                result = decomposition.formula.run(*args, **kwargs)
+        else:
+            result = decomposition.formula.run(*args, **kwargs)
+        result = answered(self.op, args, kwargs, result)
+        return self._finished(result, outcome, iter(decomposition.metas or ()))
 
     # -- decomposed --
 
-    def _known(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
-        key = tuple(self._key(args, kwargs))
-        try:
-            known = self.outcomes.get(key)
-        except TypeError:  # a size that is a symbol of a traced graph
-            return self._find(args, kwargs)
-        if known is None:
-            known = self._find(args, kwargs)
-            if len(self.outcomes) >= PLANS_PER_OP:
-                self.outcomes.clear()
-            self.outcomes[key] = known
-        return known
-
-    def _key(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-        """By value, numbers included: a formula may branch on one."""
-        for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
-            if arg.kind is Kind.TENSOR:
-                yield self._part(arg.name, value)
-            elif arg.kind is Kind.TENSORS:
-                yield None if value is None else tuple(self._part(arg.name, v) for v in value)
-            else:
-                yield _typed(value)
-
-    def _part(self, name: str, value: Any) -> Any:
+    def _key_part(self, name: str, value: Any) -> Any:
         if type(value) is self.tensor_class:
             return value._spec  # type: ignore[attr-defined]
         part, _ = operand_of(self.op, name, value)
         return part if isinstance(value, torch.Tensor) else (part, value)
 
-    def _find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
+    def _decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
         schema = self._schema(args, kwargs)
         known: dict[int, Any] = {}
         with outside_modes():
-            outcome = find(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
+            outcome = decompose(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
         if isinstance(outcome, Failed):
             return outcome
-        # An ``out=`` tensor that the op would resize is refused: its placements are made for its shape.
+        # Refuse an ``out=`` tensor that the op would resize: its placements hold for its shape.
         if outcome.metas is not None:
             check_written(schema, outcome.metas)
         return DecomposedPlan(schema, outcome)
@@ -132,18 +137,8 @@ class UnknownOp:
         entry = replicated_entry(self.op)
         return describe_call(self.tensor_class, entry, RuntimeSchemaInfo.of(self.op), mesh, values)[0]
 
-    def _run(self, plan: DecomposedPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        decomposition, mesh = plan.decomposition, plan.schema.mesh
-        if decomposition.makes:
-            with replicating(self.tensor_class, mesh):
-                result = decomposition.formula.run(*args, **kwargs)
-        else:
-            result = decomposition.formula.run(*args, **kwargs)
-        result = answered(self.op, args, kwargs, result)
-        return self._finished(result, plan, iter(decomposition.metas or ()))
-
     def _finished(self, result: Any, plan: DecomposedPlan, metas: Iterator[TensorMeta | None]) -> Any:
-        """The results with the op's own strides, and all of them on the mesh."""
+        """The results as MeshTensors with the op's own strides."""
         if isinstance(result, (tuple, list)):
             return type(result)(self._finished(part, plan, metas) for part in result)
         meta = next(metas, None)
@@ -166,9 +161,9 @@ class UnknownOp:
         asked = is_asked_for(self.registry)
         agree_on_asking(schema.mesh, op_name(self.op), asked)
         if not asked or draws(self.op):
-            tried = "it draws random numbers, and each rank would draw its own" if asked else failed.text
+            reason = "it draws random numbers, and each rank would draw its own" if asked else failed.text
             parts, missing = ((), ()) if asked else (failed.parts, failed.missing)
-            raise self.registry.missing(self.op, tried, parts=parts, missing=missing)
+            raise self.registry.missing(self.op, reason, parts=parts, missing=missing)
         warn_once(schema)
         shape = (len(args), *kwargs)
         handle = self.replicated.get(shape)
@@ -184,10 +179,20 @@ class UnknownOp:
         for arg, value in zip(signature(self.op).args, values, strict=True):
             for tensor in tensors_in(value) if arg.written else ():
                 if isinstance(tensor, self.tensor_class) and not tensor._spec.is_replicated:  # type: ignore[attr-defined]
-                    gathered[id(tensor)] = tensor, _gathered(tensor)
+                    spec: TensorSpec = tensor._spec  # type: ignore[attr-defined]
+                    whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
+                    local = runner(spec, whole)(tensor._local_tensor)  # type: ignore[attr-defined]
+                    gathered[id(tensor)] = tensor, new_wrapper(type(tensor), local, whole, False)
         if not gathered:
             return handle(None, self.op, (), args, kwargs)
-        self._refuse_views(values, gathered)
+        views = [r.alias for r in signature(self.op).results if r.alias is not None and not r.written]
+        if any(id(t) in gathered for alias in views for t in tensors_in(values[alias])):
+            raise InPlaceError(
+                asked=f"run {op_name(self.op)} replicated",
+                found="it writes an operand that is not replicated and returns a view of it",
+                do="Redistribute the operand to Replicate() first.",
+                op=op_name(self.op),
+            )
         copies = {key: copy for key, (_, copy) in gathered.items()}
         named = {name: _swapped(value, copies) for name, value in kwargs.items()}
         result = handle(None, self.op, (), _swapped(args, copies), named)
@@ -195,28 +200,10 @@ class UnknownOp:
             original.copy_(copy)
         return _swapped(result, {id(copy): original for original, copy in gathered.values()})
 
-    def _refuse_views(self, values: Sequence[Any], gathered: Mapping[int, Any]) -> None:
-        for result in signature(self.op).results:
-            if result.alias is None or result.written:
-                continue
-            if any(id(t) in gathered for t in tensors_in(values[result.alias])):
-                raise InPlaceError(
-                    asked=f"run {op_name(self.op)} replicated",
-                    found="it writes an operand that is not replicated and returns a view of it",
-                    do="Redistribute the operand to Replicate() first.",
-                    op=op_name(self.op),
-                )
-
 
 def _typed(value: Any) -> Any:
     """A key of a static argument that tells 1 from 1.0 and True."""
     return tuple(map(_typed, value)) if isinstance(value, (tuple, list)) else (type(value), value)
-
-
-def _gathered(tensor: Any) -> Any:
-    spec: TensorSpec = tensor._spec
-    whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
-    return new_wrapper(type(tensor), runner(spec, whole)(tensor._local_tensor), whole, False)
 
 
 def _swapped(value: Any, replacements: Mapping[int, Any]) -> Any:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
 from shardwise.engine.c_functions import binding
+from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
+from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, plan_of_lists
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.dispatcher import NUMBERS
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
-from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import hint
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import check_lengths
 from shardwise.private_torch.ops import direct_call
@@ -31,29 +36,48 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
     An illegal call raises here, before anything is communicated.
     """
     op = entry.op
-    values = signature(op).bind(args, kwargs)
-    schema, arguments = describe_call(cls, entry, info, common_mesh(cls, op, values), map(_number, values))
-    plan = make_plan(DescribedCall.of(entry, schema, output_metas(op, arguments, entry.rule.meta)))
+    values = [_without_symbol(v) for v in signature(op).bind(args, kwargs)]
+    if entry.rule.zip_lists and not signature(op).results[1:]:
+        lists = Lists.of(cls, op, values)
+        if len(lists.by_mesh) > 1:
+            parts = [lists.part(signature(op), values, at) for at in lists.by_mesh.values()]
+            plans = [_plan_on(cls, entry, info, mesh, part) for mesh, part in zip(lists.by_mesh, parts, strict=True)]
+            schema, _ = describe_call(cls, entry, info, next(iter(lists.by_mesh)), values)
+            return put_in_order(plan_of_lists(lists, schema, plans))
+    mesh = mesh_of(cls, values)
+    assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
+    plan = _plan_on(cls, entry, info, mesh, values)
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
-    return plan
+    return put_in_order(plan)
 
 
-def _number(value: Any) -> Any:
-    """A number in place of a symbol that is keyed by its type: a plan outlives the graph and must not hold it."""
+def _plan_on(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]) -> Plan:
+    """The plan of a call on one mesh, to which replicated numbers of other meshes are brought."""
+    op = entry.op
+    moved = on_one_mesh(cls, op, values, mesh)
+    common_mesh(cls, op, moved)
+    schema, arguments = describe_call(cls, entry, info, mesh, moved)
+    plan = make_plan(DescribedCall.of(entry, schema, output_metas(op, arguments, entry.rule.meta)))
+    return plan if all(map(is_, values, moved)) else compared(cls, plan, values)
+
+
+def _without_symbol(value: Any) -> Any:
+    """A number in place of a symbol that is keyed by its type: a plan outlives the graph and must not refer to it."""
     if isinstance(value, torch.SymInt):
         return hint(value)
     return 1.0 if isinstance(value, torch.SymFloat) else True if isinstance(value, torch.SymBool) else value
 
 
 def describe_call(
-    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, given: Iterable[Any]
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Iterable[Any]
 ) -> tuple[OpSchema, list[Any]]:
-    """The schema of a call, and its arguments with specs for tensors only: numbers in their place stay numbers.
+    """The schema of a call, and its arguments with specs in place of tensors.
 
-    In the schema a plain 0-dim tensor, and a number in its place, is replicated.
+    A plain 0-dim tensor, or a number in place of a tensor, is replicated in the schema. Among the arguments a number
+    stays a number.
     """
-    op, whole, values = entry.op, (REPLICATE,) * mesh.ndim, list(given)
+    op, whole, values = entry.op, (REPLICATE,) * mesh.ndim, list(values)
 
     def spec_of(value: Any) -> Any:
         if isinstance(value, cls):
@@ -67,7 +91,6 @@ def describe_call(
     fixed: list[int] = []
     for arg, value, start in zip(signature(op).args, values, signature(op).starts(values), strict=True):
         if arg.kind is Kind.TENSOR and isinstance(value, NUMBERS):
-            # A symbol has the dtype of its type.
             number = _LIKE_SYMBOLS.get(type(value), value)
             specs.append(TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(number).dtype)))
             arguments.append(value)
@@ -81,11 +104,12 @@ def describe_call(
     return schema, arguments
 
 
+#: By the type of a symbol, a number that torch gives the same dtype.
 _LIKE_SYMBOLS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
 
 def _local_binding(cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The C function that runs the plan's op on arguments of the types that the handler will pass."""
+    """The C function for the plan's op on arguments of the types that the handler passes."""
 
     def local(value: Any) -> Any:
         if isinstance(value, cls):
@@ -104,7 +128,10 @@ def _local_binding(cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
 
 
 def common_mesh(cls: Any, op: Op, values: Sequence[Any]) -> Mesh:
-    """The one mesh of all MeshTensors of a call; raises when they differ."""
+    """The mesh of all MeshTensors of a call.
+
+    Raises :class:`DeviceMismatchError` or :class:`MeshMismatchError` when they are on several meshes.
+    """
     first: tuple[str, Mesh] | None = None
     for arg, value in zip(signature(op).args, values, strict=True):
         parts = [(f"{arg.name}[{i}]", t) for i, t in enumerate(value or ())] if arg.kind is Kind.TENSORS else []

@@ -1,7 +1,7 @@
 """Calls with symbols for sizes, as ``torch.compile`` traces them where a size may change.
 
-Which strategies are legal follows from the symbols: where a rule branches on one, torch notes the answer as a guard.
-Which is cheapest follows from the numbers that the graph was made for, and needs no guard, since any legal strategy
+The symbols decide which strategies are legal: where a rule branches on one, torch notes the answer as a guard. The
+numbers that the graph was made for decide which strategy is cheapest. That needs no guard, since any legal strategy
 gives the same values. The first choice stays: a rank that makes its graph again must issue the same collectives as the
 other ranks, whose graphs were made for other numbers.
 
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from attrs import evolve
 
+from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.kernel.plan import Plan
@@ -29,6 +30,7 @@ from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaIn
 from shardwise.kernel.signature import Call, op_name, signature
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, hinted_meta, in_numbers
 from shardwise.kernel.symbols import hint, is_symbolic, lengths
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.results import output_metas
@@ -45,37 +47,33 @@ _chosen: dict[Any, tuple[Row, ...]] = {}
 
 
 def forget_choices() -> None:
-    """Forget the choices: some rule changed."""
+    """Drop the choices: some rule changed."""
     _chosen.clear()
 
 
 def plan_symbolic_call(
     cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Plan:
-    """As :func:`shardwise.engine.plan_call.plan_call`, for a call whose key has no hash. The plan is for this call
-    alone.
-    """
+    """As :func:`shardwise.engine.plan_call.plan_call`, for one call whose key has no hash."""
+    op = entry.op
     # Arithmetic on sizes here is not part of the graph: where the graph needs a size, torch writes its formula.
     with outside_modes():
-        return _plan(cls, entry, info, args, kwargs)
-
-
-def _plan(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-    op = entry.op
-    values = signature(op).bind(args, kwargs)
-    schema, described = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
-    if not any(map(_has_symbol, schema.values)):
-        hash(schema.key)  # raises, and says of what
-    try:
-        outputs = _outputs(entry, described, _a_part(cls, values))
-        plan = make_plan(DescribedCall.of(entry, schema, outputs), _cheapest)
-    except Exception as error:  # noqa: BLE001  # whatever a rule or a kernel does with a symbol
-        _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
-        return _plan_of_numbers(entry, schema, described)
-    for value in plan.static or ():
-        make_known(value if isinstance(value, (tuple, list)) else (value,))
-    plan.run_by(_or_by_numbers(op_name(op), plan.call))
-    return plan
+        values = signature(op).bind(args, kwargs)
+        schema, arguments = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
+        if not any(map(_has_symbol, schema.values)):
+            hash(schema.key)  # raises, and names the value without a hash
+        try:
+            metas = _result_metas(entry, arguments, next(_local_tensors(cls, values)))
+            plan = make_plan(DescribedCall.of(entry, schema, metas), _cheapest)
+        except Exception as error:  # noqa: BLE001  # a rule or a kernel may do anything with a symbol
+            _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
+            schema = OpSchema(op, in_numbers(schema.values), schema.info, schema.fixed)
+            numbers = in_numbers(tuple(arguments))
+            return put_in_order(make_plan(DescribedCall.of(entry, schema, output_metas(op, numbers, entry.rule.meta))))
+        for value in plan.static or ():
+            make_known(value if isinstance(value, (tuple, list)) else (value,))
+        plan.run_by(_or_by_numbers(op_name(op), plan.call))
+        return put_in_order(plan)
 
 
 def _has_symbol(value: Any) -> bool:
@@ -84,19 +82,17 @@ def _has_symbol(value: Any) -> bool:
     return isinstance(value, (SymbolicSpec, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _a_part(cls: type, values: Sequence[Any]) -> torch.Tensor:
-    """The local tensor of some operand."""
+def _local_tensors(cls: type, values: Sequence[Any]) -> Iterator[torch.Tensor]:
     flat = (part for v in values for part in (v if isinstance(v, (list, tuple)) else (v,)))
-    operand: Any = next(v for v in flat if isinstance(v, cls))
-    part: torch.Tensor = operand._local_tensor
-    return part
+    return (operand._local_tensor for operand in flat if isinstance(operand, cls))  # type: ignore[attr-defined]
 
 
-def _outputs(entry: Entry, described: Sequence[Any], part: torch.Tensor) -> Any:
+def _result_metas(entry: Entry, arguments: Sequence[Any], local: torch.Tensor) -> tuple[TensorMeta | None, ...]:
+    """The metas of the results, in symbols; ``local`` is any traced tensor of the call."""
     if torch.Tag.dynamic_output_shape in entry.op.tags:
         raise NotImplementedError("data decides the shape of its result")
-    with without_data(part):
-        metas = output_metas(entry.op, described, entry.rule.meta)
+    with without_data(local):
+        metas = output_metas(entry.op, arguments, entry.rule.meta)
     if metas is None:
         raise NotImplementedError("the shape of its result is unknown")
     for meta in metas:
@@ -111,61 +107,56 @@ def _cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStra
     """:func:`shardwise.planning.strategies.cheapest` of symbols."""
     if isinstance(rule, FullMeshRule) or rule.zip_lists:
         raise NotImplementedError("its rule needs numbers")
-    return [_choose(problem) for problem in problems(rule, schema, call)]
-
-
-def _choose(problem: Problem) -> PlacementStrategy:
-    stated = _of_numbers(problem)
-    key = _without_symbols(problem.schema)
-    choice = _chosen_before(stated, _chosen.get(key))
-    if choice is None:
-        choice = Chooser(stated).best()[0]
-        _chosen[key] = tuple(stated.rows[r] for r in choice)
-    _guard(problem, stated, choice)
-    return problem.strategy(choice, stated.strategy(choice).redistribute_cost)
-
-
-def _of_numbers(problem: Problem) -> Problem:
-    """The problem with the sizes that the graph was made for."""
-    return evolve(
-        problem,
-        rows=tuple(evolve(r, divides=tuple((i, d, hint(n)) for i, d, n in r.divides)) for r in problem.rows),
-        specs=tuple(None if s is None else hinted(s) for s in problem.specs),
-        outputs=tuple(None if m is None else hinted_meta(m) for m in problem.outputs),
-    )
+    chosen = []
+    for problem in problems(rule, schema, call):
+        hinted_problem = evolve(
+            problem,
+            rows=tuple(evolve(r, divides=tuple((i, d, hint(n)) for i, d, n in r.divides)) for r in problem.rows),
+            specs=tuple(None if s is None else hinted(s) for s in problem.specs),
+            outputs=tuple(None if m is None else hinted_meta(m) for m in problem.outputs),
+        )
+        choice = _choice(hinted_problem, _without_symbols(schema))
+        _guard(problem, hinted_problem, choice)
+        chosen.append(problem.strategy(choice, hinted_problem.strategy(choice).redistribute_cost))
+    return chosen
 
 
 def _without_symbols(schema: OpSchema) -> Any:
-    def shown(value: Any) -> Any:
+    """A key of a call in which all symbols are equal."""
+
+    def part(value: Any) -> Any:
         if isinstance(value, TensorSpec):
             sizes = tuple(None if is_symbolic((n,)) else n for n in value.shape)
             return value.layout, sizes, value.dtype
         if isinstance(value, tuple):
-            return tuple(map(shown, value))
+            return tuple(map(part, value))
         return type(value) if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
-    return schema.op, *((type(value), shown(value)) for value in schema.values)
+    return schema.op, *((type(value), part(value)) for value in schema.values)
 
 
-def _chosen_before(stated: Problem, rows: tuple[Row, ...] | None) -> Choice | None:
-    """The choice for an earlier call that differs in symbols alone, where it is still legal."""
-    if rows is None or any(row not in stated.rows for row in rows):
-        return None
-    choice = tuple(stated.rows.index(row) for row in rows)
-    legal = all(r in stated.candidates(m) and stated.conflict(choice[: m + 1]) is None for m, r in enumerate(choice))
-    return choice if legal else None
+def _choice(problem: Problem, key: Any) -> Choice:
+    """The choice for an earlier call that differs in symbols alone, if it is still legal; else the cheapest one."""
+    rows = _chosen.get(key)
+    if rows is not None and all(row in problem.rows for row in rows):
+        choice = tuple(problem.rows.index(row) for row in rows)
+        if all(r in problem.candidates(m) and problem.conflict(choice[: m + 1]) is None for m, r in enumerate(choice)):
+            return choice
+    choice = Chooser(problem).best()[0]
+    _chosen[key] = tuple(problem.rows[r] for r in choice)
+    return choice
 
 
-def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
-    """Make guards of what made a choice legal."""
+def _guard(problem: Problem, hinted_problem: Problem, choice: Choice) -> None:
+    """Make guards of the conditions under which a choice is legal."""
     for r in dict.fromkeys(choice):
         for i, d, n in problem.rows[r].divides:
-            if n % math.prod(stated.splits(choice, i, d)) != 0:
+            if n % math.prod(hinted_problem.splits(choice, i, d)) != 0:
                 raise AssertionError("a choice that is legal for the numbers is not for the symbols")
         for i, d in problem.rows[r].nonempty:
             spec = problem.specs[i]
             sizes: list[Any] = [] if spec is None else [spec.shape[d]]
-            for parts in stated.splits(choice, i, d):
+            for parts in hinted_problem.splits(choice, i, d):
                 sizes = [n for size in sizes for n in lengths(size, parts)]
             if not all(n > 0 for n in sizes):
                 raise AssertionError("a choice that is legal for the numbers is not for the symbols")
@@ -174,15 +165,8 @@ def _guard(problem: Problem, stated: Problem, choice: Choice) -> None:
 # -- numbers for symbols -----------------------------------------------------------------------------------------------
 
 
-def _plan_of_numbers(entry: Entry, schema: OpSchema, described: Sequence[Any]) -> Plan:
-    """The plan with numbers in place of all symbols; they become guards of the graph."""
-    stated = OpSchema(schema.op, in_numbers(schema.values), schema.info, schema.fixed)
-    given = in_numbers(tuple(described))
-    return make_plan(DescribedCall.of(entry, stated, output_metas(entry.op, given, entry.rule.meta)))
-
-
 def _or_by_numbers(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """The local call, with numbers where it fails on symbols."""
+    """The local call. Where it fails on symbols it runs again with numbers, which become guards of the graph."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -191,16 +175,16 @@ def _or_by_numbers(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
             _log.info("%s is compiled for its sizes alone: %s: %s", name, type(error).__name__, error)
             with outside_modes():
                 args, kwargs = tuple(map(in_numbers, args)), {n: in_numbers(v) for n, v in kwargs.items()}
-                stated = _lowering_of_numbers(call) if isinstance(call, partial) else call
-            return stated(*args, **kwargs)
+                by_numbers = _lowering_by_numbers(call) if isinstance(call, partial) else call
+            return by_numbers(*args, **kwargs)
 
     return run
 
 
-def _lowering_of_numbers(lowered: partial[Any]) -> Callable[..., Any]:
+def _lowering_by_numbers(lowered: partial[Any]) -> Callable[..., Any]:
     local: LocalCall = lowered.args[0]
     call = local.call
     args = {name: in_numbers(value) for name, value in call.args.items()}
-    stated = Call(call.op, args, in_numbers(call.outputs), call.is_position)
+    call = Call(call.op, args, in_numbers(call.outputs), call.is_position)
     inputs, outputs = in_numbers(local.inputs), in_numbers(local.outputs)
-    return partial(lowered.func, LocalCall(stated, inputs, outputs, local.coordinate, local.comm))
+    return partial(lowered.func, LocalCall(call, inputs, outputs, local.coordinate, local.comm))

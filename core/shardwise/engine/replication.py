@@ -1,7 +1,8 @@
-"""Ops without a rule on whole tensors, where the program asks for it: ``with replicate_unknown():``, or a setting.
+"""Ops without a rule on whole tensors, if the program asks for it: ``with replicate_unknown():``, or a setting.
 
 Each rank gathers the operands, runs the op on the whole tensors and holds the whole results. That is right for every op
-that computes the same from the same operands, but it costs what sharding saves. So it happens only on request.
+that computes the same results from the same operands. But it costs the time and memory that sharding saves, so it
+happens only on request.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from types import FrameType
 import torch
 
 from shardwise.errors import UnknownOpWarning
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.precedence import Entry, Origin
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, OpStrategy
 from shardwise.kernel.signature import Op, op_name
-from shardwise.kernel.spec import Mesh
 from shardwise.planning.results import schema_metas
 from shardwise.planning.strategies import strategy
 
 __all__ = ["is_asked_for", "replicate_unknown", "replicated_entry", "warn_once"]
 
-# By the contexts in force, the innermost last. One list for the process: a backward pass may run in other threads than
-# its forward.
+# One entry per context in force, the innermost last. One list for the process: a backward pass may run in other threads
+# than its forward pass.
 _enabled: list[bool] = []
 _warned: set[tuple[str, str, int]] = set()
 
@@ -38,11 +39,12 @@ _warned: set[tuple[str, str, int]] = set()
 def replicate_unknown(enabled: bool = True) -> Iterator[None]:
     """Run ops without a rule, and without a decomposition, on whole tensors on every rank while the context lasts.
 
-    Operands are gathered, the op runs on whole tensors, its results are replicated, and what it writes goes back to
-    where it lay. The first such op at each line of the program gives an :class:`UnknownOpWarning`. With ``enabled``
-    false such ops are refused, whatever the setting says. It holds for all threads of the process. Every rank must
-    enter and leave it at the same point. Ops that draw random numbers are still refused, since each rank would draw its
-    own.
+    Operands are gathered, the op runs on whole tensors, and its results are replicated. Operands that the op writes
+    keep their placements and get the new values. The first such op at each line of the program gives an
+    :class:`UnknownOpWarning`. With ``enabled`` false such ops are refused, whatever the setting says.
+
+    The context holds for all threads of the process. Every rank must enter and leave it at the same point. Ops that
+    draw random numbers are still refused, since each rank would draw its own.
     """
     _enabled.append(enabled)
     try:
@@ -52,25 +54,26 @@ def replicate_unknown(enabled: bool = True) -> Iterator[None]:
 
 
 def is_asked_for(registry: Registry) -> bool:
-    """Whether ops without a rule run replicated now: as the innermost context says, else as the settings do."""
+    """Whether ops without a rule run replicated now: the innermost context decides, else the settings."""
     return _enabled[-1] if _enabled else registry.unknown_ops == "replicate"
 
 
 def replicated_entry(op: Op) -> Entry:
-    """The rule by which an op without one runs: every operand whole, every result whole."""
+    """A rule for an op without one: every operand and every result is replicated."""
     rule = FullMeshRule(
-        (op,), _whole, "shardwise.replicate_unknown", text="no rule: everything replicated, as asked for"
+        (op,), _replicated_strategy, "shardwise.replicate_unknown", text="no rule: everything replicated, as asked for"
     )
     return Entry(op, rule, Origin("replicate_unknown"))
 
 
-def _whole(mesh: Mesh, schema: OpSchema) -> OpStrategy:
-    whole = (REPLICATE,) * mesh.ndim
+def _replicated_strategy(mesh: Mesh, schema: OpSchema) -> OpStrategy:
+    replicated = (REPLICATE,) * mesh.ndim
     metas = schema_metas(schema)
     if metas is None:
         metas = (None,) * sum(r.is_tensor for r in schema.signature.results)
-    inputs = [None if spec is None else whole for spec in schema.specs]
-    return OpStrategy((strategy(schema, inputs, [None if meta is None else whole for meta in metas], metas),))
+    inputs = [None if spec is None else replicated for spec in schema.specs]
+    outputs = [None if meta is None else replicated for meta in metas]
+    return OpStrategy((strategy(schema, inputs, outputs, metas),))
 
 
 # -- warning ---------------------------------------------------------------------------------------------------------
@@ -78,7 +81,9 @@ def _whole(mesh: Mesh, schema: OpSchema) -> OpStrategy:
 
 def warn_once(schema: OpSchema) -> None:
     """Warn of an op that runs replicated, once for each line of the program that calls it."""
-    frame = _users_frame()
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
     file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
     site = op_name(schema.op), file, line
     if site in _warned:
@@ -97,11 +102,3 @@ def warn_once(schema: OpSchema) -> None:
 _CORE = Path(__file__).parents[1]
 _INNER = ("kernel", "rng", "rule", "discovery", "planning", "comm", "engine", "tensor", "private_torch", "random.py")
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), *(str(_CORE / part) for part in _INNER), "<shardwise")
-
-
-def _users_frame() -> FrameType | None:
-    """The frame of the program's own code that the running op comes from."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    return frame

@@ -1,8 +1,8 @@
-"""The end of a process: it drops its plans and step runners, and gloo's threads get a moment to drop their tensors.
+"""The end of a process: it drops its plans and step runners, and gives gloo's threads time to drop their tensors.
 
 A thread of gloo keeps the tensors of a collective until a little after the wait for it, and ``destroy_process_group``
-does not end the thread. If it frees a tensor after Python has ended, the process crashes. To free one it needs the
-interpreter lock, which a sleep hands over.
+does not end the thread. If the thread frees a tensor after Python has ended, the process crashes. To free one, the
+thread needs the interpreter lock. A sleep releases the lock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from shardwise.kernel.dispatcher import clear_plans
 
 __all__ = ["install", "let_go"]
 
-_RELEASE_SECONDS = 0.05  # a thread takes far less once it may run
+_RELEASE_SECONDS = 0.05  # a thread needs far less once it has the lock
 
 
 def let_go() -> None:
-    """Forget everything that holds a process group; what is needed again is made again."""
+    """Drop everything that holds a process group. Later calls make anew what they need."""
     clear_plans()
     redistribute.forget()
     if groups.forget():

@@ -12,15 +12,17 @@ import torch
 
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.kernel.handlers import defaults, handler_source
-from shardwise.kernel.nested import freeze
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.nested import comparable, freeze
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name, signature
-from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
-from shardwise.private_torch.dispatch import in_backward, new_wrapper, put_before_dispatch
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.dispatch import in_backward, new_wrapper, put_before_dispatch, set_data
 from shardwise.private_torch.ops import is_composite
 from shardwise.private_torch.tracing import assert_when_run, is_traced, is_without_data, outside_modes
 
@@ -44,14 +46,14 @@ __all__ = [
 Handler = Callable[..., Any]
 
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
-"""What may stand where an op takes a tensor (``x + 1`` is ``add.Tensor``) and reaches the dispatcher as a number."""
+"""Types of numbers that reach the dispatcher in place of a tensor: ``x + 1`` is ``add.Tensor(x, 1)``."""
 
 # Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
 PLANS_PER_OP = 4096
 
 
 class Engine(Protocol):
-    """What the dispatcher asks for where it has no plan. There is one: :mod:`shardwise.engine`."""
+    """Makes the plans that the dispatcher does not have yet. There is one: :mod:`shardwise.engine`."""
 
     def registry(self) -> Registry:
         """The registry in force."""
@@ -68,14 +70,17 @@ class Engine(Protocol):
         """The plan of one call with symbols for sizes."""
 
     def without_rule(self, op: Op) -> Handler:
-        """What runs an op for which no plugin has a rule."""
+        """The handler of an op for which no plugin has a rule."""
+
+    def raised(self, op: Op, error: Exception) -> None:
+        """Take note of what a call raised."""
 
     def forget(self) -> None:
-        """Some rule changed."""
+        """Drop what was made by earlier rules: some rule changed."""
 
 
 class _State:
-    """What the dispatcher of this process holds."""
+    """The state of the dispatcher of this process."""
 
     tensor_class: type
     engine: Engine
@@ -84,7 +89,7 @@ class _State:
         # By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs
         # Python code, and overloads live as long as the process.
         self.handlers: dict[Any, Handler] = {}
-        # By op, the library that holds its first handler; to drop it is to take the handler back from torch.
+        # By op, the library that holds its first handler. Dropping it removes the handler from torch.
         self.libraries: dict[int, torch.library.Library] = {}
         self.stores: list[_PlanStore] = []
         self.observers: list[Callable[[Plan], None]] = []
@@ -105,25 +110,39 @@ def tensor_class() -> Any:
 
 
 def wrap(local: torch.Tensor, spec: TensorSpec) -> Any:
-    """A tensor on a mesh, of this rank's part and its spec."""
+    """The tensor on a mesh with this local tensor and spec."""
     return new_wrapper(_state.tensor_class, local, spec, False)
 
 
 def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
     """Run one op on local tensors by its plan and wrap what it returns.
 
-    At the first call shape of an op its handler is put where torch looks before ``__torch_dispatch__``, so most calls
+    The handler of an op's first call shape is registered where torch looks before ``__torch_dispatch__``, so most calls
     never reach this function.
     """
     key = (id(op), len(args), *kwargs) if kwargs else (id(op), len(args))
     handle = _state.handlers.get(key)
-    if handle is None:
-        _meet(args, kwargs)
-        handle = _state.handlers[key] = _make_handler(op, len(args), tuple(kwargs or ()))
-        if id(op) not in _state.libraries:
-            # From now on torch calls it for exactly a MeshTensor; subclasses come by __torch_dispatch__.
-            _state.libraries[id(op)] = put_before_dispatch(op, _state.tensor_class, handle)
+    if handle is not None:
+        return handle(None, op, (), args, kwargs)
+    _meet(args, kwargs)
+    registry = _state.engine.registry()
+    if op in registry:
+        handle = handler_of(registry.lookup(op), len(args), tuple(kwargs or ()))
+    elif is_composite(op):
+        # Under inference mode torch does not decompose composite ops; their parts have the rules.
+        handle = _decompose
+    else:
+        handle = _state.engine.without_rule(op)
+    _state.handlers[key] = handle
+    if id(op) not in _state.libraries:
+        # From now on torch calls it for exactly a MeshTensor; calls with a subclass still reach this function.
+        _state.libraries[id(op)] = put_before_dispatch(op, _state.tensor_class, handle)
     return handle(None, op, (), args, kwargs)
+
+
+def _decompose(_cls: Any, op: Op, _types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
+    """The handler of a composite op."""
+    return op.decompose(*args, **(kwargs or {}))
 
 
 # -- observing ---------------------------------------------------------------------------------------------------
@@ -146,14 +165,14 @@ def is_observed() -> bool:
 
 def listen(callback: Callable[[Plan], None]) -> None:
     """Call ``callback(plan)`` at each dispatch from now on."""
-    # A hit calls no observer, so there are no hits while one listens.
+    # A hit calls no observer. So while one listens, every call is a miss.
     for store in _state.stores:
         store.retire()
     _state.observers.append(callback)
 
 
 def tell_observers(plan: Plan) -> None:
-    """Call ``callback(plan)`` of each observer, which may end its observation there."""
+    """Call each observer with ``plan``. An observer may remove itself meanwhile."""
     for callback in tuple(_state.observers):
         callback(plan)
 
@@ -172,7 +191,7 @@ def at_next_dispatch(callback: Callable[[], None]) -> None:
 
 
 class _Views(threading.local):
-    """Whether a view must share memory with its base here, as the ``view`` method promises."""
+    """Whether a view must share memory with its base in this thread, as the ``view`` method promises."""
 
     must_share = False
 
@@ -195,7 +214,7 @@ def _guard(plan: Plan) -> None:
 
 
 def _new_view_of(base: torch.Tensor) -> Callable[..., Any]:
-    """The constructor for a view under inference mode: a view of a normal tensor is a normal tensor there too."""
+    """The constructor of a view under inference mode: a view of a normal tensor is a normal tensor there too."""
     return new_wrapper if base.is_inference() else _new_normal
 
 
@@ -205,28 +224,19 @@ def _new_normal(*parts: Any) -> Any:
 
 
 def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
-    """Make a tensor the view of itself that an op in place makes: ``x.t_()``."""
-    # Setting `data` changes sizes and strides, which are torch's own, and leaves autograd's notes alone.
-    tensor.data = new_wrapper(_state.tensor_class, local, spec, False)
+    """Make a tensor another view of its memory, as ``x.t_()`` does."""
+    # Torch's setter changes sizes and strides, which torch holds, and leaves autograd's state alone.
+    set_data(tensor, new_wrapper(_state.tensor_class, local, spec, False))
     tensor._local_tensor, tensor._spec = local, spec
+    tensor._follow_layout()
     return tensor
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
-def _make_handler(op: Op, positional: int, keywords: tuple[str, ...]) -> Handler:
-    registry = _state.engine.registry()
-    if op not in registry and is_composite(op):
-        # Under inference mode torch hands composite ops over whole; their parts have the rules.
-        return lambda _cls, op, _types, args, kwargs=None: op.decompose(*args, **(kwargs or {}))
-    if op not in registry:
-        return _state.engine.without_rule(op)
-    return handler_of(registry.lookup(op), positional, keywords)
-
-
 def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Handler:
-    """The handler of a rule's calls of one shape."""
+    """The handler of a rule's calls with this many positional arguments and these keywords."""
     op, rule = entry.op, entry.rule
     info = RuntimeSchemaInfo.of(op, rule.static, rule.writes)
     store = _PlanStore(entry, info)
@@ -245,6 +255,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "spec_of": attrgetter("_spec"),
         "local_of": attrgetter("_local_tensor"),
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
+        "raised": lambda error: _state.engine.raised(op, error),
         "reseat": _reseat,
         "wrap_results": _wrap_results,
         "wrap_unknown": _wrap_unknown,
@@ -262,7 +273,7 @@ _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
-    """Key part and local tensor of an argument of another type than MeshTensor itself.
+    """Key part and local tensor of an operand that is not exactly a MeshTensor: a number, a subclass, a plain tensor.
 
     Raises :class:`PlainTensorError` for a plain tensor with dims.
     """
@@ -273,9 +284,10 @@ def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     if isinstance(value, torch.Tensor):
         if value.dim() == 0 and (type(value) in _TENSORS or is_without_data(value)):
             return value.dtype, value
-        if in_backward() and not _writes(op, name) and is_zeros_or_ones(value):
-            # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod); they are the
-            # same on every rank.
+        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod). They are the same
+        # on every rank. An operand that the op writes may hold zeros on some ranks only.
+        is_written = any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
+        if in_backward() and not is_written and is_zeros_or_ones(value):
             return TensorMeta.of(value), value
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(
@@ -299,13 +311,8 @@ _IN_BACKWARD = (
 )
 
 
-def _writes(op: Op, name: str) -> bool:
-    """Whether an op writes an argument. Whether the memory of such a one holds zeros may differ between ranks."""
-    return any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
-
-
 def is_zeros_or_ones(value: torch.Tensor) -> bool:
-    """Whether all elements are 0 or all are 1; while a graph is traced, the graph asserts it when it runs."""
+    """Whether all elements are 0 or all are 1. While a graph is traced: True, and the graph asserts it when it runs."""
     if is_traced(value):
         is_either = (value == 0).all() | (value == 1).all()
         assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
@@ -333,7 +340,7 @@ def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
-    """Wrap a result without a spec: it is undefined, or data decided its shape and every operand was whole."""
+    """Wrap a result without a spec: it is undefined, or its shape depends on data and every operand was whole."""
     if local is None:
         return None
     mesh = plan.schema.mesh
@@ -345,9 +352,9 @@ def _wrap_unknown(plan: Plan, local: torch.Tensor | None) -> Any:
 
 
 def _meet(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-    """Have the ranks of a call's mesh agree on their rules, before any of them looks one up and may find none.
+    """Have the ranks of a call's mesh agree on their rules, before one of them looks up a rule that it lacks.
 
-    Most meshes were met where a tensor was put on them; one that came with a tensor from a file, say, was not.
+    Most meshes were met where a tensor was put on them. The mesh of a tensor from a file, for example, was not.
     """
     for value in (*args, *(kwargs or {}).values()):
         for part in value if isinstance(value, (list, tuple)) else (value,):
@@ -369,17 +376,19 @@ def clear_plans() -> None:
 
 
 def rules_version() -> int:
-    """A number that changes when some rule does; what was made by other rules must not be used again."""
+    """A number that changes when some rule does. What was made by earlier rules must not be used again."""
     return _state.rules_version
 
 
 class _PlanStore:
-    """The plans of one handler by key, bounded: one that was not asked for during a whole generation is dropped.
+    """The plans of one handler by key. A plan that was not used during a whole generation is dropped.
 
-    The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call comes to :meth:`miss`.
+    The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call reaches :meth:`miss`.
+    ``apart`` has the plans that a key alone does not decide, with the default dtype in their keys: each of their calls
+    reaches :meth:`miss`.
     """
 
-    __slots__ = ("cold", "entry", "hot", "info", "op")
+    __slots__ = ("apart", "cold", "entry", "hot", "info", "op")
 
     def __init__(self, entry: Entry, info: RuntimeSchemaInfo) -> None:
         self.op = entry.op
@@ -387,32 +396,46 @@ class _PlanStore:
         self.info = info
         self.hot: dict[Any, Plan] = {}
         self.cold: dict[Any, Plan] = {}
+        self.apart: dict[Any, Plan] = {}
 
     def clear(self) -> None:
         self.hot.clear()
         self.cold.clear()
+        self.apart.clear()
 
     def retire(self) -> None:
-        """Make the hot plans cold. The handler holds ``hot`` itself, so the generations change by content."""
+        """Make the hot plans cold. The handler refers to ``hot``, so its content is moved and the dict stays."""
         if self.hot:
             self.cold.clear()
             self.cold.update(self.hot)
             self.hot.clear()
 
     def symbolic(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
-        """The plan of a call with symbols for sizes, which have no hash: made for this call alone."""
+        """A plan for one call with symbols for sizes; symbols have no hash, so no plan can be stored."""
         _meet(args, kwargs)
         plan = _state.engine.plan_symbolic(_state.engine.registry().lookup(self.op), self.info, args, kwargs or {})
         tell_observers(plan)
         return plan
 
     def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
-        """The plan of a call that is not in ``hot``: from ``cold``, or made now."""
+        """The plan of a call that is not in ``hot``: from ``cold``, or a new one."""
         plan = self.cold.get(key)
         if plan is None:
-            _meet(args, kwargs)
-            with outside_modes():
-                plan = _state.engine.plan(self.entry, self.info, args, kwargs or {})
+            place = comparable(key), torch.get_default_dtype()
+            plan = self.apart.get(place)
+            is_apart = plan is not None
+            if plan is None:
+                _meet(args, kwargs)
+                with outside_modes():
+                    plan = _state.engine.plan(self.entry, self.info, args, kwargs or {})
+                if place[0] is not key or plan.follows_default_dtype:
+                    is_apart = True
+                    if len(self.apart) >= PLANS_PER_OP:
+                        self.apart.clear()
+                    self.apart[place] = plan
+            if is_apart:
+                tell_observers(plan)
+                return plan
         if _state.observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()

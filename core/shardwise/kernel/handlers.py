@@ -4,11 +4,14 @@
 
     >>> print(handler_source(torch.ops.aten.mm.default, 2, ()))
 
-The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it: ``MT`` the tensor
-class, ``new`` its constructor, ``plans`` the op's plans by key, ``PLAIN`` the types of numbers and of None, ``other``
-what to do with any other argument, ``miss`` the slow path, ``symbolic`` the path of a key that has no hash,
-``guard`` the check of a view that would be a copy, ``reseat`` what makes a tensor another view of itself, ``elsewhere``
-what finds the handler of another call shape.
+The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it:
+
+- ``MT`` the tensor class, ``new`` its constructor, ``plans`` the op's plans by key
+- ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument
+- ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
+- ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
+- ``elsewhere`` the function that finds the handler of another call shape
+- ``raised`` the function that is told of an error, which other ranks may have to know
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ class _Variable:
 
 
 def handler_source(op: Op, positional: int, keywords: Sequence[str], info: RuntimeSchemaInfo | None = None) -> str:
-    """The source of ``handle`` for one call shape; it takes what torch gives to a ``__torch_dispatch__`` rule."""
+    """The source of ``handle`` for one call shape; it has the arguments of ``__torch_dispatch__``."""
     info = RuntimeSchemaInfo.of(op) if info is None else info
     variables = [
         _Variable(a, f"a{i}", (i < positional and not a.kwarg_only) or a.name in keywords)
@@ -50,8 +53,9 @@ def handler_source(op: Op, positional: int, keywords: Sequence[str], info: Runti
     ]
     lines += _indented(_unpack(variables, positional, len(keywords)))
     lines += _indented(line for v in variables if v.passed for line in _read(v))
-    lines += _indented(_find_plan(variables, info))
-    lines += _indented(_call(variables, info))
+    # Nothing is raised on most calls, and then this costs nothing.
+    lines += ["    try:", *_indented([*_find_plan(variables, info), *_call(variables, info)], 2)]
+    lines += ["    except Exception as error:", "        raised(error)", "        raise"]
     lines += _indented(_wrap_results(signature(op).results, variables))
     return "\n".join(lines) + "\n"
 
@@ -66,9 +70,9 @@ def _unpack(variables: Sequence[_Variable], positional: int, keywords: int) -> l
     if positional:
         assignments.append(", ".join(v.var for v in variables[:positional]) + ", = args")
     assignments += [f"{v.var} = kwargs[{v.arg.name!r}]" for v in variables[positional:] if v.passed]
-    unlike = f"not kwargs or len(kwargs) != {keywords}" if keywords else "kwargs"
+    is_other_shape = f"not kwargs or len(kwargs) != {keywords}" if keywords else "kwargs"
     return [
-        f"if {unlike}:",
+        f"if {is_other_shape}:",
         "    return elsewhere(args, kwargs)",
         "try:",
         *_indented(assignments or ["() = args"]),
@@ -104,22 +108,25 @@ def _read(v: _Variable) -> list[str]:
     return []
 
 
-def _key_part(v: _Variable, info: RuntimeSchemaInfo) -> str:
-    n = v.var[1:]
-    if v.is_tensor:
-        return f"k{n}"
-    if v.arg.name in info.by_type:
-        return f"type({v.var})"
-    # torch passes lists; anything else that stands for one is frozen, which is slower.
-    value = f"tuple({v.var}) if type({v.var}) is list else freeze({v.var})" if v.arg.is_list else v.var
-    if v.arg.kind is Kind.BY_TYPE:
-        # 1, 1.0 and True are one key in a dict but not one call: the type decides the result's dtype.
-        return f"type({v.var}), {f'freeze({v.var})' if v.arg.is_list else v.var}"
-    return value
-
-
 def _find_plan(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
-    parts = [_key_part(v, info) for v in variables if v.passed]
+    """Build the key of the arguments and look up the plan."""
+    parts = []
+    for arg, var in ((v.arg, v.var) for v in variables if v.passed):
+        if arg.kind in (Kind.TENSOR, Kind.TENSORS):
+            parts.append(f"k{var[1:]}")
+        elif arg.name in info.by_type:
+            parts.append(f"type({var})")
+        elif arg.kind is Kind.BY_TYPE and arg.is_list:
+            parts.append(f"type({var}), freeze({var})")
+        elif arg.kind is Kind.BY_TYPE:
+            # 1, 1.0 and True are one key in a dict but not one call: the type decides the result's dtype. Nor are 0.0
+            # and -0.0. NaN is not equal to itself.
+            parts.append(f"type({var}), {var} if {var} and {var} == {var} else repr({var})")
+        elif arg.is_list:
+            # torch passes lists; `freeze` is slower and takes any sequence.
+            parts.append(f"tuple({var}) if type({var}) is list else freeze({var})")
+        else:
+            parts.append(var)
     key = parts[0] if len(parts) == 1 and "," not in parts[0] else f"({', '.join(parts)},)"
     return [
         f"key = {key}",
@@ -133,53 +140,38 @@ def _find_plan(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[
 
 
 def _call(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
-    """The local call: as it is, the usual case, or with operands redistributed and arguments replaced first."""
-    return [
-        "call = plan.direct",
-        "if call is not None:",
-        f"    out = call({_arguments([v for v in variables if v.passed])})",
-        "else:",
-        *_indented(_redistribute(variables)),
-        *_indented(_call_replaced(variables, info)),
-    ]
-
-
-def _redistribute(variables: Sequence[_Variable]) -> list[str]:
+    """Call the local op: directly, the usual case, or with operands redistributed and arguments replaced first."""
+    passed = [v for v in variables if v.passed]
     tensors = [v for v in variables if v.is_tensor]
-    if not tensors:
-        return []
-    lines = [
-        "if plan.redistributes is not None:",
-        "    guard(plan)",
-        "    " + ", ".join(f"m{v.var[1:]}" for v in tensors) + ", = plan.redistributes",
-    ]
+    keyed = [v for v in variables if v.arg.name in info.by_value]
+    lines = []
+    if tensors:
+        lines += [
+            "if plan.redistributes is not None:",
+            "    guard(plan)",
+            "    " + ", ".join(f"m{v.var[1:]}" for v in tensors) + ", = plan.redistributes",
+        ]
     for v in tensors:
         n = v.var[1:]
-        if not v.passed:
-            continue
-        lines.append(f"    if m{n} is not None:")
-        if v.arg.kind is Kind.TENSOR:
-            lines.append(f"        l{n} = m{n}(l{n})")
-        else:
-            lines.append(f"        for i, move in m{n}: l{n}[i] = move(l{n}[i])")
-    return lines
-
-
-def _call_replaced(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
-    keyed = [v for v in variables if v.arg.name in info.by_value]
-    passed = [v for v in variables if v.passed]
+        if v.passed and v.arg.kind is Kind.TENSOR:
+            lines += [f"    if m{n} is not None:", f"        l{n} = m{n}(l{n})"]
+        elif v.passed:
+            lines += [f"    if m{n} is not None:", f"        for i, move in m{n}: l{n}[i] = move(l{n}[i])"]
     if len(passed) == len(variables) and not keyed:
-        return [f"out = plan.call({_arguments(variables)})"]
-    lines = ["if plan.full:"]
-    lines += [f"    {v.var} = d{v.var[1:]}" for v in variables if not v.passed and not v.is_tensor]
-    if keyed:
-        lines += ["    if plan.static is not None:", f"        {', '.join(v.var for v in keyed)}, = plan.static"]
-    lines.append(f"    out = plan.call({_arguments(variables)})")
-    lines += ["else:", f"    out = plan.call({_arguments(passed)})"]
-    return lines
+        lines.append(f"out = plan.call({_arguments(variables)})")
+    else:
+        lines.append("if plan.full:")
+        lines += [f"    {v.var} = d{v.var[1:]}" for v in variables if not v.passed and not v.is_tensor]
+        if keyed:
+            lines += ["    if plan.static is not None:", f"        {', '.join(v.var for v in keyed)}, = plan.static"]
+        lines.append(f"    out = plan.call({_arguments(variables)})")
+        lines += ["else:", f"    out = plan.call({_arguments(passed)})"]
+    direct = ["call = plan.direct", "if call is not None:", f"    out = call({_arguments(passed)})"]
+    return [*direct, "else:", *_indented(lines)]
 
 
 def _arguments(variables: Sequence[_Variable]) -> str:
+    """The argument list of a local call: local tensors in place of tensors, defaults for what was not passed."""
     arguments = []
     for i, v in enumerate(variables):
         value = (f"l{v.var[1:]}" if v.passed else f"d{v.var[1:]}") if v.is_tensor else v.var
@@ -189,7 +181,7 @@ def _arguments(variables: Sequence[_Variable]) -> str:
 
 
 def _wrap_results(results: Sequence[Result], variables: Sequence[_Variable]) -> list[str]:
-    """Wrap what the local op returned. ``outs`` is empty of specs only for shapes that data decides."""
+    """Wrap what the local op returned. A spec of ``outs`` is None only for a shape that depends on data."""
     if not results:
         return ["return None"]
     if len(results) == 1 and results[0].is_list:

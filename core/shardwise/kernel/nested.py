@@ -1,4 +1,4 @@
-"""Nested arguments and results: the tensors in them, and keys of them."""
+"""Walks over nested arguments and results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["freeze", "tensors_in"]
+__all__ = ["comparable", "freeze", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -23,5 +23,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def freeze(value: Any) -> Any:
-    """Nested lists as tuples, so that they can be keys."""
+    """Nested lists as tuples, which have a hash."""
     return tuple(map(freeze, value)) if isinstance(value, (list, tuple)) else value
+
+
+def comparable(key: Any) -> Any:
+    """A key with each NaN in it, which is not equal to itself, replaced by its text; the same object without any."""
+    if type(key) is tuple:
+        parts = tuple(map(comparable, key))
+        return key if all(a is b for a, b in zip(parts, key, strict=True)) else parts
+    return repr(key) if type(key) in (float, complex) and key != key else key  # noqa: PLR0124  # NaN alone is so

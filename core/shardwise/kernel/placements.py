@@ -56,7 +56,7 @@ def show_all(placements: Sequence[Placement | None]) -> str:
 
 
 def parse_placement(text: str) -> Placement:
-    """The inverse of :func:`show`; also takes ``P`` for ``P(sum)``."""
+    """The placement that :func:`show` writes as ``text``; also reads ``P`` as ``P(sum)``."""
     word = text.strip()
     if word == "R":
         return REPLICATE
@@ -75,10 +75,11 @@ def parse_placement(text: str) -> Placement:
 
 
 def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    """The placements as a normalised tuple (negative shard dims resolved, one object per value), or an error.
+    """The placements as a tuple with one object per value: ``Shard(-1)`` of a matrix becomes ``Shard(1)``.
 
-    Raises :class:`PlacementCountError` when there is not one placement per mesh dim and :class:`PlacementError`
-    for a shard dim that a tensor of ``ndim`` dims does not have, and for any class but torch's plain three.
+    Raises :class:`PlacementCountError` unless there is one placement per mesh dim. Raises :class:`PlacementError` for a
+    shard dim that a tensor of ``ndim`` dims does not have, and for any class but torch's ``Shard``, ``Replicate`` and
+    ``Partial``.
     """
     listed = tuple(placements)
     if len(listed) != mesh_ndim:
@@ -89,29 +90,28 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
             placements=listed,
             mesh_ndim=mesh_ndim,
         )
-    return tuple(_check_one(placement, ndim) for placement in listed)
-
-
-def _check_one(placement: Placement, ndim: int) -> Placement:
-    # `type is`, not isinstance: torch's private strided shard is a Shard in some versions and splits differently.
-    if type(placement) is Replicate:
-        return REPLICATE
-    if type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
-        return partial(placement.reduce_op)
-    if type(placement) is Shard:
-        dim = placement.dim + ndim if placement.dim < 0 else placement.dim
-        if 0 <= dim < ndim:
-            return shard(dim)
-        raise PlacementError(
-            asked=f"place a tensor of {ndim} dims by {show(placement)}",
-            found=f"there is no dim {placement.dim}",
-            do=f"Use a shard dim from {-ndim} to {ndim - 1}." if ndim else "A 0-dim tensor takes R or a Partial.",
-            placement=placement,
-            ndim=ndim,
-        )
-    raise PlacementError(
-        asked=f"place a tensor by {placement!r}",
-        found=f"a {type(placement).__name__} that shardwise does not know",
-        do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(REDUCE_OPS)}.",
-        placement=placement,
-    )
+    checked: list[Placement] = []
+    for placement in listed:
+        # `type is`, not isinstance: torch's private strided shard is a Shard in some versions and splits differently.
+        if type(placement) is Replicate:
+            checked.append(REPLICATE)
+        elif type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
+            checked.append(partial(placement.reduce_op))
+        elif type(placement) is not Shard:
+            raise PlacementError(
+                asked=f"place a tensor by {placement!r}",
+                found=f"a {type(placement).__name__} that shardwise does not know",
+                do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(REDUCE_OPS)}.",
+                placement=placement,
+            )
+        elif not -ndim <= placement.dim < ndim:
+            raise PlacementError(
+                asked=f"place a tensor of {ndim} dims by {show(placement)}",
+                found=f"there is no dim {placement.dim}",
+                do=f"Use a shard dim from {-ndim} to {ndim - 1}." if ndim else "A 0-dim tensor takes R or a Partial.",
+                placement=placement,
+                ndim=ndim,
+            )
+        else:
+            checked.append(shard(placement.dim % ndim))
+    return tuple(checked)

@@ -1,4 +1,4 @@
-"""A plan: the strategy of one call signature, ready to run."""
+"""Plans: the strategy of one call signature, ready to run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ __all__ = ["Plan"]
 
 
 class Plan:
-    """What can be known of one call signature before its next call.
+    """How calls of one signature run.
 
-    ``redistributes`` has an entry per tensor argument: ``None``, a function that redistributes
-    the local tensor, or for a list pairs of position and function; it is ``None`` when nothing moves, the usual case.
-    ``static`` replaces the by-value arguments, in schema order, when not
+    ``call`` runs the op on local tensors. ``redistributes`` is ``None`` when no operand is redistributed, the usual
+    case. Otherwise it has an entry per tensor argument: ``None``, a function that redistributes the local tensor, or
+    for a list pairs of position and function. ``static`` replaces the by-value arguments, in schema order, unless it is
     ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
-    ``call`` where nothing moves and it takes the arguments as they were passed, else ``None``. ``outs`` holds the specs
-    of the tensor results, flat; ``out`` the single one.
+    ``call`` where no operand is redistributed and ``call`` takes the arguments as they were passed, else ``None``.
+    ``outs`` holds the specs of the tensor results, flat, and ``out`` the spec of a single one. ``copies`` says that a
+    result is a view's copy, because its operand is redistributed.
     """
 
     __slots__ = (
@@ -67,10 +68,20 @@ class Plan:
         self.direct = None if self.direct is None else call
 
     @property
+    def follows_default_dtype(self) -> bool:
+        """Whether torch's default dtype decides the dtype of a result: no tensor operand decides it."""
+        operands = [s for i, s in enumerate(self.schema.specs) if i not in self.schema.fixed]
+        return not any(map(_is_inexact, operands)) and any(map(_is_inexact, self.outs))
+
+    @property
     def names(self) -> tuple[str, ...]:
-        """The row of each mesh dim (of the first list position)."""
+        """The name of the row of each mesh dim; for zipped lists those of the first position."""
         return self.strategies[0].names if self.strategies else ()
 
     def __repr__(self) -> str:
         chosen = "; ".join(sorted({str(s) for s in self.strategies}))
         return f"Plan({op_name(self.schema.op)}: {chosen}, by {self.entry.origin})"
+
+
+def _is_inexact(spec: TensorSpec | None) -> bool:
+    return spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex)

@@ -1,7 +1,7 @@
 """Which of several rules for one op holds, and why the others do not.
 
 An ``override()`` of this process goes first, then the ``prefer`` setting, then a rule that declares that it replaces
-the others' distributions, then the only rule. The order in which plugins were installed or loaded plays no part.
+the rules of the other distributions, then the only rule. The order of installing or loading plugins plays no part.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ __all__ = ["Entry", "Origin", "Resolution", "resolve"]
 
 @frozen
 class Origin:
-    """A plugin and the distribution that brought it."""
+    """A plugin and its distribution."""
 
     plugin: str
     distribution: str = "this process"
     version: str = "-"
 
     def __str__(self) -> str:
-        same = self.plugin == self.distribution
-        return f"{self.plugin} {self.version}" if same else f"{self.plugin} ({self.distribution} {self.version})"
+        if self.plugin == self.distribution:
+            return f"{self.plugin} {self.version}"
+        return f"{self.plugin} ({self.distribution} {self.version})"
 
     def is_called(self, name: str) -> bool:
-        """Whether a person may mean this plugin by ``name``: the plugin's own or the distribution's."""
+        """Whether ``name`` is the plugin's name or its distribution's."""
         return normalised(name) in (normalised(self.plugin), normalised(self.distribution))
 
 
@@ -71,7 +72,7 @@ class Resolution:
 def resolve(
     op: Op, overrides: Sequence[Entry], entries: Sequence[Entry], prefer: Sequence[tuple[str, str]] = ()
 ) -> Resolution:
-    """Find the entry that holds for an op; ``overrides`` come in the order in which they were made."""
+    """Find the entry that holds for an op; ``overrides`` come oldest first."""
     known = sorted(entries, key=lambda e: (e.origin.plugin, e.origin.distribution))
     if overrides:
         *earlier, last = overrides
@@ -84,6 +85,7 @@ def resolve(
 
 
 def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]]) -> Resolution | None:
+    """What the ``prefer`` setting says about an op; None where it says nothing."""
     pair = preferred(prefer, op_name(op))
     if pair is None:
         return None
@@ -94,13 +96,14 @@ def _by_setting(op: Op, known: Sequence[Entry], prefer: Sequence[tuple[str, str]
         return Resolution(op, named[0], setting, losers)
     if named:
         return _conflict(op, known, f"{setting} names several plugins; name one by its entry point")
-    # A pattern is about the ops that the plugin has; an op named outright must be there.
+    # A pattern means the ops that the plugin has; an op named in full must be there.
     if pair[0] in (op_name(op), op_name(op).rpartition(".")[0]):
         return _conflict(op, known, f"{setting} names a plugin that has no rule for it")
     return None
 
 
 def _by_declaration(op: Op, known: Sequence[Entry]) -> Resolution:
+    """The only rule, or the only one that no other rule replaces."""
     if len(known) == 1:
         return Resolution(op, known[0], "the only rule")
     standing = [e for e in known if not any(e.is_replaced_by(other) for other in known)]
@@ -120,7 +123,7 @@ def _conflict(op: Op, known: Sequence[Entry], reason: str) -> Resolution:
 
 
 def prefer_settings(op: Op, entry: Entry) -> dict[str, Any]:
-    """The settings that would make an entry's plugin win, as a person types them."""
+    """The settings that make an entry's plugin win, as a person types them."""
     name = entry.origin.plugin
     return {
         "environment": f'SHARDWISE_PREFER="{op_name(op)}={name}"',

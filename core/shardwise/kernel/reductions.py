@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -31,12 +32,14 @@ def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
 
     A bool sum is a logical or, and a bool product a logical and. An integer average is rounded towards zero. Max and
     min propagate NaN, as ``torch.amax`` does. Floating sums are computed in float64.
+
+    Raises :class:`LayoutError` for a reduction that the dtype lacks: see :func:`reducible`.
     """
     return reduce_stacked(torch.stack(list(pieces)), kind)
 
 
 def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
-    """The same as :func:`reduce_pieces`, for pieces that are stacked along dim 0 already."""
+    """As :func:`reduce_pieces`, for pieces that are stacked along dim 0."""
     dtype = stacked.dtype
     if dtype == torch.bool:
         _refuse_unless(kind != "avg", kind, dtype)
@@ -47,9 +50,14 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
     wide = torch.float64 if dtype.is_floating_point else dtype
     if kind == "product":
         return stacked.prod(0, dtype=wide).to(dtype)
-    total = stacked.sum(0, dtype=wide)
+    # torch.sum starts from +0, so it would lose -0. Backends start from the first piece.
+    if dtype.is_complex:
+        # Torch's sum of complex numbers multiplies by alpha, which mixes the zeros of their parts.
+        return torch.view_as_complex(reduce_stacked(torch.view_as_real(stacked.resolve_conj()), kind))
+    exact = not dtype.is_floating_point
+    total = stacked.sum(0, dtype=wide) if exact else reduce(torch.add, stacked.to(wide).unbind(0))
     if kind == "avg":
-        rounding = None if dtype.is_floating_point or dtype.is_complex else "trunc"
+        rounding = "trunc" if exact else None
         total = torch.div(total, len(stacked), rounding_mode=rounding)
     return total.to(dtype)
 
@@ -65,13 +73,17 @@ def _refuse_unless(legal: bool, kind: str, dtype: torch.dtype) -> None:
         )
 
 
-def neutral(kind: str, dtype: torch.dtype) -> float | int | bool:
-    """The value that changes nothing under a reduction: 0 for sum, 1 for product, the lowest value for max.
+def neutral(kind: str, dtype: torch.dtype) -> complex | float | int | bool:
+    """The value that changes nothing under a reduction: 1 for a product, the lowest value for a max, for a sum 0.
+
+    A sum of floating or complex numbers has -0.0: adding +0.0 would turn -0.0 into +0.0.
 
     Raises :class:`LayoutError` for avg, which has none, and for max or min of complex numbers.
     """
-    if kind in ("sum", "product"):
-        return int(kind == "product")
+    if kind == "product":
+        return 1
+    if kind == "sum":
+        return complex(-0.0, -0.0) if dtype.is_complex else -0.0 if dtype.is_floating_point else 0
     _refuse_unless(kind != "avg" and not dtype.is_complex, kind, dtype)
     if dtype == torch.bool:
         return kind == "min"
@@ -81,18 +93,19 @@ def neutral(kind: str, dtype: torch.dtype) -> float | int | bool:
     return int(limits.min if kind == "max" else limits.max)
 
 
+#: Reductions that commute with addition and with multiplication by a constant.
 LINEAR = frozenset({"sum", "avg"})
 
 
 def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
-    """Whether two reductions give the same in either order. Averages of integers do not, because they are rounded."""
+    """Whether two reductions give the same in either order. Averages of integers never do, because they are rounded."""
     if "avg" in (kind, other) and not (dtype.is_floating_point or dtype.is_complex):
         return False
     return kind == other or (kind in LINEAR and other in LINEAR)
 
 
 def reducible(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a dtype has a reduction: bools have no average, and complex numbers have no order."""
+    """Whether a dtype has a reduction. Bools have no average, and complex numbers have no max or min."""
     if dtype == torch.bool:
         return kind != "avg"
     return not (dtype.is_complex and kind in ("max", "min"))
@@ -106,7 +119,7 @@ SENDABLE = frozenset(
 """The dtypes that both gloo and NCCL send and add."""
 
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-"""The dtype in which a complex one is added."""
+"""By a complex dtype, the dtype of its real and imaginary parts. Backends add these."""
 
 
 def is_native(kind: str, dtype: torch.dtype) -> bool:
@@ -117,8 +130,12 @@ def is_native(kind: str, dtype: torch.dtype) -> bool:
 
 
 def average(total: Tensor, size: int) -> Tensor:
-    """Divide in place; an integer average is rounded towards zero."""
-    if total.is_floating_point() or total.is_complex():
+    """Divide a sum in place by the number of its terms. An integer average is rounded towards zero."""
+    if total.is_complex():
+        # A complex quotient would add products with an imaginary zero, and lose signs of zeros.
+        torch.view_as_real(total).div_(size)
+        return total
+    if total.is_floating_point():
         return total.div_(size)
     return total.div_(size, rounding_mode="trunc")
 

@@ -1,4 +1,4 @@
-"""The registry: op -> rule, who supplied it, and which one holds where several do."""
+"""The registry: which rule holds for an op, and which plugin supplied it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Failure:
 
 
 class Registrar:
-    """What a plugin's hook receives, to register rules with."""
+    """A plugin's hook receives one and registers rules with it."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -42,7 +42,7 @@ class Registrar:
         self.composites: dict[Op, Instead] = {}
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
-        #: By the name of an op that does not exist yet (``acme::swish``), what makes its rule.
+        #: By the name of an op that does not exist yet (``acme::swish``), the function that makes its rule.
         self.later: dict[str, Callable[[Op], AnyRule]] = {}
 
     @property
@@ -53,9 +53,9 @@ class Registrar:
     def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
         """Register rules.
 
-        ``replaces`` names the distribution whose rules for these ops they replace, where a rule does not say so itself.
-        Raises :class:`RuleError` for anything but a rule, for an op that comes twice, and for a plugin that replaces
-        itself.
+        They replace the rules that the distribution ``replaces`` has for these ops; a rule's own ``replaces`` goes
+        first. Raises :class:`RuleError` for anything but a rule, for a second rule of an op, and for a rule that
+        replaces its own distribution.
         """
         for rule in rules:
             if not isinstance(rule, (Rule, FullMeshRule)):
@@ -64,18 +64,34 @@ class Registrar:
                     found=f"{rule!r} is a {type(rule).__name__}",
                     do="Hand over what rule(), rule_from() or full_mesh_rule() returned.",
                 )
+            replaced = rule.replaces or replaces
+            replaced_name = None if replaced is None else normalised(replaced)
             for op in rule.ops:
-                self._add(op, rule, rule.replaces or replaces)
+                if op in self._by_op:
+                    raise RuleError(
+                        asked=f"register {op_name(op)} of {self.origin}",
+                        found=f"the plugin has two rules for it: {self._by_op[op].rule.source} and {rule.source}",
+                        do="Keep one.",
+                        op=op_name(op),
+                    )
+                if replaced_name == normalised(self.origin.distribution):
+                    raise RuleError(
+                        asked=f"register {op_name(op)} of {self.origin}",
+                        found=f"its rule at {rule.source} replaces {replaced!r}, its own distribution",
+                        do="Name the other distribution in replaces=.",
+                        op=op_name(op),
+                    )
+                self._by_op[op] = Entry(op, rule, self.origin, replaced_name)
 
     def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
-        """Register the rule of an op that torch makes only when it is needed; ``make(op)`` gives the rule then.
+        """Register the rule of an op that does not exist yet, because torch makes it when it is first used.
 
-        ``name`` is that of the default overload: ``"prims::fma"``.
+        ``name`` is that of the default overload: ``"prims::fma"``. ``make(op)`` returns the rule.
         """
         self.later[name] = make
 
     def add_optimizers(self, *classes: Any) -> None:
-        """Name optimizers whose step treats each element by itself, so that it may run on shards as they are.
+        """Name optimizers whose step treats each element by itself. It may then run on local shards.
 
         Subclasses are not included. Raises :class:`RuleError` for anything but an optimizer class.
         """
@@ -89,11 +105,11 @@ class Registrar:
         self.optimizers += classes
 
     def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
-        """Name ops that torch writes in terms of others and that make new tensors on the way, a mask for example.
+        """Name ops that torch computes by other ops and that make new tensors inside, for example a mask.
 
-        Such a tensor is the same on every rank, so it lies on the mesh replicated. ``instead`` runs in place of the
-        ops, above autograd, with their arguments: for an op whose kernel or gradient formula cannot run on a mesh. It
-        must give the same numbers. Raises :class:`RuleError` for anything but an op.
+        Such a tensor is the same on every rank, so it is replicated on the mesh. ``instead`` runs in place of the ops,
+        above autograd, with their arguments: for an op whose kernel or gradient formula cannot run on a mesh. It must
+        give the same numbers. Raises :class:`RuleError` for anything but an op.
         """
         for one in ops:
             op = as_op(one)
@@ -105,28 +121,9 @@ class Registrar:
                 )
             self.composites[op] = instead
 
-    def _add(self, op: Op, rule: AnyRule, replaces: str | None) -> None:
-        first = self._by_op.get(op)
-        if first is not None:
-            raise RuleError(
-                asked=f"register {op_name(op)} of {self.origin}",
-                found=f"the plugin has two rules for it: {first.rule.source} and {rule.source}",
-                do="Keep one.",
-                op=op_name(op),
-            )
-        replaced = None if replaces is None else normalised(replaces)
-        if replaced == normalised(self.origin.distribution):
-            raise RuleError(
-                asked=f"register {op_name(op)} of {self.origin}",
-                found=f"its rule at {rule.source} replaces {replaces!r}, its own distribution",
-                do="Name the other distribution in replaces=.",
-                op=op_name(op),
-            )
-        self._by_op[op] = Entry(op, rule, self.origin, replaced)
-
 
 class Override:
-    """Rules that go before all others in this process until it is called, or until the end of a ``with``."""
+    """Rules that go before all others in this process. Call it, or leave its ``with``, to remove them."""
 
     def __init__(self, registry: Registry, entries: list[Entry]) -> None:
         self._registry = registry
@@ -146,10 +143,10 @@ class Override:
 
 
 class Registry:
-    """Rules by op. An op with two rules and nothing that says which wins raises when *that op* is looked up.
+    """Rules by op. Rules of one op that conflict are an error when *that op* is looked up, not before.
 
-    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold. ``unknown_ops`` is
-    ``refuse`` or ``replicate``: what becomes of ops without a rule.
+    ``prefer`` has pairs of an op (or a pattern on its name) and the plugin whose rule is to hold. ``unknown_ops`` says
+    whether ops without a rule are refused (``refuse``) or run on whole tensors (``replicate``).
     """
 
     def __init__(self, prefer: Sequence[tuple[str, str]] = (), unknown_ops: str = "refuse") -> None:
@@ -197,17 +194,17 @@ class Registry:
         return Override(self, registrar.entries)
 
     def take_back(self, entries: Sequence[Entry]) -> None:
-        """Undo what :meth:`override` did with these entries."""
+        """Remove entries that :meth:`override` added."""
         for entry in entries:
             self._overrides[entry.op].remove(entry)
         self.changed()
 
     def on_change(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` whenever the answer of a look-up may change, so that caches of plans are cleared."""
+        """Call ``listener`` whenever the result of a look-up may change. Caches of plans are cleared so."""
         self._listeners.append(listener)
 
     def changed(self) -> None:
-        """Call the listeners: the answer of a look-up may have changed."""
+        """Call the listeners: the result of a look-up may have changed."""
         self._resolutions.clear()
         for listener in self._listeners:
             listener()
@@ -218,7 +215,23 @@ class Registry:
         resolution = self.resolve(op)
         if resolution.winner is not None:
             return resolution.winner
-        raise self._conflict(resolution) if resolution.losers else self.missing(op)
+        if not resolution.losers:
+            raise self.missing(op)
+        name, rivals = op_name(op), resolution.rivals
+        settings = prefer_settings(op, rivals[0])
+        others = "".join(f" or ={e.origin.plugin}" for e in rivals[1:])
+        raise RuleConflictError(
+            asked=f"find the rule for {name}",
+            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, "
+            f"and {resolution.reason}",
+            do=f"Set {settings['environment']}{others} (or the same under [tool.shardwise.prefer] in pyproject.toml), "
+            f"or leave a plugin out with SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}",
+            op=name,
+            plugins=tuple(e.origin.plugin for e in rivals),
+            distributions=tuple(f"{e.origin.distribution} {e.origin.version}" for e in rivals),
+            sources=tuple(e.rule.source for e in rivals),
+            settings=settings,
+        )
 
     def resolve(self, op: Op) -> Resolution:
         """Which rule holds for an op and why, and why its rivals do not; never raises."""
@@ -235,7 +248,7 @@ class Registry:
         return resolution
 
     def conflicts(self) -> list[Resolution]:
-        """The ops with several rules of which none holds, by name."""
+        """The ops whose rules conflict, sorted by name."""
         resolutions = (self.resolve(op) for op in self._entries)
         return sorted((r for r in resolutions if r.winner is None), key=lambda r: op_name(r.op))
 
@@ -256,15 +269,16 @@ class Registry:
                 yield entry
 
     def rules(self, plugin: str | None = None) -> list[AnyRule]:
-        """The different rules, by the name of their first op."""
+        """The different rules, sorted by the name of their first op."""
         unique = {id(e.rule): e.rule for e in self.ops(plugin=plugin)}
         return sorted(unique.values(), key=lambda r: op_name(r.ops[0]))
 
     # -- refusing --
     def missing(self, op: Op, tried: str = "", *, parts: Sequence[Op] = (), missing: Sequence[Op] = ()) -> NoRuleError:
-        """The error for an op without a rule. ``tried`` says what else was tried.
+        """The error for an op without a rule.
 
-        Torch decomposes the op into ``parts``; those in ``missing`` have no rule either.
+        ``tried`` says why no decomposition works. Torch decomposes the op into ``parts``; those in ``missing`` have no
+        rule.
         """
         plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
@@ -280,21 +294,4 @@ class Registry:
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
             parts=tuple(map(op_name, parts)),
             missing=tuple(map(op_name, missing)),
-        )
-
-    def _conflict(self, resolution: Resolution) -> RuleConflictError:
-        name, rivals = op_name(resolution.op), resolution.rivals
-        settings = prefer_settings(resolution.op, rivals[0])
-        others = "".join(f" or ={e.origin.plugin}" for e in rivals[1:])
-        return RuleConflictError(
-            asked=f"find the rule for {name}",
-            found=f"{'; '.join(map(str, rivals))} {'all supply' if others else 'supplies'} one, "
-            f"and {resolution.reason}",
-            do=f"Set {settings['environment']}{others} (or the same under [tool.shardwise.prefer] in pyproject.toml), "
-            f"or leave a plugin out with SHARDWISE_DISABLE_PLUGINS={rivals[-1].origin.plugin}",
-            op=name,
-            plugins=tuple(e.origin.plugin for e in rivals),
-            distributions=tuple(f"{e.origin.distribution} {e.origin.version}" for e in rivals),
-            sources=tuple(e.rule.source for e in rivals),
-            settings=settings,
         )

@@ -1,4 +1,4 @@
-"""What a rule is: ops, and the legal rows of a call of them. :mod:`shardwise.rule` has how one is written."""
+"""Rules as values: ops, and the legal rows of a call of them. :mod:`shardwise.rule` is for writing them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from shardwise.kernel.placements import Placement, show_all
 from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 
 __all__ = ["FullMeshRule", "Row", "Rows", "Rule"]
 
@@ -19,8 +19,8 @@ class Row:
     """One legal choice on one mesh dim.
 
     ``inputs`` and ``outputs`` hold a placement per tensor operand and result (lists flattened, ``None`` where absent).
-    ``lowered`` rows run the rule's lowering. ``divides`` lists ``(operand, dim, size)``: the pieces of that operand's
-    dim must number a divisor of ``size``. ``nonempty`` lists ``(operand, dim)``: no rank's shard may be empty there.
+    A ``lowered`` row runs the rule's lowering. ``divides`` lists ``(operand, dim, size)``: the number of pieces of that
+    operand's dim must divide ``size``. ``nonempty`` lists ``(operand, dim)``: no rank's shard may be empty there.
     """
 
     inputs: tuple[Placement | None, ...]
@@ -36,7 +36,7 @@ class Row:
 
 @frozen
 class Rows:
-    """What a rule says about one call: its rows in order of preference."""
+    """The rows of a rule for one call, in order of preference."""
 
     rows: tuple[Row, ...]
 
@@ -51,13 +51,13 @@ Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
 @frozen(eq=False)
 class Rule:
-    """What is legal for some ops of one behaviour. :func:`rule` and :func:`rule_from` make it, never a hand.
+    """The legal rows of one or more ops. Make one with :func:`rule` or :func:`rule_from`.
 
-    ``text`` is the notation as written. ``static`` names arguments keyed by value beyond those that are so by their
-    schema type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
-    the ops write though their schemas do not say so, ``results`` corrects the metas of the results, ``meta`` runs on
-    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op this one replaces,
-    ``form`` the function that made it.
+    ``text`` is the notation as written. ``static`` names arguments that are keyed by value though their schema type is
+    keyed by type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
+    the ops write though their schemas do not say so. ``results`` corrects the metas of the results. ``meta`` runs on
+    the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op is replaced by this
+    one. ``form`` names the function that made the rule.
     """
 
     ops: tuple[Op, ...]
@@ -114,8 +114,8 @@ AnyRule = Rule | FullMeshRule
 
 def by_type(rule_: AnyRule, call_values: Sequence[Any], op: Op) -> dict[str, Any]:
     """A call's arguments with those that the rule keys by type replaced by :class:`ByType`."""
-    shown: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for arg, value in zip(signature(op).args, call_values, strict=True):
-        hidden = arg.kind is Kind.BY_TYPE and arg.name not in rule_.static and value is not None
-        shown[arg.name] = ByType(arg.name, type(value)) if hidden else value
-    return shown
+        is_by_type = arg.kind is Kind.BY_TYPE and arg.name not in rule_.static and value is not None
+        arguments[arg.name] = ByType(arg.name, type(value)) if is_by_type else value
+    return arguments

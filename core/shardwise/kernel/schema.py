@@ -1,4 +1,4 @@
-"""Schemas: one call described without data, and its strategies, under their classic names."""
+"""Schemas: one call described without data, and its strategies. The names are DTensor's."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 from attrs import field, frozen
 
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.signature import Kind, Op, Signature, op_name, scalar_type, signature
-from shardwise.kernel.spec import Mesh, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 
 __all__ = ["OpSchema", "OpStrategy", "OutputSharding", "PlacementStrategy", "RuntimeSchemaInfo", "TupleStrategy"]
 
@@ -45,7 +46,8 @@ class OpSchema:
 
     ``fixed`` lists operands (flat indices) that cannot be redistributed: Python numbers where the op takes a tensor.
 
-    Two schemas are equal when their specs and exactly their static arguments (see :class:`RuntimeSchemaInfo`) are.
+    Two schemas are equal when their specs and their static arguments are equal. :class:`RuntimeSchemaInfo` says which
+    arguments are static.
     """
 
     op: Op
@@ -84,9 +86,9 @@ class OpSchema:
     @cached_property
     def specs(self) -> tuple[TensorSpec | None, ...]:
         """Specs of all tensor operands in schema order, lists flattened, ``out=`` included and last."""
-        found = tuple(spec for _, spec, _, _ in self._tensors())
-        # Schemas stay in memory with their plans, and many an op takes tensors only.
-        return self.values if len(found) == len(self.values) and found == self.values else found
+        specs = tuple(spec for _, spec, _, _ in self._tensors())
+        # Schemas stay in memory with their plans, and many ops take tensors only: one tuple serves for both.
+        return self.values if specs == self.values else specs
 
     @cached_property
     def operand_names(self) -> tuple[str, ...]:
@@ -111,7 +113,7 @@ class OpSchema:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Specs and static arguments: what a plan may depend on."""
+        """Op, specs and static arguments. A plan may depend on nothing else."""
         parts: list[Any] = [self.op]
         for arg, value in zip(self.signature.args, self.values, strict=True):
             if arg.kind is Kind.BY_TYPE:
@@ -123,13 +125,13 @@ class OpSchema:
 
     def with_specs(self, specs: Sequence[TensorSpec | None]) -> OpSchema:
         """The same call with other specs for its tensor operands (flat, as in :attr:`specs`)."""
-        left = iter(specs)
+        rest = iter(specs)
         values: list[Any] = []
         for arg, value in zip(self.signature.args, self.values, strict=True):
             if arg.kind is Kind.TENSOR:
-                values.append(next(left))
+                values.append(next(rest))
             elif arg.kind is Kind.TENSORS:
-                values.append(None if value is None else tuple(next(left) for _ in value))
+                values.append(None if value is None else tuple(next(rest) for _ in value))
             else:
                 values.append(value)
         return OpSchema(self.op, tuple(values), self.info, self.fixed)
@@ -147,10 +149,10 @@ class OpSchema:
 
 @frozen
 class PlacementStrategy:
-    """One legal choice for a whole mesh: where inputs and outputs lie, and the cost of redistributing the inputs.
+    """One legal choice for a whole mesh: specs of inputs and outputs, and the cost of redistributing the inputs.
 
-    Specs are flat (lists flattened, ``None`` where absent); ``redistribute_cost`` has one figure in seconds per
-    input. ``names`` has the name of the row of each mesh dim.
+    Specs are flat: lists flattened, ``None`` where absent. ``redistribute_cost`` has seconds per input. ``names`` has
+    the name of the row of each mesh dim. ``lowered`` says that the rule's lowering runs in place of the op.
     """
 
     input_specs: tuple[TensorSpec | None, ...]
@@ -206,7 +208,7 @@ class TupleStrategy:
 
 @frozen
 class OutputSharding:
-    """The answer of propagation: output specs, and the schema to which the inputs must be redistributed, if any."""
+    """The result of propagation: output specs, and the schema to which the inputs must be redistributed, if any."""
 
     output_spec: TensorSpec | tuple[TensorSpec | None, ...] | None
     redistribute_schema: OpSchema | None = None

@@ -10,11 +10,11 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import is_view_in_place, overload_of, schema_of
 
 __all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
@@ -23,7 +23,7 @@ Op = OpOverload
 
 
 def as_op(op: Any) -> Op | None:
-    """The overload that ``op`` stands for: itself, a custom op's only one, the only one of a packet; else ``None``."""
+    """The overload that ``op`` names: itself, or the only one of a custom op or of a packet; else ``None``."""
     return op if isinstance(op, Op) else overload_of(op)
 
 
@@ -52,9 +52,10 @@ class Arg:
 
 @frozen
 class Result:
-    """One return of an op schema; ``alias`` is the index of the argument that it is, when it is one.
+    """One return of an op schema.
 
-    ``reseats`` says that the argument itself becomes this view of it, as in ``x.t_()``: no element is written.
+    ``alias`` is the index of the argument whose memory it shares, if any. ``reseats`` says that the argument itself
+    becomes this view of it, as in ``x.t_()``: no element is written.
     """
 
     is_tensor: bool
@@ -71,11 +72,10 @@ class Signature:
     name: str
     args: tuple[Arg, ...]
     results: tuple[Result, ...]
-    #: Arguments that hold tensors, ``out=`` ones included.
-    tensor_args: tuple[Arg, ...] = field(init=False)
 
-    @tensor_args.default
-    def _tensor_args(self) -> tuple[Arg, ...]:
+    @cached_property
+    def tensor_args(self) -> tuple[Arg, ...]:
+        """Arguments that hold tensors, ``out=`` ones included."""
         return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
 
     @property
@@ -86,8 +86,14 @@ class Signature:
         return next((i for i, a in enumerate(self.args) if a.name == name), None)
 
     def starts(self, values: Sequence[Any]) -> list[int]:
-        """Per argument, the index of its first tensor among all tensor operands of a call, lists flattened."""
-        counts = (_operands(arg, value) for arg, value in zip(self.args, values, strict=True))
+        """Per argument, the index of its first tensor among all tensor operands of a call, lists flattened.
+
+        A call of ``cat([x, y], out=z)`` has the tensor operands x, y, z: ``tensors`` starts at 0, ``out`` at 2.
+        """
+        counts = (
+            len(value or ()) if arg.kind is Kind.TENSORS else int(arg.kind is Kind.TENSOR)
+            for arg, value in zip(self.args, values, strict=True)
+        )
         return list(accumulate(counts, initial=0))[:-1]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -95,15 +101,9 @@ class Signature:
         return [*args, *(kwargs.get(arg.name, arg.default) for arg in self.args[len(args) :])]
 
     def unbind(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inverse of :meth:`bind`: positional arguments and keyword-only ones."""
+        """Undo :meth:`bind`: positional arguments and keyword-only ones."""
         positional = tuple(v for v, a in zip(values, self.args, strict=True) if not a.kwarg_only)
         return positional, {a.name: v for v, a in zip(values, self.args, strict=True) if a.kwarg_only}
-
-
-def _operands(arg: Arg, value: Any) -> int:
-    if arg.kind is Kind.TENSORS:
-        return len(value or ())
-    return int(arg.kind is Kind.TENSOR)
 
 
 # Types whose value seldom changes how an op may be sharded; all other non-tensor arguments are keyed by value.
@@ -119,54 +119,42 @@ def _kind(type_text: str) -> Kind:
     return Kind.BY_TYPE if core in _BY_TYPE else Kind.BY_VALUE
 
 
+# `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.
+_LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
+
+
 @cache
 def signature(op: Op) -> Signature:
     """The signature of an op, cached for the life of the process."""
     schema = schema_of(op)
     reseats = is_view_in_place(op)
     returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
-    args = tuple(
-        Arg(
-            name=a.name,
-            kind=_kind(str(a.type)),
-            kwarg_only=a.kwarg_only,
-            is_out=a.is_out and _is_result(a, returned),
-            written=bool(a.alias_info and a.alias_info.is_write) and not reseats,
-            is_list="List[" in str(a.type),
-            has_default=a.has_default_value(),
-            default=a.default_value if a.has_default_value() else None,
-        )
-        for a in schema.arguments
-    )
+    args = []
+    for a in schema.arguments:
+        kind, alias = _kind(str(a.type)), a.alias_info
+        # A written keyword-only argument may be a state that the op updates: then the op does not return it. ATen's
+        # lists of `out=` tensors are results, though their ops return nothing.
+        is_result = a.is_out and (kind is Kind.TENSORS or not returned.isdisjoint(alias.before_set))
+        default = a.default_value if a.has_default_value() else None
+        written = bool(alias and alias.is_write) and not reseats
+        is_list = "List[" in str(a.type)
+        args.append(Arg(a.name, kind, a.kwarg_only, is_result, written, is_list, a.has_default_value(), default))
     aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
     in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
-    results = tuple(_result(r, aliases, in_lists, reseats) for r in schema.returns)
-    return Signature(op_name(op), args, results)
-
-
-def _is_result(arg: Any, returned: set[str]) -> bool:
-    """Whether a written keyword-only argument is one of the results, as ``out=`` is.
-
-    A state that an op updates is not. ATen's lists of ``out=`` tensors are, though their ops return nothing.
-    """
-    return _kind(str(arg.type)) is Kind.TENSORS or not returned.isdisjoint(arg.alias_info.before_set)
-
-
-# `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.
-_LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
-
-
-def _result(returned: Any, aliases: Mapping[str, int], in_lists: Sequence[str], reseats: bool) -> Result:
-    kind = _kind(str(returned.type))
-    info = returned.alias_info
-    labels = list(in_lists) if kind is Kind.TENSORS else sorted(info.before_set) if info else []
-    return Result(
-        is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
-        is_list=kind is Kind.TENSORS,
-        alias=aliases.get(labels[0]) if labels else None,
-        written=bool(info and info.is_write) and not reseats,
-        reseats=reseats,
-    )
+    results = []
+    for r in schema.returns:
+        kind, alias = _kind(str(r.type)), r.alias_info
+        labels = in_lists if kind is Kind.TENSORS else sorted(alias.before_set) if alias else []
+        results.append(
+            Result(
+                is_tensor=kind in (Kind.TENSOR, Kind.TENSORS),
+                is_list=kind is Kind.TENSORS,
+                alias=aliases.get(labels[0]) if labels else None,
+                written=bool(alias and alias.is_write) and not reseats,
+                reseats=reseats,
+            )
+        )
+    return Signature(op_name(op), tuple(args), tuple(results))
 
 
 def op_name(op: Op) -> str:
@@ -175,7 +163,7 @@ def op_name(op: Op) -> str:
 
 
 class ByType:
-    """Stands for a static argument that is keyed by its type: a rule cannot read its value."""
+    """A static argument that is keyed by its type. A rule cannot read its value."""
 
     __slots__ = ("name", "type")
 
@@ -195,7 +183,7 @@ class ByType:
     __add__ = __radd__ = __sub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = _refuse
 
     def __eq__(self, other: object) -> bool:
-        # `is None` and comparison with another stand-in are decided by type; anything else needs the value.
+        # Two of these are compared by type; any other comparison needs the value.
         if isinstance(other, ByType):
             return self.name == other.name and self.type is other.type
         return bool(self._refuse())
@@ -212,8 +200,8 @@ class Call:
     """One call as a rule sees it: metas in place of tensors, no mesh, no placements.
 
     ``args`` maps every schema argument to a :class:`TensorMeta`, a tuple of them, ``None``, a static value, or a
-    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened. In the call of
-    one position of zipped lists (``is_position``), lists are replaced by their element there.
+    :class:`ByType`. ``outputs`` holds the metas of the tensor results, lists flattened. ``is_position`` marks the call
+    of one position of zipped lists: it has one element in place of each list.
     """
 
     op: Op
@@ -270,5 +258,5 @@ class Call:
 
 
 def scalar_type(value: Any) -> type:
-    """The part of a key that a by-type argument is."""
+    """What a key holds of an argument that is keyed by its type."""
     return torch.SymInt if isinstance(value, torch.SymInt) else type(value)

@@ -1,15 +1,14 @@
 """Specs: how one tensor lies on a mesh, and the arithmetic of its shards.
 
-The layout is DTensor's, bit for bit: mesh dims split a tensor dim from left to right, each split is
-``torch.chunk``'s (ceil-sized pieces, the last ones smaller or empty).
+The layout is DTensor's, bit for bit. Mesh dims split a tensor dim from left to right, and each split is
+``torch.chunk``'s: ceil-sized pieces, the last ones smaller or empty.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -17,126 +16,13 @@ import torch
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
-from shardwise.kernel.symbols import chunk, hint, is_symbolic, numbers, place, settled_sizes
+from shardwise.kernel.symbols import chunk, hint, numbers, place, settled_sizes
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.world import PerWorld, world_number
 
-__all__ = [
-    "AbstractMesh",
-    "SpecLayout",
-    "Mesh",
-    "SymbolicSpec",
-    "TensorMeta",
-    "TensorSpec",
-    "coordinates",
-    "dtype_name",
-    "ints",
-    "memory_order",
-]
-
-
-def memory_order(meta: TensorMeta) -> tuple[int, ...]:
-    """The tensor dims from the outermost in memory to the innermost; as they are for an expanded tensor."""
-    dims = range(meta.ndim)
-    real = [d for d in dims if meta.shape[d] > 1]
-    ascending = all(meta.stride[a] >= meta.stride[b] for a, b in pairwise(real))
-    if ascending or any(meta.stride[d] == 0 for d in real):
-        return tuple(dims)
-    return tuple(sorted(dims, key=lambda d: (-meta.stride[d], d)))
-
-
-def ints(sizes: Iterable[int]) -> tuple[int, ...]:
-    """A converter for attrs: any sizes as a tuple."""
-    return tuple(sizes)
-
-
-def _size(sizes: Sequence[int]) -> torch.Size:
-    return torch.Size(sizes)
-
-
-@frozen(cache_hash=True)
-class AbstractMesh:
-    """The shape of a mesh without devices: for planning, explaining and the oracle. No process group."""
-
-    shape: tuple[int, ...] = field(converter=ints)
-    device_type: str = "cpu"
-    mesh_dim_names: tuple[str, ...] | None = None
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def size(self, mesh_dim: int | None = None) -> int:
-        """Number of ranks, of the whole mesh or along one mesh dim."""
-        return math.prod(self.shape) if mesh_dim is None else self.shape[mesh_dim]
-
-    def coordinates(self) -> list[tuple[int, ...]]:
-        """Coordinates of all ranks, in row-major order."""
-        return coordinates(self.shape)
-
-
-def coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
-    """Coordinates of all ranks of a mesh, in row-major order."""
-    return list(product(*map(range, mesh_shape)))
-
-
-Mesh = DeviceMesh | AbstractMesh
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The short name used in tables: ``f32``, ``bf16``, ``i64``, ``bool``."""
-    name = str(dtype).removeprefix("torch.")
-    for long, short in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c")):
-        if name.startswith(long):
-            return short + name.removeprefix(long)
-    return name
-
-
-@frozen(cache_hash=True)
-class TensorMeta:
-    """Global shape, stride (in elements) and dtype of a tensor."""
-
-    shape: torch.Size = field(converter=_size)
-    stride: tuple[int, ...] = field(converter=ints)
-    dtype: torch.dtype
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def is_symbolic(self) -> bool:
-        """Whether a size or stride is a ``torch.SymInt`` (under ``torch.compile`` with dynamic shapes)."""
-        return is_symbolic(self.shape) or is_symbolic(self.stride)
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorMeta:
-        return cls(tensor.shape, tensor.stride(), tensor.dtype)
-
-    @classmethod
-    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorMeta:
-        """The meta of a new row-major tensor."""
-        stride: list[int] = []
-        step = 1
-        for n in reversed(shape):
-            stride.append(step)
-            step *= max(n, 1)
-        return cls(shape, stride[::-1], dtype)
-
-    def to_meta_tensor(self) -> torch.Tensor:
-        """A tensor on the meta device with this shape, stride and dtype."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-    def __str__(self) -> str:
-        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+__all__ = ["SpecLayout", "SymbolicSpec", "TensorSpec", "hinted", "hinted_meta", "in_numbers"]
 
 
 @lru_cache(maxsize=64)
@@ -153,16 +39,14 @@ class _Interned(type):
     def __call__(
         cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
     ) -> Any:
-        # The class is in the key because attrs builds a slotted class from a first, slotless one.
-        # The start is, because a mesh that is made after a new start equals the one before, whose
-        # groups are gone.
-        start = world_number() if isinstance(mesh, DeviceMesh) else None
-        place = (cls, mesh, is_copy, start)
-        known = _Interned._known.get(place)
+        # The class is in the key because attrs builds a slotted class from a first, slotless one. The number of the
+        # world is in it because a mesh of a new world equals one of an earlier world, whose groups are gone.
+        key = (cls, mesh, is_copy, world_number() if isinstance(mesh, DeviceMesh) else None)
+        known = _Interned._known.get(key)
         if known is None:
-            for empty in [old for old, specs in _Interned._known.items() if not specs]:
-                del _Interned._known[empty]
-            known = _Interned._known[place] = WeakValueDictionary()
+            for unused in [k for k, specs in _Interned._known.items() if not specs]:
+                del _Interned._known[unused]
+            known = _Interned._known[key] = WeakValueDictionary()
         try:
             return known[tuple(placements), tensor_meta]
         except KeyError:
@@ -185,7 +69,7 @@ class _Interned(type):
 
 @lru_cache(maxsize=4096)
 def _shared(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-    """One tuple for all that are equal: many specs have the same placements."""
+    """One tuple for all equal ones: many specs have the same placements."""
     return placements
 
 
@@ -260,13 +144,13 @@ class TensorSpec(metaclass=_Interned):
 
     # -- one rank's part --
     def coordinate(self) -> tuple[int, ...]:
-        """The coordinate of this process on the mesh; raises when the mesh is abstract or the rank is not on it."""
+        """The coordinate of this process on the mesh.
+
+        Raises ``TypeError`` when the mesh is abstract, :class:`OffMeshError` when this rank is not on it.
+        """
         if not isinstance(self.mesh, DeviceMesh):
             raise TypeError("an AbstractMesh has no own coordinate; pass one")
-        coordinate = self.mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError("this rank is not part of the mesh")
-        return tuple(coordinate)
+        return own_coordinate(self.mesh)
 
     def local_shape(self, coordinate: Sequence[int] | None = None) -> tuple[int, ...]:
         """Shape of the local tensor of the rank at ``coordinate`` (default: this process)."""
@@ -275,13 +159,17 @@ class TensorSpec(metaclass=_Interned):
     def local_shape_and_offset(
         self, coordinate: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and start of one rank's shard, per tensor dim, in elements."""
-        where = self.coordinate() if coordinate is None else coordinate
+        """Shape and start of one rank's shard, per tensor dim, in elements.
+
+        A dim of 10 over mesh dims of 2 and 2 is split into 5 and 5, and these into 3 and 2: the rank at (1, 1) has 2
+        elements from 8 on.
+        """
+        at = self.coordinate() if coordinate is None else coordinate
         sizes, starts = list(self.shape), [0] * self.ndim
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 d = placement.dim
-                sizes[d], start = chunk(sizes[d], self.mesh_shape[mesh_dim], where[mesh_dim])
+                sizes[d], start = chunk(sizes[d], self.mesh_shape[mesh_dim], at[mesh_dim])
                 starts[d] += start
         return tuple(sizes), tuple(starts)
 
@@ -296,6 +184,7 @@ class TensorSpec(metaclass=_Interned):
 
     # -- derived --
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
+        """The same tensor with other placements; never a copy that may not be written."""
         return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
 
     @cached_property
@@ -326,7 +215,7 @@ class TensorSpec(metaclass=_Interned):
 
 @frozen(eq=False)
 class SpecLayout:
-    """A spec without a tensor's meta. A compiled graph is guarded by it and by sizes. Equal ones are one object."""
+    """A spec without the tensor meta. Equal ones are one object. Compiled graphs are guarded by it and by sizes."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -361,7 +250,7 @@ _per_world = PerWorld(_layouts, _layouts.clear)
 
 
 def layout_of(mesh: Mesh, placements: tuple[Placement, ...], is_copy: bool) -> SpecLayout:
-    """The one layout of these parts."""
+    """The :class:`SpecLayout` of these parts."""
     known, key = _per_world.now(), (mesh, placements, is_copy)
     layout = known.get(key)
     if layout is None:
@@ -381,16 +270,16 @@ class SymbolicSpec(TensorSpec):
     def local_shape_and_offset(
         self, coordinate: Sequence[int] | None = None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and start of one rank's shard, as symbols of the global shape."""
-        where = self.coordinate() if coordinate is None else coordinate
+        """Shape and start of one rank's shard, as formulas of the global shape's symbols."""
+        at = self.coordinate() if coordinate is None else coordinate
         pieces = [
-            place(n, [self.mesh_shape[m] for m in mesh_dims], [where[m] for m in mesh_dims])
+            place(n, [self.mesh_shape[m] for m in mesh_dims], [at[m] for m in mesh_dims])
             for n, mesh_dims in zip(self.shape, self.dim_map, strict=True)
         ]
         return tuple(n for n, _ in pieces), tuple(start for _, start in pieces)
 
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
-        """As of any spec; this object where the placements are the same."""
+        """The same tensor with other placements; this object where the placements are the same."""
         target = tuple(placements)
         return self if target == self.placements else TensorSpec(self.mesh, target, self.tensor_meta)
 
@@ -408,7 +297,7 @@ def hinted_meta(meta: TensorMeta) -> TensorMeta:
 
 
 def in_numbers(value: Any) -> Any:
-    """Specs, metas, lists of them and static arguments with numbers in place of symbols, which become guards."""
+    """Specs, metas, static arguments or lists of them, with numbers in place of symbols. The numbers become guards."""
     if isinstance(value, SymbolicSpec):
         return value.with_meta(in_numbers(value.tensor_meta))
     if isinstance(value, TensorMeta):

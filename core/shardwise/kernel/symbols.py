@@ -1,9 +1,9 @@
-"""Sizes that are symbols: ``torch.compile`` puts them in the place of integers where a size may change.
+"""Sizes that are symbols: ``torch.compile`` uses them in place of integers where a size may change.
 
 Code computes with a symbol as with a number. Where it branches on one, torch notes the answer as a guard of the graph,
-and a size with another answer makes another graph. All ranks must make it together, so every question here is about
-global sizes and has the same answer on every rank. That includes which shards of any rank are empty or hold one
-element, because torch asks that of each rank's own shard.
+and a size with another answer makes another graph. All ranks must make that graph together. So every question here is
+about global sizes and has the same answer on every rank. Torch asks of each rank's own shard whether it is empty or
+holds one element; here every rank asks that of the shards of all ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def settled_sizes(sizes: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def common_factor(one: Any, other: Any) -> Any:
-    """The greatest common divisor of two sizes; of symbols a common one that is known, or that of their numbers."""
+    """The greatest common divisor of two sizes.
+
+    Of symbols: one size where it is known to divide the other, else the divisor of the numbers that they stand for. A
+    guard then says that it divides both.
+    """
     if not isinstance(one, torch.SymInt) and not isinstance(other, torch.SymInt):
         return math.gcd(one, other)
     if is_known(one == other) or is_known(other % one == 0):
@@ -58,7 +62,7 @@ def common_factor(one: Any, other: Any) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """Numbers in place of symbols, in lists too. They become guards of the graph."""
+    """A value, or a nested list of values, with numbers in place of symbols. They become guards of the graph."""
     if isinstance(value, torch.SymInt):
         return int(value)
     if isinstance(value, torch.SymFloat):
@@ -69,7 +73,10 @@ def numbers(value: Any) -> Any:
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` does."""
+    """Size and offset of piece ``index`` when ``size`` elements are split as ``torch.chunk`` splits them.
+
+    10 elements in 4 parts have the sizes 3, 3, 3, 1.
+    """
     step = -(-size // parts)
     start = min(size, step * index)
     return min(size, start + step) - start, start
@@ -90,7 +97,7 @@ def symbolic_chunk(size: Any, parts: int, index: int) -> tuple[Any, Any]:
 
 
 def lengths(size: Any, parts: int) -> list[Any]:
-    """The different sizes of the pieces. Asks of each whether it is empty or holds one element: see the module."""
+    """The different sizes of the pieces. Guards say whether each is empty or holds one element: see the module."""
     first = symbolic_chunk(size, parts, 0)[0]
     if size % parts == 0:
         pieces = [first]
@@ -104,11 +111,15 @@ def lengths(size: Any, parts: int) -> list[Any]:
     return pieces
 
 
-def place(size: Any, parts: Sequence[int], where: Sequence[int]) -> tuple[Any, Any]:
-    """Size and offset of one rank's piece of a dim that several mesh dims split. Asks of other ranks' pieces, too."""
+def place(size: Any, parts: Sequence[int], at: Sequence[int]) -> tuple[Any, Any]:
+    """Size and offset of one rank's piece of a dim that several mesh dims split.
+
+    ``parts`` are the sizes of these mesh dims, ``at`` is the rank's coordinate on them. Guards speak of the pieces of
+    all ranks.
+    """
     start: Any = 0
     sizes = [size]
-    for n, index in zip(parts, where, strict=True):
+    for n, index in zip(parts, at, strict=True):
         sizes = [length for one in sizes for length in (lengths(one, n) if isinstance(one, torch.SymInt) else ())]
         size, offset = (symbolic_chunk if isinstance(size, torch.SymInt) else chunk)(size, n, index)
         start = start + offset

@@ -1,4 +1,4 @@
-"""Which world this is: which default process group of torch.distributed, without holding on to it."""
+"""Worlds: the default process groups of torch.distributed that this process has had, without keeping them alive."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _seen: list[Any] = [None, 0]  # a weak reference to the default process group, a
 
 
 def world_number() -> int:
-    """A number that changes with the default process group. It is in the keys of what ends with that group."""
-    now = dist.group.WORLD
+    """A number that changes with the default process group. A cache of what ends with that group has it in its keys."""
+    world = dist.group.WORLD
     last = _seen[0]
-    if now is not (None if last is None else last()):
-        _seen[:] = [None if now is None else ref(now), _seen[1] + 1]
+    if world is not (None if last is None else last()):
+        _seen[:] = [None if world is None else ref(world), _seen[1] + 1]
     return int(_seen[1])
 
 
 def _no_group() -> None:
-    """In place of a weak reference, before there is a default process group."""
+    """A weak reference to nothing, for the time before there is a default process group."""
 
 
 class PerWorld(Generic[Content]):
-    """A container whose content belongs to one default process group; ``empty`` empties it when there is another."""
+    """A container for what belongs to one default process group; ``empty`` is called when there is another one."""
 
     __slots__ = ("_content", "_empty", "_group")
 
@@ -39,9 +39,9 @@ class PerWorld(Generic[Content]):
         self._group: Callable[[], Any] = _no_group
 
     def now(self) -> Content:
-        """The container, without what belongs to an earlier default process group."""
-        if self._group() is not dist.group.WORLD:  # in line: every redistribution asks
-            group = dist.group.WORLD
-            self._group = _no_group if group is None else ref(group)
+        """The container, emptied of what belongs to an earlier default process group."""
+        if self._group() is not dist.group.WORLD:  # not by `world_number`: every redistribution calls this
+            world = dist.group.WORLD
+            self._group = _no_group if world is None else ref(world)
             self._empty()
         return self._content

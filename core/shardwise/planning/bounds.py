@@ -1,9 +1,12 @@
-"""Lower bounds on what a transition costs, without a search: for one mesh dim, for the first few, and for a whole pair.
+"""Lower bounds on the cost of a path, without a search: for one mesh dim, for the first few, and for all of them.
 
-All of them rest on the same facts. Each mesh dim that must communicate brings its latency. Reductions and gathers
-cannot share a start, nor can two reductions. In bytes, a rank must receive what it needs and lacks; of a partial
-tensor it lacks all, and an element that is reduced over n ranks takes n - 1 messages. However the other mesh dims lie
-on the way, a rank holds at least its part of an even split over the whole mesh.
+All bounds rest on these facts. Each mesh dim that must communicate adds its latency. A reduction and a gather are two
+collectives with two starts, and so are two reductions. A rank must receive the elements that it needs and does not
+hold. Of a partial tensor it holds none, and an element that is reduced over n ranks takes n - 1 messages. Whatever the
+placements of the other mesh dims are meanwhile, a rank holds at least its part of an even split over the whole mesh.
+
+Example: 8 float32 elements on a (2,) mesh, from S(0) to R. Each rank holds 4 elements and needs 8, so it receives 16
+bytes. The bound is a start, a latency for the one doubling of the group, and 16 times the seconds per byte.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ _ANY_OTHER_SHARD = 1 << 30  # a code that no layout has
 
 
 class Bounds:
-    """What leaving one layout must cost: per mesh dim for a new placement there, and for the first mesh dims together.
+    """Lower bounds on leaving one layout: per mesh dim for a new placement there, and for the first mesh dims together.
 
-    Seconds come in two parts, before the first byte and for the bytes, because bounds on bytes may replace each other.
+    A bound is two figures in seconds: before the first byte, and for the bytes. A better bound on the bytes may replace
+    the second.
     """
 
     def __init__(self, graph: LayoutGraph, source: Codes) -> None:
@@ -34,81 +38,84 @@ class Bounds:
         self._prefixes: dict[Codes, tuple[float, float]] = {}
 
     def step(self, mesh_dim: int, code: int) -> tuple[float, float]:
-        """The least that a transition costs which makes the placement of a mesh dim ``code``; 0 when it is that.
+        """A bound for every path after which a mesh dim has the placement ``code``; 0 when it has it now.
 
-        Summed over the mesh dims, these never exceed the transition's cost. A collective over several mesh dims starts
-        once, so each of those in the source that could share it answers for its part of the start.
+        Summed over the mesh dims, these bounds never exceed the path's cost. A collective over several mesh dims starts
+        once. So the start is divided by the number of mesh dims that could share the collective.
         """
         known = self._steps.get((mesh_dim, code))
-        if known is None:
-            known = self._steps[mesh_dim, code] = self._step(mesh_dim, code)
+        if known is not None:
+            return known
+        here = self.source[mesh_dim]
+        links = self._graph.costs.links
+        if here == code:
+            before = moving = 0.0
+        elif self._graph.mesh_shape[mesh_dim] == 1:
+            before, moving = links.local_start, 0.0
+        elif here == 0:
+            before, moving = links.local_start, self._least / links.memory_bandwidth
+        else:
+            n, start, latency, seconds_per_byte = self._graph.alone[mesh_dim]
+            if here > 0:
+                sharing = sum(other > 0 for other in self.source)
+                rounds, nbytes = 1, (n - 1) / n * self._least / sharing if code > 0 else (n - 1) * self._least
+            else:
+                sharing = self.source.count(here)
+                rounds = 1 if code else 2
+                nbytes = rounds * (n - 1) * self._least
+            before, moving = start / sharing + rounds * latency, nbytes * seconds_per_byte
+        known = self._steps[mesh_dim, code] = before * JUST_UNDER, moving * JUST_UNDER
         return known
 
-    def _step(self, mesh_dim: int, code: int) -> tuple[float, float]:
-        here = self.source[mesh_dim]
-        costs = self._graph.costs
-        if here == code:
-            return 0.0, 0.0
-        local = costs.links.local_start
-        if self._graph.mesh_shape[mesh_dim] == 1:
-            return local * JUST_UNDER, 0.0
-        if here == 0:
-            return local * JUST_UNDER, self._least / costs.links.memory_bandwidth * JUST_UNDER
-        n, start, latency, seconds_per_byte = self._graph.alone[mesh_dim]
-        if here > 0:
-            sharing = sum(other > 0 for other in self.source)
-            rounds, received = 1, (n - 1) / n * self._least / sharing if code > 0 else (n - 1) * self._least
-        else:
-            sharing = self.source.count(here)
-            rounds = 1 if code else 2
-            received = rounds * (n - 1) * self._least
-        return (start / sharing + rounds * latency) * JUST_UNDER, received * seconds_per_byte * JUST_UNDER
-
     def prefix(self, codes: Codes) -> tuple[float, float]:
-        """Seconds for the bytes that some rank must receive until its first mesh dims lie as ``codes``; and seconds
-        before the first byte for those of them that must leave and come back.
+        """A bound for every path after which the first mesh dims have the placements ``codes``.
+
+        The first figure is seconds for the bytes that some rank must receive. The second is seconds before the first
+        byte, for those mesh dims that must be undone and redone (see :func:`disturbed`).
         """
         known = self._prefixes.get(codes)
         if known is None:
             graph = self._graph
             moving = received(graph, self._settled, codes) * graph.fastest * graph.itemsize * JUST_UNDER
-            before = sum(self._return(m) for m in disturbed(graph.mesh_shape, self.source, codes))
+            before = 0.0
+            for m in disturbed(graph.mesh_shape, self.source, codes):
+                undo, _ = self.step(m, _ANY_OTHER_SHARD)
+                before += undo + min(graph.alone[m][2], graph.costs.links.local_start) * JUST_UNDER
             known = self._prefixes[codes] = moving, before
         return known
-
-    def _return(self, mesh_dim: int) -> float:
-        """The least seconds before the first byte to leave a shard and to come back to it."""
-        _, _, latency, _ = self._graph.alone[mesh_dim]
-        leave, _ = self.step(mesh_dim, _ANY_OTHER_SHARD)
-        return leave + min(latency, self._graph.costs.links.local_start) * JUST_UNDER
 
 
 def disturbed(mesh_shape: Sequence[int], source: Codes, goal: Codes) -> list[int]:
     """Mesh dims already placed as in the goal that must still be undone and redone.
 
-    Only right-most mesh dims of a tensor dim may leave it, and only right of those that are there may one join.
+    Only the right-most mesh dims of a tensor dim can leave it, and only a mesh dim right of them can join it. From
+    [S(0), S(0)] to [R, S(0)], for example, mesh dim 1 must leave first and join again: the result is [1].
     """
-    first: dict[int, int] = {}
-    found = []
+    leftmost: dict[int, int] = {}  # by tensor dim, the first mesh dim that leaves or joins it
+    redone = []
     for m, (here, there) in enumerate(zip(source, goal, strict=False)):
         if mesh_shape[m] == 1:
             continue
         if here == there:
-            if here in first:
-                found.append(m)
+            if here in leftmost:
+                redone.append(m)
         else:
             if here > 0:
-                first.setdefault(here, m)
+                leftmost.setdefault(here, m)
             if there > 0:
-                first.setdefault(there, m)
-    return found
+                leftmost.setdefault(there, m)
+    return redone
 
 
 def received(graph: LayoutGraph, source: Codes, goal: Codes) -> float:
-    """Elements that some rank must receive until the first mesh dims lie as ``goal``, the others as they may.
+    """A lower bound on the elements that some rank must receive until the first mesh dims are placed as in ``goal``.
 
-    Mesh dims split from left to right. So whatever becomes of the later ones, their ranks together cover what the first
-    ones alone would leave to one rank, and what they hold lies in what they would hold by the first ones alone.
+    ``goal`` may be shorter than the layout; the later mesh dims may then have any placements. Mesh dims split from left
+    to right. So the ranks of the later mesh dims together hold the part that the first ones leave to one rank, and each
+    of them holds a piece of that part.
+
+    Example: 8 elements on a (2, 2) mesh, from [S(0), R] to [R, S(0)]. The rank at (1, 0) holds the second half and
+    needs the first one, so it receives 4 elements (see :func:`apart`).
     """
     later = math.prod(graph.mesh_shape[len(goal) :])
     contributors = 1
@@ -123,38 +130,39 @@ def received(graph: LayoutGraph, source: Codes, goal: Codes) -> float:
     needed = math.prod(after)
     if contributors > 1:
         return needed / later + (contributors - 2) * graph.numel / graph.ranks
-    found = (needed - math.prod(map(min, before, after))) / later
+    lacking = (needed - math.prod(map(min, before, after))) / later
     late = apart(splits(graph.mesh_shape, goal), source[: len(goal)])
     if late is None:
-        return found
-    return max(found, (needed if graph.is_even else _needed_late(graph, goal, late)) / later)
+        return lacking
+    return max(lacking, (needed if graph.is_even else _needed_late(graph, goal, late)) / later)
 
 
 def splits(mesh_shape: Sequence[int], layout: Codes) -> dict[int, list[int]]:
-    """Per code of a shard in a layout, the mesh dims of several ranks that have it."""
-    found: dict[int, list[int]] = {}
+    """By the code of a shard, the mesh dims of several ranks that have it in a layout."""
+    mesh_dims: dict[int, list[int]] = {}
     for m, code in enumerate(layout):
         if code > 0 and mesh_shape[m] > 1:
-            found.setdefault(code, []).append(m)
-    return found
+            mesh_dims.setdefault(code, []).append(m)
+    return mesh_dims
 
 
 def apart(goal: Mapping[int, Sequence[int]], layout: Codes) -> int | None:
-    """A mesh dim on which the last rank, first on all others, holds nothing under ``layout`` of its part under ``goal``
-    (see :func:`splits`); ``None`` when there is none.
+    """A mesh dim of which the last rank holds, under ``layout``, nothing of its part under ``goal``.
 
-    So it is when a tensor dim is split by other mesh dims at some place of the order: the first of at least two pieces
-    and the last of at least two share nothing.
+    ``goal`` is in the form of :func:`splits`; the rank is the first one on all other mesh dims. There is such a mesh
+    dim when the order of the mesh dims that split a tensor dim differs between the two. The rank has the last piece of
+    the layout's split there and needs the first piece of the goal's, and these share nothing. ``None`` when there is no
+    such mesh dim.
     """
-    for code, new in goal.items():
-        at = 0
+    for code, mesh_dims in goal.items():
+        position = 0
         for m, here in enumerate(layout):
             if here == code:
-                if at == len(new):
+                if position == len(mesh_dims):
                     break
-                if new[at] != m:
+                if mesh_dims[position] != m:
                     return m
-                at += 1
+                position += 1
     return None
 
 
@@ -170,7 +178,7 @@ def _needed_late(graph: LayoutGraph, goal: Codes, late: int) -> int:
 
 
 class Estimate:
-    """A lower bound on the cost from a layout to ``goal``, whose mesh dims of one rank are all 0."""
+    """A lower bound on the cost from a layout to ``goal``, whose code is 0 on mesh dims of one rank."""
 
     def __init__(self, graph: LayoutGraph, goal: Codes) -> None:
         self.goal = goal
@@ -190,16 +198,13 @@ class Estimate:
 
     def __call__(self, layout: Codes) -> float:
         known = self._known.get(layout)
-        if known is None:
-            known = self._known[layout] = self._compute(layout) * JUST_UNDER
-        return known
-
-    def _compute(self, layout: Codes) -> float:
+        if known is not None:
+            return known
         start_gather = latency = local = 0.0
         reduced: dict[int, float] = {}
         contributors = 1
         copies = 0
-        moving = 0  # the codes of shards that are left or joined so far, as bits; see `disturbed`
+        moving = 0  # the shard codes that earlier mesh dims leave or join, as bits; see `disturbed`
         for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
             if here == there:
                 if here <= 0 or not moving >> here & 1:
@@ -217,10 +222,13 @@ class Estimate:
                 reduced[here] = max(reduced.get(here, 0.0), start)
             else:
                 copies += 1
-        if not latency:
-            return self._copied(layout, copies)
-        received = self._received(layout, contributors) * self._seconds_per_element
-        return sum(reduced.values()) + start_gather + latency + local + copies * self._copy + received
+        if latency:
+            bound = sum(reduced.values()) + start_gather + latency + local + copies * self._copy
+            bound += self._received(layout, contributors) * self._seconds_per_element
+        else:
+            bound = self._copied(layout, copies)
+        known = self._known[layout] = bound * JUST_UNDER
+        return known
 
     def _received(self, layout: Codes, contributors: int) -> float:
         """As :func:`received`, for a whole goal."""
@@ -230,13 +238,15 @@ class Estimate:
         if late is not None and self._graph.is_even:
             return self._needed
         held = 1
-        for size, wanted in zip(self._graph.sizes(layout), self._sizes, strict=True):
-            held *= min(size, wanted)
-        found = self._needed - held
-        return found if late is None else max(found, _needed_late(self._graph, self.goal, late))
+        for size, needed in zip(self._graph.sizes(layout), self._sizes, strict=True):
+            held *= min(size, needed)
+        lacking = self._needed - held
+        return lacking if late is None else max(lacking, _needed_late(self._graph, self.goal, late))
 
     def _copied(self, layout: Codes, copies: int) -> float:
-        """Slices and fills suffice, and cutting the largest mesh dim first writes least. Or a collective helps."""
+        """A bound where slices and fills suffice: cutting the largest mesh dim first writes least. With a collective in
+        between it may be cheaper.
+        """
         collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
         nbytes: float = self._graph.nbytes(layout)
         written = 0.0

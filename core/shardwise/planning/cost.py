@@ -1,10 +1,12 @@
-"""What moving data costs: the alpha-beta model, in seconds, of every kind of step that changes a layout.
+"""The cost of moving data: the alpha-beta model, in seconds, of every kind of step that changes a layout.
 
-A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives
-over the bandwidth of the slowest mesh dim in the group; each kind of collective has figures of its own per mesh dim.
-Local work costs a start and its bytes over the memory's bandwidth. Every step costs more than nothing, so leaving a
-tensor alone always wins. All ranks of a mesh compute by the same figures: written defaults, figures that
-:mod:`shardwise.comm.link_agreement` brought to every rank, or those of :func:`use_links`.
+A collective over ``n`` ranks costs a start, a latency per doubling of the group, and the bytes that a rank receives,
+divided by the bandwidth of the slowest mesh dim in the group. Each kind of collective has its own figures per mesh dim.
+Local work costs a start and its bytes, divided by the bandwidth of the memory. Every step costs more than nothing, so a
+tensor stays where it is if it can.
+
+All ranks of a mesh compute with the same figures: the written defaults, those that
+:mod:`shardwise.comm.link_agreement` gave to every rank, or those of :func:`use_links`.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from attrs import Attribute, field, frozen
 
 from shardwise.discovery.process import default_registry
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.registry import Registry
-from shardwise.kernel.spec import Mesh
 
 __all__ = [
     "Connection",
@@ -41,7 +43,7 @@ KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """The kinds of collective; :class:`Connection` has a field for each."""
 
 Wire = str
-"""What connects the ranks along a mesh dim: a key of ``WIRES``."""
+"""The connection between the ranks along a mesh dim: a key of ``WIRES``."""
 
 
 def _positive(_: object, attribute: Attribute[float], value: float) -> None:
@@ -62,7 +64,7 @@ class Link:
 
 @frozen
 class Connection:
-    """One mesh dim's figures for each kind of collective, as it is executed: local copies and sums are in them."""
+    """One mesh dim's figures for each kind of collective. They include the local copies and sums of its execution."""
 
     all_gather: Link
     reduce_scatter: Link
@@ -70,26 +72,27 @@ class Connection:
     all_to_all: Link
 
     @classmethod
-    def alike(cls, link: Link) -> Connection:
+    def same(cls, link: Link) -> Connection:
         """The same figures for every kind."""
         return cls(link, link, link, link)
 
     def of(self, kind: str) -> Link:
         """The figures of one of ``KINDS``."""
-        found: Link = getattr(self, kind)
-        return found
+        link: Link = getattr(self, kind)
+        return link
 
 
 def _connections(mesh_dims: Iterable[Connection | Link]) -> tuple[Connection, ...]:
-    return tuple(Connection.alike(c) if isinstance(c, Link) else c for c in mesh_dims)
+    return tuple(Connection.same(c) if isinstance(c, Link) else c for c in mesh_dims)
 
 
 @frozen(cache_hash=True)
 class Links:
     """A mesh's connections, one per mesh dim, and its local memory: start in seconds, bytes per second.
 
-    A :class:`Link` in place of a :class:`Connection` stands for every kind. ``whole`` has what was measured of the
-    group of all ranks, which may be slower than its mesh dims let expect, where ranks share cores or network adapters.
+    A :class:`Link` in place of a :class:`Connection` has the figures of every kind. ``whole`` has the figures of the
+    group of all ranks, if they were measured. That group may be slower than its mesh dims, because ranks share cores or
+    network adapters.
     """
 
     mesh_dims: tuple[Connection, ...] = field(converter=_connections)
@@ -100,13 +103,13 @@ class Links:
 
 # -- defaults --------------------------------------------------------------------------------------------------------
 
-# Orders of magnitude for a mesh that was never calibrated. Where each comes from:
+# Orders of magnitude for a mesh that was never calibrated. The source of each:
 # - loopback: gloo between processes of one host, which copies through the host's memory. Measured with float32 on two
-#   cores: 60-100 us for the smallest collective of two ranks, 1-2 GB/s. A reduce-scatter is an all-to-all and a local
-#   sum there, which reads every byte again.
+#   cores: 60-100 us for the smallest collective of two ranks, 1-2 GB/s. A reduce-scatter of gloo is an all-to-all and a
+#   local sum, which reads every byte again.
 # - ethernet: 10 Gb/s, nine tenths of it for payload; a TCP round trip between hosts takes some 50 us.
-# - nvlink: NCCL's own tuning table (src/graph/tuning.cc) has 6.6-8.4 us for any collective and 0.6-4.0 us per hop, the
-#   launch of a kernel comes on top; nccl-tests gives 2.3e11 B/s on eight A100 and 4.6e11 on eight H100.
+# - nvlink: NCCL's own tuning table (src/graph/tuning.cc) has 6.6-8.4 us for any collective and 0.6-4.0 us per hop; the
+#   launch of a kernel is not in it; nccl-tests gives 2.3e11 B/s on eight A100 and 4.6e11 on eight H100.
 # - infiniband: the same table has 2.7-14 us per hop over the network; HDR carries 200 Gb/s, one adapter per device.
 _LOOPBACK = Link(start=3e-5, latency=3e-5, bandwidth=1.5e9)
 _NVLINK = Link(start=1.2e-5, latency=4e-6, bandwidth=2e11)
@@ -120,11 +123,11 @@ WIRES: dict[Wire, Connection] = {
         all_reduce=_LOOPBACK,
         all_to_all=_LOOPBACK,
     ),
-    "nvlink": Connection.alike(_NVLINK),
-    "infiniband": Connection.alike(_INFINIBAND),
-    "ethernet": Connection.alike(_ETHERNET),
+    "nvlink": Connection.same(_NVLINK),
+    "infiniband": Connection.same(_INFINIBAND),
+    "ethernet": Connection.same(_ETHERNET),
 }
-"""The default figures by what connects the ranks of a mesh dim."""
+"""The default figures of each connection."""
 
 # Start and bandwidth of a local kernel: a row-major copy of some MiB on a server core; a kernel launch and the HBM2e of
 # an A100, read and written.
@@ -142,36 +145,33 @@ _supplied: WeakKeyDictionary[Registry, dict[Any, Links | None]] = WeakKeyDiction
 
 
 def _by_plugins(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire, ...]) -> Links | None:
-    """What the first plugin by name says that says anything; asked once per registry."""
+    """The figures of the first plugin, by name, that returns any. Its hook is called once per registry and mesh."""
     registry = default_registry()
     if not registry.links:
         return None
     known, key = _supplied.setdefault(registry, {}), (mesh_shape, device_type, wires)
     if key not in known:
-        answers = ((origin, supplier(*key)) for origin, supplier in registry.links)
-        origin, found = next(((o, f) for o, f in answers if f is not None), (None, None))
-        known[key] = None if found is None else _checked(found, mesh_shape, str(origin))
+        supplied = ((origin, supplier(*key)) for origin, supplier in registry.links)
+        origin, links = next(((o, links) for o, links in supplied if links is not None), (None, None))
+        if links is not None and not (isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape)):
+            raise PluginLoadError(
+                asked=f"cost redistributions on a mesh of shape {mesh_shape} by the plugin {origin}",
+                found=f"its hook shardwise_links answers {links!r}",
+                do=f"Return None, or Links with {len(mesh_shape)} mesh dims.",
+                plugin=str(origin),
+            )
+        known[key] = links
     return known[key]
 
 
-def _checked(links: Any, mesh_shape: tuple[int, ...], origin: str) -> Links:
-    if isinstance(links, Links) and len(links.mesh_dims) == len(mesh_shape):
-        return links
-    raise PluginLoadError(
-        asked=f"cost moves on a mesh of shape {mesh_shape} by the plugin {origin}",
-        found=f"its hook shardwise_links answers {links!r}",
-        do=f"Return None, or Links with {len(mesh_shape)} mesh dims.",
-        plugin=origin,
-    )
-
-
 def default_links(mesh: Mesh, wires: Sequence[Wire] | None = None) -> Links:
-    """What holds where nothing was measured: what a plugin says, or the written defaults by what connects the ranks of
-    each mesh dim (default: as if all were inside one host).
+    """The figures of a mesh that was not measured: those of a plugin, else the written defaults.
+
+    ``wires`` has the connection of each mesh dim. Its default is that of ranks on one host.
     """
     inside = "loopback" if mesh.device_type == "cpu" else "nvlink"
-    given = (inside,) * mesh.ndim if wires is None else tuple(wires)
-    return _by_plugins(tuple(mesh.shape), mesh.device_type, given) or _defaults(mesh.device_type, given)
+    per_dim = (inside,) * mesh.ndim if wires is None else tuple(wires)
+    return _by_plugins(tuple(mesh.shape), mesh.device_type, per_dim) or _defaults(mesh.device_type, per_dim)
 
 
 # -- the figures in use ----------------------------------------------------------------------------------------------
@@ -181,21 +181,21 @@ _agreed: dict[Mesh, Links] = {}
 
 
 def links_of(mesh: Mesh) -> Links:
-    """The figures in use for a mesh: what :func:`use_links` set, else what its ranks agreed on, else the defaults."""
+    """The figures in use for a mesh: those of :func:`use_links`, else those agreed on, else the defaults."""
     return (_chosen and _chosen.get(mesh)) or (_agreed and _agreed.get(mesh)) or default_links(mesh)
 
 
 def use_links(mesh: Mesh, links: Links | None) -> None:
-    """Cost moves on ``mesh`` by ``links`` (``None``: by what the ranks agreed on, or the defaults, again).
+    """Use ``links`` for costs on ``mesh``. ``None`` returns to the figures that the ranks agreed on, or the defaults.
 
-    Every rank must set the same figures at the same point of the program. Plans that were made before stay as they are:
-    set links before the first op on the mesh.
+    Every rank must set the same figures at the same point of the program. Earlier plans stay as they are, so set links
+    before the first op on the mesh.
     """
     _set(_chosen, mesh, links)
 
 
 def use_agreed_links(mesh: Mesh, links: Links | None) -> None:
-    """As :func:`use_links`, for what all ranks of the mesh agreed on; what a program chose itself goes before it."""
+    """Use the figures that all ranks of the mesh agreed on, unless the program calls :func:`use_links`."""
     _set(_agreed, mesh, links)
 
 
@@ -214,7 +214,7 @@ def are_chosen(mesh: Mesh) -> bool:
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 JUST_UNDER = 1 - 1e-9
-"""A factor against rounding: one step wins over two that do the same, and a bound stays below what it bounds."""
+"""A factor against rounding: one step wins over two that do the same, and a bound stays below the true cost."""
 
 # Of one kind over one group: ranks, start, latency of the whole group, seconds per byte.
 _Figures = tuple[int, float, float, float]
@@ -226,7 +226,7 @@ class StepCosts:
 
     sizes: tuple[int, ...]
     links: Links
-    # Per group: seconds before the first byte, and seconds per byte of what the method takes.
+    # Per group: seconds before the first byte, and seconds per byte of the method's second argument.
     _all_gather: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
     _reduce_scatter: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
     _all_reduce: dict[tuple[int, ...], tuple[float, float]] = field(factory=dict, init=False)
@@ -234,27 +234,27 @@ class StepCosts:
 
     def all_gather(self, dims: tuple[int, ...], shard_bytes: int) -> float:
         """Each rank gives ``shard_bytes`` and receives those of all others."""
-        found = self._all_gather.get(dims) or self._learn(self._all_gather, "all_gather", dims)
-        return found[0] + shard_bytes * found[1]
+        figures = self._all_gather.get(dims) or self._compute(self._all_gather, "all_gather", dims)
+        return figures[0] + shard_bytes * figures[1]
 
     def reduce_scatter(self, dims: tuple[int, ...], shard_bytes: int) -> float:
         """Each rank receives the others' pieces of its own shard, ``shard_bytes`` long."""
-        found = self._reduce_scatter.get(dims) or self._learn(self._reduce_scatter, "reduce_scatter", dims)
-        return found[0] + shard_bytes * found[1]
+        figures = self._reduce_scatter.get(dims) or self._compute(self._reduce_scatter, "reduce_scatter", dims)
+        return figures[0] + shard_bytes * figures[1]
 
     def all_reduce(self, dims: tuple[int, ...], nbytes: int) -> float:
         """A reduce-scatter and an all-gather of ``nbytes``, started once."""
-        found = self._all_reduce.get(dims)
-        if found is None:
+        figures = self._all_reduce.get(dims)
+        if figures is None:
             n, start, latency, seconds_per_byte = self._figures("all_reduce", dims)
-            found = self._all_reduce[dims] = (start + 2 * latency, 2 * (n - 1) / n * seconds_per_byte)
-        return found[0] + nbytes * found[1]
+            figures = self._all_reduce[dims] = (start + 2 * latency, 2 * (n - 1) / n * seconds_per_byte)
+        return figures[0] + nbytes * figures[1]
 
     def all_reduce_by_moving(self, dims: tuple[int, ...], nbytes: int) -> float:
-        """An all-reduce that no backend does: a reduce-scatter and an all-gather, or one all-gather of a small tensor.
+        """An all-reduce that no backend has: a reduce-scatter and an all-gather, or one all-gather of a small tensor.
 
-        Never less than the all-reduce that the figures of an all-gather would give, which keeps the law of
-        :meth:`alone`, and never less over more mesh dims.
+        Never less than an all-reduce with the figures of an all-gather: so the law of :meth:`alone` holds. Never less
+        over more mesh dims.
         """
         n, start, latency, seconds_per_byte = self._figures("all_gather", dims)
         least = start + 2 * latency + 2 * (n - 1) / n * nbytes * seconds_per_byte
@@ -265,25 +265,25 @@ class StepCosts:
 
     def all_to_all(self, dims: tuple[int, ...], piece_bytes: int) -> float:
         """Each rank sends a piece of ``piece_bytes`` to every other."""
-        found = self._all_to_all.get(dims) or self._learn(self._all_to_all, "all_to_all", dims)
-        return found[0] + piece_bytes * found[1]
+        figures = self._all_to_all.get(dims) or self._compute(self._all_to_all, "all_to_all", dims)
+        return figures[0] + piece_bytes * figures[1]
 
     def copy(self, nbytes: float) -> float:
         """A local kernel that writes ``nbytes``: a slice, a fill, a rearrangement."""
         return self.links.local_start + nbytes / self.links.memory_bandwidth
 
     def alone(self, mesh_dim: int) -> _Figures:
-        """Group size, start, latency and seconds per byte of a collective over one mesh dim alone; of each, the least
-        of all kinds.
+        """Group size, start, latency and seconds per byte of a collective over one mesh dim alone. Each figure is the
+        least of all kinds.
 
-        A collective over several mesh dims starts no faster than over any one of them, is no faster per byte, and has
-        at least the sum of their latencies.
+        The law for a collective over several mesh dims: its start and its seconds per byte are not less than those of
+        any of them, and its latency is not less than the sum of theirs.
         """
         each = [self._figures(kind, (mesh_dim,)) for kind in KINDS]
         n, start, latency, seconds_per_byte = (min(column) for column in zip(*each, strict=True))
         return int(n), start, latency, seconds_per_byte
 
-    def _learn(
+    def _compute(
         self, known: dict[tuple[int, ...], tuple[float, float]], kind: str, dims: tuple[int, ...]
     ) -> tuple[float, float]:
         n, start, latency, seconds_per_byte = self._figures(kind, dims)

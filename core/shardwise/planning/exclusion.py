@@ -1,13 +1,13 @@
-"""Which choices are not legal, and why: rows on one mesh dim, and combinations of rows over several.
+"""Why choices are not legal: rows on one mesh dim, and combinations of rows over several.
 
-For tools that explain a choice. A :class:`Problem` decides what is legal; here its answers become sentences.
+For tools that explain a choice. A :class:`Problem` decides; this module writes its reasons as sentences.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from attrs import frozen
 
@@ -17,7 +17,7 @@ from shardwise.planning.problem import Choice, Problem
 __all__ = ["Exclusion", "ChoiceCount", "count_choices"]
 
 MOST_CHECKED = 50_000
-"""Combinations that are looked at, at most: some 0.2 s. With many mesh dims there are millions."""
+"""The most combinations that are checked, in some 0.2 s. With many mesh dims there are millions."""
 
 
 @frozen
@@ -32,9 +32,9 @@ class Exclusion:
 
 @frozen
 class ChoiceCount:
-    """How many combinations of rows there are over the mesh dims, how many of those are legal, and what is not.
+    """How many combinations of rows there are over the mesh dims, how many are legal, and why the others are not.
 
-    ``complete`` is false where there are too many to look at each; then ``legal`` and the counts of combinations are
+    ``complete`` is false when there are too many to check each. Then ``legal`` and the counts of the exclusions are
     lower bounds.
     """
 
@@ -45,32 +45,29 @@ class ChoiceCount:
 
 
 def count_choices(problem: Problem) -> ChoiceCount:
-    """Look at every combination of the rows of a call, up to a limit; raises what the planner raises for no row."""
+    """Check every combination of the rows of a call, up to a limit.
+
+    Raises :class:`NoStrategyError`, as the planner does, when no row is legal on some mesh dim.
+    """
     ndim = len(problem.mesh_shape)
     rows = [problem.candidates(m) for m in range(ndim)]
-    found = [e for m in range(ndim) for e in _dropped_rows(problem, m, rows[m])]
+    exclusions = []
+    for m in range(ndim):
+        reasons: dict[str, list[str]] = {}
+        for r, obstacle in enumerate(problem.obstacles(m)):
+            if r not in rows[m] and obstacle is not None:
+                reasons.setdefault(_obstacle_text(problem, r, m, *obstacle), []).append(problem.rows[r].name)
+        exclusions += [Exclusion(reason, m, tuple(names), len(names)) for reason, names in reasons.items()]
     walk = _Walk(problem, rows)
     walk.extend(())
-    names = [row.name for row in problem.rows]
     for reason, count in walk.refused.items():
-        example = tuple(names[r] for r in walk.examples[reason])
-        found.append(Exclusion(reason, None, example, count))
-    return ChoiceCount(len(problem.rows) ** ndim, walk.legal, walk.left > 0, tuple(found))
+        example = tuple(problem.rows[r].name for r in walk.examples[reason])
+        exclusions.append(Exclusion(reason, None, example, count))
+    return ChoiceCount(len(problem.rows) ** ndim, walk.legal, walk.left > 0, tuple(exclusions))
 
 
-# -- rows of one mesh dim --------------------------------------------------------------------------------------------
-
-
-def _dropped_rows(problem: Problem, mesh_dim: int, kept: Sequence[int]) -> Iterator[Exclusion]:
-    reasons: dict[str, list[str]] = {}
-    for r, obstacle in enumerate(problem.obstacles(mesh_dim)):
-        if r not in kept and obstacle is not None:
-            reasons.setdefault(_in_words(problem, r, mesh_dim, *obstacle), []).append(problem.rows[r].name)
-    for reason, names in reasons.items():
-        yield Exclusion(reason, mesh_dim, tuple(names), len(names))
-
-
-def _in_words(problem: Problem, row: int, mesh_dim: int, what: str, operand: int) -> str:
+def _obstacle_text(problem: Problem, row: int, mesh_dim: int, what: str, operand: int) -> str:
+    """One of :meth:`Problem.obstacles` as a sentence."""
     name, spec, placements = problem.operand_names[operand], problem.specs[operand], problem.rows[row]
     here = show(None if spec is None else spec.placements[mesh_dim])
     if what == "moves":
@@ -82,16 +79,13 @@ def _in_words(problem: Problem, row: int, mesh_dim: int, what: str, operand: int
     return f"{name} is {here} there; to make it partial only puts communication off"
 
 
-# -- combinations ----------------------------------------------------------------------------------------------------
-
-
 class _Walk:
-    """All combinations, depth first; a refused prefix counts for all that begin with it."""
+    """A depth-first walk over all combinations. A refused prefix counts for all combinations that begin with it."""
 
     def __init__(self, problem: Problem, rows: Sequence[Sequence[int]]) -> None:
         self._problem = problem
         self._rows = rows
-        # How many combinations a prefix of each length stands for.
+        # By length, how many combinations begin with a prefix of it.
         self._behind = [math.prod(map(len, rows[n:])) for n in range(len(rows) + 1)]
         self.left = MOST_CHECKED
         self.legal = 0
@@ -99,6 +93,7 @@ class _Walk:
         self.examples: dict[str, Choice] = {}
 
     def extend(self, prefix: Choice) -> None:
+        """Check every combination that begins with a legal prefix."""
         if len(prefix) == len(self._rows):
             self.legal += 1
             return
@@ -115,7 +110,7 @@ class _Walk:
             name = self._problem.operand_names[operand]
             reason = {
                 "reductions": "reductions that do not commute would meet in one tensor",
-                "divides": f"the pieces of dim {dim} of {name} must number a divisor of {n}",
+                "divides": f"the number of pieces of dim {dim} of {name} must divide {n}",
                 "nonempty": f"some rank would hold nothing of dim {dim} of {name}",
             }[what]
             self.refused[reason] += self._behind[len(choice)]

@@ -1,15 +1,16 @@
-"""The graph of layouts: which single steps lead from one layout of a tensor to another, and what each costs.
+"""The graph of layouts: which steps lead from one layout of a tensor to another, and what each costs.
 
 A layout is a tuple of codes, one per mesh dim: 0 is ``R``, ``d + 1`` is ``S(d)``, ``-1 - k`` is a ``Partial`` of the
-``k``-th reduction. A mesh dim of one rank places nothing: its code is 0 here, whatever its placement.
+``k``-th reduction. So [S(1), R] is (2, 0), and [P(sum), S(0)] is (-1, 1). A mesh dim of one rank splits nothing: its
+code is 0 in this graph, whatever its placement.
 
-The graph of layouts and steps depends on the mesh and the tensor alone, never on where a search starts or ends, so
-distances in it obey the triangle inequality. Only ``fills``, which make a mesh dim partial, leave out what never pays.
+The graph depends on the mesh and the tensor alone, never on where a search starts or ends. So distances in it obey the
+triangle inequality. Only ``fills``, the steps that make a mesh dim partial, depend on the goal: those that cannot be
+part of a cheapest path are left out.
 
-Legal steps follow from the two laws of ``shards``. Mesh dims split a tensor dim from left to right, so only the
-right-most mesh dims of a tensor dim can be gathered or exchanged, and a shard is only added right of those that are
-there. Reductions are reduced from the last mesh dim to the first, so a kind waits for later mesh dims whose kind it
-does not commute with.
+Two laws say which steps are legal. Mesh dims split a tensor dim from left to right: so only the right-most mesh dims of
+a tensor dim can be gathered or exchanged, and a new shard must be right of those that the tensor dim has. Partial mesh
+dims are reduced from the last to the first: so a reduction waits for a later one that it does not commute with.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
-from itertools import combinations, product
+from itertools import chain, combinations, islice, product
 
 import torch
 
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, commute, is_native, reducible
-from shardwise.kernel.spec import TensorMeta, TensorSpec, memory_order
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.planning.cost import JUST_UNDER, Links, StepCosts, step_costs
 
-__all__ = ["Edge", "Codes", "LayoutGraph", "decode", "encode", "graph_of", "reduction_of", "searching"]
+__all__ = ["Codes", "Edge", "LayoutGraph", "decode", "encode", "graph_of", "legal_steps", "reduction_of", "searching"]
 
 Codes = tuple[int, ...]
 Dims = tuple[int, ...]
 #: Cost in seconds, the layout that the step leads to, its kind, the mesh dims of its group, the bytes of a rank.
 Edge = tuple[float, Codes, str, Dims, int]
-_GraphStep = tuple[str, Codes, Dims, Codes]
+#: Kind, the layout after the step, its mesh dims, the layout in which these mesh dims are whole.
+LegalStep = tuple[str, Codes, Dims, Codes]
 _MAX_PATHS = 64  # per graph
 _MAX_LAYOUTS = 4096  # per graph; about a kilobyte each
 
@@ -43,15 +46,15 @@ _KIND_CODES = {kind: -1 - k for k, kind in enumerate(REDUCE_OPS)}
 
 def encode(placement: Placement) -> int:
     """The code of a placement; see the module."""
-    # Comparing types: isinstance of a placement runs Python code of torch's.
-    of = type(placement)
-    if of is Shard:
+    # Types are compared, because isinstance of a placement runs Python code of torch.
+    cls = type(placement)
+    if cls is Shard:
         return int(placement.dim) + 1  # type: ignore[attr-defined]
-    return _KIND_CODES[placement.reduce_op] if of is Partial else 0  # type: ignore[attr-defined]
+    return _KIND_CODES[placement.reduce_op] if cls is Partial else 0  # type: ignore[attr-defined]
 
 
 def decode(code: int) -> Placement:
-    """The inverse of :func:`encode`."""
+    """The placement of a code; see the module."""
     if code > 0:
         return shard(code - 1)
     return partial(reduction_of(code)) if code else REPLICATE
@@ -62,82 +65,68 @@ def reduction_of(code: int) -> str:
     return REDUCE_OPS[-1 - code]
 
 
-class LegalSteps:
-    """Which steps lead out of each layout of tensors with so many dims and such a dtype; what they cost is not here.
+def legal_steps(mesh_shape: Dims, ndim: int, dtype: torch.dtype, layout: Codes) -> Iterator[LegalStep]:
+    """Every step out of a layout but the fills: its kind, the layout after it, its mesh dims, and the layout in which
+    these mesh dims are whole.
 
-    A step is its kind, the layout that it leads to, its mesh dims, and the layout in which those mesh dims are whole.
+    For a matrix that both mesh dims of a (2, 2) mesh shard by rows, so a layout of (1, 1)::
+
+        all_gather  (1, 0)  mesh dim 1        all_to_all  (1, 2)  mesh dim 1
+        all_gather  (0, 0)  mesh dims 0, 1    all_to_all  (2, 2)  mesh dims 0, 1
+
+    Mesh dim 0 cannot be gathered alone: mesh dim 1 splits the pieces that mesh dim 0 makes.
     """
+    sharders: list[list[int]] = [[] for _ in range(ndim)]  # per tensor dim, its mesh dims
+    for m, code in enumerate(layout):
+        if code > 0:
+            sharders[code - 1].append(m)
+    for m, n in enumerate(mesh_shape):
+        if n > 1 and layout[m] == 0:
+            for d, mesh_dims in enumerate(sharders):
+                if not mesh_dims or mesh_dims[-1] < m:
+                    yield "slice", _with(layout, (m,), d + 1), (m,), layout
+    # One gather may be of the right-most mesh dims of several tensor dims. The first product is of none.
+    suffixes = [[mesh_dims[i:] for i in range(len(mesh_dims), -1, -1)] for mesh_dims in sharders if mesh_dims]
+    for parts in islice(product(*suffixes), 1, None):
+        dims = tuple(sorted(chain.from_iterable(parts)))
+        whole = _with(layout, dims, 0)
+        yield "all_gather", whole, dims, whole
+    for d, mesh_dims in enumerate(sharders):
+        for dims in (tuple(mesh_dims[i:]) for i in range(len(mesh_dims))):
+            whole = _with(layout, dims, 0)
+            for e, others in enumerate(sharders):
+                if e != d and not (others and others[-1] > dims[0]):
+                    yield "all_to_all", _with(layout, dims, e + 1), dims, whole
+    for dims in _reducible_groups(layout, dtype):
+        whole = _with(layout, dims, 0)
+        yield "all_reduce", whole, dims, whole
+        for d, mesh_dims in enumerate(sharders):
+            if not mesh_dims or mesh_dims[-1] < dims[0]:
+                yield "reduce_scatter", _with(layout, dims, d + 1), dims, whole
 
-    def __init__(self, mesh_shape: Dims, ndim: int, dtype: torch.dtype) -> None:
-        self._split = tuple(m for m, n in enumerate(mesh_shape) if n > 1)
-        self._ndim = ndim
-        self._dtype = dtype
-        self._steps: dict[Codes, tuple[_GraphStep, ...]] = {}
 
-    def steps(self, layout: Codes) -> tuple[_GraphStep, ...]:
-        """Every step out of a layout but the fills."""
-        known = self._steps.get(layout)
-        if known is None:
-            if len(self._steps) >= _MAX_LAYOUTS:
-                self._steps.clear()
-            sharders: list[list[int]] = [[] for _ in range(self._ndim)]
-            for m, code in enumerate(layout):
-                if code > 0:
-                    sharders[code - 1].append(m)
-            known = self._steps[layout] = (
-                *self._slices(layout, sharders),
-                *self._gathers(layout, sharders),
-                *self._exchanges(layout, sharders),
-                *self._reductions(layout, sharders),
-            )
-        return known
+def _reducible_groups(layout: Codes, dtype: torch.dtype) -> Iterator[Dims]:
+    """The groups of mesh dims that one collective may reduce now.
 
-    def _slices(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
-        for m in self._split:
-            if layout[m] == 0:
-                for d, there in enumerate(sharders):
-                    if not there or there[-1] < m:
-                        yield "slice", _with(layout, (m,), d + 1), (m,), layout
-
-    def _gathers(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
-        # Any right-most mesh dims of any tensor dims may go together: only like kinds share a collective.
-        suffixes = [[there[i:] for i in range(len(there), -1, -1)] for there in sharders if there]
-        for chosen in product(*suffixes):
-            dims = tuple(sorted(m for suffix in chosen for m in suffix))
-            if dims:
-                after = _with(layout, dims, 0)
-                yield "all_gather", after, dims, after
-
-    def _exchanges(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
-        for d, there in enumerate(sharders):
-            for first in range(len(there)):
-                dims = tuple(there[first:])
-                whole = _with(layout, dims, 0)
-                for e, others in enumerate(sharders):
-                    if e != d and not (others and others[-1] > dims[0]):
-                        yield "all_to_all", _with(layout, dims, e + 1), dims, whole
-
-    def _reductions(self, layout: Codes, sharders: list[list[int]]) -> Iterator[_GraphStep]:
-        waiting: dict[str, list[int]] = {}
-        later: set[str] = set()
-        for m in reversed(range(len(layout))):
-            if layout[m] < 0:
-                kind = reduction_of(layout[m])
-                if reducible(kind, self._dtype) and all(commute(kind, other, self._dtype) for other in later):
-                    waiting.setdefault(kind, []).insert(0, m)
-                later.add(kind)
-        for ready in waiting.values():
-            for dims in _subsets(ready):
-                whole = _with(layout, dims, 0)
-                yield "all_reduce", whole, dims, whole
-                for d, there in enumerate(sharders):
-                    if not there or there[-1] < dims[0]:
-                        yield "reduce_scatter", _with(layout, dims, d + 1), dims, whole
+    They have one reduction, which commutes with that of every later partial mesh dim.
+    """
+    ready: dict[str, list[int]] = {}
+    later: set[str] = set()
+    for m in reversed(range(len(layout))):
+        if layout[m] < 0:
+            kind = reduction_of(layout[m])
+            if reducible(kind, dtype) and all(commute(kind, other, dtype) for other in later):
+                ready.setdefault(kind, []).insert(0, m)
+            later.add(kind)
+    for mesh_dims in ready.values():
+        for size in range(1, len(mesh_dims) + 1):
+            yield from combinations(mesh_dims, size)
 
 
 @lru_cache(maxsize=32)
-def _legal_steps(mesh_shape: Dims, ndim: int, dtype: torch.dtype) -> LegalSteps:
-    return LegalSteps(mesh_shape, ndim, dtype)
+def _steps_by_layout(_mesh_shape: Dims, _ndim: int, _dtype: torch.dtype) -> dict[Codes, tuple[LegalStep, ...]]:
+    """The legal steps that were listed so far: one dict for all tensors with so many dims and this dtype."""
+    return {}
 
 
 @lru_cache(maxsize=64)
@@ -160,29 +149,29 @@ class LayoutGraph:
         self.itemsize = meta.dtype.itemsize
         self.numel = math.prod(self.shape)
         self._meta = meta
-        # What the searches of one problem share; see :func:`searching`.
+        # Shared by the searches of one problem; see :func:`searching`.
         self._sizes: dict[Codes, Dims] = {}
         self._nbytes: dict[Codes, int] = {}
         self._edges: dict[Codes, list[Edge]] = {}
         figures = _mesh_figures(self.mesh_shape, costs)
         #: Ranks in all; the mesh dims of one rank; group size, start, latency and seconds per byte of each mesh dim
-        #: alone; the least seconds per byte of all.
+        #: alone; the least seconds per byte of all mesh dims.
         self.ranks, self.single, self.alone, self.fastest = figures
-        #: What searches found: the cost of a path and its steps, ``None`` where there is none.
-        self.found: dict[tuple[Codes, Codes], tuple[float, tuple[Edge, ...]] | None] = {}
+        #: The cheapest paths of earlier searches, by start and goal: cost and steps, ``None`` where there is no path.
+        self.paths: dict[tuple[Codes, Codes], tuple[float, tuple[Edge, ...]] | None] = {}
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether shards are even however the mesh splits the tensor."""
+        """Whether all shards are even, whichever mesh dims split whichever tensor dim."""
         return all(n % self.ranks == 0 for n in self.shape)
 
     @cached_property
-    def _legal(self) -> LegalSteps:
-        return _legal_steps(self.mesh_shape, len(self.shape), self.dtype)
+    def _steps(self) -> dict[Codes, tuple[LegalStep, ...]]:
+        return _steps_by_layout(self.mesh_shape, len(self.shape), self.dtype)
 
     @cached_property
     def _outer(self) -> tuple[Dims, ...]:
-        """Per tensor dim, the dims that lie outside it in memory: a shard of a dim is one block only if they are 1."""
+        """Per tensor dim, the dims outside it in memory. Its shards are blocks of memory only if these are 1."""
         order = memory_order(self._meta)
         return tuple(order[: order.index(d)] for d in range(len(self.shape)))
 
@@ -191,20 +180,20 @@ class LayoutGraph:
         return tuple(0 if m in self.single else code for m, code in enumerate(layout))
 
     def remember(self, start: Codes, goal: Codes, path: tuple[float, tuple[Edge, ...]] | None) -> None:
-        """Keep a path; all are dropped when there are many."""
-        if len(self.found) >= _MAX_PATHS:
-            self.found.clear()
-        self.found[start, goal] = path
+        """Keep a path for later searches. When there are many, the earlier ones are dropped."""
+        if len(self.paths) >= _MAX_PATHS:
+            self.paths.clear()
+        self.paths[start, goal] = path
 
     def sizes(self, layout: Codes) -> Dims:
-        """The largest local shape: that of the rank at coordinate 0 of every mesh dim."""
+        """The largest local shape. The rank at coordinate 0 of every mesh dim has it."""
         known = self._sizes.get(layout)
         if known is None:
-            found = list(self.shape)
+            local = list(self.shape)
             for n, code in zip(self.mesh_shape, layout, strict=True):
                 if code > 0:
-                    found[code - 1] = -(-found[code - 1] // n)
-            known = self._sizes[layout] = tuple(found)
+                    local[code - 1] = -(-local[code - 1] // n)
+            known = self._sizes[layout] = tuple(local)
         return known
 
     def nbytes(self, layout: Codes) -> int:
@@ -215,21 +204,18 @@ class LayoutGraph:
         return known
 
     def edges(self, layout: Codes) -> list[Edge]:
-        """Every step out of a layout but the fills."""
-        known = self._edges.get(layout)
-        if known is None:
-            known = self._edges[layout] = list(self._costed(layout))
-        return known
-
-    def keep_paths_only(self) -> None:
-        """Drop sizes and edges; see :func:`searching`."""
-        self._sizes.clear()
-        self._nbytes.clear()
-        self._edges.clear()
-
-    def _costed(self, layout: Codes) -> Iterator[Edge]:
+        """Every step out of a layout but the fills, with its cost."""
+        edges = self._edges.get(layout)
+        if edges is not None:
+            return edges
+        steps = self._steps.get(layout)
+        if steps is None:
+            if len(self._steps) >= _MAX_LAYOUTS:
+                self._steps.clear()
+            steps = self._steps[layout] = tuple(legal_steps(self.mesh_shape, len(self.shape), self.dtype, layout))
+        edges = self._edges[layout] = []
         costs = self.costs
-        for kind, after, dims, whole in self._legal.steps(layout):
+        for kind, after, dims, whole in steps:
             if kind == "slice":
                 nbytes = self.nbytes(after)
                 cost = costs.copy(nbytes)
@@ -239,7 +225,13 @@ class LayoutGraph:
                 if not self._one_block(layout, after, dims):
                     cost += costs.copy(self.nbytes(after))
             elif kind == "all_to_all":
-                cost, nbytes = self._exchange(layout, after, dims, whole)
+                before, e = self.sizes(layout), after[dims[0]] - 1  # a piece is cut out of dim e
+                nbytes = self.sizes(after)[e] * self.itemsize * math.prod(before[:e]) * math.prod(before[e + 1 :])
+                cost = costs.all_to_all(dims, nbytes)
+                if not self._one_block(after, whole, dims):
+                    cost += costs.copy(self.nbytes(layout))
+                if not self._one_block(layout, whole, dims):
+                    cost += costs.copy(self.nbytes(after))
             elif kind == "all_reduce":
                 nbytes = self.nbytes(layout)
                 native = is_native(reduction_of(layout[dims[0]]), self.dtype)
@@ -249,24 +241,23 @@ class LayoutGraph:
                 cost = costs.reduce_scatter(dims, nbytes)
                 if not self._one_block(after, whole, dims):
                     cost += costs.copy(self.nbytes(layout))
-            yield cost, after, kind, dims, nbytes
+            edges.append((cost, after, kind, dims, nbytes))
+        return edges
 
-    def _exchange(self, layout: Codes, after: Codes, dims: Dims, whole: Codes) -> tuple[float, int]:
-        """Cost and bytes of a piece of an all-to-all."""
-        before, e = self.sizes(layout), after[dims[0]] - 1
-        piece = self.sizes(after)[e] * self.itemsize * math.prod(before[:e]) * math.prod(before[e + 1 :])
-        cost = self.costs.all_to_all(dims, piece)
-        if not self._one_block(after, whole, dims):
-            cost += self.costs.copy(self.nbytes(layout))
-        if not self._one_block(layout, whole, dims):
-            cost += self.costs.copy(self.nbytes(after))
-        return cost, piece
+    def keep_paths_only(self) -> None:
+        """Drop sizes and edges; see :func:`searching`."""
+        self._sizes.clear()
+        self._nbytes.clear()
+        self._edges.clear()
 
     def fills(self, layout: Codes, target: Codes) -> Iterator[Edge]:
-        """The local steps that make a mesh dim partial, as ``target`` has it, or to join a reduction to both its sides.
+        """The local steps that make a mesh dim partial: as it is in ``target``, or as mesh dims on both its sides are.
 
-        A whole tensor costs its copy. A shard costs as much as if it were gathered first: that is what becoming partial
-        puts off, and so no reduction is cheaper for having made a shard part of it.
+        Between two sums of [P(sum), R, P(sum)], for example, the middle one may become a sum: one all-reduce over all
+        three mesh dims then costs less than two.
+
+        To fill a whole tensor costs its copy. To fill a shard costs as much as to gather it first: a partial shard only
+        puts the gather off. So no reduction becomes cheaper because a shard was made part of it.
         """
         partials = [code for code in layout if code < 0]
         if len(partials) == len(set(partials)) and min(target, default=0) >= 0:
@@ -281,27 +272,27 @@ class LayoutGraph:
                     nbytes = self.nbytes(after)
                     cost = self.costs.copy(nbytes)
                     if here > 0:
-                        cost = (cost + self._gather_cost(layout, m)) * JUST_UNDER  # it wins over a gather and a fill
+                        whole = _with(layout, (m,), 0)
+                        gather = self.costs.all_gather((m,), self.nbytes(layout))
+                        if not self._one_block(layout, whole, (m,)):
+                            gather += self.costs.copy(self.nbytes(whole))
+                        cost = (cost + gather) * JUST_UNDER  # it wins over a gather and a fill
                     yield cost, after, "fill", (m,), nbytes
 
     def _may_fill(self, layout: Codes, m: int, kind: str) -> bool:
+        """Whether a mesh dim may become partial by this reduction without a wrong result later."""
         rest = layout[m + 1 :]
         later = {reduction_of(code) for code in rest if code < 0}
         if layout[m] == 0:
-            # Ranks that hold ones would add up; zeros, and the same value everywhere, are safe under every kind.
+            # A later sum would add the ones that fill a product. Zeros and copies are safe under every reduction.
             return kind != "product" or "sum" not in later
         # The neutral values of max and min are extremes, which overflow or turn to NaN in the arithmetic that a
         # partial tensor may still go through.
         embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
         return embeds and layout[m] not in rest and all(commute(kind, other, self.dtype) for other in later)
 
-    def _gather_cost(self, layout: Codes, m: int) -> float:
-        whole = _with(layout, (m,), 0)
-        cost = self.costs.all_gather((m,), self.nbytes(layout))
-        return cost if self._one_block(layout, whole, (m,)) else cost + self.costs.copy(self.nbytes(whole))
-
     def _one_block(self, sharded: Codes, whole: Codes, dims: Dims) -> bool:
-        """Whether the shards over ``dims`` lie one behind the other in the whole's memory."""
+        """Whether the shards over ``dims`` follow each other in the memory of the whole."""
         d = sharded[dims[0]] - 1
         small = self.sizes(sharded)
         for o in self._outer[d]:
@@ -317,9 +308,9 @@ class LayoutGraph:
 
 @contextmanager
 def searching(*graphs: LayoutGraph) -> Iterator[None]:
-    """Search graphs in the block; afterwards they keep only the paths that were found.
+    """A context in which graphs are searched. Afterwards they keep the paths and drop the sizes and edges of layouts.
 
-    The sizes and edges of layouts are quickly computed again, and there are many kinds of tensor.
+    Sizes and edges are quickly computed again, and there are as many graphs as shapes of tensors.
     """
     try:
         yield
@@ -335,16 +326,11 @@ def _with(layout: Codes, dims: Iterable[int], code: int) -> Codes:
     return tuple(changed)
 
 
-def _subsets(items: Sequence[int]) -> Iterator[Dims]:
-    for size in range(1, len(items) + 1):
-        yield from combinations(items, size)
-
-
 @lru_cache(maxsize=256)
 def _cached_graph(mesh_shape: Dims, links: Links, meta: TensorMeta) -> LayoutGraph:
     return LayoutGraph(mesh_shape, step_costs(mesh_shape, links), meta)
 
 
 def graph_of(spec: TensorSpec, links: Links) -> LayoutGraph:
-    """The graph for tensors like the spec's on its mesh, with costs by these links."""
+    """The graph for the spec's mesh and tensor meta, with costs by these links."""
     return _cached_graph(spec.mesh_shape, links, spec.tensor_meta)

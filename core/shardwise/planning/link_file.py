@@ -1,7 +1,7 @@
-"""The file of measured figures: what ``shardwise calibrate`` writes and planning reads.
+"""The file of measured figures. ``shardwise calibrate`` writes it, and planning reads it.
 
-JSON, one entry per kind of mesh that was measured. An entry is for the meshes that lie as the measured one did; its
-mesh dims also serve meshes of another shape, each for a mesh dim of as many ranks over as many hosts.
+It is JSON with one entry per site (shape, devices, backend and hosts of a mesh). Meshes of another shape also use an
+entry's figures: each of their mesh dims takes those of a mesh dim of as many ranks over as many hosts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 from attrs import asdict, evolve, field, frozen
 
 from shardwise.errors import LinksFileError, LinksVersionError
-from shardwise.kernel.spec import ints
+from shardwise.kernel.mesh import ints
 from shardwise.planning.cost import KINDS, Connection, Link, Links
 
-__all__ = ["Calibration", "ENVIRONMENT", "Site", "chosen_file", "default_file", "find", "parse", "show", "store"]
+__all__ = ["Calibration", "ENVIRONMENT", "Site", "chosen_file", "default_file", "links_for", "parse", "show", "store"]
 
 VERSION = 1
 ENVIRONMENT = "SHARDWISE_LINKS"
@@ -27,9 +27,9 @@ ENVIRONMENT = "SHARDWISE_LINKS"
 
 @frozen
 class Site:
-    """Where a mesh lies: its shape, its devices, what carries its collectives, and over how many hosts.
+    """The shape of a mesh, its devices, its backend, and its hosts.
 
-    ``device`` is the device's name, ``hosts`` has one number per mesh dim: how many hosts its ranks are spread over.
+    ``device`` is the device's name. ``hosts`` has the number of hosts over which the ranks of each mesh dim are spread.
     """
 
     mesh_shape: tuple[int, ...] = field(converter=ints)
@@ -41,13 +41,13 @@ class Site:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.mesh_shape))
-        where = "one host" if self.total_hosts == 1 else f"{self.total_hosts} hosts"
-        return f"{shape} {self.device_type} ({self.device}) with {self.backend} on {where}"
+        hosts = "one host" if self.total_hosts == 1 else f"{self.total_hosts} hosts"
+        return f"{shape} {self.device_type} ({self.device}) with {self.backend} on {hosts}"
 
 
 @frozen
 class Calibration:
-    """Figures and what they were measured on; ``date`` is UTC in ISO form."""
+    """Figures, and the site where they were measured; ``date`` is UTC in ISO form."""
 
     site: Site
     links: Links
@@ -55,44 +55,39 @@ class Calibration:
     date: str
 
 
-# -- which figures a mesh takes ----------------------------------------------------------------------------------------
+# -- the figures for a mesh --------------------------------------------------------------------------------------------
 
 
-def find(calibrations: Sequence[Calibration], site: Site) -> Links | None:
-    """The figures for a mesh: of an entry for its like, else dim by dim from entries for such devices and backends.
+def links_for(calibrations: Sequence[Calibration], site: Site) -> Links | None:
+    """The figures for a mesh: of the entry for its site, else dim by dim from entries of the same devices and backend.
 
-    A mesh dim takes the figures of the first measured mesh dim of as many ranks over as many hosts. ``None`` where a
-    mesh dim of more than one rank finds none: a mesh is never costed half by measurement and half by defaults.
+    A mesh dim takes the figures of the first measured mesh dim of as many ranks over as many hosts. ``None`` when there
+    is no such mesh dim for one of several ranks: measured figures and defaults are never mixed on one mesh.
     """
+    same_devices = []
     for entry in calibrations:
         if entry.site == site:
             return entry.links
-    alike = [c for c in calibrations if _same_devices(c.site, site)]
-    found = [_connection(alike, n, hosts) for n, hosts in zip(site.mesh_shape, site.hosts, strict=True)]
-    known = [c for c in found if c is not None]
-    if not known or any(c is None and n > 1 for c, n in zip(found, site.mesh_shape, strict=True)):
+        if evolve(entry.site, mesh_shape=site.mesh_shape, hosts=site.hosts, total_hosts=site.total_hosts) == site:
+            same_devices.append(entry)
+    measured: dict[tuple[int, int], Connection] = {}  # by number of ranks and of hosts
+    for entry in same_devices:
+        for n, hosts, connection in zip(entry.site.mesh_shape, entry.site.hosts, entry.links.mesh_dims, strict=True):
+            if n > 1:
+                measured.setdefault((n, hosts), connection)
+    per_dim = [measured.get(key) for key in zip(site.mesh_shape, site.hosts, strict=True)]
+    known = [connection for connection in per_dim if connection is not None]
+    if not known or any(c is None and n > 1 for c, n in zip(per_dim, site.mesh_shape, strict=True)):
         return None
-    # A mesh dim of one rank never communicates: any figures do.
-    return evolve(alike[0].links, mesh_dims=tuple(c or known[0] for c in found), whole=None)
-
-
-def _same_devices(one: Site, other: Site) -> bool:
-    return (one.device_type, one.device, one.backend) == (other.device_type, other.device, other.backend)
-
-
-def _connection(calibrations: Iterable[Calibration], size: int, hosts: int) -> Connection | None:
-    for entry in calibrations:
-        for n, h, connection in zip(entry.site.mesh_shape, entry.site.hosts, entry.links.mesh_dims, strict=True):
-            if n == size > 1 and h == hosts:
-                return connection
-    return None
+    # A mesh dim of one rank never communicates, so any figures serve.
+    return evolve(same_devices[0].links, mesh_dims=tuple(c or known[0] for c in per_dim), whole=None)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def default_file() -> Path:
-    """Where figures are kept for this user: ``links.json`` in shardwise's configuration folder."""
+    """The file of this user: ``links.json`` in shardwise's configuration folder."""
     import click
 
     return Path(click.get_app_dir("shardwise")) / "links.json"
@@ -109,7 +104,7 @@ def chosen_file() -> tuple[Path | None, bool]:
 def parse(text: str, source: str) -> tuple[Calibration, ...]:
     """The entries of a file's text.
 
-    Raises :class:`LinksVersionError` for a newer version's file and :class:`LinksFileError` for what is none.
+    Raises :class:`LinksVersionError` for a file of another version, and :class:`LinksFileError` for any other text.
     """
     try:
         content = json.loads(text)
@@ -125,7 +120,7 @@ def parse(text: str, source: str) -> tuple[Calibration, ...]:
             version=version,
         )
     try:
-        return tuple(_entry(entry) for entry in content["meshes"])
+        return tuple(_read_entry(entry) for entry in content["meshes"])
     except (ValueError, TypeError, KeyError) as error:
         raise _malformed(source, repr(error)) from error
 
@@ -133,13 +128,13 @@ def parse(text: str, source: str) -> tuple[Calibration, ...]:
 def _malformed(source: str, why: str) -> LinksFileError:
     return LinksFileError(
         asked=f"read measured link figures from {source}",
-        found=f"it is no such file ({why})",
+        found=f"it is not a file of link figures ({why})",
         do="Write it anew with `shardwise calibrate`, or set SHARDWISE_LINKS=off.",
         path=source,
     )
 
 
-def _entry(entry: Mapping[str, Any]) -> Calibration:
+def _read_entry(entry: Mapping[str, Any]) -> Calibration:
     dims, local = entry["mesh_dims"], entry["local"]
     connections = tuple(map(_read_connection, dims))
     whole = None if entry["whole"] is None else _read_connection(entry["whole"])
@@ -163,39 +158,40 @@ def _read_connection(figures: Mapping[str, Any]) -> Connection:
 
 
 def show(calibrations: Iterable[Calibration]) -> str:
-    """The text of a file with these entries; :func:`parse` reads the same floats back."""
-    return json.dumps({"version": VERSION, "meshes": [_plain(c) for c in calibrations]}, indent=1) + "\n"
-
-
-def _plain(calibration: Calibration) -> dict[str, Any]:
-    site, links = calibration.site, calibration.links
-    return {
-        "device_type": site.device_type,
-        "device": site.device,
-        "backend": site.backend,
-        "hosts": site.total_hosts,
-        "torch": calibration.torch,
-        "date": calibration.date,
-        "local": {"start": links.local_start, "bandwidth": links.memory_bandwidth},
-        "mesh_dims": [
+    """The text of a file with these entries; :func:`parse` reads exactly the same floats from it."""
+    meshes = []
+    for calibration in calibrations:
+        site, links = calibration.site, calibration.links
+        mesh_dims = [
             {"size": n, "hosts": hosts, **asdict(connection)}
             for n, hosts, connection in zip(site.mesh_shape, site.hosts, links.mesh_dims, strict=True)
-        ],
-        "whole": None if links.whole is None else asdict(links.whole),
-    }
+        ]
+        meshes.append(
+            {
+                "device_type": site.device_type,
+                "device": site.device,
+                "backend": site.backend,
+                "hosts": site.total_hosts,
+                "torch": calibration.torch,
+                "date": calibration.date,
+                "local": {"start": links.local_start, "bandwidth": links.memory_bandwidth},
+                "mesh_dims": mesh_dims,
+                "whole": None if links.whole is None else asdict(links.whole),
+            }
+        )
+    return json.dumps({"version": VERSION, "meshes": meshes}, indent=1) + "\n"
 
 
 def store(calibration: Calibration, path: Path) -> None:
-    """Write an entry to a file, in place of one for the same kind of mesh; others in the file stay.
+    """Write an entry to a file, in place of the one for its site; the other entries of the file stay.
 
-    Raises what :func:`parse` raises where the existing file is not one of link figures, and :class:`LinksFileError`
-    where nothing can be written.
+    Raises what :func:`parse` raises for the existing file, and :class:`LinksFileError` where nothing can be written.
     """
     try:
-        before = parse(path.read_text(), str(path)) if path.exists() else ()
-        others = [c for c in before if c.site != calibration.site]
+        entries = parse(path.read_text(), str(path)) if path.exists() else ()
+        others = [c for c in entries if c.site != calibration.site]
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: another process may read it meanwhile.
+        # Another process may read the file meanwhile, so it is replaced at once.
         part = path.with_name(f"{path.name}.{os.getpid()}")
         part.write_text(show([calibration, *others]))
         part.replace(path)

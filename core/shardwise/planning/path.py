@@ -1,6 +1,6 @@
-"""Transitions: the cheapest sequence of steps from one layout of a tensor to another, step by step.
+"""Paths: the cheapest sequence of steps from one layout of a tensor to another.
 
-Pure planning: no process group, and the same answer on every rank. ``path_search`` finds the way.
+Planning alone: no process group, and the same path on every rank. ``path_search`` searches it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Step:
 
     ``kind`` is ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``slice``, ``fill`` or ``relabel``
     (other placements on mesh dims of one rank). ``source`` and ``target`` are the placements before and after it.
-    ``nbytes`` is what the cost counts: a rank's shard for a gather, its part of the result for a reduce-scatter, its
-    tensor for an all-reduce, one of its pieces for an all-to-all, the result for local steps. ``cost`` is in seconds.
+    ``nbytes`` are the bytes that the cost counts: a rank's shard for a gather, its part of the result for a
+    reduce-scatter, its tensor for an all-reduce, one of its pieces for an all-to-all, the result for local steps.
+    ``cost`` is in seconds.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Step:
 
     @property
     def reduction(self) -> str | None:
-        """The reduction that the step reduces or makes."""
+        """The reduction of the partial placements before or after the step, if any."""
         placements = [p for m in self.mesh_dims for p in (self.source[m], self.target[m])]
         return next((p.reduce_op for p in placements if isinstance(p, Partial)), None)
 
@@ -65,10 +66,11 @@ class Path:
 
 
 def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
-    """The cheapest steps from ``src`` to ``dst``, which must share mesh, shape and dtype.
+    """The cheapest steps from ``src`` to ``dst``: a reduce-scatter for P(sum) to S(0), for example.
 
-    Raises :class:`MeshMismatchError` or :class:`LayoutError` when they do not, and :class:`LayoutError` when the dtype
-    lacks a reduction that is needed (avg of bools, max and min of complex numbers).
+    Both must have one mesh, shape and dtype. Raises :class:`MeshMismatchError` for two meshes, and :class:`LayoutError`
+    for two shapes or dtypes, or when the dtype lacks a reduction that is needed (avg of bools, max and min of complex
+    numbers).
     """
     search = _search(src, dst)
     if search.steps is None:
@@ -80,21 +82,18 @@ def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
             src=src,
             dst=dst,
         )
-    # The placements of mesh dims of one rank change freely, the data stays.
-    renamed = tuple(m for m, n in enumerate(src.mesh_shape) if n == 1 and src.placements[m] != dst.placements[m])
+    # A mesh dim of one rank changes its placement without moving data.
+    relabelled = tuple(m for m, n in enumerate(src.mesh_shape) if n == 1 and src.placements[m] != dst.placements[m])
     steps = []
-    at = src.placements
-    if renamed:
-        at = tuple(dst.placements[m] if m in renamed else p for m, p in enumerate(src.placements))
-        cost = len(renamed) * search.graph.costs.copy(0)
-        steps.append(Step("relabel", renamed, src.placements, at, 0, cost))
-    for cost, after, kind, dims, nbytes in search.steps:
-        changed = list(at)
-        for m in dims:
-            changed[m] = decode(after[m])
-        target = tuple(changed)
-        steps.append(Step(kind, dims, at, target, nbytes, cost))
-        at = target
+    before = src.placements
+    if relabelled:
+        before = tuple(dst.placements[m] if m in relabelled else p for m, p in enumerate(src.placements))
+        cost = len(relabelled) * search.graph.costs.copy(0)
+        steps.append(Step("relabel", relabelled, src.placements, before, 0, cost))
+    for cost, codes, kind, dims, nbytes in search.steps:
+        after = tuple(decode(codes[m]) if m in dims else p for m, p in enumerate(before))
+        steps.append(Step(kind, dims, before, after, nbytes, cost))
+        before = after
     return Path(tuple(steps), search.lower)
 
 
@@ -105,15 +104,6 @@ def path_cost(src: TensorSpec, dst: TensorSpec) -> float:
 
 def _search(src: TensorSpec, dst: TensorSpec) -> Search:
     """The finished search for the cheapest steps from ``src`` to ``dst``."""
-    _check_pair(src, dst)
-    graph = graph_of(src, links_of(src.mesh))
-    search = Search(graph, tuple(map(encode, src.placements)), tuple(map(encode, dst.placements)))
-    with searching(graph):
-        search.advance(math.inf)
-    return search
-
-
-def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
     if src.mesh != dst.mesh:
         raise MeshMismatchError(
             asked=f"redistribute {src}",
@@ -129,15 +119,20 @@ def _check_pair(src: TensorSpec, dst: TensorSpec) -> None:
             src=src,
             dst=dst,
         )
+    graph = graph_of(src, links_of(src.mesh))
+    search = Search(graph, tuple(map(encode, src.placements)), tuple(map(encode, dst.placements)))
+    with searching(graph):
+        search.advance(math.inf)
+    return search
 
 
 # -- a bound without a search ----------------------------------------------------------------------------------------
 
 
 def bound(src: TensorSpec, mesh_dim: int, target: Placement) -> float:
-    """The least that a transition costs which gives one mesh dim the placement ``target``; 0 when it has it already.
+    """A lower bound, in seconds, on the cost of any path that gives one mesh dim the placement ``target``.
 
-    Summed over the mesh dims, bounds never exceed the transition's cost.
+    It is 0 when the mesh dim has that placement. Summed over the mesh dims, bounds never exceed the path's cost.
     """
     source = tuple(map(encode, src.placements))
     return sum(Bounds(graph_of(src, links_of(src.mesh)), source).step(mesh_dim, encode(target)))

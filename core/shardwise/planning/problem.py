@@ -1,4 +1,4 @@
-"""From the rows of one mesh dim to strategies of the whole mesh: which rows go together, and what each choice costs."""
+"""The problem of one call: which rows may stand side by side on the mesh dims, and what each choice costs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.rule import Row
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.layout_graph import encode, reduction_of
 from shardwise.planning.path import path_cost
 
@@ -28,54 +29,53 @@ Conflict = tuple[str, int, int, int]  # see Problem.conflict
 
 
 class Table:
-    """Rows in codes (see ``layout_graph``), and which of them go together whatever the tensors are."""
+    """Rows in codes (see ``layout_graph``), and which of them exclude each other whatever the tensors are."""
 
     def __init__(self, rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> None:
-        self.inputs = tuple(_codes(row.inputs, ndims) for row in rows)
-        kinds = [[-1 if p is None else _class(encode(p)) for p in (*row.inputs, *row.outputs)] for row in rows]
-        #: Per row, the rows that it cannot go with, as bits: their reductions do not commute on some tensor.
+        self.inputs = tuple(_input_codes(row, ndims) for row in rows)
+        reductions = [[_reduction_class(p) for p in (*row.inputs, *row.outputs)] for row in rows]
+        #: Per row, the rows that it excludes, as bits: their reductions do not commute on some tensor.
         self.barred = tuple(
             sum(
                 1 << s
-                for s, other in enumerate(kinds)
+                for s, other in enumerate(reductions)
                 if any(a != b for a, b in zip(one, other, strict=True) if a >= 0 <= b)
             )
-            for one in kinds
+            for one in reductions
         )
-        #: Whether a choice depends on how the rows divide sizes, too.
+        #: Whether the legality of a choice depends on sizes.
         self.divides = any(row.divides or row.nonempty for row in rows)
 
 
-def _codes(placements: Sequence[Placement | None], ndims: Sequence[int | None]) -> tuple[int | None, ...]:
-    found: list[int | None] = []
-    for p, ndim in zip(placements, ndims, strict=True):
-        if p is None:
-            found.append(None)
-            continue
+def _input_codes(row: Row, ndims: Sequence[int | None]) -> tuple[int | None, ...]:
+    codes: list[int | None] = []
+    for p, ndim in zip(row.inputs, ndims, strict=True):
         # Rows that a plugin wrote by hand may count a dim from the end.
         from_end = isinstance(p, Shard) and p.dim < 0
-        found.append(encode(p) + (ndim or 0) if from_end else encode(p))
-    return tuple(found)
+        codes.append(None if p is None else encode(p) + (ndim or 0) if from_end else encode(p))
+    return tuple(codes)
 
 
-def _class(code: int) -> int:
-    """Reductions of one number commute; -1 for what is not partial."""
+def _reduction_class(placement: Placement | None) -> int:
+    """A number for reductions that commute with each other; -1 for a placement that is not partial."""
+    code = 0 if placement is None else encode(placement)
     if code >= 0:
         return -1
     return 0 if reduction_of(code) in LINEAR else -code
 
 
 @lru_cache(maxsize=512)
-def _table(rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> Table:
+def _cached_table(rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> Table:
     return Table(rows, ndims)
 
 
 @frozen(eq=False)
 class Problem:
-    """The choice to be made for one call (or one list position): its rows, where its operands lie, what they write.
+    """The choice of a row per mesh dim, for one call or one list position.
 
-    ``specs`` are flat with ``out=`` last, as ``Row.inputs`` are. ``written`` lists operands that must stay where they
-    are. ``same`` pairs a written operand with the output that it is. ``fixed`` operands stay too.
+    ``specs`` and ``outputs`` are flat, as ``Row.inputs`` and ``Row.outputs`` are; ``out=`` operands are last in
+    ``specs``. ``written`` lists operands that the op writes: they must keep their placements. ``same`` pairs a written
+    operand with the output that is the same tensor. ``fixed`` operands must keep their placements, too.
     """
 
     schema: OpSchema
@@ -90,11 +90,11 @@ class Problem:
     @cached_property
     def table(self) -> Table:
         """The rows in codes."""
-        return _table(self.rows, tuple(None if s is None else s.ndim for s in self.specs))
+        return _cached_table(self.rows, tuple(None if s is None else s.ndim for s in self.specs))
 
     @property
     def operand_names(self) -> tuple[str, ...]:
-        """A name per operand; at a position of zipped lists, those of the lists."""
+        """A name per operand; for a position of zipped lists, the names of the lists."""
         names = self.schema.operand_names
         if len(names) == len(self.specs) and self.schema.specs == self.specs:
             return names
@@ -102,79 +102,78 @@ class Problem:
 
     @cached_property
     def sources(self) -> tuple[tuple[int, ...] | None, ...]:
-        """Where each operand lies, in codes."""
+        """The layout of each operand, in codes."""
         return tuple(None if s is None else tuple(map(encode, s.placements)) for s in self.specs)
 
     def candidates(self, mesh_dim: int) -> list[int]:
-        """Indices of the rows that respect what the op writes, in the rule's order; raises when there is none."""
+        """Indices of the rows without an obstacle, in the rule's order; if there are none, the deferring rows.
+
+        Raises :class:`InPlaceError` or :class:`NoStrategyError` when there are none of either.
+        """
         obstacles = self.obstacles(mesh_dim)
         free = [r for r, obstacle in enumerate(obstacles) if obstacle is None]
-        if free:
-            return free
-        deferring = [r for r, obstacle in enumerate(obstacles) if obstacle is not None and obstacle[0] == "deferred"]
-        if not deferring:
-            raise self._refusal(mesh_dim)
-        return deferring
-
-    def obstacles(self, mesh_dim: int) -> list[Obstacle | None]:
-        """Per row, what speaks against it on a mesh dim, with the operand in question; ``None`` for nothing.
-
-        ``moves``: an operand that must stay would be redistributed. ``changes``: a written operand would be another
-        placement afterwards. ``deferred``: a shard would become partial, which moves nothing now and more later, and
-        fills memory with zeros meanwhile; such rows are taken where there are no others.
-        """
-        here = [None if source is None else source[mesh_dim] for source in self.sources]
-        stays = [i for i in (*self.written, *self.fixed) if here[i] is not None]
-        sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
-        return [self._obstacle(row, here, stays, sharded) for row in range(len(self.rows))]
-
-    def _obstacle(
-        self, row: int, here: Sequence[int | None], stays: Sequence[int], sharded: Sequence[int]
-    ) -> Obstacle | None:
-        wanted = self.table.inputs[row]
-        for i in stays:
-            if wanted[i] != here[i]:
-                return "moves", i
-        for i, o in self.same:
-            if self.rows[row].inputs[i] != self.rows[row].outputs[o]:
-                return "changes", i
-        for i in sharded:
-            if (code := wanted[i]) is not None and code < 0:
-                return "deferred", i
-        return None
-
-    def _refusal(self, mesh_dim: int) -> ShardingError:
-        names = self.operand_names
+        rows = free or [r for r, obstacle in enumerate(obstacles) if obstacle is not None and obstacle[0] == "deferred"]
+        if rows:
+            return rows
         if self.written:
-            stays = ", ".join(f"{names[i]} = {self.specs[i]}" for i in self.written)
-            rows = "; ".join(map(str, self.rows))
-            return InPlaceError(
+            written = ", ".join(f"{self.operand_names[i]} = {self.specs[i]}" for i in self.written)
+            raise InPlaceError(
                 asked=f"run {self.schema}",
-                found=f"no row keeps what the op writes where it is on mesh dim {mesh_dim} ({stays}); rows: {rows}",
+                found=f"no row keeps what the op writes where it is on mesh dim {mesh_dim} ({written}); "
+                f"rows: {'; '.join(map(str, self.rows))}",
                 do="Redistribute the written tensor first, or use the op's out-of-place form.",
                 op=op_name(self.schema.op),
                 mesh_dim=mesh_dim,
             )
-        return NoStrategyError(
+        raise NoStrategyError(
             asked=f"run {self.schema}",
             found="its rule has no row for this call",
             do="Redistribute the operands to Replicate(), or extend the rule.",
             op=op_name(self.schema.op),
         )
 
-    def conflict(self, choice: Choice) -> Conflict | None:
-        """Why the rows of a choice (a prefix of the mesh dims) do not go together; ``None`` if they do.
+    def obstacles(self, mesh_dim: int) -> list[Obstacle | None]:
+        """Per row, its obstacle on a mesh dim and the operand in question; ``None`` if it has none.
 
-        All rows but the last are known to go together. Reductions on several mesh dims must commute, and a dim must
-        be split as its rows want: ``("divides", operand, dim, n)`` where the number of pieces does not divide ``n``,
-        and ``("nonempty", operand, dim, 0)`` where a rank would hold nothing. A refused prefix stays refused.
+        - ``moves``: an operand that must keep its placements would be redistributed.
+        - ``changes``: a written operand would have another placement afterwards.
+        - ``deferred``: a shard would become partial. That moves nothing now and more later, and fills memory with zeros
+          meanwhile. Such rows are used only where there are no others.
+        """
+        here = [None if source is None else source[mesh_dim] for source in self.sources]
+        unmoved = [i for i in (*self.written, *self.fixed) if here[i] is not None]
+        sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
+        return [self._obstacle(row, here, unmoved, sharded) for row in range(len(self.rows))]
+
+    def _obstacle(
+        self, row: int, here: Sequence[int | None], unmoved: Sequence[int], sharded: Sequence[int]
+    ) -> Obstacle | None:
+        codes = self.table.inputs[row]
+        for i in unmoved:
+            if codes[i] != here[i]:
+                return "moves", i
+        for i, o in self.same:
+            if self.rows[row].inputs[i] != self.rows[row].outputs[o]:
+                return "changes", i
+        for i in sharded:
+            if (code := codes[i]) is not None and code < 0:
+                return "deferred", i
+        return None
+
+    def conflict(self, choice: Choice) -> Conflict | None:
+        """Why the rows of a choice, or of a prefix of one, exclude each other; ``None`` if they do not.
+
+        All rows but the last are known not to. The reasons are ``("reductions", 0, 0, 0)`` where reductions on several
+        mesh dims do not commute, ``("divides", operand, dim, n)`` where the number of pieces of a dim does not divide
+        ``n``, and ``("nonempty", operand, dim, 0)`` where a rank would hold nothing of a dim. A longer choice with an
+        illegal prefix is illegal.
         """
         barred = self.table.barred[choice[-1]]
         if barred and any(barred >> r & 1 for r in choice):
             return "reductions", 0, 0, 0
         if not self.table.divides:
             return None
-        # A later mesh dim may split a dim further that an earlier row wants divided evenly.
+        # The last mesh dim may split a dim further that the row of an earlier one restricts.
         for r in dict.fromkeys(choice):
             for i, d, n in self.rows[r].divides:
                 if not self.divides(choice, i, d, n):
@@ -189,7 +188,7 @@ class Problem:
         return [self.mesh_shape[m] for m, r in enumerate(choice) if self.table.inputs[r][operand] == dim + 1]
 
     def divides(self, choice: Choice, operand: int, dim: int, size: int) -> bool:
-        """Whether the pieces into which a choice splits a dim of an operand number a divisor of ``size``."""
+        """Whether the number of pieces into which a choice splits a dim of an operand divides ``size``."""
         shards = 1
         for n in self.splits(choice, operand, dim):
             shards *= n
@@ -204,47 +203,48 @@ class Problem:
         return 0 not in sizes
 
     def target(self, choice: Choice, operand: int) -> tuple[Placement, ...]:
-        """Where an operand must lie under a choice for the whole mesh."""
+        """The placements of an operand under a choice for the whole mesh."""
         return tuple(p for r in choice if (p := self.rows[r].inputs[operand]) is not None)
 
     def strategy(self, choice: Choice, costs: Sequence[float] | None = None) -> PlacementStrategy:
-        """A choice written out: specs of all inputs and outputs, and the cost of each redistribution, if not given."""
+        """The strategy of a choice: specs of all inputs and outputs, and the cost of each redistribution in seconds.
+
+        ``costs`` are used as they are; without them each redistribution is searched.
+        """
         mesh = self.schema.mesh
-        inputs = tuple(None if s is None else self._placed(s, self.target(choice, i)) for i, s in enumerate(self.specs))
+        inputs = tuple(
+            None
+            if s is None
+            else s
+            if (target := self.target(choice, i)) == s.placements
+            else s.with_placements(target)
+            for i, s in enumerate(self.specs)
+        )
         if inputs == self.specs:
             inputs = self.specs
-        outputs = tuple(
-            None if meta is None else TensorSpec(mesh, _output(self.rows, choice, o), meta)
-            for o, meta in enumerate(self.outputs)
-        )
+        outputs = []
+        for o, meta in enumerate(self.outputs):
+            placements = tuple(p for r in choice if (p := self.rows[r].outputs[o]) is not None)
+            outputs.append(None if meta is None else TensorSpec(mesh, placements, meta))
         if costs is None:
             costs = [
                 0.0 if src is None or dst is None else path_cost(src, dst)
                 for src, dst in zip(self.specs, inputs, strict=True)
             ]
-        names = _shared(tuple(self.rows[r].name for r in choice))
-        found = tuple(costs) if any(costs) else _shared((0.0,) * len(costs))
-        return PlacementStrategy(inputs, outputs, found, names, any(self.rows[r].lowered for r in choice))
-
-    @staticmethod
-    def _placed(spec: TensorSpec, target: tuple[Placement, ...]) -> TensorSpec:
-        return spec if target == spec.placements else spec.with_placements(target)
+        names = _shared_tuple(tuple(self.rows[r].name for r in choice))
+        seconds = tuple(costs) if any(costs) else _shared_tuple((0.0,) * len(costs))
+        lowered = any(self.rows[r].lowered for r in choice)
+        return PlacementStrategy(inputs, tuple(outputs), seconds, names, lowered)
 
 
 @lru_cache(maxsize=1024)
-def _shared(value: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The first tuple that was equal: strategies stay in memory with their plans, and most are much alike."""
-    return value
-
-
-def _output(rows: Sequence[Row], choice: Choice, index: int) -> tuple[Placement, ...]:
-    return tuple(p for r in choice if (p := rows[r].outputs[index]) is not None)
+def _shared_tuple(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One tuple for all equal ones: strategies stay in memory with their plans, and many have the same figures."""
+    return values
 
 
 def exhaustive(problem: Problem) -> Iterator[tuple[Choice, PlacementStrategy]]:
-    """Every legal choice for the whole mesh, in the order of the rows. For tools and tests; the planner never does
-    this.
-    """
+    """Every legal choice for the whole mesh, in the order of the rows. For tools and tests: planning never calls it."""
     per_dim = [problem.candidates(m) for m in range(len(problem.mesh_shape))]
     for choice in product(*per_dim):
         if all(problem.conflict(choice[: n + 1]) is None for n in range(len(choice))):
@@ -252,7 +252,7 @@ def exhaustive(problem: Problem) -> Iterator[tuple[Choice, PlacementStrategy]]:
 
 
 def no_choice(problem: Problem) -> ShardingError:
-    """The error for a call whose rows never go together."""
+    """The error for a call for which no combination of rows is legal."""
     return NoStrategyError(
         asked=f"run {problem.schema}",
         found="no combination of its rule's rows over the mesh dims is legal: "

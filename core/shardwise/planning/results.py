@@ -1,4 +1,4 @@
-"""What a call returns: its result shapes, strides and dtypes, found by running the op on the meta device."""
+"""The metas of a call's results, computed by running the op on the meta device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Op, signature
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 
 __all__ = ["output_metas"]
 
@@ -17,32 +18,30 @@ __all__ = ["output_metas"]
 def output_metas(
     op: Op, values: Sequence[Any], instead: Callable[..., Any] | None = None
 ) -> tuple[TensorMeta | None, ...] | None:
-    """Metas of the tensor results, lists flattened, ``None`` for one that is undefined.
+    """Metas of the tensor results, lists flattened, ``None`` for an undefined one; ``None`` if a shape depends on data.
 
-    The answer as a whole is ``None`` where a shape depends on data: it is known only after the op has run.
-
-    ``values`` are the schema arguments in order with a :class:`TensorSpec` for each tensor. An op that refuses the call
-    raises here what torch raises for it. ``instead`` (a rule's ``meta``) is run in place of the op.
+    ``values`` are the schema arguments in order, with a :class:`TensorSpec` for each tensor. ``instead`` (a rule's
+    ``meta``) runs in place of the op. Raises what torch raises for a call that the op refuses.
     """
     described = signature(op)
     if not any(r.is_tensor for r in described.results):
         return ()
     args, kwargs = described.unbind([_to_meta(v) for v in values])
     try:
-        found = (instead or op)(*args, **kwargs)
+        results = (instead or op)(*args, **kwargs)
     except NotImplementedError:
         return None
-    return tuple(flat_metas(found))
+    return tuple(flat_metas(results))
 
 
-def flat_metas(found: Any) -> list[TensorMeta | None]:
-    """Metas of an op's tensor results in order; other results are left out."""
-    if isinstance(found, torch.Tensor):
-        return [TensorMeta.of(found)]
-    if found is None:
+def flat_metas(results: Any) -> list[TensorMeta | None]:
+    """Metas of an op's tensor results in order, ``None`` for an undefined one; other results are left out."""
+    if isinstance(results, torch.Tensor):
+        return [TensorMeta.of(results)]
+    if results is None:
         return [None]
-    if isinstance(found, (tuple, list)):
-        return [meta for part in found for meta in flat_metas(part)]
+    if isinstance(results, (tuple, list)):
+        return [meta for part in results for meta in flat_metas(part)]
     return []
 
 

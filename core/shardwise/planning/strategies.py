@@ -1,4 +1,4 @@
-"""The planner: states the problem of one call, has it solved, and answers what tools ask."""
+"""The planner: it states the problem of one call and has it solved. Tools ask it for strategies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule, by_type
 from shardwise.kernel.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
 from shardwise.planning.path import path_cost
 from shardwise.planning.problem import Choice, Problem, exhaustive
@@ -23,9 +24,9 @@ __all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "result_m
 
 
 def make_call(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> Call:
-    """The call as its rule sees it: metas for specs, stand-ins for arguments that are keyed by type."""
-    shown = by_type(rule, schema.values, schema.op)
-    call = Call(schema.op, {name: _metas(value) for name, value in shown.items()}, tuple(outputs))
+    """The call as its rule sees it: metas in place of specs, :class:`ByType` for arguments that are keyed by type."""
+    arguments = by_type(rule, schema.values, schema.op)
+    call = Call(schema.op, {name: _metas(value) for name, value in arguments.items()}, tuple(outputs))
     if rule.results is None:
         return call
     return Call(call.op, call.args, tuple(rule.results(call, schema.mesh.device_type)))
@@ -45,19 +46,19 @@ def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
         return [_problem(schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
     check_lengths(schema)
     known: dict[object, Problem] = {}
-    found = []
+    per_position = []
     for i in range(call.length):
-        at = _flat_position(schema, i)
-        specs = tuple(None if j is None else schema.specs[j] for j in at)
+        indices = _flat_position(schema, i)
+        specs = tuple(None if j is None else schema.specs[j] for j in indices)
         part = call.position(i)
         key = (specs, part.outputs)
         if key not in known:
             written, fixed = (
-                tuple(k for k, j in enumerate(at) if j in flat) for flat in (schema.written, schema.fixed)
+                tuple(k for k, j in enumerate(indices) if j in flat) for flat in (schema.written, schema.fixed)
             )
             known[key] = _problem(schema, rule.rows(part), specs, part.outputs, written, fixed)
-        found.append(known[key])
-    return found
+        per_position.append(known[key])
+    return per_position
 
 
 def _problem(
@@ -68,34 +69,29 @@ def _problem(
     written: Sequence[int],
     fixed: Sequence[int],
 ) -> Problem:
-    flat = _result_arguments(schema)
-    same = tuple((i, o) for o, i in enumerate(flat) if i is not None and i in written)
+    # In-place and ``out=`` ops return operands that they write.
+    starts, results = schema.starts, [r for r in schema.signature.results if r.is_tensor]
+    same = tuple(
+        (starts[r.alias], o)
+        for o, r in enumerate(results)
+        if r.alias is not None and r.written and not r.is_list and starts[r.alias] in written
+    )
     mesh_shape = tuple(schema.mesh.shape)
     return Problem(schema, rows, tuple(specs), tuple(outputs), tuple(written), same, mesh_shape, tuple(fixed))
 
 
-def _result_arguments(schema: OpSchema) -> list[int | None]:
-    """Per tensor result, the flat operand that it is (for written results), as in-place and ``out=`` ops return."""
-    starts = schema.starts
-    return [
-        starts[r.alias] if r.alias is not None and r.written and not r.is_list else None
-        for r in schema.signature.results
-        if r.is_tensor
-    ]
-
-
 def check_lengths(schema: OpSchema) -> None:
-    """Lists that are zipped must be of one length, or empty."""
+    """Raise :class:`ListLengthError` unless the zipped lists of a call have one length, or are empty."""
     lengths = {
         a.name: len(v)
         for a, v in zip(schema.signature.args, schema.values, strict=True)
         if a.kind is Kind.TENSORS and v
     }
     if len(set(lengths.values())) > 1:
-        shown = ", ".join(f"{name}: {n}" for name, n in lengths.items())
+        listing = ", ".join(f"{name}: {n}" for name, n in lengths.items())
         raise ListLengthError(
             asked=f"run {op_name(schema.op)}",
-            found=f"its tensor lists have unequal lengths ({shown})",
+            found=f"its tensor lists have unequal lengths ({listing})",
             do="Pass lists of one length; an optional list may be empty.",
             op=op_name(schema.op),
             lengths=lengths,
@@ -103,7 +99,7 @@ def check_lengths(schema: OpSchema) -> None:
 
 
 def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
-    """Flat operand indices of one list position; an operand that is no list is shared by all positions."""
+    """Flat operand indices of one list position. All positions share an operand that is not a list."""
     indices: list[int | None] = []
     for arg, value, start in zip(schema.signature.args, schema.values, schema.starts, strict=True):
         if arg.kind is Kind.TENSOR:
@@ -117,35 +113,36 @@ def _flat_position(schema: OpSchema, i: int) -> list[int | None]:
 
 
 def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
-    """The cheapest legal choice; see the module for ties. Raises :class:`NoStrategyError` or a kind of it."""
+    """The cheapest legal choice; :mod:`shardwise.planning.chooser` says which of equals. Raises
+    :class:`NoStrategyError`, or :class:`InPlaceError`, which is one.
+    """
     choice, costs = Chooser(problem).best()
     return choice, problem.strategy(choice, costs)
 
 
 def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
-    """The strategy taken for a call; one per list position for a ``zip_lists`` rule."""
-    if isinstance(rule, FullMeshRule):
-        return [_cheapest_full(rule, schema)]
-    solved: dict[int, PlacementStrategy] = {}
-    found = []
-    for problem in problems(rule, schema, call):
-        if id(problem) not in solved:
-            solved[id(problem)] = choose(problem)[1]
-        found.append(solved[id(problem)])
-    return found
+    """The cheapest strategy of a call; one per list position for a ``zip_lists`` rule.
 
-
-def _cheapest_full(rule: FullMeshRule, schema: OpSchema) -> PlacementStrategy:
-    found: OpStrategy = rule.strategies(schema.mesh, schema)
-    legal = [s for s in found.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    Raises :class:`NoStrategyError` where no strategy is legal.
+    """
+    if not isinstance(rule, FullMeshRule):
+        solved: dict[int, PlacementStrategy] = {}
+        per_position = []
+        for problem in problems(rule, schema, call):
+            if id(problem) not in solved:
+                solved[id(problem)] = choose(problem)[1]
+            per_position.append(solved[id(problem)])
+        return per_position
+    enumerated: OpStrategy = rule.strategies(schema.mesh, schema)
+    legal = [s for s in enumerated.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
     if not legal:
         raise NoStrategyError(
             asked=f"run {schema}",
-            found=f"its rule gives {len(found.strategies)} strategies and none is legal here",
+            found=f"its rule gives {len(enumerated.strategies)} strategies and none is legal here",
             do="Redistribute the operands, or extend the rule.",
             op=op_name(schema.op),
         )
-    return min(legal, key=lambda s: s.cost)
+    return [min(legal, key=lambda s: s.cost)]
 
 
 # -- what tools ask ----------------------------------------------------------------------------------------------
@@ -154,28 +151,28 @@ def _cheapest_full(rule: FullMeshRule, schema: OpSchema) -> PlacementStrategy:
 def strategies(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OpStrategy | TupleStrategy:
     """Every legal strategy of a call with its cost, cheapest first (a :class:`TupleStrategy` for zipped lists)."""
     if isinstance(rule, FullMeshRule):
-        listed: OpStrategy = rule.strategies(schema.mesh, schema)
-        return OpStrategy(tuple(sorted(listed.strategies, key=lambda s: s.cost)))
+        enumerated: OpStrategy = rule.strategies(schema.mesh, schema)
+        return OpStrategy(tuple(sorted(enumerated.strategies, key=lambda s: s.cost)))
     call = make_call(rule, schema, outputs)
-    found = []
+    per_position = []
     for problem in problems(rule, schema, call):
         ranked = sorted(exhaustive(problem), key=lambda pair: (pair[1].cost, pair[0]))
-        found.append(OpStrategy(tuple(strategy for _, strategy in ranked)))
-    return TupleStrategy(tuple(found)) if rule.zip_lists else found[0]
+        per_position.append(OpStrategy(tuple(strategy for _, strategy in ranked)))
+    return TupleStrategy(tuple(per_position)) if rule.zip_lists else per_position[0]
 
 
 def propagate(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OutputSharding:
-    """Where the outputs of a call lie, and the schema that its inputs must be redistributed to first, if any."""
+    """The output specs of a call, and the schema to which its inputs must be redistributed first, if any."""
     inputs, results = merged(schema, cheapest(rule, schema, make_call(rule, schema, outputs)))
-    answer = results[0] if len(results) == 1 else tuple(results) or None
-    moved = tuple(inputs) != schema.specs
-    return OutputSharding(answer, schema.with_specs(inputs) if moved else None)
+    output_spec = results[0] if len(results) == 1 else tuple(results) or None
+    is_redistributed = tuple(inputs) != schema.specs
+    return OutputSharding(output_spec, schema.with_specs(inputs) if is_redistributed else None)
 
 
 def merged(
     schema: OpSchema, chosen: Sequence[PlacementStrategy]
 ) -> tuple[Sequence[TensorSpec | None], Sequence[TensorSpec | None]]:
-    """Flat input and output specs of a call from the strategies of its list positions (or its only one)."""
+    """Flat input and output specs of a call, from its strategy or from those of its list positions."""
     if not chosen:
         return schema.specs, ()
     zipped = len(chosen) != 1 or len(chosen[0].input_specs) != len(schema.specs)
@@ -200,20 +197,19 @@ def result_metas(schema: OpSchema, instead: Callable[..., Any] | None = None) ->
 
     Raises :class:`NoStrategyError` when the shapes depend on data, and what the op itself raises for a wrong call.
     """
-    found = schema_metas(schema, instead)
-    if found is None:
+    metas = schema_metas(schema, instead)
+    if metas is None:
         raise NoStrategyError(
             asked=f"enumerate the strategies of {schema}",
             found="the shape of its result depends on data",
             do="Run the op on data.",
             op=op_name(schema.op),
         )
-    metas: tuple[TensorMeta | None, ...] = found
     return metas
 
 
 def rows(rule: Rule, schema: OpSchema) -> tuple[Row, ...]:
-    """The legal rows of one call on one mesh dim, in order of preference; where its operands lie plays no part."""
+    """The legal rows of one call, in order of preference. The placements of its operands play no part."""
     return rule.rows(make_call(rule, schema, result_metas(schema, rule.meta)))
 
 
@@ -225,12 +221,12 @@ def strategy(
     *,
     lowered: bool = False,
 ) -> PlacementStrategy:
-    """A strategy from one placement per mesh dim for each operand and result (flat, ``None`` where absent).
+    """The strategy with these placements, one per mesh dim for each operand and result (flat, ``None`` where absent).
 
-    ``metas`` are those of :func:`result_metas`. The cost is that of moving each operand there from where it lies.
-    Raises :class:`PlacementError` for a placement that a tensor cannot have.
+    ``metas`` are those of :func:`result_metas`. The costs are those of redistributing each operand of ``schema`` to
+    these placements. Raises :class:`PlacementError` for a placement that a tensor cannot have.
     """
-    placed = tuple(
+    targets = tuple(
         None if spec is None or places is None else spec.with_placements(places)
         for spec, places in zip(schema.specs, inputs, strict=True)
     )
@@ -240,21 +236,21 @@ def strategy(
     )
     costs = tuple(
         0.0 if src is None or dst is None else path_cost(src, dst)
-        for src, dst in zip(schema.specs, placed, strict=True)
+        for src, dst in zip(schema.specs, targets, strict=True)
     )
-    return PlacementStrategy(placed, results, costs, (), lowered)
+    return PlacementStrategy(targets, results, costs, (), lowered)
 
 
 # -- by the rule that is in force ------------------------------------------------------------------------------------
 
 
 def strategies_of(registry: Registry, schema: OpSchema) -> OpStrategy | TupleStrategy:
-    """Every legal strategy of a call with its cost, cheapest first; one list per position for zipped lists."""
+    """:func:`strategies` by the rule in force."""
     rule = registry.lookup(schema.op).rule
     return strategies(rule, schema, result_metas(schema, rule.meta))
 
 
 def propagated(registry: Registry, schema: OpSchema) -> OutputSharding:
-    """Where the results of a call lie, and what its operands must be redistributed to first."""
+    """:func:`propagate` by the rule in force."""
     rule = registry.lookup(schema.op).rule
     return propagate(rule, schema, result_metas(schema, rule.meta))

@@ -1,7 +1,8 @@
-"""Intercept ops: handlers, modes and wrapper tensors. Also what autograd knows about a tensor."""
+"""Intercept ops: handlers, modes and wrapper tensors. Also the state of autograd and of a tensor's memory."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -16,12 +17,17 @@ from shardwise.private_torch.ops import custom_op_of, qualified_name
 __all__ = [
     "disabled_torch_function",
     "forward_traceback",
+    "get_data",
+    "guard_memory",
     "in_backward",
+    "hide_items",
+    "is_batched",
     "memory_of",
     "new_wrapper",
     "put_above_autograd",
     "put_before_dispatch",
     "recorded_ops",
+    "set_data",
     "support_foreach",
     "swap_parameter",
     "version_of",
@@ -131,7 +137,7 @@ def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> Abst
 
 def memory_of(tensor: torch.Tensor) -> int:
     """An identity of a tensor's memory. An address does not serve: tensors without data have none."""
-    identity: int = tensor.untyped_storage()._cdata
+    identity: int = torch.Tensor.untyped_storage(tensor)._cdata
     return identity
 
 
@@ -165,6 +171,42 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_batched(tensor: Any) -> bool:
+    """Whether a tensor is one of ``vmap``'s, which hides the tensors that it holds. No public function says so."""
+    functorch = torch._C._functorch
+    return isinstance(tensor, torch.Tensor) and (
+        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
+    )
+
+
+def hide_items(cls: type) -> None:
+    """Let torch see a tensor class with a ``__getitem__`` of its own as a tensor, not as a sequence.
+
+    Python fills the slot for items of sequences for any class that defines ``__getitem__``; the C class of tensors
+    leaves it empty. Where torch reads a list of numbers, as ``torch.tensor([x.sum(), 1.0])`` does, it would ask a
+    tensor with that slot for its length. Only C code can empty a slot. Indexing uses another one and stays as it is.
+    Nothing happens where classes do not lie in memory as expected.
+    """
+
+    class WithItems:
+        def __getitem__(self, index: Any) -> Any: ...
+
+    class WithoutItems: ...
+
+    slot = _item_slot(cls)
+    if slot.value and slot.value == _item_slot(WithItems).value and not _item_slot(WithoutItems).value:
+        slot.value = None
+
+
+def _item_slot(cls: type) -> ctypes.c_void_p:
+    """``cls->tp_as_sequence->sq_item``: the eleventh pointer of a class, and the fourth one there."""
+    pointer = ctypes.sizeof(ctypes.c_void_p)
+    head = object.__basicsize__ + pointer
+    sequence = ctypes.c_void_p.from_address(id(cls) + head + 10 * pointer).value
+    assert sequence is not None, "a class made by Python code has these slots"
+    return ctypes.c_void_p.from_address(sequence + 3 * pointer)
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place. Torch documents the counter, but its attribute is not public."""
     return tensor._version
@@ -175,3 +217,37 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
     changes the order of ``parameters()``.
     """
     module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+# Torch's own `.data`, below what `guard_memory` puts in front of it.
+_DATA: Any = torch._C.TensorBase.data
+get_data: Callable[[Any], Any] = _DATA.__get__
+set_data: Callable[[Any, Any], None] = _DATA.__set__
+
+
+def guard_memory(cls: type, refuse: Callable[[Any, str], Any]) -> None:
+    """Call ``refuse(tensor, asked)`` before a plain tensor, or a DLPack capsule, gets the memory of a ``cls``.
+
+    ``plain.data = tensor`` and ``torch.to_dlpack(tensor)`` copy the pointer to the storage. A wrapper's pointer is 0,
+    and the next read ends the interpreter. Both are C functions that ask neither ``__torch_function__`` nor
+    ``__torch_dispatch__`` of a wrapper, and a flag of the storage would cost each new wrapper a call. So the attribute
+    ``torch.Tensor.data`` and the function ``to_dlpack`` are replaced. Reading ``.data`` still calls torch's getter.
+    """
+
+    def set_checked(tensor: Any, value: Any) -> None:
+        # A wrapper has a setter of its own. It ends here too: under a mode, torch looks the setter up again.
+        if isinstance(value, cls) and not isinstance(tensor, cls):
+            refuse(value, "set .data of a plain tensor to")
+        set_data(tensor, value)
+
+    to_capsule: Any = vars(torch.utils.dlpack)["to_dlpack"]
+
+    def to_dlpack(tensor: Any) -> Any:
+        if isinstance(tensor, cls):
+            refuse(tensor, "make a DLPack capsule of")
+        return to_capsule(tensor)
+
+    to_dlpack.__doc__ = to_capsule.__doc__
+    torch.Tensor.data = property(get_data, set_checked, _DATA.__delete__, _DATA.__doc__)  # type: ignore[assignment]
+    for module in (torch, torch.utils.dlpack):
+        vars(module)["to_dlpack"] = to_dlpack

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 import torch
-from torch.distributed import device_mesh
+import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
     "current_mesh",
+    "default_store",
     "graph_all_gather",
     "graph_all_reduce",
     "graph_all_to_all",
     "graph_reduce_scatter",
+    "is_reachable",
     "wrap_state_dict_functions",
 ]
 
@@ -34,6 +38,34 @@ def current_mesh() -> DeviceMesh:
             do="Pass device_mesh=, or enter one: `with mesh:`.",
         ) from error
     return mesh
+
+
+def default_store() -> Any | None:
+    """The store of the default process group, by a connection of its own: a call that blocks does not hold it up.
+
+    None where there is no other rank that could read it. The store can be handed to ``init_process_group`` but not be
+    asked for.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or "fake" in str(dist.get_backend()):
+        return None
+    store: Any = distributed_c10d._get_default_store()
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # a store in memory has no connections
+        return store
+
+
+def is_reachable(store: Any) -> bool:
+    """Whether the process that has a store still runs. A call of a store that is gone writes a long warning."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not hasattr(store, "port"):  # a file
+        return True
+    try:
+        socket.create_connection((store.host, store.port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:

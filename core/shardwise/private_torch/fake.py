@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import torch
 from attrs import define
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.private_torch.dispatch import FOREACH_MODULES, support_foreach
 
-__all__ = ["fake_store", "fake_tensors", "is_rehearsing", "is_unknowable", "rehearsing"]
+__all__ = ["fake_store", "fake_strides", "fake_tensors", "is_rehearsing", "is_unknowable", "rehearsing"]
 
 
 @contextmanager
@@ -38,6 +39,25 @@ def fake_tensors() -> Iterator[None]:
             types[:] = old
 
 
+def fake_strides(op: Any, arguments: Mapping[str, Any], device_type: str) -> list[tuple[int, ...] | None]:
+    """The strides of an op's tensor results as the kernels of a device type return them, ``None`` if undefined.
+
+    ``arguments`` are the op's by name, with ``(shape, stride, dtype)`` for a tensor. The meta device is the public
+    alternative. Its kernel of ``convolution`` does not know the memory formats of real kernels.
+    """
+    with FakeTensorMode():
+
+        def tensor(value: Any) -> Any:
+            match value:
+                case (shape, stride, torch.dtype() as dtype):
+                    return torch.empty_strided(shape, stride, dtype=dtype, device=device_type)
+            return value
+
+        results = op(**{name: tensor(value) for name, value in arguments.items()})
+    parts = results if isinstance(results, (tuple, list)) else (results,)
+    return [None if part is None else part.stride() for part in parts]
+
+
 def fake_store() -> Any:
     """The store of a process group that has only this rank. Torch keeps it among its own tests."""
     return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
@@ -45,7 +65,7 @@ def fake_store() -> Any:
 
 @define
 class _Process:
-    """What tensors without data stand for in this process. It is not per thread: backward runs in other threads."""
+    """Whether this process rehearses. It is not per thread, because backward runs in other threads."""
 
     is_rehearsing: bool = False
 

@@ -1,4 +1,4 @@
-"""What torch knows about an op: its schema, its overloads, its decompositions and functional forms, and custom ops."""
+"""Ops as torch knows them: schemas, overloads, decompositions and functional forms, and custom ops."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def schema_of(op: Any) -> Any:
     return op._schema
 
 
-# All that a user may write for one op. The class behind torch.library.custom_op has no public name.
+# The types of objects that name one op. The class behind torch.library.custom_op has no public name.
 OpLike = OpOverload | CustomOpDef | OpOverloadPacket
 
 
 def overload_of(op: Any) -> Any | None:
-    """The op overload behind what ``torch.library.custom_op`` returns; ``None`` for anything else.
+    """The op overload of a custom op, or of an overload packet with one overload; ``None`` for anything else.
 
-    An overload packet with one overload (``torch.ops.acme.swish``) stands for it. Nothing public leads from the
-    decorated function to its overload.
+    ``torch.ops.acme.swish`` is such a packet. No public API leads from the function that ``torch.library.custom_op``
+    returns to its overload.
     """
     if isinstance(op, CustomOpDef):
         return op._opoverload
@@ -58,12 +58,12 @@ def overload_of(op: Any) -> Any | None:
 
 
 def known_custom_op(name: str) -> Any | None:
-    """What ``torch.library.custom_op`` returned for ``acme::swish`` in this process, or ``None``."""
+    """The custom op of this name (``acme::swish``) that this process defined, or ``None``."""
     return OPDEFS.get(name)
 
 
 def custom_op_of(op: OpOverload) -> Any | None:
-    """What ``torch.library.custom_op`` returned for an op overload; ``None`` for any other op."""
+    """The custom op of an op overload; ``None`` for any other op."""
     return known_custom_op(qualified_name(op).partition(".")[0])
 
 
@@ -106,7 +106,7 @@ def parts_of(definition: Any) -> CustomOpParts:
 
 
 def make_custom_op(parts: CustomOpParts) -> Any:
-    """The inverse of :func:`parts_of`."""
+    """Define a custom op from the parts that :func:`parts_of` returned."""
     assert parts.kernel is not None
     definition = torch.library.custom_op(parts.name, parts.kernel, mutates_args=parts.written, schema=parts.schema)
     if parts.fake is not None:
@@ -117,7 +117,7 @@ def make_custom_op(parts: CustomOpParts) -> Any:
 
 
 def direct_call(op: Any) -> Callable[..., Any]:
-    """The C++ callable behind an op overload: what ``OpOverload.__call__`` calls, without its Python frame."""
+    """The C++ callable that ``OpOverload.__call__`` calls: it runs the op without that Python frame."""
     return getattr(op, "_op", op)  # type: ignore[no-any-return]
 
 
@@ -149,17 +149,26 @@ def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
 
 
 def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
-    """The C++ kernel that runs an op by other ops on every backend, with its own autograd formula, if it has one."""
+    """The C++ kernel that runs an op by other ops on every backend, with its own autograd formula, if it has one.
+
+    The kernel of a custom op has the same key, and is none: it may do to the memory of tensors what it likes.
+    """
     key = torch._C.DispatchKey.CompositeExplicitAutograd
-    if not torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key.name):
+    if custom_op_of(op) is not None or not torch._C._dispatch_has_kernel_for_dispatch_key(qualified_name(op), key.name):
         return None
-    return lambda *args, **kwargs: op._op_dk(key, *args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # A mode for functions, as the context of a device is one, would call the op itself instead.
+        with torch._C.DisableTorchFunction():
+            return op._op_dk(key, *args, **kwargs)
+
+    return run
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:
     """The op that returns what this one writes into its ``out=`` arguments or its operands: ``add`` for ``add_``.
 
-    Found by name, as torch pairs them, and only if the other arguments are the same. No public API pairs them.
+    Torch pairs the two by name, and so does this function, if the other arguments are the same. No public API does.
     """
     packet, _, overload = qualified_name(op).partition("::")[2].partition(".")
     overloads = [overload or "default"]
@@ -171,12 +180,12 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     else:
         return None
     functional = getattr(getattr(torch.ops, op.namespace), packet, None)
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    arguments = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
     for name in (*overloads, *(functional.overloads() if functional is not None else ())):
         candidate = getattr(functional, name, None)
         if candidate is None or candidate is op or candidate._schema.is_mutable:
             continue
-        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted:
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == arguments:
             return candidate  # type: ignore[no-any-return]
     return None
 

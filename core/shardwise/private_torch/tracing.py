@@ -33,6 +33,7 @@ __all__ = [
     "same_symbol",
     "seeing_graphs",
     "settled",
+    "take_plain_tangents",
     "without_data",
 ]
 
@@ -96,8 +97,8 @@ def is_open(size: Any) -> bool:
 
 
 def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
-    """A tensor without data that replaces ``part`` in its trace, of other sizes. The trace then expects no
-    use of its symbols. Neither the trace's mode nor its symbols are public.
+    """A tensor without data, of other sizes, that replaces ``part`` in its trace. The symbols of ``part`` may then stay
+    unused. Neither the trace's mode nor its symbols are public.
     """
     mode = _mode_of(part)
     for size in (*part.shape, *part.stride()):
@@ -105,7 +106,11 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
             fresh = mode.shape_env.pending_fresh_unbacked_symbols
             fresh[:] = [s for s in fresh if s not in size.node.expr.free_symbols]
     with _outside_modes(), mode:
-        return torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+        replacement = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+    # Torch refers weakly to what stands for a tensor. Whatever reads the tensor again, as an optimizer's step does with
+    # the gradient of a parameter, would make new symbols if this one were gone.
+    replacement.shardwise_replaces = part  # type: ignore[attr-defined]
+    return replacement
 
 
 def without_data(part: torch.Tensor) -> AbstractContextManager[Any]:
@@ -202,6 +207,20 @@ def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
 
     backend: Callable[..., Any] = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     return backend
+
+
+def take_plain_tangents(cls: type, make: Callable[[torch.Tensor, Any], Any]) -> None:
+    """Where compiled code expects the gradient of an output of class ``cls`` and gets a plain tensor, call
+    ``make(gradient, metadata)``, with the metadata that ``__tensor_flatten__`` returned for the output.
+
+    Autograd makes plain zeros for an output without a gradient. Torch asks the gradient itself for another class, and
+    an ordinary tensor does not answer: this makes it answer for ``cls`` alone. The name of the method is not public.
+    """
+
+    def coerce(tensor: torch.Tensor, metadata: Any, expected: type | None = None) -> Any:
+        return make(tensor, metadata) if expected is cls else None
+
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = coerce  # type: ignore[attr-defined]
 
 
 graph_calls: list[Callable[..., Any]] = []

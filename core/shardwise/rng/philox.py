@@ -27,7 +27,10 @@ def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Ten
     ``[0, 2**32)``. The results have the same form. Neither operand is changed.
     """
     multipliers = _multipliers(even.device)
-    keys = torch.tensor(_keys(key), device=even.device).view(_ROUNDS, 2, 1).unbind()
+    schedule = [[(word + i * step) & WORD for word, step in zip(key, _WEYL, strict=True)] for i in range(_ROUNDS)]
+    # In each round the key's words have the order that the rows have in that round.
+    rounds = [words if i % 2 else words[::-1] for i, words in enumerate(schedule)]
+    keys = torch.tensor(rounds, device=even.device).view(_ROUNDS, 2, 1).unbind()
     buffers = [torch.empty_like(even) for _ in range(4)]
     # Each buffer with its two rows: on a small tensor a view in every round costs more than the arithmetic.
     product, high, spare, other = ((buffer, *buffer.unbind()) for buffer in buffers)
@@ -42,12 +45,6 @@ def philox(even: Tensor, odd: Tensor, key: tuple[int, int]) -> tuple[Tensor, Ten
         _, first, second = odd_rows = product
         high, product, spare, other = spare, other, high, product
     return words, odd_rows[0].bitwise_and_(WORD)
-
-
-def _keys(key: tuple[int, int]) -> list[list[int]]:
-    """The keys of all rounds, each in the order that the rows have in that round."""
-    schedule = [[(word + i * step) & WORD for word, step in zip(key, _WEYL, strict=True)] for i in range(_ROUNDS)]
-    return [words if i % 2 else words[::-1] for i, words in enumerate(schedule)]
 
 
 @lru_cache

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from shardwise.rng.philox import WORD, philox
@@ -32,22 +32,18 @@ _LARGE_TILE = 1 << 22
 Transform = Callable[[Tensor, Tensor], Tensor]
 
 
-def _ints(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sizes)
-
-
 @frozen
 class Region:
     """A box in a global tensor: the global shape, and the box's offset and size per dim."""
 
-    shape: tuple[int, ...] = field(converter=_ints)
-    offset: tuple[int, ...] = field(converter=_ints)
-    size: tuple[int, ...] = field(converter=_ints)
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Region:
         """The whole tensor."""
-        return cls(shape, (0,) * len(shape), shape)
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     def with_dim(self, size: int) -> Region:
         """The same box of a tensor with one more last dim, which is whole: for elements of several values."""
@@ -131,8 +127,8 @@ class Draw:
 
     def generator(self, device: torch.device, place: Sequence[int] = ()) -> torch.Generator:
         """A torch generator that is seeded for this draw alone (and for a place, if ranks should differ)."""
-        known = repr((self.seed, self.number, tuple(place))).encode()
-        return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(known, digest_size=8).digest()))
+        key = repr((self.seed, self.number, tuple(place))).encode()
+        return torch.Generator(device).manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()))
 
     @contextmanager
     def seeding(self, device: torch.device) -> Iterator[None]:
@@ -157,25 +153,31 @@ class Draw:
             return out
         starts, run, shift = _runs(region, per_block, device)
         flat = out.view(len(starts), run)
-        for rows, begin, end in _tiles(len(starts), run, per_block, device):
-            flat[rows, begin:end] = self._tile(starts[rows] + begin, end - begin, per_block, shift, transform)
+        # A tile is some rows and a part of each run, so that few counters are computed at once. Parts begin a whole
+        # number of blocks apart, so that they share their place in a block.
+        tile = _TILE.get(device.type, _LARGE_TILE)
+        rows, part = max(1, tile // (run // per_block + 1)), tile * per_block
+        for row in range(0, len(starts), rows):
+            for begin in range(0, run, part):
+                end = min(run, begin + part)
+                first = starts[row : row + rows] + begin
+                flat[row : row + rows, begin:end] = self._tile(first, end - begin, per_block, shift, transform)
         return out
 
     def _tile(self, starts: Tensor, run: int, per_block: int, shift: int | None, transform: Transform) -> Tensor:
         """The values of one run of elements from each start. ``shift`` is their place in a block if they share it."""
         blocks = (run + (per_block - 1 if shift is None else shift) - 1) // per_block + 1
         counters = (starts // per_block).unsqueeze(1) + torch.arange(blocks, device=starts.device)
-        values = transform(*self._output(counters.view(-1))).view(len(starts), blocks * per_block)
+        numbers = counters.view(-1)
+        even, odd = numbers.new_empty((2, len(numbers))), numbers.new_empty((2, len(numbers)))
+        even[0], odd[0] = numbers & WORD, numbers >> 32
+        even[1], odd[1] = self.number & WORD, self.number >> 32 & WORD
+        words = philox(even, odd, (self.seed & WORD, self.seed >> 32 & WORD))
+        values = transform(*words).view(len(starts), blocks * per_block)
         if shift is not None:
             return values[:, shift : shift + run]
         places = (starts % per_block).unsqueeze(1) + torch.arange(run, device=starts.device)
         return values.gather(1, places)
-
-    def _output(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        even, odd = blocks.new_empty((2, len(blocks))), blocks.new_empty((2, len(blocks)))
-        even[0], odd[0] = blocks & WORD, blocks >> 32
-        even[1], odd[1] = self.number & WORD, self.number >> 32 & WORD
-        return philox(even, odd, (self.seed & WORD, self.seed >> 32 & WORD))
 
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -188,38 +190,24 @@ def _runs(region: Region, per_block: int, device: torch.device) -> tuple[Tensor,
     run = step = 1
     starts = torch.zeros((), dtype=torch.int64, device=device)
     steps = []
-    together = True
+    is_contiguous = True
     for n, offset, size in zip(reversed(region.shape), reversed(region.offset), reversed(region.size), strict=True):
-        if together:
+        if is_contiguous:
             run *= size
             starts = starts + offset * step
-            together = size == n
+            is_contiguous = size == n
         else:
             starts = (torch.arange(offset, offset + size, device=device) * step).unsqueeze(-1) + starts.reshape(1, -1)
             starts = starts.reshape(-1)
             steps.append(step)
         step *= n
     starts = starts.reshape(-1)
-    same = all(step % per_block == 0 for step in steps)
-    return starts, run, _first(region) % per_block if same else None
-
-
-def _first(region: Region) -> int:
-    """The flat index of a region's first element."""
-    index = 0
+    if any(step % per_block for step in steps):
+        return starts, run, None
+    first = 0  # the flat index of the region's first element
     for n, offset in zip(region.shape, region.offset, strict=True):
-        index = index * n + offset
-    return index
-
-
-def _tiles(rows: int, run: int, per_block: int, device: torch.device) -> Iterator[tuple[slice, int, int]]:
-    """Rows and a part of each run, so that few counters are computed at once. Parts begin a whole block apart."""
-    tile = _TILE.get(device.type, _LARGE_TILE)
-    part = tile * per_block
-    together = max(1, tile // (run // per_block + 1))
-    for row in range(0, rows, together):
-        for begin in range(0, run, part):
-            yield slice(row, row + together), begin, min(run, begin + part)
+        first = first * n + offset
+    return starts, run, first % per_block
 
 
 @lru_cache

@@ -1,5 +1,6 @@
 """All that a rule is written with. A plugin imports this, ``shardwise.hookspecs`` and ``shardwise.errors``."""
 
+from shardwise.kernel.mesh import AbstractMesh, Mesh
 from shardwise.kernel.placements import (
     REPLICATE,
     Partial,
@@ -16,12 +17,14 @@ from shardwise.kernel.reductions import REDUCE_OPS, neutral
 from shardwise.kernel.rule import FullMeshRule, Row, Rows, Rule
 from shardwise.kernel.schema import OpSchema, OpStrategy, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
-from shardwise.kernel.spec import AbstractMesh, Mesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk, common_factor
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
+from shardwise.rule.kernel_results import strides_of_kernel
 from shardwise.rule.labels import ANY, UNMOVED, Labels, dim_of, each, labels, replaced, whole
 from shardwise.rule.lowering import AsyncResult, LocalCall, Lowering
 
@@ -81,5 +84,6 @@ __all__ = [
     "show",
     "show_all",
     "signature",
+    "strides_of_kernel",
     "whole",
 ]

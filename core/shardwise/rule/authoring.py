@@ -1,7 +1,7 @@
 """Rules: what is legal for one op. The authoring surface that plugins import.
 
-A rule is a value. Making one checks it against the op's schema; nothing is registered until a plugin's hook hands it
-over. There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a function of the full mesh
+A rule is a value. Making one checks it against the op's schema. It takes effect when a plugin's hook registers it.
+There are two forms: rows per mesh dim (:func:`rule`, :func:`rule_from`), and a function of the full mesh
 (:func:`full_mesh_rule`) for an op that no per-mesh-dim row can describe.
 """
 
@@ -14,14 +14,13 @@ from typing import Any, Unpack
 from shardwise.errors import RuleArgumentError, RuleError
 from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import OpLike
 from shardwise.rule.facts import Facts, FactWords, stated
 from shardwise.rule.flow import Flow, RowNames, row_names
 from shardwise.rule.labels import labels
 from shardwise.rule.lowering import LocalArgs, Lowering
-from shardwise.rule.notation import parse
-from shardwise.rule.pattern import Options, Pattern, labelled, listed
+from shardwise.rule.pattern import Options, Pattern, listed
 
 __all__ = ["einop", "full_mesh_rule", "like", "rule", "rule_from"]
 
@@ -57,41 +56,36 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     whole.
 
     Facts say by name which operands may be partial: ``linear="grad_out"``, ``linear=("self", "mat2")`` (one at a time),
-    ``linear="self other"`` (both together), and so ``affine``, ``monotone``, ``decreasing``, ``moves``; see
-    :mod:`shardwise.rule.facts`. ``partial`` has the rows that no fact states: an entry per tensor, each ``R``, a
-    reduction, ``*`` (any kind) or a dim; a trailing ``, ...`` repeats the last.
+    ``linear="self other"`` (both together). The other facts are ``affine``, ``monotone``, ``decreasing`` and ``moves``;
+    see :mod:`shardwise.rule.facts`. ``partial`` holds the rows that no fact states: an entry per tensor, each ``R``, a
+    reduction, ``*`` (any reduction) or a dim. A trailing ``, ...`` repeats the last entry.
 
-    ``lowering`` is the rule's own way of running an op: a function for every row but the whole one, or a mapping that
-    attaches it to rows: ``{"k": add_once}``, ``{("k", "R, sum -> sum"): add_once}``. A row is named by its dim, its
-    text or its fact (which then need not stand in ``partial`` too); ``R`` is the whole row and ``*`` every other. It is
-    one function, since mesh dims may take different rows and one call runs once.
+    ``lowering`` is a function that runs in place of the op: for every row but the whole one, or, as a mapping, for the
+    rows that it names: ``{"k": add_once}``, ``{("k", "R, sum -> sum"): add_once}``. A row is named by its dim, its text
+    or its fact (which then need not stand in ``partial`` too); ``R`` is the whole row and ``*`` every other. There is
+    one function per rule: mesh dims may take different rows, and a call runs once.
 
-    ``replaces`` names the distribution whose rules for these ops are replaced by this one (``"shardwise"`` for those
-    that ship with it); without it, two rules for one op are a conflict.
+    ``replaces`` names a distribution; this rule replaces the rules for these ops that it provides (``"shardwise"`` for
+    the plugins that ship with it). Without it, two rules for one op are a conflict.
 
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
     ops = _as_ops(ops)
-    shape = Pattern.of(ops, notation)
     function, lowered = _attached(lowering)
-    options = Options(
-        reduce=dict(reduce or {}),
-        replicate=frozenset(replicate),
-        partial=(*stated(facts), *partial),
-        lowered=lowered,
-        nonempty=frozenset(nonempty),
-    )
-    shape.check(ops, options)
+    partial = (*stated(facts), *partial)
+    options = Options(dict(reduce or {}), frozenset(replicate), partial, lowered, frozenset(nonempty))
+    pattern = Pattern.of(notation, options)
+    pattern.check(ops)
     return Rule(
         ops=ops,
-        describe=lambda call: shape.flow(call, options),
-        text=str(shape),
+        describe=pattern.flow,
+        text=pattern.text,
         static=_checked_static(ops, static),
         zip_lists=zip_lists,
         lowering=function,
         local_args=local_args,
         source=_caller(),
-        partial=tuple(map(str, options.partial)),
+        partial=tuple(map(str, partial)),
         replaces=replaces,
     )
 
@@ -110,17 +104,17 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
-    The function takes the op's arguments in schema order (as many as it declares; keyword-only ones by name; ``out=``
-    never), with :class:`TensorMeta` in place of tensors, and returns :func:`like`, :func:`einop`, a :class:`Flow` or
-    :class:`Rows`. Their ``lowered=`` names the rows that run ``lowering``. A parameter named ``call`` gets the whole
-    :class:`Call`, output metas included. Arguments that are keyed by type only (floats, scalars) must be named in
-    ``static`` before the function may read their value.
+    The function takes the op's arguments in schema order: as many as it declares, keyword-only ones by name, never
+    ``out=``. It gets a :class:`TensorMeta` in place of each tensor, and returns :func:`like`, :func:`einop`, a
+    :class:`Flow` or :class:`Rows`, whose ``lowered=`` names the rows that run ``lowering``. A parameter named ``call``
+    gets the whole :class:`Call`, metas of the results included. The function may read the value of an argument that is
+    keyed by type (a float, a scalar) only if ``static`` names it.
 
     ``writes`` names operands that the ops write though their schemas do not say so: they stay where they are, as the
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
     device's kernel differs from the meta device. ``meta`` takes the op's arguments, tensors on the meta device, and
-    returns its results there: for an op that has no meta kernel, or one that refuses what a device takes. It should
-    refuse what all devices do. ``replaces`` is as in :func:`rule`.
+    returns its results there: for an op without a meta kernel, or with one that refuses what a device takes. It should
+    refuse what every device refuses. ``replaces`` is as in :func:`rule`.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -201,17 +195,12 @@ def einop(
 ) -> Callable[[Call], Flow]:
     """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return.
 
-    ``lowered`` names the rows that run the rule's lowering, as in :class:`Flow`.
+    ``lowered`` names the rows that run the rule's lowering, as in :class:`Flow`. The function that is returned serves
+    any number of calls, and caches what it works out.
     """
-    parsed = parse(notation)
-    options = Options(
-        dict(reduce or {}),
-        frozenset(replicate),
-        (*stated(facts), *partial),
-        row_names(lowered),
-        frozenset(nonempty),
-    )
-    return lambda call: labelled(call, parsed.inputs, parsed.outputs, options)
+    partial = (*stated(facts), *partial)
+    options = Options(dict(reduce or {}), frozenset(replicate), partial, row_names(lowered), frozenset(nonempty))
+    return Pattern.of(notation, options).flow
 
 
 # -- small parts -------------------------------------------------------------------------------------------------
@@ -230,23 +219,23 @@ def _attached(
         raise RuleError(
             asked="make a rule whose lowering is attached to rows",
             found=f"the mapping has {len(functions)} functions",
-            do="Attach one function: mesh dims may take different rows, and it runs once for all of them. It reads "
-            "from the specs which ones.",
+            do="Attach one function: mesh dims may take different rows, and it runs once for all of them. The specs "
+            "tell it which rows they are.",
         )
     return functions[0], tuple(name for names in lowering for name in row_names(names))
 
 
 def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
-    given: tuple[Any, ...] = (ops,) if isinstance(ops, OpLike) or not isinstance(ops, Iterable) else tuple(ops)
-    found = tuple(op for one in given if (op := as_op(one)) is not None)
-    if not given or len(found) != len(given):
-        wrong = next((op for op in given if as_op(op) is None), None)
+    named: tuple[Any, ...] = (ops,) if isinstance(ops, OpLike) or not isinstance(ops, Iterable) else tuple(ops)
+    overloads = [as_op(op) for op in named]
+    if not named or None in overloads:
+        wrong = next((op for op, overload in zip(named, overloads, strict=True) if overload is None), None)
         raise RuleError(
             asked="make a rule",
-            found=f"{wrong!r} is not one op overload" if given else "no op is named",
+            found=f"{wrong!r} is not one op overload" if named else "no op is named",
             do="Name overloads, as in torch.ops.aten.mm.default, or what torch.library.custom_op returned.",
         )
-    return found
+    return tuple(op for op in overloads if op is not None)
 
 
 def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
@@ -280,7 +269,7 @@ def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
     for name in sorted(names - known):
         raise RuleArgumentError(
             asked=f"make a rule for {op_name(ops[0])}",
-            found=f"it writes {name!r}, which is no tensor argument of its ops: {listed(known)}",
+            found=f"it writes {name!r}, which is not a tensor argument of its ops: {listed(known)}",
             do="Correct the name in writes=.",
             op=op_name(ops[0]),
             argument=name,
@@ -289,33 +278,31 @@ def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
 
 
 def _arguments(function: Callable[..., Any]) -> Callable[[Call], dict[str, Any]]:
-    """What gives a call's arguments under the function's parameter names: by position, keyword-only ones by name."""
+    """A function that gives a call's arguments under ``function``'s parameter names.
+
+    A parameter gets the argument of its name, or else the one at its position.
+    """
     parameters = inspect.signature(function).parameters
     declared = [p for p in parameters if p != "call"]
     wants_call = "call" in parameters
-    names: dict[Op, list[tuple[str, str]]] = {}
+    names_of: dict[Op, list[tuple[str, str]]] = {}
 
-    def named(call: Call) -> list[tuple[str, str]]:
-        """Per parameter that the op fills, the argument that does."""
-        by_position = [a.name for a in call.signature.args if not a.kwarg_only]
-        found = []
-        for i, parameter in enumerate(declared):
-            if parameter in call.args:
-                found.append((parameter, parameter))
-            elif i < len(by_position):
-                found.append((parameter, by_position[i]))
-        return found
-
-    def give(call: Call) -> dict[str, Any]:
-        known = names.get(call.op)
-        if known is None:
-            known = names[call.op] = named(call)
-        given = {parameter: call.args[name] for parameter, name in known}
+    def arguments(call: Call) -> dict[str, Any]:
+        names = names_of.get(call.op)
+        if names is None:
+            positional = [a.name for a in call.signature.args if not a.kwarg_only]
+            names = names_of[call.op] = []
+            for i, parameter in enumerate(declared):
+                if parameter in call.args:
+                    names.append((parameter, parameter))
+                elif i < len(positional):
+                    names.append((parameter, positional[i]))
+        values = {parameter: call.args[name] for parameter, name in names}
         if wants_call:
-            given["call"] = call
-        return given
+            values["call"] = call
+        return values
 
-    return give
+    return arguments
 
 
 def _caller() -> str:

@@ -7,6 +7,7 @@ position the operand has, and how many rows that makes, follows from the schema.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, TypedDict
 
 from attrs import frozen
@@ -14,12 +15,12 @@ from attrs import frozen
 from shardwise.errors import RuleArgumentError
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 
-__all__ = ["Fact", "FactWords", "Facts", "affine", "decreasing", "linear", "monotone", "moves", "stated"]
+__all__ = ["PASSED", "Fact", "FactWords", "Facts", "affine", "decreasing", "linear", "monotone", "moves", "stated"]
 
 # Word -> reduction of the operands -> reduction of the results.
-_PASSED: Final[Mapping[str, Mapping[str, str]]] = {
+PASSED: Final[Mapping[str, Mapping[str, str]]] = {
     "linear": {"sum": "sum", "avg": "avg"},
     "affine": {"avg": "avg"},
     "monotone": {"max": "max", "min": "min"},
@@ -92,36 +93,35 @@ class Facts:
     def rows(self, call: Call) -> tuple[str, ...]:
         """The facts as explicit rows for one call.
 
-        An optional operand that is not given drops out. A number in place of a tensor is whole on every rank, so a
-        fact that has it partial says nothing of this call.
+        An absent optional operand drops out. A number in place of a tensor is whole on every rank, so a fact that has
+        it partial says nothing of this call.
         """
-        # All that the texts depend on: no size, so most calls of one op have the same key.
-        kinds = [tuple(map(type, v)) if type(v) is tuple else type(v) for v in call.args.values()]
-        key = (self, call.op, call.is_position, len(call.outputs), *kinds)
+        # All that the texts depend on. It has no size, so most calls of one op have the same key.
+        types = tuple(map(type, call.args.values()))
+        key: tuple[Any, ...] = (self, call.op, call.is_position, len(call.outputs), types)
+        if tuple in types:
+            key += (call.operand_names, tuple(map(type, call.operands)))
         rows = _written.get(key)
         if rows is None:
+            self.check(call.op)
+            positions = [_positions(call, fact.operands) for fact in self.facts]
+            texts: list[str] = []
+            for kind in REDUCE_OPS:
+                for fact, partial in zip(self.facts, positions, strict=True):
+                    passed = PASSED[fact.word].get(kind)
+                    if passed is None or not partial:
+                        continue
+                    left = [kind if i in partial else "R" for i in range(len(call.operands))]
+                    count = len(call.outputs)
+                    right = [passed if fact.results is None or i in fact.results else "R" for i in range(count)]
+                    texts.append(f"{_shortened(left)} -> {_shortened(right)}".rstrip())
             if len(_written) >= _MAX_WRITTEN:
                 _written.clear()
-            rows = _written[key] = self._rows(call)
+            rows = _written[key] = tuple(texts)
         return rows
 
-    def _rows(self, call: Call) -> tuple[str, ...]:
-        self.check(call.op)
-        rows: list[str] = []
-        positions = [_positions(call, fact.operands) for fact in self.facts]
-        for kind in REDUCE_OPS:
-            for fact, partial in zip(self.facts, positions, strict=True):
-                passed = _PASSED[fact.word].get(kind)
-                if passed is None or not partial:
-                    continue
-                left = [kind if i in partial else "R" for i in range(len(call.operands))]
-                count = len(call.outputs)
-                right = [passed if fact.results is None or i in fact.results else "R" for i in range(count)]
-                rows.append(f"{_shortened(left)} -> {_shortened(right)}".rstrip())
-        return tuple(rows)
 
-
-# Rows of facts that were written out before; all are dropped when there are many.
+# Rows of facts by all that they depend on. A full table is emptied.
 _written: dict[tuple[Any, ...], tuple[str, ...]] = {}
 _MAX_WRITTEN: Final = 4096
 
@@ -152,17 +152,22 @@ def moves(*operands: str, results: Iterable[int] | None = None) -> Facts:
 
 
 def stated(words: FactWords) -> tuple[Facts, ...]:
-    """Keyword arguments as facts, in the order in which they are written; nothing where there is none."""
+    """Keyword arguments as facts, in the order in which they are written; empty without them."""
     if not words:
         return ()
     operands_of: Mapping[str, Any] = words
-    unknown = [word for word in operands_of if word not in _PASSED]
+    return _stated(tuple([(w, n if isinstance(n, str) else tuple(n)) for w, n in operands_of.items()]))
+
+
+@lru_cache(maxsize=1024)  # functions of a call state their facts anew for each call
+def _stated(words: tuple[tuple[str, str | tuple[str, ...]], ...]) -> tuple[Facts, ...]:
+    unknown = [word for word, _ in words if word not in PASSED]
     if unknown:
-        raise TypeError(f"{unknown[0]!r} is not a fact or another option of a rule; facts are {', '.join(_PASSED)}")
+        raise TypeError(f"{unknown[0]!r} is not a fact or another option of a rule; facts are {', '.join(PASSED)}")
     facts = [
         fact
-        for word, operands in operands_of.items()
-        for fact in _facts(word, (operands,) if isinstance(operands, str) else tuple(operands), None).facts
+        for word, operands in words
+        for fact in _facts(word, (operands,) if isinstance(operands, str) else operands, None).facts
     ]
     return (Facts(tuple(facts)),) if facts else ()
 

@@ -1,7 +1,7 @@
 """From named dims to rows: the einop mechanism.
 
 A :class:`Flow` names each dim of every tensor of one call. Each name gives one row: the operands that have the dim are
-sharded on it, the others are whole, and an output that lacks it is partial. Explicit rows say what else is legal.
+sharded on it, the others are whole, and a result that lacks it is partial. Explicit rows say what else is legal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial, sh
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.signature import Call
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.facts import Facts, FactWords, stated
 
 __all__ = ["Factor", "Flow", "Label", "RowNames", "row_names", "split_row"]
@@ -26,7 +26,7 @@ Factor = tuple[str, int]
 Label = str | tuple[Factor, ...] | None
 Dims = Sequence[Label] | None
 
-# Rows of flows that were bound before; all are dropped when there are many.
+# Rows of flows by all that they depend on. A full table is emptied.
 _bound: dict[tuple[Any, ...], Rows] = {}
 _MAX_BOUND = 1024
 
@@ -41,13 +41,8 @@ def row_names(names: RowNames) -> tuple[str | Facts, ...]:
     return tuple(sorted(names, key=str) if isinstance(names, (set, frozenset)) else names)
 
 
-def _is_row(name: str | Facts) -> bool:
-    """Whether a name of a row says what the row is, so that it need not be described elsewhere."""
-    return isinstance(name, Facts) or "->" in name
-
-
 def _operands(dims: Iterable[Dims]) -> tuple[Dims, ...]:
-    return tuple(None if labels is None else tuple(labels) for labels in dims)
+    return tuple([None if labels is None else tuple(labels) for labels in dims])
 
 
 def _names(names: Iterable[str]) -> frozenset[str]:
@@ -58,12 +53,12 @@ def _names(names: Iterable[str]) -> frozenset[str]:
 class Flow:
     """Named dims of the tensors of one call; see the module. ``None`` operands are whole (``R``).
 
-    ``outputs`` with one entry serves every output, as ``inputs`` with one entry serves every operand. ``reduce`` maps
-    a name that an output lacks to the reduction of that output. Names in ``replicate`` give no row. Facts
-    (``linear="grad_out"``) say which operands may be partial, ``partial`` holds rows that no fact states
-    (``"product, product -> product"``, ``"sum, k, k -> sum"``) and, where order matters, facts as values.
+    One entry of ``inputs`` serves every operand, and one of ``outputs`` every result. ``reduce`` maps a name that a
+    result lacks to the reduction of that result. Names in ``replicate`` give no row. Facts (``linear="grad_out"``) say
+    which operands may be partial. ``partial`` holds the rows that no fact states (``"product, product -> product"``,
+    ``"sum, k, k -> sum"``) and, where order matters, facts as values.
 
-    ``lowered`` names the rows that run the rule's lowering: by dim, by row text or fact (which need not stand in
+    ``lowered`` names the rows that run the rule's lowering: by dim, by row text or by fact (which need not stand in
     ``partial`` too), ``R`` for the whole row, ``*`` for every row but the whole one. ``nonempty`` names the dims of
     which every rank needs at least one element.
     """
@@ -90,84 +85,62 @@ class Flow:
     ) -> None:
         rows = (*stated(facts), *partial)
         names = row_names(lowered) if lowered else ()
-        if names:
-            rows += tuple(name for name in names if _is_row(name) and name not in rows)
+        # A fact or a row text is described by its name; a dim, R and * name rows that are described elsewhere.
+        rows += tuple([n for n in names if (isinstance(n, Facts) or "->" in n) and n not in rows])
         self.__attrs_init__(inputs, outputs, reduce or {}, replicate, rows, names, nonempty)
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
-        explicit = tuple(self._explicit_rows(call)) if self.partial else ()
+        explicit: list[tuple[str, bool]] = []
+        for row in self.partial:
+            lowered = self._is_lowered(row)
+            explicit += [(text, lowered) for text in ((row,) if isinstance(row, str) else row.rows(call))]
+        key: tuple[Any, ...] | None
         try:
-            key = self._key(call.operands, call.outputs, len(call.out_operands), explicit)
+            key = self._key(call, tuple(explicit))
             rows = _bound.get(key)
         except TypeError:  # symbolic sizes have no hash
-            return self._bind(call, explicit)
+            key = rows = None
         if rows is None:
-            if len(_bound) >= _MAX_BOUND:
-                _bound.clear()
-            rows = _bound[key] = self._bind(call, explicit)
+            rows = self._fitted(call)._rows(call, explicit)  # noqa: SLF001  # a Flow too
+            if key is not None:
+                if len(_bound) >= _MAX_BOUND:
+                    _bound.clear()
+                _bound[key] = rows
         return rows
 
-    def _explicit_rows(self, call: Call) -> Iterator[tuple[str, bool]]:
-        """The texts of the rows that are not of a dim, facts written out, and whether they run the lowering."""
-        for stated_row in self.partial:
-            lowered = self._is_lowered(stated_row)
-            for text in (stated_row,) if isinstance(stated_row, str) else stated_row.rows(call):
-                yield text, lowered
-
-    def _bind(self, call: Call, explicit: tuple[tuple[str, bool], ...]) -> Rows:
-        rows = self._fitted(call)._rows(call.operands, explicit)  # noqa: SLF001  # a Flow too
-        unique = {(r.inputs, r.outputs): r for r in reversed(rows)}
-        legal = [r for r in rows if unique[r.inputs, r.outputs] is r]
-        return Rows(tuple(_with_out(len(call.out_operands), row) for row in legal))
-
-    def _key(
-        self,
-        operands: Sequence[TensorMeta | None],
-        outputs: Sequence[TensorMeta | None],
-        outs: int,
-        explicit: tuple[tuple[str, bool], ...],
-    ) -> tuple[Any, ...]:
-        """Everything that the rows depend on: of the sizes, which dims are broadcast; all of them where dims have
-        factors.
-        """
+    def _key(self, call: Call, explicit: tuple[tuple[str, bool], ...]) -> tuple[Any, ...]:
+        """All that the rows depend on. Of the sizes that is only which dims are broadcast, unless dims have factors."""
+        operands = call.operands
         inputs = _serve(self.inputs, len(operands))
-        shapes = [None if meta is None else meta.shape for meta in operands]
-        fits: tuple[Any, ...]
-        if self._has_factors():
-            fits = tuple(shapes)
+        fits: list[Any] = [None if meta is None else len(meta.shape) for meta in operands]
+        if any(tuple in map(type, labels) for labels in (*inputs, *self.outputs) if labels):
+            fits = [None if meta is None else meta.shape for meta in operands]
         else:
-            sizes: dict[Label, int] = {None: 1}
-            for labels, shape in zip(inputs, shapes, strict=False):
-                for label, n in zip(labels or (), shape or (), strict=False):
-                    if sizes.get(label, 1) == 1:
-                        sizes[label] = n
-            fits = tuple(
-                None if shape is None else len(shape) if labels is None else _fit(labels, shape, sizes)
-                for labels, shape in zip(inputs, shapes, strict=False)
-            )
-        made = tuple(None if meta is None else meta.ndim for meta in outputs)
-        reduce = tuple(self.reduce.items())
-        options = (reduce, self.replicate, explicit, self.lowered, self.nonempty)
-        return self.inputs, self.outputs, len(operands), made, outs, fits, options
+            sizes: dict[Label, int] = {}
+            is_broadcast = False
+            for labels, meta in zip(inputs, operands, strict=False):
+                if labels is None or meta is None:
+                    continue
+                for label, n in zip(labels, meta.shape, strict=False):
+                    if label is not None and sizes.setdefault(label, n) != n:
+                        is_broadcast = True
+                        if sizes[label] == 1:
+                            sizes[label] = n
+            if is_broadcast:
+                for i, (labels, meta) in enumerate(zip(inputs, operands, strict=False)):
+                    if labels is not None and meta is not None and len(labels) == len(meta.shape):
+                        dims = zip(labels, meta.shape, strict=True)
+                        fits[i] = tuple([label is None or bool(n == sizes[label]) for label, n in dims])
+        ndims = tuple([None if meta is None else len(meta.shape) for meta in call.outputs])
+        options = (tuple(self.reduce.items()), self.replicate, explicit, self.lowered, self.nonempty)
+        return self.inputs, self.outputs, tuple(fits), ndims, len(call.out_operands), options
 
-    def _has_factors(self) -> bool:
-        return any(
-            label is not None and not isinstance(label, str)
-            for labels in (*self.inputs, *self.outputs)
-            for label in labels or ()
-        )
-
-    def _rows(self, operands: Sequence[TensorMeta | None], explicit: Sequence[tuple[str, bool]]) -> list[Row]:
-        rows = [row for name in self._sharded_names() if (row := self._dim_row(name, operands)) is not None]
-        rows += [row for text, lowered in explicit for row in self._explicit(text, operands, lowered=lowered)]
-        return [*rows, self._whole_row(operands)]
-
-    # -- fitting to the call --
     def _fitted(self, call: Call) -> Flow:
+        """The flow with one entry per operand and result, checked against their numbers of dims."""
         inputs = _serve(self.inputs, len(call.operands))
         outputs = _serve(self.outputs, len(call.outputs))
-        for what, dims, metas in (("operand", inputs, call.operands), ("output", outputs, call.outputs)):
+        for what, dims, metas in (("operand", inputs, call.operands), ("result", outputs, call.outputs)):
             if len(dims) != len(metas):
                 raise RuleError(
                     asked=f"apply a rule to {call}",
@@ -183,15 +156,22 @@ class Flow:
                     )
         return evolve(self, inputs=inputs, outputs=outputs)
 
-    def _sharded_names(self) -> list[str]:
-        """Names that may be sharded, in order of first appearance in the inputs."""
-        found: dict[str, None] = {}
-        for labels in self.inputs:
-            for label in labels or ():
-                found.update(dict.fromkeys(_factor_names(label)))
-        return [name for name in found if name not in self.replicate]
+    def _rows(self, call: Call, explicit: Iterable[tuple[str, bool]]) -> Rows:
+        """Rows of dims in the order in which the inputs first have them, explicit rows, the whole row."""
+        operands = call.operands
+        names = dict.fromkeys(n for labels in self.inputs for label in labels or () for n in _factor_names(label))
+        rows = [self._dim_row(name, operands) for name in names if name not in self.replicate]
+        rows += [row for text, lowered in explicit for row in self._explicit_rows(text, operands, lowered=lowered)]
+        whole = tuple(None if meta is None else REPLICATE for meta in operands)
+        rows.append(Row(whole, (REPLICATE,) * len(self.outputs), "R", "R" in self.lowered))
+        legal: dict[Any, Row] = {}
+        for row in rows:
+            if row is not None:
+                legal.setdefault((row.inputs, row.outputs), row)
+        outs = len(call.out_operands)
+        # `out=` tensors lie as the results that they receive.
+        return Rows(tuple(evolve(r, inputs=r.inputs + r.outputs[:outs]) if outs else r for r in legal.values()))
 
-    # -- rows --
     def _dim_row(self, name: str, operands: Sequence[TensorMeta | None]) -> Row | None:
         """The row in which ``name`` is sharded, or ``None`` when it may not be."""
         size = self._broadcast_size(name, operands)
@@ -211,36 +191,29 @@ class Flow:
             if name in self.nonempty:
                 nonempty.append((i, at))
         outputs = self._dim_outputs(name)
-        if outputs is None or not any(p is not None and p != REPLICATE for p in inputs):
+        sharded = next(((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard)), None)
+        if outputs is None or sharded is None:
             return None
-        if not divides and any(isinstance(label, tuple) for labels in self.outputs for label in _having(labels, name)):
-            i = next(i for i, p in enumerate(inputs) if p is not None and p != REPLICATE)
-            divides.append((i, inputs[i].dim, size))  # type: ignore[union-attr]
-        return Row(tuple(inputs), outputs, f"shard {name}", self._is_lowered(name), tuple(divides), tuple(nonempty))
+        factored = [label for labels in self.outputs for label in labels or () if isinstance(label, tuple)]
+        if not divides and any(name in _factor_names(label) for label in factored):
+            divides.append((*sharded, size))
+        lowered = self._is_lowered(name)
+        return Row(tuple(inputs), outputs, f"shard {name}", lowered, tuple(divides), tuple(nonempty))
 
-    def _dim_outputs(self, name: str) -> tuple[Placement | None, ...] | None:
-        found: list[Placement | None] = []
+    def _dim_outputs(self, name: str) -> tuple[Placement, ...] | None:
+        """How the results lie where ``name`` is sharded; ``None`` where one of them forbids it."""
+        outputs: list[Placement] = []
         for labels in self.outputs:
             at = _find(labels, name)
-            if at == _BURIED:
+            if at == _BURIED or (at is None and name not in self.reduce):
                 return None
             if at is not None:
-                found.append(shard(at))
-            elif name in self.reduce:
-                found.append(REPLICATE if self.reduce[name] == "R" else partial(self.reduce[name]))
+                outputs.append(shard(at))
             else:
-                return None
-        return tuple(found)
+                outputs.append(REPLICATE if self.reduce[name] == "R" else partial(self.reduce[name]))
+        return tuple(outputs)
 
-    def _whole_row(self, operands: Sequence[TensorMeta | None]) -> Row:
-        return Row(
-            tuple(None if m is None else REPLICATE for m in operands),
-            tuple(REPLICATE for _ in self.outputs),
-            "R",
-            "R" in self.lowered,
-        )
-
-    def _explicit(self, text: str, operands: Sequence[TensorMeta | None], *, lowered: bool) -> Iterable[Row]:
+    def _explicit_rows(self, text: str, operands: Sequence[TensorMeta | None], *, lowered: bool) -> Iterator[Row]:
         left, right = split_row(text)
         ins, outs = _repeat(left, len(self.inputs), text), _repeat(right, len(self.outputs), text)
         for kind in REDUCE_OPS if "*" in left + right else ("",):
@@ -249,27 +222,24 @@ class Flow:
                 None if meta is None else self._entry(word, labels, text, meta, operands)
                 for word, labels, meta in zip(words, self.inputs, operands, strict=True)
             )
-            if _asks_of_the_absent(words, inputs):
-                continue
+            asked = any(word != "R" and placement is None for word, placement in zip(words, inputs, strict=True))
+            if asked and all(placement in (None, REPLICATE) for placement in inputs):
+                continue  # all that it says is of absent operands; what it says of the results does not hold without
             outputs = tuple(
                 self._entry(word.replace("*", kind), labels, text, None, operands)
                 for word, labels in zip(outs, self.outputs, strict=True)
             )
-            yield Row(
-                inputs,
-                outputs,
-                text.replace("*", kind),
-                lowered,
-                nonempty=tuple(
-                    (i, placement.dim)
-                    for i, (word, placement) in enumerate(zip(words, inputs, strict=True))
-                    if word in self.nonempty and isinstance(placement, Shard)
-                ),
+            nonempty = tuple(
+                (i, placement.dim)
+                for i, (word, placement) in enumerate(zip(words, inputs, strict=True))
+                if word in self.nonempty and isinstance(placement, Shard)
             )
+            yield Row(inputs, outputs, text.replace("*", kind), lowered, nonempty=nonempty)
 
     def _entry(
         self, word: str, labels: Dims, text: str, meta: TensorMeta | None, operands: Sequence[TensorMeta | None]
     ) -> Placement:
+        """What one word of an explicit row says of a tensor; ``meta`` is ``None`` for a result."""
         if word == "R":
             return REPLICATE
         if word in REDUCE_OPS:
@@ -288,39 +258,26 @@ class Flow:
         return shard(at)
 
     def _broadcast_size(self, name: str, operands: Sequence[TensorMeta | None]) -> int:
-        """The size of a dim after broadcasting: the one that is not 1 (it may be 0)."""
-        sizes = (_size(d, m, name) for d, m in zip(self.inputs, operands, strict=True))
-        return next((n for n in sizes if n != 1), 1)
+        """The size of a dim after broadcasting: the first of its sizes that is not 1 (it may be 0)."""
+        for labels, meta in zip(self.inputs, operands, strict=True):
+            for label, n in zip(labels or (), () if meta is None else meta.shape, strict=False):
+                sizes = dict(label) if isinstance(label, tuple) else {label: n}
+                if sizes.get(name, 1) != 1:
+                    return sizes[name]
+        return 1
 
     def _is_lowered(self, name: str | Facts) -> bool:
         return "*" in self.lowered or name in self.lowered
-
-
-def _asks_of_the_absent(words: Sequence[str], inputs: Sequence[Placement | None]) -> bool:
-    """Whether a row asks something of absent operands alone: what it says of the results does not hold without them."""
-    asked = any(word != "R" and placement is None for word, placement in zip(words, inputs, strict=True))
-    return asked and all(placement in (None, REPLICATE) for placement in inputs)
 
 
 # A name that stands inside a compound dim behind another factor: its shards are not contiguous there.
 _BURIED = -1
 
 
-def _fit(labels: Sequence[Label], shape: Sequence[int], sizes: Mapping[Label, int]) -> tuple[bool, ...] | int:
-    """Per dim, whether it has its name's size; the number of dims where that is not the number of names."""
-    if len(labels) != len(shape):
-        return len(shape)
-    return tuple(label is None or bool(n == sizes[label]) for label, n in zip(labels, shape, strict=True))
-
-
 def _factor_names(label: Label) -> list[str]:
     if label is None:
         return []
     return [label] if isinstance(label, str) else [name for name, _ in label]
-
-
-def _having(labels: Dims, name: str) -> list[Label]:
-    return [label for label in labels or () if name in _factor_names(label)]
 
 
 def _find(labels: Dims, name: str) -> int | None:
@@ -335,24 +292,11 @@ def _find(labels: Dims, name: str) -> int | None:
 
 
 def _position(labels: Dims, meta: TensorMeta, name: str, size: int) -> int | None:
+    """The dim of an operand that ``name`` shards; ``None`` where the operand is broadcast along it."""
     at = _find(labels, name)
     if at is None or at == _BURIED or isinstance((labels or ())[at], tuple):
         return at
     return None if meta.shape[at] != size else at
-
-
-def _size(labels: Dims, meta: TensorMeta | None, name: str) -> int:
-    """How many elements ``name`` has in one operand (1 when it lacks the dim)."""
-    if meta is None:
-        return 1
-    for label, n in zip(labels or (), meta.shape, strict=labels is not None):
-        if label == name:
-            return n
-        if isinstance(label, tuple):
-            sizes = dict(label)
-            if name in sizes:
-                return sizes[name]
-    return 1
 
 
 def _serve(dims: tuple[Dims, ...], count: int) -> tuple[Dims, ...]:
@@ -366,11 +310,8 @@ def split_row(text: str) -> tuple[list[str], list[str]]:
         raise NotationError(
             asked=f"read the row {text!r}", found="it has no '->'", do="Write inputs -> outputs, as in 'sum, R -> sum'."
         )
-    return _words(left), _words(right)
-
-
-def _words(side: str) -> list[str]:
-    return [w.strip() for w in side.split(",")] if side.strip() else []
+    inputs, outputs = ([w.strip() for w in side.split(",")] if side.strip() else [] for side in (left, right))
+    return inputs, outputs
 
 
 def _repeat(words: list[str], count: int, text: str) -> list[str]:
@@ -386,8 +327,3 @@ def _repeat(words: list[str], count: int, text: str) -> list[str]:
             row=text,
         )
     return words
-
-
-def _with_out(outs: int, row: Row) -> Row:
-    """``out=`` tensors lie as the results that they receive."""
-    return evolve(row, inputs=row.inputs + row.outputs[:outs]) if outs else row

@@ -25,8 +25,8 @@ def dim_of(dim: int, ndim: int) -> int:
 
 def labels(ndim: int, whole: Iterable[int] = (), letter: str = "d") -> Labels:
     """``d0 d1 ...`` with ``None`` for the dims that must be whole, which may be counted from the back."""
-    kept = {dim_of(d, ndim) for d in whole}
-    return tuple(None if d in kept else f"{letter}{d}" for d in range(ndim))
+    unsharded = {dim_of(d, ndim) for d in whole}
+    return tuple(None if d in unsharded else f"{letter}{d}" for d in range(ndim))
 
 
 def replaced(names: Labels, dim: int, *by: str | None) -> Labels:

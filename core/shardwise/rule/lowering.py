@@ -1,7 +1,7 @@
-"""Lowerings: a rule's own way of running the local op, where "the same op on the shards" is not enough.
+"""Lowerings: what a rule runs in place of the local op, where "the same op on the shards" is not enough.
 
-There are two, and a rule may have both. ``local_args`` runs once, when a plan is made, and replaces static arguments (a
-view's local shape, a factory's local size). ``lowering`` runs at every call, on local tensors, and may communicate.
+A rule may have both kinds. ``local_args`` runs once, when a plan is made, and replaces static arguments (a view's local
+shape, a factory's local size). ``lowering`` runs at every call, on local tensors, and may communicate.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from shardwise.rng.sampling import Draw, Region
 
 __all__ = ["AsyncResult", "Comm", "LocalArgs", "LocalCall", "Lowering", "MeshDims"]
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 
 # One mesh dim, or several whose ranks count as one line, row-major in the order given.
 MeshDims = int | Sequence[int]
 
 
 class AsyncResult(Protocol):
-    """A tensor on its way from another rank."""
+    """A tensor that another rank is sending."""
 
     def wait(self) -> torch.Tensor:
-        """The tensor, once it is here; waiting again gives the same one."""
+        """The tensor, when it has arrived; waiting again gives the same one."""
         ...
 
 
 class Comm(Protocol):
-    """Communication among the ranks of one mesh; every rank of the mesh dim must call it alike."""
+    """Communication among the ranks of one mesh. Every rank of the mesh dim must make the same calls in one order."""
 
     def all_reduce(self, tensor: torch.Tensor, kind: str, mesh_dims: Sequence[int]) -> torch.Tensor:
-        """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is left as it is."""
+        """The reduction (``sum avg max min product``) over these mesh dims; ``tensor`` is not changed."""
         ...
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, same_shape: bool = False) -> list[torch.Tensor]:
         """The tensors of all ranks along one mesh dim; shapes may differ between ranks.
 
-        ``alike`` says that they do not: it saves asking for them, which compiled code cannot.
+        ``same_shape`` says that they do not. It saves exchanging the shapes, which compiled code cannot do.
         """
         ...
 
@@ -55,43 +55,46 @@ class Comm(Protocol):
     ) -> list[torch.Tensor]:
         """Send ``tensors[i]`` to rank ``i`` of the mesh dim and return what each rank sent here; any shapes.
 
-        ``shapes`` are those of what comes, where they are known: it saves asking for them, which compiled code cannot.
+        ``shapes`` are those of the returned tensors, where they are known. It saves exchanging them, which compiled
+        code cannot do.
         """
         ...
 
     def shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """Send to the rank ``by`` further along the mesh dim (wrapping round), return what came, of ``shape``.
+        """Send to the rank ``by`` further along the mesh dim (wrapping round) and return what arrives here.
 
-        ``shape`` is that of ``tensor`` when it is not given; dtypes are alike.
+        ``shape`` is the shape of what arrives, that of ``tensor`` when it is not given. The dtype is that of
+        ``tensor``.
         """
         ...
 
     def start_shift(
         self, tensor: torch.Tensor, mesh_dim: MeshDims, by: int = 1, shape: Sequence[int] | None = None
     ) -> AsyncResult:
-        """:meth:`shift`, under way while this rank does something else; ``wait()`` gives what came.
+        """:meth:`shift` in the background, while this rank does something else; ``wait()`` gives what arrived.
 
-        Leave ``tensor`` as it is until then, and wait for every one that was started. Under ``torch.compile`` it is an
+        Do not change ``tensor`` until then, and wait for every shift that was started. Under ``torch.compile`` it is an
         ordinary shift of the graph.
         """
         ...
 
     def agree_on_draw(self, seed: int, number: int) -> tuple[int, int]:
-        """The seed and the number of a draw that every rank takes, from those that this rank would; see
-        :meth:`LocalCall.draw`, which calls it.
+        """The seed and number of the draw that every rank takes, given those that this rank would take.
+
+        :meth:`LocalCall.draw` calls it.
         """
         ...
 
     def compare_generators(self) -> None:
-        """Raise on every rank where torch's generators, from which all are about to draw alike, are not alike."""
+        """Raise on every rank if torch's generators, from which all are about to draw the same numbers, differ."""
         ...
 
 
 @frozen(eq=False)
 class LocalCall:
-    """What a lowering knows about its call: global metas, the specs in force, this rank's place, communication.
+    """What a lowering knows about its call: global metas, the operands' specs, this rank's place, communication.
 
     ``inputs`` are the specs of the tensor operands after redistribution (lists flattened, ``out=`` excluded, ``None``
     where absent) and ``outputs`` those of the tensor results.
@@ -102,15 +105,15 @@ class LocalCall:
     outputs: tuple[TensorSpec | None, ...]
     coordinate: tuple[int, ...]
     comm: Comm
-    _found: dict[Any, Any] = field(factory=dict, init=False, repr=False)
+    _values: dict[Any, Any] = field(factory=dict, init=False, repr=False)
 
-    def once(self, compute: Callable[[LocalCall], Found]) -> Found:
+    def once(self, compute: Callable[[LocalCall], Value]) -> Value:
         """``compute(self)``, computed at the first call of this plan and kept with it: for what data cannot change."""
         try:
-            found: Found = self._found[compute]
+            value: Value = self._values[compute]
         except KeyError:
-            found = self._found[compute] = compute(self)
-        return found
+            value = self._values[compute] = compute(self)
+        return value
 
     def arg(self, name: str) -> Any:
         """A static argument's global value."""
@@ -118,10 +121,10 @@ class LocalCall:
 
     def spec(self, name: str) -> TensorSpec:
         """The spec of a tensor operand by name (``self``, ``tensors[0]``)."""
-        found = self.inputs[self.call.operand_names.index(name)]
-        if found is None:
+        spec = self.inputs[self.call.operand_names.index(name)]
+        if spec is None:
             raise KeyError(f"operand {name!r} is absent in {self.call}")
-        return found
+        return spec
 
     def specs(self, name: str) -> tuple[TensorSpec | None, ...]:
         """The specs of a list operand by name."""
@@ -157,55 +160,49 @@ class LocalCall:
         )
 
     def draw(self) -> Draw | None:
-        """The random numbers of this call, to be taken once, on every rank alike.
+        """The random numbers of this call. Every rank must ask for them, once.
 
-        ``None`` says that torch's own generators draw: the whole tensor on every rank, as one device does, which then
+        ``None`` says that torch's own generators draw: every rank draws the whole tensor, as one device does, and then
         keeps its part. A draw with ``by_place`` gives an element's values by its place in the global tensor; one
-        without seeds a generator of torch's for this rank's part.
+        without it seeds a generator of torch's for this rank's part.
         """
-        found = generator.next_draw(self.comm.agree_on_draw)
-        if found is None:
+        draw = generator.next_draw(self.comm.agree_on_draw)
+        if draw is None:
             self.comm.compare_generators()
-        return found
+        return draw
 
     def without_data(self, tensor: torch.Tensor) -> bool:
-        """Whether an operand has no values, as where a call is rehearsed: then nothing is to be drawn."""
+        """Whether an operand has no values, as when a call is rehearsed; a lowering then draws nothing."""
         return tensor.is_meta or is_rehearsing()
 
     @property
     def torch_draws(self) -> bool:
-        """Whether :meth:`draw` would answer ``None``; asking takes no draw."""
+        """Whether :meth:`draw` would return ``None``; asking uses up no draw."""
         return generator.mode() == "torch"
 
     def sharding(self, spec: TensorSpec, *dims: int) -> tuple[int, ...]:
         """The mesh dims that shard any of these tensor dims (all tensor dims when none is given)."""
-        return _sharding(spec, dims)
+        return _sharding(spec.placements, spec.ndim, dims)
 
 
 def _place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     try:
-        return _kept_place(spec, coordinate)
+        return _cached_place(spec, coordinate)
     except TypeError:  # symbols have no hash
         return spec.local_shape_and_offset(coordinate)
 
 
 # Lowerings ask at every call.
-@lru_cache(maxsize=1024)
-def _kept_place(spec: TensorSpec, coordinate: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return spec.local_shape_and_offset(coordinate)
-
-
-def _sharding(spec: TensorSpec, dims: tuple[int, ...]) -> tuple[int, ...]:
-    return _kept_sharding(spec.placements, spec.ndim, dims)
+_cached_place = lru_cache(maxsize=1024)(TensorSpec.local_shape_and_offset)
 
 
 @lru_cache(maxsize=1024)
-def _kept_sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...]) -> tuple[int, ...]:
-    wanted = [d % ndim for d in dims] if dims else range(ndim)
-    return tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in wanted)
+def _sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...]) -> tuple[int, ...]:
+    asked = [d % ndim for d in dims] if dims else range(ndim)
+    return tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in asked)
 
 
-# (local call, *args, **kwargs) -> local result(s); args are the op's schema arguments in order, defaults filled in,
-# with local tensors in place of global ones; keyword-only ones come as keywords.
+# (local call, *args, **kwargs) -> local result(s). The args are the op's schema arguments in order, defaults filled in,
+# with local tensors in place of global ones; keyword-only arguments are the kwargs.
 Lowering = Callable[..., Any]
 LocalArgs = Callable[[LocalCall], Mapping[str, Any]]

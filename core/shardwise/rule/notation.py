@@ -40,10 +40,10 @@ class Operand:
     @property
     def names(self) -> tuple[str, ...]:
         """All dim names in order, those in compound dims included."""
-        found: list[str] = []
+        names: list[str] = []
         for dim in self.dims or ():
-            found += dim if isinstance(dim, tuple) else [dim] if _NAME.match(dim) else []
-        return tuple(found)
+            names += dim if isinstance(dim, tuple) else [dim] if _NAME.match(dim) else []
+        return tuple(names)
 
     @property
     def has_ellipsis(self) -> bool:
@@ -84,10 +84,10 @@ def parse(text: str) -> Notation:
 
 def parse_operand(text: str) -> Operand:
     """Read one operand."""
-    found = _operands(text, _TOKEN.findall(text))
-    if len(found) != 1 or "->" in text:
-        raise _error(text, f"it is {len(found)} operands", "Write one operand, such as '... d', R or ().")
-    return found[0]
+    operands = _operands(text, _TOKEN.findall(text))
+    if len(operands) != 1 or "->" in text:
+        raise _error(text, f"it is {len(operands)} operands", "Write one operand, such as '... d', R or ().")
+    return operands[0]
 
 
 def _operands(text: str, tokens: list[str]) -> tuple[Operand, ...]:

@@ -9,13 +9,13 @@ from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
 from shardwise.kernel.reductions import REDUCE_OPS
-from shardwise.kernel.signature import Call, Kind, Op, op_name, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.signature import Call, Kind, Op, Signature, op_name, signature
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.facts import Facts
 from shardwise.rule.flow import Flow, Label, split_row
 from shardwise.rule.notation import ELLIPSIS, TRAILING, Notation, Operand, parse, parse_operand
 
-__all__ = ["Options", "Pattern", "labelled", "listed"]
+__all__ = ["Options", "Pattern", "listed"]
 
 _MAX_FLOWS = 64  # per rule
 
@@ -33,14 +33,15 @@ class Options:
 
 @frozen
 class Pattern:
-    """A rule's notation, by position or by argument name, checked against the schemas of its ops."""
+    """A rule's notation, by position or by argument name, with its options."""
 
     text: str
     positional: Notation | None
     named: Mapping[str, Operand]
     result: Operand | None
+    options: Options
     has_compound: bool = field(init=False)
-    _flows: dict[Any, tuple[Flow, Options]] = field(factory=dict, init=False, repr=False, eq=False)
+    _flows: dict[Any, Flow] = field(factory=dict, init=False, repr=False, eq=False)
 
     @has_compound.default
     def _has_compound(self) -> bool:
@@ -48,21 +49,17 @@ class Pattern:
         return any(isinstance(dim, tuple) for operand in (*inputs, *outputs) for dim in operand.dims or ())
 
     @classmethod
-    def of(cls, ops: Sequence[Op], notation: str | Mapping[str, str]) -> Pattern:
+    def of(cls, notation: str | Mapping[str, str], options: Options) -> Pattern:
         if isinstance(notation, str):
             parsed = parse(notation)
-            for op in ops:
-                _check_counts(op, notation, parsed)
-            return cls(str(parsed), parsed, {}, None)
-        named = {
-            name: parse_operand(text) for names, text in notation.items() if names != "->" for name in names.split()
-        }
-        for op in ops:
-            _check_names(op, named)
+            return cls(str(parsed), parsed, {}, None, options)
+        operands = {names: text for names, text in notation.items() if names != "->"}
+        named = {name: parse_operand(text) for names, text in operands.items() for name in names.split()}
         result = notation.get("->")
         first = next(iter(named.values()))
-        text = ", ".join(f"{names}: {text}" for names, text in notation.items() if names != "->")
-        return cls(f"{text} -> {result or first}", None, named, parse_operand(result) if result is not None else first)
+        text = ", ".join(f"{names}: {text}" for names, text in operands.items())
+        result_operand = parse_operand(result) if result is not None else first
+        return cls(f"{text} -> {result or first}", None, named, result_operand, options)
 
     @property
     def operands(self) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
@@ -70,37 +67,38 @@ class Pattern:
             return self.positional.inputs, self.positional.outputs
         return tuple(self.named.values()), (self.result,) if self.result is not None else ()
 
-    def check(self, ops: Sequence[Op], options: Options) -> None:
-        """Every vanishing dim is accounted for, and every option speaks of something that is there."""
+    def check(self, ops: Sequence[Op]) -> None:
+        """Raise unless the ops have these operands, every vanishing dim has an option, and options name what exists."""
+        for op in ops:
+            if self.positional is not None:
+                _check_counts(op, self.text, self.positional)
+            else:
+                _check_names(op, self.named)
+        options = self.options
         inputs, outputs = self.operands
-        names = {n for o in inputs for n in o.names}
-        made = {n for o in outputs for n in o.names}
+        names = {n for operand in inputs for n in operand.names}
         vanishing = {n for n in names if any(o.dims is not None and n not in o.names for o in outputs)}
-        loose = vanishing - set(options.reduce) - options.replicate if outputs else set()
+        loose = vanishing - set(options.reduce) - options.replicate
         if loose:
             raise self._error(
                 f"{listed(loose)} of the inputs is missing in an output",
                 "Name it in reduce= (its shards are partial results) or in replicate= (it must be whole).",
             )
-        for what, given in (
-            ("reduce", set(options.reduce)),
-            ("replicate", options.replicate),
-            ("nonempty", options.nonempty),
-        ):
-            unknown = {n for n in given if n not in names and not n.startswith(ELLIPSIS)}
+        for option in ("reduce", "replicate", "nonempty"):
+            unknown = {n for n in getattr(options, option) if n not in names and not n.startswith(ELLIPSIS)}
             if unknown:
-                raise self._error(f"{what}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
+                raise self._error(f"{option}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
         kinds = set(options.reduce.values()) - {*REDUCE_OPS, "R"}
         if kinds:
-            raise self._error(f"{listed(kinds)} is no reduction", f"Use one of {', '.join(REDUCE_OPS)}.")
-        if made - names:
-            raise self._error(
-                f"the output dim {listed(made - names)} is in no input", "Write _ for a dim made by the op."
-            )
-        self._check_rows(ops, options, names)
+            raise self._error(f"{listed(kinds)} is not a reduction", f"Use one of {', '.join(REDUCE_OPS)}.")
+        new = {n for operand in outputs for n in operand.names} - names
+        if new:
+            raise self._error(f"the output dim {listed(new)} is in no input", "Write _ for a dim that the op makes.")
+        self._check_rows(ops, names)
 
-    def _check_rows(self, ops: Sequence[Op], options: Options, names: set[str]) -> None:
-        """Every row that is written out fits, every fact names operands, and what runs the lowering is a row."""
+    def _check_rows(self, ops: Sequence[Op], names: set[str]) -> None:
+        """Raise unless written rows fit, facts name operands, and every row that runs the lowering exists."""
+        options = self.options
         for row in (*options.partial, *options.lowered):
             if isinstance(row, Facts):
                 for op in ops:
@@ -109,7 +107,7 @@ class Pattern:
                 self._check_row(row, names)
             elif row not in {*names, "R", "*"} and not row.startswith(ELLIPSIS):
                 raise self._error(
-                    f"lowering= names the row {row!r}, and no row is called so",
+                    f"lowering= names the row {row!r}, which the rule does not have",
                     "Name a dim of the inputs, a row with its arrow, a fact, R for the whole row or * for all others.",
                 )
 
@@ -118,7 +116,7 @@ class Pattern:
         words = {w for w in left + right if w not in {*REDUCE_OPS, "R", "*", "..."}} - names
         if words:
             raise self._error(
-                f"the row {text!r} has {listed(words)}, which is no placement and no dim",
+                f"the row {text!r} has {listed(words)}, which is neither a placement nor a dim",
                 f"Use R, * or one of {', '.join(REDUCE_OPS)}, or a dim of the notation.",
             )
         counts = tuple(map(len, self.operands)) if self.positional is not None else (len(left), len(right))
@@ -132,44 +130,64 @@ class Pattern:
     def _error(self, found: str, do: str) -> NotationError:
         return NotationError(asked=f"make the rule {self.text!r}", found=found, do=do, notation=self.text)
 
-    def flow(self, call: Call, options: Options) -> Flow:
-        """The named dims of one call. Only factors of compound dims depend on more than the numbers of dims."""
+    def flow(self, call: Call) -> Flow:
+        """The named dims of one call."""
         if self.has_compound:
-            return self._labelled(call, options)
-        ndims = tuple(None if m is None else m.ndim for m in (*call.operands, None, *call.outputs))
-        named = self.positional is None or _has_lists(call.op)
-        key = (id(options), ndims, len(call.outputs), call.operand_names if named else None)
-        found = self._flows.get(key)
-        if found is None:
+            return self._labelled(call)  # the sizes of factors depend on the call
+        ndims = tuple([None if m is None else len(m.shape) for m in (*call.operands, None, *call.outputs)])
+        named = self.positional is None or _has_lists(call.signature)
+        key = (ndims, len(call.outputs), call.operand_names if named else None)
+        flow = self._flows.get(key)
+        if flow is None:
             if len(self._flows) >= _MAX_FLOWS:
                 self._flows.clear()
-            # Options are kept with the flow, so their identity stays theirs.
-            found = self._flows[key] = (self._labelled(call, options), options)
-        return found[0]
+            flow = self._flows[key] = self._labelled(call)
+        return flow
 
-    def _labelled(self, call: Call, options: Options) -> Flow:
-        if self.positional is not None:
-            return labelled(call, _per_element(call, self.positional.inputs), self.positional.outputs, options)
-        inputs = [self.named[name.partition("[")[0]] for name in call.operand_names]
-        assert self.result is not None
-        return labelled(call, inputs, [self.result] * len(call.outputs), options)
+    def _labelled(self, call: Call) -> Flow:
+        """A name for every dim of the call's tensors: ellipses written out, compound dims with their sizes."""
+        inputs, outputs = self._operands_of(call)
+        described = [*zip(inputs, call.operands, strict=True), *zip(outputs, call.outputs, strict=True)]
+        dims_of = [_expanded(call, operand, meta) for operand, meta in described]
+        sizes: dict[str, int] = {}
+        for dims, (_, meta) in zip(dims_of, described, strict=True):
+            for name, n in zip(dims or (), meta.shape if meta is not None and dims is not None else (), strict=False):
+                if isinstance(name, str) and sizes.get(name, 1) == 1:
+                    sizes[name] = n
+        sized = [
+            None if dims is None else tuple(_sized(call, d, meta, i, sizes) for i, d in enumerate(dims))
+            for dims, (_, meta) in zip(dims_of, described, strict=True)
+        ]
+        options = self.options
+        return Flow(
+            sized[: len(inputs)],
+            sized[len(inputs) :],
+            reduce=options.reduce,
+            replicate=options.replicate,
+            partial=options.partial,
+            lowered=options.lowered,
+            nonempty=options.nonempty,
+        )
 
-    def __str__(self) -> str:
-        return self.text
-
-
-def _per_element(call: Call, inputs: Sequence[Operand]) -> Sequence[Operand]:
-    """An operand per tensor: what is written for a list of tensors holds for each of them."""
-    names = [a.name for a in call.signature.tensor_args if not a.is_out]
-    if not _has_lists(call.op) or len(inputs) != len(names):
-        return inputs
-    written = dict(zip(names, inputs, strict=True))
-    return [written[name.partition("[")[0]] for name in call.operand_names]
+    def _operands_of(self, call: Call) -> tuple[Sequence[Operand], Sequence[Operand]]:
+        """What is written of each operand and of each result of a call. A list's operand serves all its tensors."""
+        if self.positional is None:
+            inputs: Sequence[Operand] = [self.named[name.partition("[")[0]] for name in call.operand_names]
+            assert self.result is not None
+            return inputs, [self.result] * len(call.outputs)
+        inputs, outputs = self.positional.inputs, self.positional.outputs
+        names = [a.name for a in call.signature.tensor_args if not a.is_out]
+        if len(inputs) == 1:
+            inputs *= len(call.operands)
+        elif _has_lists(call.signature) and len(inputs) == len(names):
+            written = dict(zip(names, inputs, strict=True))
+            inputs = [written[name.partition("[")[0]] for name in call.operand_names]
+        return inputs, outputs * len(call.outputs) if len(outputs) == 1 else outputs
 
 
 def _check_counts(op: Op, text: str, parsed: Notation) -> None:
     tensors = [a.name for a in signature(op).tensor_args if not a.is_out]
-    if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and _has_lists(op)):
+    if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and _has_lists(signature(op))):
         raise NotationError(
             asked=f"make the rule {text!r} for {op_name(op)}",
             found=f"it has {len(parsed.inputs)} inputs, the op {len(tensors)} tensor arguments: {listed(tensors)}",
@@ -200,39 +218,11 @@ def _check_names(op: Op, named: Mapping[str, Operand]) -> None:
         )
 
 
-def _has_lists(op: Op) -> bool:
-    return any(a.kind is Kind.TENSORS for a in signature(op).tensor_args)
+def _has_lists(op: Signature) -> bool:
+    return any(a.kind is Kind.TENSORS for a in op.tensor_args)
 
 
-def labelled(call: Call, inputs: Sequence[Operand], outputs: Sequence[Operand], options: Options) -> Flow:
-    """Names for every dim of the call's tensors: ellipses expanded, compound dims given their sizes."""
-    if len(inputs) == 1 and len(call.operands) != 1:
-        inputs = list(inputs) * len(call.operands)
-    if len(outputs) == 1 and len(call.outputs) != 1:
-        outputs = list(outputs) * len(call.outputs)
-    described = [*zip(inputs, call.operands, strict=True), *zip(outputs, call.outputs, strict=True)]
-    sizes: dict[str, int] = {}
-    labels = [_expand(call, operand, meta) for operand, meta in described]
-    for dims, (_, meta) in zip(labels, described, strict=True):
-        for name, n in zip(dims or (), meta.shape if meta is not None and dims is not None else (), strict=False):
-            if isinstance(name, str) and sizes.get(name, 1) == 1:
-                sizes[name] = n
-    sized = [
-        None if dims is None else tuple(_sized(call, d, meta, i, sizes) for i, d in enumerate(dims))
-        for dims, (_, meta) in zip(labels, described, strict=True)
-    ]
-    return Flow(
-        sized[: len(inputs)],
-        sized[len(inputs) :],
-        reduce=options.reduce,
-        replicate=options.replicate,
-        partial=options.partial,
-        lowered=options.lowered,
-        nonempty=options.nonempty,
-    )
-
-
-def _expand(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any, ...] | None:
+def _expanded(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any, ...] | None:
     if operand.dims is None or meta is None:
         return None
     dims: list[Any] = list(operand.dims)

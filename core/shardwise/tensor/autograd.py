@@ -17,20 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
+from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
 from shardwise.comm.redistribute import Route, redistribute_local, route
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tensor_class, wrap
+from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import SpecLayout, TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.dispatch import is_batched
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
-__all__ = ["HAS_GRAD_HOOK", "from_local", "keep_grad_layout", "redistribute", "to_local"]
+__all__ = ["HAS_GRAD_HOOK", "follow_layout", "from_local", "keep_grad_layout", "redistribute", "to_local"]
 
-# Marks a leaf that has a hook which brings its gradients to its own layout.
+# Marks a leaf that has a hook which brings its gradients to its own layout. The attribute holds the function that tells
+# the hook another layout, or None before a stand-in has its hook.
 HAS_GRAD_HOOK = "_shardwise_has_grad_hook"
 
 
@@ -50,9 +55,9 @@ def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: Tens
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, way: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
-        ctx.spec, ctx.grad, ctx.async_op = way.target, grad, async_op
-        return _redistributed(tensor, way, async_op)
+    def forward(ctx: Any, tensor: Any, steps: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
+        ctx.spec, ctx.grad, ctx.async_op = steps.target, grad, async_op
+        return _run_route(tensor, steps, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -70,15 +75,15 @@ def redistribute(
 
     Returns the tensor itself if its placements do not change and ``grad_placements`` is not given.
     """
-    way = route(tensor._spec, placements)
-    if way.stays and grad_placements is None:
+    steps = route(tensor._spec, placements)
+    if steps.stays and grad_placements is None:
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
-        return _Redistribute.apply(tensor, way, layout, async_op)  # type: ignore[no-untyped-call]
+        return _Redistribute.apply(tensor, steps, layout, async_op)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
         _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
-    return _redistributed(tensor, way, async_op)
+    return _run_route(tensor, steps, async_op)
 
 
 def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
@@ -98,14 +103,14 @@ _backward = InFlightLimit(1 << 26)
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _redistributed(tensor: Any, way: Route, async_op: bool) -> Any:
+def _run_route(tensor: Any, steps: Route, async_op: bool) -> Any:
     local = tensor._local_tensor
-    if way.stays:
+    if steps.stays:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        return wrap(local.view_as(local), way.target)
-    if async_op and way.start is not None and not is_traced(local):
-        return waiting(way.start(local).keep(tensor, local), way.target, local.device)
-    return wrap(way.run(local), way.target)
+        return wrap(local.view_as(local), steps.target)
+    if async_op and steps.start is not None and not is_traced(local):
+        return waiting(steps.start(local).keep(tensor, local), steps.target, local.device)
+    return wrap(steps.run(local), steps.target)
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -122,7 +127,10 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         spec: TensorSpec = ctx.spec
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
-        return from_local(grad, spec.mesh, ctx.grad, False, meta.shape, meta.stride, None), None
+        mesh: Any = spec.mesh
+        check_device(grad, mesh)
+        part = _spec_of_local(grad, mesh, ctx.grad, meta.shape, meta.stride)
+        return _FromLocal.apply(grad, part, grad_layout(ctx.grad)), None  # type: ignore[no-untyped-call]
 
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
@@ -138,7 +146,11 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.spec, ctx.grad = spec, grad
-        return wrap(local.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+        # Every rank has the same spec, and an empty part does not say how the others lie: so the part gives in.
+        part = (
+            local if lies_as(spec.tensor_meta, local.shape, local.stride()) else dense_in_order(local, spec.tensor_meta)
+        )
+        return wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -159,11 +171,13 @@ def from_local(
     """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
     mesh = current_mesh() if mesh is None else mesh
     check_device(local, mesh)
-    wanted = (REPLICATE,) * mesh.ndim if placements is None else placements
-    spec = _spec_of_local(local, mesh, check_placements(wanted, mesh.ndim, local.ndim), shape, stride)
+    layout = (REPLICATE,) * mesh.ndim if placements is None else placements
+    spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
     meet(mesh)
-    if run_check:
+    if run_check:  # compares the layout too, also where this rank knows it and another does not
         check_agreement(local, spec)
+    elif not is_traced(local):
+        agree_on_layout(spec, "from_local")
     return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
 
 
@@ -194,11 +208,17 @@ def _spec_of_local(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> TensorSpec:
-    if shape is None:
-        sizes, steps = _implied(local, mesh, placements)
+    if shape is not None:
+        sizes, strides = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
     else:
-        sizes, steps = list(shape), list(TensorMeta.contiguous(shape, local.dtype).stride)
-    meta = TensorMeta(torch.Size(sizes), tuple(steps if stride is None else stride), local.dtype)
+        # The global sizes and strides if every rank's part has the shape of this local tensor.
+        sizes, strides = list(local.shape), list(local.stride())
+        for mesh_dim, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                n, d = mesh.size(mesh_dim), placement.dim
+                strides = [s * n if i != d and s >= strides[d] else s for i, s in enumerate(strides)]
+                sizes[d] *= n
+    meta = TensorMeta(torch.Size(sizes), tuple(strides if stride is None else stride), local.dtype)
     spec = TensorSpec(mesh, placements, meta)
     if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
         raise LayoutError(
@@ -211,17 +231,6 @@ def _spec_of_local(
     return spec
 
 
-def _implied(local: torch.Tensor, mesh: Any, placements: Sequence[Placement]) -> tuple[list[int], list[int]]:
-    """Global sizes and strides if every rank's part has the shape of this local tensor."""
-    sizes, steps = list(local.shape), list(local.stride())
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            n, d = mesh.size(mesh_dim), placement.dim
-            steps = [s * n if i != d and s >= steps[d] else s for i, s in enumerate(steps)]
-            sizes[d] *= n
-    return sizes, steps
-
-
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
 
 
@@ -231,21 +240,28 @@ def keep_grad_layout_in_graph(stand_in: Any) -> None:
     Torch runs a leaf's own hooks outside the graph. The stand-in joins autograd's graph only after it is created. At
     the first op it has joined, and can take a hook that becomes part of the graph.
     """
-    stand_in.__dict__[HAS_GRAD_HOOK] = True
+    stand_in.__dict__[HAS_GRAD_HOOK] = None
     at_next_dispatch(partial(_register_if_there, ref(stand_in)))
 
 
 def _register_if_there(stand_in: Callable[[], Any]) -> None:
     tensor = stand_in()
     if tensor is not None and tensor.requires_grad:
-        _hook_grad_layout(tensor)
+        tensor.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(tensor)
 
 
 def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
-    wanted = spec.with_placements(target)
-    return grad if wanted is spec else wrap(redistribute_local(grad._local_tensor, spec, wanted), wanted)
+    goal = spec.with_placements(target)
+    return grad if goal is spec else wrap(redistribute_local(grad._local_tensor, spec, goal), goal)
+
+
+def plain_tangent(grad: torch.Tensor, known: Any) -> Any:
+    """The gradient of an output of compiled code from the plain zeros that autograd makes for an unused output."""
+    layout: SpecLayout = known[0]
+    spec = layout.spec(grad.shape, grad.stride(), grad.dtype)
+    return grad_under(_on_mesh(grad, spec, "take the gradient of an output of compiled code"), layout.placements)
 
 
 # -- into .grad --------------------------------------------------------------------------------------------------
@@ -255,21 +271,35 @@ def keep_grad_layout(leaf: Any) -> None:
     """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
     if not leaf.is_leaf or HAS_GRAD_HOOK in leaf.__dict__:
         return
-    _hook_grad_layout(leaf)
-    leaf.__dict__[HAS_GRAD_HOOK] = True
+    leaf.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(leaf)
 
 
-def _hook_grad_layout(tensor: Any) -> None:
+def follow_layout(leaf: Any) -> None:
+    """Bring the gradients of a leaf to the layout that the leaf has now."""
+    follow = leaf.__dict__.get(HAS_GRAD_HOOK)
+    if follow is not None:
+        follow(leaf._spec)
+
+
+def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
+    """Hook a tensor; returns the function that tells the hook another spec of the tensor."""
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
 
-    def place(grad: Any) -> Any:
+    def follow(changed: TensorSpec) -> None:
+        nonlocal spec
+        spec = changed.with_placements(grad_layout(changed.placements))
+
+    def keep_layout(grad: Any) -> Any:
         # The usual case is cheap, as this runs for every leaf at every step. A backward without a gradient for the leaf
         # passes None.
         if grad is None or getattr(grad, "_spec", None) is spec:
             return None
+        if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
+            return None
         return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
 
-    tensor.register_hook(place)
+    tensor.register_hook(keep_layout)
+    return follow
 
 
 def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:

@@ -37,7 +37,14 @@ def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Chunk
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    _refuse_partial(spec)
+    if spec.reductions:
+        kinds = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.reductions.items())
+        raise LayoutError(
+            asked=f"save or load {spec} in a checkpoint",
+            found=f"it is partial ({kinds}): no rank holds the values of any part of it",
+            do="Call redistribute() with Replicate() or Shard(d) in place of Partial() first.",
+            placements=spec.placements,
+        )
     if coordinate is None and isinstance(spec.mesh, DeviceMesh) and spec.mesh.get_coordinate() is None:
         return None
     where = spec.coordinate() if coordinate is None else tuple(coordinate)
@@ -67,14 +74,3 @@ def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[Wri
         )
         for chunk in chunks_of(spec)
     ]
-
-
-def _refuse_partial(spec: TensorSpec) -> None:
-    if spec.reductions:
-        kinds = ", ".join(f"{kind} on mesh dim {dim}" for dim, kind in spec.reductions.items())
-        raise LayoutError(
-            asked=f"save or load {spec} in a checkpoint",
-            found=f"it is partial ({kinds}): no rank holds the values of any part of it",
-            do="Call redistribute() with Replicate() or Shard(d) in place of Partial() first.",
-            placements=spec.placements,
-        )

@@ -11,11 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import broadcast_whole
+from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
 from shardwise.errors import PlacementCountError, PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
+from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.autograd import check_device
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
@@ -38,23 +41,27 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> MeshTensor:
-    """A leaf MeshTensor from a whole tensor. Every rank must call this, with the same shape and dtype.
+    """A leaf MeshTensor from a whole tensor. Every rank must call this, with the same shape, dtype and placements.
 
     The values are those of the mesh's first rank, which sends them to the others. ``src_data_rank=None`` uses each
     rank's own values without communication; they must be the same. Keeps ``requires_grad``; a ``Parameter`` stays a
     ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or
-    :class:`DeviceMismatchError` before it communicates.
+    :class:`DeviceMismatchError` before it communicates, and :class:`RankDisagreementError` on every rank if the ranks
+    differ.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if isinstance(tensor, MeshTensor):
         return tensor if placements is None else tensor.redistribute(mesh, placements)
     check_device(tensor, mesh)
-    wanted = [REPLICATE] * mesh.ndim if placements is None else placements
-    spec = TensorSpec(mesh, check_placements(wanted, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
+    layout = [REPLICATE] * mesh.ndim if placements is None else placements
+    spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
     meet(mesh)
     whole = tensor.detach()
-    if src_data_rank is not None and mesh.size() > 1 and whole.device.type != "meta":
-        whole = broadcast_whole(whole, mesh, src_data_rank)
+    if mesh.size() > 1 and not is_traced(whole):
+        if src_data_rank is not None and whole.device.type != "meta":
+            whole = broadcast_whole(whole, spec, src_data_rank, requires_grad=tensor.requires_grad)
+        else:
+            agree_on_layout(spec, "distribute_tensor")
     sharded = MeshTensor(scatter_local(whole, spec), spec)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(sharded, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
@@ -86,16 +93,6 @@ def distribute_module(
         for name, submodule in module.named_modules():
             partition(name, submodule, mesh)
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
-    _check_patterns(module, patterns)
-    _replace_tensors(module, mesh, patterns, src_data_rank)
-    if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
-    if output_fn is not None:
-        module.register_forward_hook(lambda m, _, outputs: output_fn(m, outputs, mesh))
-    return module
-
-
-def _check_patterns(module: nn.Module, patterns: Mapping[str, Places]) -> None:
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
     names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
     for pattern in patterns:
@@ -106,6 +103,12 @@ def _check_patterns(module: nn.Module, patterns: Mapping[str, Places]) -> None:
                 do="Correct the pattern (shell style, on qualified names).",
                 pattern=pattern,
             )
+    _replace_tensors(module, mesh, patterns, src_data_rank)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda m, _, outputs: output_fn(m, outputs, mesh))
+    return module
 
 
 def _replace_tensors(

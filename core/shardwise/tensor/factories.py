@@ -15,7 +15,8 @@ from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import LayoutError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.rng.generator import next_draw
@@ -93,8 +94,8 @@ def _make(
         )
     mesh = current_mesh() if device_mesh is None else device_mesh
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
-    asked = [REPLICATE] * mesh.ndim if placements is None else placements
-    spec = TensorSpec(mesh, check_placements(asked, mesh.ndim, len(size)), meta)
+    places = [REPLICATE] * mesh.ndim if placements is None else placements
+    spec = TensorSpec(mesh, check_placements(places, mesh.ndim, len(size)), meta)
     meet(mesh)
     if values is not None:
         agree_on_generator(mesh)

@@ -18,10 +18,18 @@ from shardwise.engine.engine import PlanningEngine
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.kernel.dispatcher import dispatch, rules_version, start, views
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
-from shardwise.kernel.spec import SpecLayout, TensorMeta, TensorSpec
-from shardwise.private_torch.dispatch import disabled_torch_function, new_wrapper, support_foreach
-from shardwise.private_torch.tracing import is_compiled_now, is_traced
-from shardwise.tensor import autograd, dcp_chunks, open_sizes
+from shardwise.kernel.spec import SpecLayout, TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.dispatch import (
+    disabled_torch_function,
+    guard_memory,
+    hide_items,
+    new_wrapper,
+    support_foreach,
+)
+from shardwise.private_torch.tracing import is_compiled_now, is_traced, take_plain_tangents
+from shardwise.tensor import autograd, dcp_chunks, memory_access, open_sizes
+from shardwise.tensor.memory_access import refusing
 
 __all__ = ["MeshTensor"]
 
@@ -85,15 +93,9 @@ class MeshTensor(torch.Tensor):
         spec, local = self._spec, self._local_tensor
         layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
         part = (local.shape, local.stride(), local.dtype, local.device)
-        known = (
-            _PROCESS,
-            rules_version(),
-            layout,
-            part,
-            autograd.HAS_GRAD_HOOK in self.__dict__,
-            self.requires_grad,
-        )
-        return hashlib.blake2b(repr(known).encode(), digest_size=16).hexdigest()
+        has_hook = autograd.HAS_GRAD_HOOK in self.__dict__
+        key = (_PROCESS, rules_version(), layout, part, has_hook, self.requires_grad)
+        return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
     def __coerce_tangent_metadata__(self) -> MeshTensor:
         """The layout that compiled code assumes for an output's gradient: the output's, with partial as replicated."""
@@ -133,12 +135,14 @@ class MeshTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
-        """A MeshTensor from this rank's part; shares its memory and is differentiable.
+        """A MeshTensor from this rank's part; shares its memory and is differentiable. Every rank must call this.
 
         Without the global ``shape``, the parts of all ranks are assumed to have the same shape, so an uneven layout
-        needs ``shape``. ``stride`` defaults to what the local strides imply. ``run_check`` compares shapes and
-        replicated copies between the ranks, with communication. The gradient has ``grad_placements`` (default:
-        ``placements`` with partial read as replicated). Raises :class:`LayoutError` if the local shape does not fit.
+        needs ``shape``. ``stride`` defaults to what the local strides imply. The ranks compare the first tensor of each
+        layout. ``run_check`` compares every tensor, ``requires_grad`` and replicated copies too, with communication.
+        The gradient has ``grad_placements`` (default: ``placements`` with partial read as replicated). Raises
+        :class:`LayoutError` for a local shape that does not fit, and :class:`RankDisagreementError` on every rank if
+        the ranks differ.
         """
         tensor: MeshTensor = autograd.from_local(
             local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements
@@ -221,6 +225,10 @@ class MeshTensor(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
+    def _follow_layout(self) -> None:
+        """Bring gradients to the layout that this tensor has now: an op or ``x.data = y`` gave it another one."""
+        autograd.follow_layout(self)
+
     # -- views --
     def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
         """A view of another shape or dtype, which shares memory with this tensor on every rank.
@@ -240,10 +248,19 @@ class MeshTensor(torch.Tensor):
 
     # -- indexing --
     def __getitem__(self, index: Any) -> Any:
+        if _is_one_truth(index):
+            return self.unsqueeze(0)[self._one_or_none(index)]
         return torch.Tensor.__getitem__(self, index if _is_listless(index) else self._index(index))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
+        if _is_one_truth(index):
+            self.unsqueeze(0)[self._one_or_none(index)] = value
+        else:
+            torch.Tensor.__setitem__(self, index if _is_listless(index) else self._index(index), value)
+
+    def _one_or_none(self, index: Any) -> Any:
+        """The index, into a new first dim, that one truth value stands for; torch would make a plain tensor."""
+        return self._numbers([0] if index else [])
 
     def _index(self, index: Any) -> Any:
         """An index whose lists of numbers are MeshTensors: torch would make plain tensors of the lists.
@@ -299,13 +316,28 @@ class MeshTensor(torch.Tensor):
         with torch.no_grad():
             return self.full_tensor().tolist()
 
-    def numpy(self, *, force: bool = False) -> Any:  # noqa: ARG002  # torch's signature
-        """Raises :class:`LayoutError`: a part is not the tensor."""
-        raise LayoutError(
-            asked=f"turn {self._spec} into a NumPy array",
-            found="each rank holds only its part",
-            do="Use full_tensor().numpy() or to_local().numpy().",
-        )
+    # -- memory --
+    data = memory_access.data
+    share_memory_ = memory_access.share_memory_
+    is_shared = memory_access.is_shared
+    pin_memory = memory_access.pin_memory
+    is_pinned = memory_access.is_pinned
+    record_stream = memory_access.record_stream
+    is_set_to = memory_access.is_set_to
+    untyped_storage = memory_access.untyped_storage
+    numpy = refusing("turn {} into a NumPy array", "Use full_tensor().numpy() or to_local().numpy().")
+    apply_ = refusing(
+        "call a Python function for each element of {}",
+        "Use torch ops, or to_local().apply_(), which runs on this part.",
+    )
+    map_ = map2_ = refusing(
+        "call a Python function for the elements of {}", "Use torch ops, or map_ and map2_ of to_local()."
+    )
+    set_ = refusing("set the memory of {}", "Assign x.data = y, where y is a MeshTensor, or x.copy_(y).")
+    __dlpack__ = refusing("pass {} on by DLPack", "Pass to_local() or full_tensor().")
+    __cuda_array_interface__ = memory_access.cuda_array_interface
+    # Readers of DLPack look for its C functions at the class, and find that there are none.
+    __dlpack_c_exchange_api__ = None
 
     # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  # torch's signature
@@ -323,17 +355,24 @@ class MeshTensor(torch.Tensor):
             return memo[id(self)]  # type: ignore[no-any-return]
         if not self.is_leaf:
             raise RuntimeError("only leaf tensors can be deep-copied, as in torch; detach() first")
-        local = self._local_tensor.clone()  # first, because a waiting tensor changes its type at its first use
-        clone: Self = new_wrapper(type(self), local, self._spec, False)
+        local, spec = memory_access.copied(self, memo)
+        clone: Self = new_wrapper(type(self), local, spec, False)
         clone.__dict__.update(
             copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}, memo)
         )
         memo[id(self)] = clone
         if self.requires_grad:
             clone.requires_grad_()
-        if self.grad is not None:
+        if self.grad is not None and not isinstance(self, torch.nn.Parameter):  # a parameter's copy starts without
             clone.grad = copy.deepcopy(self.grad, memo)
         return clone
+
+    def __copy__(self) -> Self:
+        # It shares memory, so it keeps the mark of a copy that may not be written.
+        local = self._local_tensor
+        twin: Self = new_wrapper(type(self), local, self._spec, False)
+        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK})
+        return twin.requires_grad_() if self.requires_grad else twin
 
     def __reduce_ex__(self, proto: Any) -> Any:
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
@@ -358,6 +397,10 @@ class MeshTensor(torch.Tensor):
 
 _LISTS = (list, range)
 _NO_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(...), type(None))
+
+
+def _is_one_truth(index: Any) -> bool:
+    return type(index) is bool or (type(index) is MeshTensor and index.dtype is torch.bool and index.dim() == 0)
 
 
 def _is_listless(index: Any) -> bool:
@@ -403,4 +446,7 @@ def _check_same_place(
 # torch.load(weights_only=True) accepts only functions and classes that are listed.
 torch.serialization.add_safe_globals([_rebuild, MeshTensor])
 support_foreach(MeshTensor)
+hide_items(MeshTensor)
+take_plain_tangents(MeshTensor, autograd.plain_tangent)
+guard_memory(MeshTensor, memory_access.refuse_to_lend)
 start(MeshTensor, PlanningEngine(MeshTensor))

@@ -29,18 +29,14 @@ def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         if not any(map(is_open, local.shape)):
             return local
         shape = spec.local_shape()
-        return retraced(local, shape, _strides(local, shape))
+        # The part's strides for these sizes. A symbolic stride is the product of another dim's size and stride.
+        old, steps = local.shape, local.stride()
 
+        def stride(dim: int) -> Any:
+            if not isinstance(steps[dim], torch.SymInt):
+                return steps[dim]
+            inner = (d for d in range(local.ndim) if d != dim and same_symbol(steps[dim], old[d] * steps[d]))
+            below = next(inner, None)
+            return steps[dim] if below is None else shape[below] * stride(below)
 
-def _strides(local: torch.Tensor, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The part's strides for other sizes. A symbolic stride is the product of another dim's size and stride."""
-    old, steps = local.shape, local.stride()
-
-    def stride(dim: int) -> Any:
-        if not isinstance(steps[dim], torch.SymInt):
-            return steps[dim]
-        inner = (d for d in range(local.ndim) if d != dim and same_symbol(steps[dim], old[d] * steps[d]))
-        below = next(inner, None)
-        return steps[dim] if below is None else shape[below] * stride(below)
-
-    return tuple(map(stride, range(local.ndim)))
+        return retraced(local, shape, tuple(map(stride, range(local.ndim))))

@@ -38,7 +38,16 @@ def install() -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
-    if not _may_step_locally(optimizer, args, kwargs):
+    if not (
+        isinstance(next(_parameters(optimizer), None), MeshTensor)
+        and len(args) == 1
+        and all(value is None for value in kwargs.values())
+        and type(optimizer) in default_registry().optimizers
+        and not is_observed()
+        and not torch.compiler.is_compiling()
+        and not any(group.get("differentiable") for group in optimizer.param_groups)
+        and not _has_mesh_tensor(chain(optimizer.__dict__.values(), *(g.values() for g in optimizer.param_groups)))
+    ):
         return None
     twin = optimizer.__dict__.get(_TWIN)
     if twin is None or not twin.still_fits(optimizer):
@@ -50,19 +59,6 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
     """A torch hook: copy the results of the twin's step to the optimizer."""
     if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
         optimizer.__dict__[_TWIN].hand_back(optimizer)
-
-
-def _may_step_locally(optimizer: Optimizer, args: Any, kwargs: Any) -> bool:
-    return (
-        isinstance(next(_parameters(optimizer), None), MeshTensor)
-        and len(args) == 1
-        and all(value is None for value in kwargs.values())
-        and type(optimizer) in default_registry().optimizers
-        and not is_observed()
-        and not torch.compiler.is_compiling()
-        and not any(group.get("differentiable") for group in optimizer.param_groups)
-        and not _has_mesh_tensor(chain(optimizer.__dict__.values(), *(g.values() for g in optimizer.param_groups)))
-    )
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:
@@ -124,8 +120,8 @@ class _Twin:
 
     def prepared(self, optimizer: Optimizer) -> Optimizer:
         """The twin optimizer with the optimizer's current settings."""
-        both = zip(optimizer.param_groups, self.groups, strict=True)
-        groups = [{**group, "params": params} for group, params in both]
+        pairs = zip(optimizer.param_groups, self.groups, strict=True)
+        groups = [{**group, "params": params} for group, params in pairs]
         own = {k: v for k, v in optimizer.__dict__.items() if k != _TWIN}
         self.optimizer.__dict__ = {**own, "param_groups": groups, "state": self.local_states}
         twin: Optimizer = self.optimizer

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from attrs import define
 from torch import nn
 
 from shardwise.comm.async_result import AsyncResult
@@ -29,8 +30,6 @@ from shardwise.tensor.waiting import waiting
 
 __all__ = ["prefetch"]
 
-Versions = tuple[int, int]
-
 
 def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Module] | None = None) -> nn.Module:
     """Gather a module's parameters over ``mesh_dim`` ahead of their use, as fully sharded data parallelism does.
@@ -44,8 +43,7 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
     ``mesh_dim`` and cannot be written. The numbers are the same as without prefetch. Returns the module. Raises
     :class:`PlacementError` if no parameter is sharded over ``mesh_dim``.
     """
-    chosen = list(_listed(module)) if units is None else list(units)
-    schedule = _Schedule(module, chosen, mesh_dim)
+    schedule = _Schedule(module, list(_default_units(module) if units is None else units), mesh_dim)
     if not any(unit.copies for unit in (schedule.root, *schedule.units)):
         raise PlacementError(
             asked=f"prefetch the parameters of a {type(module).__name__} over mesh dim {mesh_dim!r}",
@@ -59,39 +57,58 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
     return module
 
 
-def _listed(module: nn.Module) -> Iterator[nn.Module]:
+def _default_units(module: nn.Module) -> Iterator[nn.Module]:
     """The modules in the outermost containers."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         yield from module
     else:
         for child in module.children():
-            yield from _listed(child)
+            yield from _default_units(child)
 
 
 # -- copies ------------------------------------------------------------------------------------------------------
 
 
+@define(eq=False)
+class _Content:
+    """What a parameter holds at one time. Either number changes with a write, the local tensor with ``p.data = y``."""
+
+    local: torch.Tensor
+    written: int
+    local_written: int
+
+    @classmethod
+    def of(cls, leaf: Any) -> _Content:
+        return cls(leaf._local_tensor, version_of(leaf), version_of(leaf._local_tensor))
+
+    def is_in(self, leaf: Any) -> bool:
+        """Whether the parameter holds it still."""
+        local = leaf._local_tensor
+        return local is self.local and version_of(leaf) == self.written and version_of(local) == self.local_written
+
+
 class _Copy:
     """The gathered copy of one parameter: under way, complete, or freed."""
 
-    def __init__(self, leaf: Any, way: Route) -> None:
+    def __init__(self, leaf: Any, gather: Route) -> None:
         self.leaf = leaf
-        self.way = way
+        self.gather = gather
+        self.gathered_from = leaf._spec
         # The spec marks it as a copy, to which writing is refused: a write would not reach the parameter.
-        self.spec = way.target.as_copy()
+        self.spec = gather.target.as_copy()
         self._result: AsyncResult | None = None
-        self._gathered: Versions | None = None
+        self._gathered: _Content | None = None
 
-    def versions(self) -> Versions:
-        """Numbers that change when the parameter or its local tensor is written."""
-        return version_of(self.leaf), version_of(self.leaf._local_tensor)
+    def is_of(self, leaf: Any) -> bool:
+        """Whether it is the copy of this parameter in the layout that it has now."""
+        return self.leaf is leaf and self.gathered_from is leaf._spec
 
     def start(self) -> None:
         """Start to gather, unless the copy is complete or under way."""
-        now = self.versions()
-        if self._result is None or self._gathered != now:
-            assert self.way.start is not None
-            self._result, self._gathered = self.way.start(self.leaf._local_tensor), now
+        if self._result is None or self._gathered is None or not self._gathered.is_in(self.leaf):
+            assert self.gather.start is not None
+            self._gathered = _Content.of(self.leaf)
+            self._result = self.gather.start(self._gathered.local)
 
     def wait(self) -> torch.Tensor:
         self.start()
@@ -99,7 +116,7 @@ class _Copy:
         return self._result.wait()
 
     def free(self) -> None:
-        self._result = None
+        self._result = self._gathered = None
 
     def tensor(self, unit: _Unit) -> Any:
         """The tensor that replaces the parameter in its unit's forward."""
@@ -116,10 +133,10 @@ class _Use:
     def __init__(self, copy: _Copy, unit: _Unit) -> None:
         self._copy = copy
         self._unit = unit
-        self._versions = copy.versions()
+        self._content = _Content.of(copy.leaf)
 
     def wait(self) -> torch.Tensor:
-        if self._copy.versions() != self._versions:
+        if not self._content.is_in(self._copy.leaf):
             raise RuntimeError(
                 f"a parameter of shape {tuple(self._copy.leaf.shape)} that is needed for a gradient was modified by an "
                 "inplace operation after forward; run backward first"
@@ -165,14 +182,14 @@ class _Unit:
         self.module.register_forward_hook(self.after, always_call=True)
 
     def refresh(self) -> None:
-        """Look the parameters up again: loading a checkpoint may have replaced them."""
+        """Look the parameters up again: loading a checkpoint may have replaced them, ``p.data = y`` their layouts."""
         copies: dict[int, _Copy] = {}
         for owner, name in self.places:
             leaf: Any = getattr(owner, name)
             if id(leaf) in copies:
                 continue
             known = self.copies.get(id(leaf))
-            copy = known if known is not None and known.leaf is leaf else self._copy_of(leaf)
+            copy = known if known is not None and known.is_of(leaf) else self._copy_of(leaf)
             if copy is not None:
                 copies[id(leaf)] = copy
         self.copies = copies
@@ -181,8 +198,8 @@ class _Unit:
         target = _gathered_placements(leaf, self.schedule.mesh_dim)
         if target is None:
             return None
-        way = route(leaf._spec, target)
-        return None if way.start is None else _Copy(leaf, way)
+        gather = route(leaf._spec, target)
+        return None if gather.start is None else _Copy(leaf, gather)
 
     def start(self) -> None:
         with coalesced():
@@ -238,7 +255,8 @@ class _Schedule:
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module], mesh_dim: str | int) -> None:
         self.mesh_dim = mesh_dim
         self.root = _Unit(self, module, modules)
-        self.units = [_Unit(self, m, [o for o in modules if o is not m and _holds(m, o)]) for m in modules]
+        # A unit that is part of another unit gathers its own parameters. ``Module`` compares by identity.
+        self.units = [_Unit(self, m, [o for o in modules if o is not m and o in m.modules()]) for m in modules]
         self._current: _Unit | None = None
 
     def begin(self) -> None:
@@ -256,7 +274,8 @@ class _Schedule:
         if unit is self.root or unit is self._current:
             return
         self._current = unit
-        ahead = self._after(unit)
+        at = self.units.index(unit) + (-1 if in_backward() else 1)
+        ahead = self.units[at] if 0 <= at < len(self.units) else None
         for other in self.units:
             if other is not unit and other is not ahead:
                 other.free()
@@ -273,11 +292,3 @@ class _Schedule:
         stays = torch.is_grad_enabled() and unit in (self.root, self.units[-1] if self.units else None)
         if not stays:
             unit.free()
-
-    def _after(self, unit: _Unit) -> _Unit | None:
-        at = self.units.index(unit) + (-1 if in_backward() else 1)
-        return self.units[at] if 0 <= at < len(self.units) else None
-
-
-def _holds(module: nn.Module, other: nn.Module) -> bool:
-    return any(m is other for m in module.modules())

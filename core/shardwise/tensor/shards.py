@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from shardwise.errors import LayoutError
+from shardwise.kernel.mesh import coordinates
 from shardwise.kernel.placements import Partial, Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral, reduce_pieces
-from shardwise.kernel.spec import TensorSpec, coordinates
+from shardwise.kernel.spec import TensorSpec
 
 __all__ = ["assemble", "scatter_local"]
 
@@ -28,7 +29,7 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
     """The local tensor of the rank at ``coordinate`` (default: this process) of a whole tensor.
 
     ``full`` has the spec's global shape. The result has ``spec.local_shape(coordinate)``, keeps the order of the
-    strides and owns its memory. A partial sum has the value at coordinate 0 of its mesh dim and zeros elsewhere. A
+    strides and owns its memory. A partial sum has the value at coordinate 0 of its mesh dim and -0.0 elsewhere. A
     partial product has ones elsewhere. Partial avg, max and min have the value on every rank.
     """
     if full.shape != spec.shape:

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from shardwise.comm.rank_failures import tell
 from shardwise.private_torch.tracing import graph_calls
 
 __all__ = ["traceable"]
@@ -21,14 +22,26 @@ R = TypeVar("R")
 
 
 def traceable(function: Callable[P, R]) -> Callable[P, R]:
-    """Let compiled code call ``function`` with tensors, numbers, dtypes, meshes and placements."""
-    graph_calls.append(function)
+    """Let compiled code call ``function`` with tensors, numbers, dtypes, meshes and placements.
+
+    The other ranks are told of its errors: every rank must call such a function, and some wait for each other in it.
+    """
+
+    @wraps(function)
+    def told(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            tell(error, function.__name__)
+            raise
+
+    graph_calls.append(told)
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
             # Dynamo runs an import when it traces it, and so knows the function when it traces the call.
             import shardwise.tensor.allow_in_graph  # noqa: F401
-        return function(*args, **kwargs)
+        return told(*args, **kwargs)
 
     return call

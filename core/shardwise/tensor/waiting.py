@@ -18,13 +18,15 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.comm.rank_failures import trying
 from shardwise.discovery.process import default_registry
 from shardwise.errors import ViewError
 from shardwise.kernel.dispatcher import dispatch, tensor_class, views, wrap
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Kind, Op, signature
-from shardwise.kernel.spec import TensorSpec, memory_order
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import memory_order
 from shardwise.private_torch.ops import is_composite
 
 __all__ = ["Source", "source_of", "waiting"]
@@ -167,7 +169,8 @@ def _outcome(op: Op, spec: TensorSpec, form: Form, rest: Any, kwargs: Any) -> tu
     local = torch.empty_strided(shape, stride, dtype=spec.dtype, device="meta")
     before, views.must_share = views.must_share, True
     try:
-        result = dispatch(op, (wrap(local, spec), *rest), dict(kwargs))
+        with trying():
+            result = dispatch(op, (wrap(local, spec), *rest), dict(kwargs))
     finally:
         views.must_share = before
     part = result._local_tensor

@@ -1,10 +1,10 @@
 """The kit for testing rules, plugins and programs.
 
-The oracle judges a rule, or all rules of a plugin, on simulated ranks (:func:`check_rule`, :func:`check_plugin`);
-:func:`check_gradients` runs an op and its backward on real ranks of a :class:`WorkerPool`; :class:`PluginTests` is
-both as a test class. :mod:`shardwise.testing.pytest_plugin` has fixtures and :mod:`shardwise.testing.strategies` what
-hypothesis draws from. The extra ``shardwise[test]`` brings what these need: pytest, hypothesis, and cloudpickle, by
-which functions of test modules reach the workers.
+The oracle judges a rule, or all rules of a plugin, on simulated ranks (:func:`check_rule`, :func:`check_plugin`).
+:func:`check_gradients` runs an op and its backward on real ranks of a :class:`WorkerPool`. :class:`PluginTests` is a
+test class that does both. :mod:`shardwise.testing.pytest_plugin` has fixtures, and :mod:`shardwise.testing.strategies`
+has hypothesis strategies. The extra ``shardwise[test]`` installs what these need: pytest, hypothesis, and cloudpickle,
+which sends functions of test modules to the workers.
 """
 
 from shardwise.testing.gradients import GradientRefuted, RanksReport, check_gradients

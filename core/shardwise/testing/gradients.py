@@ -67,75 +67,61 @@ def check_gradients(
 ) -> RanksReport:
     """Run an op and its backward on the ranks of a pool, on random placements, and compare with one device.
 
-    ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; without them they are made
-    from the schema. Each operand of each of the ``cases`` is replicated, sharded on a random dim (evenly or not) or a
-    partial sum per mesh dim; floating operands that the op does not write take gradients. ``rules`` (a plugin that is
-    not installed, or rules) override the installed ones. ``meshes`` must have as many ranks as the pool.
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors, or a mapping from ops to them; by default they are made
+    from the schema. In each of the ``cases`` each operand is replicated, sharded on a random dim (evenly or not) or a
+    partial sum on each mesh dim. Floating operands that the op does not write require gradients. ``rules`` (a plugin
+    that is not installed, or rules) override the installed ones. ``meshes`` must have as many ranks as the pool.
     ``timeout`` is in seconds.
 
-    Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and when
-    the rules refuse every case. A call that a rule refuses (an in-place op that would redistribute what it
-    writes) is not an error; the report counts it.
+    Raises :class:`GradientRefuted` with the first result or gradient that is wrong, for a rank that raises, and if the
+    rules refuse every case. A call that a rule refuses (an in-place op that would redistribute its operand) is not an
+    error; the report counts it.
     """
     overload = one_op(op, "check gradients")
-    grids = _meshes(meshes, pool.world_size)
+    ranks = pool.world_size
+    halves = [(2, ranks // 2)] if ranks > 2 and ranks % 2 == 0 else []  # noqa: PLR2004
+    shapes = [(ranks,), *halves] if meshes is None else [tuple(shape) for shape in meshes]
     sent = subject_of(rules).loose_rules
-    for given in _offered(overload, samples):
-        tried = _drawn(len(given), grids, cases, seed)
-        outcomes = pool.run(run_cases, overload, sent, given, tried, timeout=timeout)[0]
+    for calls in _sample_lists(overload, samples):
+        rng = random.Random(seed)  # noqa: S311  chance, no secret
+        # Every sample in turn, each round on the next mesh.
+        tried = [
+            RealCase(i % len(calls), shapes[(i + i // len(calls)) % len(shapes)], rng.randrange(1 << 30), i % 2 == 0)
+            for i in range(cases if calls else 0)
+        ]
+        outcomes = pool.run(run_cases, overload, sent, calls, tried, timeout=timeout)[0]
         for case, outcome in zip(tried, outcomes, strict=False):
             if outcome.wrong:
-                raise _refusal(overload, given[case.sample], case, outcome, outcome.wrong)
-        if any(not o.illegal and not o.refused for o in outcomes):
-            return _counted([o for o in outcomes if not o.illegal])
-    raise _nothing_ran(overload, given, tried, outcomes)
+                raise _refutation(overload, calls[case.sample], case, outcome, outcome.wrong)
+        legal = [outcome for outcome in outcomes if not outcome.illegal]
+        if any(not outcome.refused for outcome in legal):
+            refused = sum(bool(outcome.refused) for outcome in legal)
+            results, gradients = sum(o.results for o in legal), sum(o.gradients for o in legal)
+            return RanksReport(1, len(legal), refused, results, gradients)
+    raise _nothing_ran(overload, calls, tried, outcomes)
 
 
-def _offered(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[list[Sample]]:
-    """The samples to try. Guessed ones are of one shape at first: an op that broadcasts without meaning to would have a
-    backward that does not.
+def _sample_lists(op: Op, samples: Sequence[Sample] | Samples | None) -> Iterator[list[Sample]]:
+    """Lists of samples to try, until one has a call that runs.
+
+    Guessed tensors have one shape at first: an op may broadcast by accident, and then its backward does not.
     """
     if samples is not None and not isinstance(samples, Mapping):
         yield list(samples)
         return
-    given = by_op(samples or {})
-    if op not in given:
-        yield samples_from_schema(op, alike=True)
-    yield samples_of(op, given)
+    by_overload = by_op(samples or {})
+    if op not in by_overload:
+        yield samples_from_schema(op, one_shape=True)
+    yield samples_of(op, by_overload)
 
 
-def _counted(legal: Sequence[CaseOutcome]) -> RanksReport:
-    return RanksReport(
-        1,
-        len(legal),
-        sum(bool(o.refused) for o in legal),
-        sum(o.results for o in legal),
-        sum(o.gradients for o in legal),
-    )
-
-
-def _meshes(given: Sequence[Sequence[int]] | None, ranks: int) -> list[tuple[int, ...]]:
-    if given is not None:
-        return [tuple(shape) for shape in given]
-    halves = [(2, ranks // 2)] if ranks > 2 and ranks % 2 == 0 else []  # noqa: PLR2004
-    return [(ranks,), *halves]
-
-
-def _drawn(samples: int, meshes: Sequence[tuple[int, ...]], cases: int, seed: int) -> list[RealCase]:
-    """Every sample in turn, each round on the next mesh."""
-    rng = random.Random(seed)  # noqa: S311  chance, no secret
-    count = cases if samples else 0
-    return [
-        RealCase(i % samples, meshes[(i + i // samples) % len(meshes)], rng.randrange(1 << 30), i % 2 == 0)
-        for i in range(count)
-    ]
-
-
-def _refusal(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, found: str) -> GradientRefuted:
+def _refutation(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, found: str) -> GradientRefuted:
     mesh = "x".join(map(str, case.mesh_shape))
     ran = "; ".join(outcome.ran)
+    arguments = zip(signature(op).args, signature(op).bind(*sample), strict=True)
+    shown = "(" + ", ".join(f"{arg.name}={_value_text(value)}" for arg, value in arguments) + ")"
     return GradientRefuted(
-        asked=f"run {op_name(op)} and its backward on {_shown(op, sample)} on a {mesh} mesh with {outcome.placements}",
+        asked=f"run {op_name(op)} and its backward on {shown} on a {mesh} mesh with {outcome.placements}",
         found=found + (f". What ran: {ran}" if ran else ""),
         do="Judge the rule of each op that ran by itself (check_rule); where all are right, mend the registered "
         "backward.",
@@ -143,7 +129,7 @@ def _refusal(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, found
         source=outcome.source,
         rows=outcome.rows,
         mesh=mesh,
-        sample=_shown(op, sample),
+        sample=shown,
         placements=outcome.placements,
         ran=tuple(outcome.ran),
     )
@@ -153,7 +139,8 @@ def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], o
     refused = next((i for i, o in enumerate(outcomes) if o.refused), None)
     if refused is not None:
         case, outcome = cases[refused], outcomes[refused]
-        return _refusal(op, samples[case.sample], case, outcome, f"its rule refuses every case, as {outcome.refused}")
+        found = f"its rule refuses every case, as {outcome.refused}"
+        return _refutation(op, samples[case.sample], case, outcome, found)
     return GradientRefuted(
         asked=f"run {op_name(op)} and its backward on {len(samples)} samples",
         found="the op takes none of them on one device" if samples else "none could be made from its schema",
@@ -168,14 +155,8 @@ def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], o
     )
 
 
-def _shown(op: Op, sample: Sample) -> str:
-    values = signature(op).bind(*sample)
-    named = zip(signature(op).args, values, strict=True)
-    return "(" + ", ".join(f"{a.name}={_value(v)}" for a, v in named) + ")"
-
-
-def _value(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
+        return "[" + ", ".join(map(_value_text, value)) + "]"
     shape = getattr(value, "shape", None)
     return repr(value) if shape is None else f"{value.dtype}".removeprefix("torch.") + str(list(shape))

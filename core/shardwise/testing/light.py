@@ -1,4 +1,4 @@
-"""What a plugin's module imports, measured in a fresh process that has already imported torch and the rule API."""
+"""Measure what a plugin's module imports, in a fresh process that has already imported torch and the rule API."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from shardwise.testing.subject import subject_of
 answers = {}
 for name in request["modules"]:
     before, start = set(sys.modules), time.perf_counter()
-    told = answers[name] = {"traceback": ""}
+    answer = answers[name] = {"traceback": ""}
     try:
         step = "error"
         module = importlib.import_module(name)
-        told["file"] = module.__file__ or ""
+        answer["file"] = module.__file__ or ""
         step = "hook_error"
         subject_of(module)
     except BaseException as error:
-        told |= {step: f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    told["seconds"] = time.perf_counter() - start
-    told["modules"] = sorted(set(sys.modules) - before)
+        answer |= {step: f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    answer["seconds"] = time.perf_counter() - start
+    answer["modules"] = sorted(set(sys.modules) - before)
 print("\\n" + json.dumps(answers))
 """
 
@@ -50,9 +50,9 @@ print("\\n" + json.dumps(answers))
 class Imported:
     """What importing a plugin's module and calling its hook did.
 
-    ``file`` is the module's file, ``seconds`` the time of both, ``pulled`` the packages that were imported besides the
-    standard library, torch, shardwise and the module's own package, and heavy parts of torch. ``error`` is why it
-    cannot be imported, ``hook_error`` why its hook cannot be called.
+    ``file`` is the module's file, and ``seconds`` the time of both. ``pulled`` are the packages that were imported
+    besides the standard library, torch, shardwise and the module's own package, and heavy parts of torch. ``error``
+    says why the module cannot be imported, ``hook_error`` why its hook cannot be called.
     """
 
     file: str = ""
@@ -103,12 +103,12 @@ def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
     Raises :class:`PluginLoadError` when the module cannot be imported in a fresh process or its hook cannot be called,
     with the traceback.
     """
-    told = probe([module])[module]
-    if told.error or told.hook_error:
+    imported = probe([module])[module]
+    if imported.error or imported.hook_error:
         raise PluginLoadError(
             asked=f"import {module} in a fresh process",
-            found=told.error or told.hook_error,
-            do=f"Mend what the traceback shows:\n{told.traceback}",
+            found=imported.error or imported.hook_error,
+            do=f"Mend what the traceback shows:\n{imported.traceback}",
             plugin=module,
         )
-    return [name for name in told.pulled if name not in allowed]
+    return [name for name in imported.pulled if name not in allowed]

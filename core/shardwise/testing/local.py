@@ -9,16 +9,16 @@ import torch
 __all__ = ["local_backend", "local_device", "take_device"]
 
 
-def local_device(wanted: str, world_size: int) -> str:
-    """``cuda`` or ``cpu`` as wanted; for ``auto``, ``cuda`` where every process has a GPU of its own.
+def local_device(name: str, world_size: int) -> str:
+    """The device type for ``name``: ``cuda`` or ``cpu``. ``auto`` is ``cuda`` if every process has a GPU of its own.
 
-    Raises :class:`ValueError` if CUDA is asked for and torch finds no device.
+    Raises :class:`ValueError` for ``cuda`` if torch finds no CUDA device.
     """
-    if wanted == "auto":
+    if name == "auto":
         return "cuda" if torch.cuda.device_count() >= world_size else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
+    if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("torch finds no CUDA device here")
-    return wanted
+    return name
 
 
 def local_backend(device: str, world_size: int) -> str:

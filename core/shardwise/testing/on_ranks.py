@@ -1,9 +1,8 @@
-"""The workers' side of :func:`shardwise.testing.check_gradients`: one call on real ranks, compared with one
-device.
-"""
+"""The workers' part of :func:`shardwise.testing.check_gradients`: compare one call on real ranks with one device."""
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -18,17 +17,20 @@ from torch import Tensor
 from shardwise.discovery.process import default_registry
 from shardwise.errors import NoStrategyError, RuleError
 from shardwise.kernel.dispatcher import observe
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard, show_all
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.judge import difference
 from shardwise.testing.meshes import mesh
 from shardwise.testing.partials import can_be_partial, place
-from shardwise.testing.trial import TOLERANCE, copied, flat_operands, split_results, with_operands
+from shardwise.testing.rounding import Rounding, rounds, sizes_of
+from shardwise.testing.trial import copied, flat_operands, split_results, with_operands
 from shardwise.testing.values import Sample, made
 
 __all__ = ["CaseOutcome", "RealCase", "run_cases"]
@@ -38,9 +40,9 @@ _SEED = 20
 
 @frozen
 class RealCase:
-    """One call to be tried: which sample, on which mesh, and the seed of its placements.
+    """One call to try: the index of its sample, its mesh, and the seed of its placements.
 
-    With ``write_whole`` the operands that the op writes are replicated, which no rule can refuse.
+    With ``write_whole`` the operands that the op writes are replicated. No rule can refuse that.
     """
 
     sample: int
@@ -53,9 +55,9 @@ class RealCase:
 class CaseOutcome:
     """The outcome of one case, the same on every rank.
 
-    ``wrong`` says what is wrong, empty for nothing; ``refused`` says why no rank ran it. ``results`` and ``gradients``
-    count the tensors that were compared. ``ran`` says of every op that ran which rows of which rule it took, with
-    ``source`` and ``rows`` those of the op itself.
+    ``wrong`` says what is wrong, or is empty. ``refused`` says why no rank ran it. ``results`` and ``gradients`` count
+    the tensors that were compared. ``ran`` names the rule and the rows of every op that ran; ``source`` and ``rows``
+    are those of the op itself.
     """
 
     wrong: str = ""
@@ -73,7 +75,7 @@ class CaseOutcome:
 def run_cases(
     op: Op, rules: Sequence[AnyRule], samples: Sequence[Sample], cases: Sequence[RealCase]
 ) -> list[CaseOutcome]:
-    """Try cases in order until one is wrong; meanwhile ``rules`` override those of the installed plugins."""
+    """Try cases in order until one is wrong. ``rules`` override those of the installed plugins meanwhile."""
     undo = default_registry().override(*rules) if rules else None
     outcomes = []
     try:
@@ -109,25 +111,31 @@ class _Attempt:
     outcome: CaseOutcome = field(factory=CaseOutcome, init=False)
     values: list[Any] = field(init=False)
     follow: bool = field(default=True, init=False)
+    sizes: list[Tensor | None] = field(factory=list, init=False)
+    piecewise: bool = field(default=False, init=False)
+    rounding: Rounding = field(init=False)
 
     def run(self) -> CaseOutcome:
         self.values = signature(self.op).bind(*self.sample)
-        whole = self._whole()
+        whole = self._on_one_device()
         if whole is None:
             self.outcome.illegal = True
             return self.outcome
         try:
-            cotangents = [made(t.shape, t.dtype, i) if _flows(t) else None for i, t in enumerate(whole.tensors)]
+            cotangents = [
+                made(t.shape, t.dtype, i) if t is not None and t.requires_grad else None
+                for i, t in enumerate(whole.tensors)
+            ]
             whole = self._with_gradients(whole, cotangents)
-        except Exception:  # noqa: BLE001  no formula for its gradient: the forward is all there is
+        except Exception:  # noqa: BLE001  without a formula for its gradient only the forward is compared
             cotangents = [None] * len(whole.tensors)
         self._on_mesh(whole, cotangents)
         return self.outcome
 
-    def _whole(self) -> _Answer | None:
-        """The op on one device; without gradients where it refuses them, ``None`` where it refuses the sample."""
+    def _on_one_device(self) -> _Answer | None:
+        """The op's answer on one device, without gradients if it refuses them; ``None`` if it refuses the sample."""
         for self.follow in (True, False):
-            with suppress(Exception):  # whatever an op raises for a call that it does not take
+            with suppress(Exception):  # an op may raise anything for a call that it refuses
                 return self._call([None if t is None else copied(t) for t in flat_operands(self.op, self.values)])
         return None
 
@@ -164,42 +172,66 @@ class _Attempt:
     def _on_mesh(self, whole: _Answer, cotangents: Sequence[Any]) -> None:
         rng = random.Random(self.case.seed)  # noqa: S311  chance, no secret
         device_mesh = mesh(self.case.mesh_shape)
-        operands = self._placed(device_mesh, rng)
-        names = self._names()
+        operands = self._place_operands(device_mesh, rng)
+        self.rounding = self._rounding(whole, cotangents)
+        names: list[str] = []
+        for arg, value in zip(signature(self.op).args, self.values, strict=True):
+            is_list = isinstance(value, (list, tuple))
+            names += [f"{arg.name}[{i}]" if is_list else arg.name for i in range(flat_operands_of(arg, value))]
         answer = self._step(
             "forward", lambda: self._call(list(operands)), lambda a: self._forward_pairs(whole, a, names)
         )
         if answer is None or not any(c is not None for c in cotangents):
             return
-        given = [None if c is None else _spread(c, device_mesh, rng) for c in cotangents]
-        self._step("backward", lambda: self._with_gradients(answer, given), lambda a: _gradient_pairs(whole, a, names))
+        on_mesh: list[MeshTensor | None] = []
+        for full in cotangents:
+            if full is None:
+                on_mesh.append(None)
+                continue
+            spec = TensorSpec(device_mesh, _placements(full.ndim, device_mesh.ndim, (), rng), TensorMeta.of(full))
+            on_mesh.append(MeshTensor(scatter_local(full, spec), spec))
 
-    def _placed(self, device_mesh: Any, rng: random.Random) -> list[Any]:
+        def gradient_pairs(answer: _Answer) -> list[_Pair]:
+            triples = zip(names, whole.gradients, answer.gradients, strict=True)
+            first = len(whole.tensors) + len(whole.operands)
+            pairs = [
+                _Pair(f"the gradient of {name!r}", first + i, one, on, is_gradient=True)
+                for i, (name, one, on) in enumerate(triples)
+            ]
+            return [pair for pair in pairs if pair.is_there]
+
+        self._step("backward", lambda: self._with_gradients(answer, on_mesh), gradient_pairs)
+
+    def _place_operands(self, device_mesh: Any, rng: random.Random) -> list[Any]:
+        """MeshTensors of the operands, with random placements. The outcome describes them."""
         generator = torch.Generator().manual_seed(self.case.seed)
         written = self._written()
         tensors: list[Any] = []
         for i, full in enumerate(flat_operands(self.op, self.values)):
+            self.sizes.append(None)
             if full is None:
                 tensors.append(None)
                 continue
             kinds = ("sum",) if i not in written and can_be_partial("sum", full.dtype) else ()
-            placed = _placements(full.ndim, device_mesh.ndim, kinds, rng)
+            placements = _placements(full.ndim, device_mesh.ndim, kinds, rng)
             if i in written and self.case.write_whole:
-                placed = (REPLICATE,) * device_mesh.ndim
-            spec = TensorSpec(device_mesh, placed, TensorMeta.of(full))
-            local = place(full.detach(), spec, generator)[spec.coordinate()]
-            tensors.append(MeshTensor(local, spec))
+                placements = (REPLICATE,) * device_mesh.ndim
+            spec = TensorSpec(device_mesh, placements, TensorMeta.of(full))
+            parts = place(full.detach(), spec, generator)
+            if rounds(full):
+                self.sizes[-1] = sizes_of(full.detach(), spec, parts)
+                self.piecewise = self.piecewise or bool(spec.reductions)
+            tensors.append(MeshTensor(parts[spec.coordinate()], spec))
         self.outcome.placements = ", ".join("-" if t is None else show_all(t.placements) for t in tensors)
-        shown = ["-" if t is None else str(t.spec.tensor_meta) for t in tensors]
-        self.outcome.shown = ", ".join(shown)
+        self.outcome.shown = ", ".join("-" if t is None else str(t.spec.tensor_meta) for t in tensors)
         return tensors
 
     def _step(
         self, direction: str, work: Callable[[], _Answer], pairs: Callable[[_Answer], list[_Pair]]
     ) -> _Answer | None:
-        """Run one part on this rank and compare; ``None`` when it failed on some rank, and the outcome says how.
+        """Run one part on this rank and compare. ``None`` if it failed on some rank; the outcome then says how.
 
-        Every rank says what became of it before the next collective, so that none waits for one that has raised.
+        Every rank reports its result before the next collective, so that no rank waits for one that has raised.
         """
         answer, wrong, refused = None, "", ""
         compared: list[_Pair] = []
@@ -210,19 +242,21 @@ class _Attempt:
             wrong = next((f"{p.what}: {fault}" for p in compared if (fault := p.local_fault())), "")
         except (NoStrategyError, RuleError) as error:
             refused = f"{type(error).__name__}: {error}"
-        except Exception as error:  # noqa: BLE001  whatever a rank raises is evidence
+        except Exception as error:  # noqa: BLE001  any error of a rank is evidence
             wrong = f"it raised {type(error).__name__}: {error}"
-        if not self._all_is_well(wrong, refused):
+        if not self._all_ranks_succeed(wrong, refused):
             return None
-        if not self._all_is_well(next((d for p in compared if (d := p.difference(self._tolerance(p.wanted)))), "")):
+        for pair in compared:
+            wrong = wrong or pair.difference(self.rounding, signs=not self.piecewise)
+        if not self._all_ranks_succeed(wrong):
             return None
         for pair in compared:
             self.outcome.gradients += pair.is_gradient
             self.outcome.results += not pair.is_gradient
         return answer
 
-    def _all_is_well(self, wrong: str, refused: str = "") -> bool:
-        """Whether every rank reports success; the outcome has the first report of a fault or a refusal."""
+    def _all_ranks_succeed(self, wrong: str, refused: str = "") -> bool:
+        """Whether every rank reports success. If not, the outcome gets the first report of a fault or a refusal."""
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (wrong, refused))
         self.outcome.wrong = next((f"on rank {r} {w}" for r, (w, _) in enumerate(reports) if w), "")
@@ -232,28 +266,28 @@ class _Attempt:
         return not (self.outcome.wrong or self.outcome.refused)
 
     # -- comparing --
+    def _rounding(self, whole: _Answer, cotangents: Sequence[Any]) -> Rounding:
+        def flat(answer: _Answer) -> list[Tensor | None]:
+            gradients = answer.gradients or [None] * len(answer.operands)
+            return [None if t is None else t.detach() for t in (*answer.tensors, *answer.operands, *gradients)]
+
+        def again(operands: Sequence[Tensor | None]) -> list[Tensor | None]:
+            answer = self._call([None if t is None else copied(t.detach()) for t in operands])
+            return flat(self._with_gradients(answer, cotangents))
+
+        return Rounding(again, flat_operands(self.op, self.values), self.sizes, flat(whole), pointwise=False)
+
     def _forward_pairs(self, whole: _Answer, answer: _Answer, names: Sequence[str]) -> list[_Pair]:
         if len(whole.tensors) != len(answer.tensors) or whole.others != answer.others:
             shown = f"{len(answer.tensors)} tensors and {answer.others}"
             raise AssertionError(f"it answers {shown}, one device {len(whole.tensors)} tensors and {whole.others}")
-        pairs = [_Pair(f"result {i}", *pair) for i, pair in enumerate(zip(whole.tensors, answer.tensors, strict=True))]
+        both = zip(whole.tensors, answer.tensors, strict=True)
+        pairs = [_Pair(f"result {i}", i, *pair) for i, pair in enumerate(both)]
         pairs += [
-            _Pair(f"the written operand {names[i]!r}", whole.operands[i], answer.operands[i])
+            _Pair(f"the written operand {names[i]!r}", len(whole.tensors) + i, whole.operands[i], answer.operands[i])
             for i in sorted(self._written())
         ]
         return [pair for pair in pairs if pair.is_there]
-
-    def _tolerance(self, wanted: Tensor | None) -> float:
-        tensors = [t for t in (*flat_operands(self.op, self.values), wanted) if t is not None]
-        return max(TOLERANCE.get(t.dtype, 0.0) for t in tensors)
-
-    def _names(self) -> list[str]:
-        names: list[str] = []
-        for arg, value in zip(signature(self.op).args, self.values, strict=True):
-            count = flat_operands_of(arg, value)
-            listed = isinstance(value, (list, tuple))
-            names += [f"{arg.name}[{i}]" if listed else arg.name for i in range(count)]
-        return names
 
     @contextmanager
     def _listening(self, direction: str) -> Iterator[None]:
@@ -271,60 +305,47 @@ class _Attempt:
 
 @frozen(eq=False)
 class _Pair:
-    """One tensor on one device, and the same tensor on the mesh."""
+    """One tensor on one device, its index among those that rounding is measured of, and the same tensor on the mesh."""
 
     what: str
-    wanted: Tensor | None
-    found: Any
+    index: int
+    expected: Tensor | None
+    actual: Any
     is_gradient: bool = False
 
     @property
     def is_there(self) -> bool:
-        return self.wanted is not None or self.found is not None
+        return self.expected is not None or self.actual is not None
 
     def local_fault(self) -> str:
-        """What is wrong about the form of the tensor on this rank, so that its parts must not be put together."""
-        wanted, found = self.wanted, self.found
-        if wanted is None or found is None:
-            mine, whole = ("there is none" if t is None else "there is one" for t in (found, wanted))
-            return f"{mine} and on one device {whole}"
-        if not isinstance(found, MeshTensor):
-            return f"it is a plain {type(found).__name__}"
-        if found.shape != wanted.shape or found.dtype != wanted.dtype:
-            return f"it is {found.spec.tensor_meta}, on one device {TensorMeta.of(wanted)}"
-        local, expected = tuple(found.to_local().shape), found.spec.local_shape()
-        return "" if local == expected else f"under {found.spec} its local tensor has shape {local}, not {expected}"
+        """What is wrong with the form of the tensor on this rank. With a fault its parts must not be joined."""
+        expected, actual = self.expected, self.actual
+        if expected is None or actual is None:
+            mine, whole = ("missing" if t is None else "present" for t in (actual, expected))
+            return f"it is {mine}, on one device {whole}"
+        if not isinstance(actual, MeshTensor):
+            return f"it is a plain {type(actual).__name__}"
+        if actual.shape != expected.shape or actual.dtype != expected.dtype:
+            return f"it is {actual.spec.tensor_meta}, on one device {TensorMeta.of(expected)}"
+        local, shape = tuple(actual.to_local().shape), actual.spec.local_shape()
+        return "" if local == shape else f"under {actual.spec} its local tensor has shape {local}, not {shape}"
 
-    def difference(self, tolerance: float) -> str:
-        """How the whole tensor differs from that of one device; it communicates."""
-        assert self.wanted is not None
+    def difference(self, rounding: Rounding, *, signs: bool) -> str:
+        """How the whole tensor differs from that of one device. Communicates."""
+        assert self.expected is not None
         with torch.no_grad():
-            full = self.found.detach().full_tensor()
-        spec = TensorSpec(AbstractMesh(()), (), TensorMeta.of(self.wanted))
-        wrong = difference({(): full}, spec, self.wanted.detach(), tolerance)
-        return f"{self.what}, {self.found.spec}: {wrong}" if wrong else ""
-
-
-def _gradient_pairs(whole: _Answer, answer: _Answer, names: Sequence[str]) -> list[_Pair]:
-    pairs = zip(names, whole.gradients, answer.gradients, strict=True)
-    compared = [_Pair(f"the gradient of {name!r}", wanted, got, is_gradient=True) for name, wanted, got in pairs]
-    return [pair for pair in compared if pair.is_there]
+            full = self.actual.detach().full_tensor()
+        spec = TensorSpec(AbstractMesh(()), (), TensorMeta.of(self.expected))
+        within = functools.partial(rounding.within, self.index)
+        wrong = difference({(): full}, spec, self.expected.detach(), within, signs=signs)
+        return f"{self.what}, {self.actual.spec}: {wrong}" if wrong else ""
 
 
 def flat_operands_of(arg: Any, value: Any) -> int:
-    """How many tensor operands an argument stands for."""
+    """The number of tensor operands that an argument stands for."""
     if arg.kind.name == "TENSOR":
         return 1
     return len(value or ()) if arg.kind.name == "TENSORS" else 0
-
-
-def _flows(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad
-
-
-def _spread(full: Tensor, device_mesh: Any, rng: random.Random) -> MeshTensor:
-    spec = TensorSpec(device_mesh, _placements(full.ndim, device_mesh.ndim, (), rng), TensorMeta.of(full))
-    return MeshTensor(scatter_local(full, spec), spec)
 
 
 def _placements(ndim: int, mesh_ndim: int, kinds: Sequence[str], rng: random.Random) -> tuple[Placement, ...]:

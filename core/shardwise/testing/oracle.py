@@ -1,4 +1,4 @@
-"""The oracle: is a rule right? Scatter the inputs by its rows over simulated ranks, run the op, gather, compare.
+"""The oracle judges a rule: scatter the inputs by its rows over simulated ranks, run the op, gather and compare.
 
 It needs no process group. It judges each row alone on 1-D meshes and rows in combination on N-D meshes, because the
 row of one mesh dim gets the shards of the others.
@@ -17,15 +17,18 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from shardwise.errors import RuleError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.rule import AnyRule, FullMeshRule
 from shardwise.kernel.signature import Call, Op, op_name
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import make_call, problems
 from shardwise.testing.cases import Option, list_cases
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.samples import Samples, by_op, samples_of
+from shardwise.testing.special_values import special_samples
 from shardwise.testing.subject import Plugin, subject_of
 from shardwise.testing.trial import Case, Illegal, Trial
 from shardwise.testing.values import Sample
@@ -33,9 +36,12 @@ from shardwise.testing.values import Sample
 __all__ = ["MESHES", "Report", "RuleRefuted", "check_plugin", "check_rule", "quietly"]
 
 MESHES: tuple[tuple[int, ...], ...] = ((4,), (2, 2), (2, 3))
-# Random combinations of rows per sample and N-D mesh: without a limit of cases, and at least.
+# The most random combinations of rows per sample and N-D mesh: without a limit of cases, and the least with one.
 _ALL = 49
 _FEW = 4
+# Calls with special values are made from so many samples of an op: without a limit of cases, and one per so many cases.
+_SPECIAL = 4
+_FEW_SPECIAL = 20
 
 _MEND_ROW = "Remove or correct the row, or give it a lowering."
 _MEND_FAKE = (
@@ -67,28 +73,30 @@ def check_rule(
     keep_going: bool = False,
     trust_results: bool = False,
 ) -> Report:
-    """Judge a rule on every op that it names; raises :class:`RuleRefuted` with the first wrong row.
+    """Judge a rule on every op that it names. Raises :class:`RuleRefuted` with the first wrong row.
 
     ``samples`` are ``(args, kwargs)`` of whole CPU tensors: one list for all ops, or a mapping from ops to
     functions that make lists (the samples of other ops are made from the schemas). ``cases`` bounds the number of cases
     per op (a seeded choice that contains every row). ``stand_ins`` run in place of ops that this machine lacks.
     With ``keep_going`` the report collects the refusals, one per op and row. ``trust_results`` takes the results'
     shapes and dtypes from data, for an op without a meta kernel.
+
+    Calls with zeros of both signs, infinities, NaN and numbers far from 1 are made from the samples and added.
     """
     settings = _Settings(tuple(map(tuple, meshes)), cases, seed, by_op(stand_ins or {}), keep_going, trust_results)
     report = Report(rules=1)
-    given = by_op(samples or {}) if samples is None or isinstance(samples, Mapping) else samples
+    by_overload = by_op(samples or {}) if samples is None or isinstance(samples, Mapping) else samples
     for op in rule.ops:
         with quietly():
-            calls = samples_of(op, given) if isinstance(given, Mapping) else given
-            guessed = isinstance(given, Mapping) and op not in given
+            calls = samples_of(op, by_overload) if isinstance(by_overload, Mapping) else by_overload
+            guessed = isinstance(by_overload, Mapping) and op not in by_overload
             report += _Hearing(rule, op, settings, guessed).run(calls)
     return report
 
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Hide warnings of sample calls, and use one thread: waking a thread pool costs more than a small tensor's work."""
+    """Hide warnings of sample calls, and use one thread: for small tensors a thread pool costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -123,9 +131,9 @@ class _Candidate:
 
 @define(eq=False)
 class _Hearing:
-    """The judgement of one op of a rule. ``ran`` says for each row whether it ran.
+    """The judgement of one op of a rule. ``ran`` maps each row to whether it ran.
 
-    ``guessed`` says that the sample calls were guessed; the rule may refuse some of them.
+    ``guessed`` is true for sample calls from the schema. The rule may refuse some of them.
     """
 
     rule: AnyRule
@@ -139,13 +147,28 @@ class _Hearing:
 
     def run(self, calls: Sequence[Sample]) -> Report:
         rng = random.Random(self.settings.seed + crc32(op_name(self.op).encode()))  # noqa: S311  chance, no secret
-        trials = [trial for trial in self._trials(calls) if self._takes(trial)]
         limit = self.settings.cases
+        calls = [*calls, *self._special(calls, rng)]
+        trials = [trial for trial in self._trials(calls) if self._takes(trial)]
         most = _ALL if limit is None else max(_FEW, 2 * limit // max(1, len(trials)))
-        candidates = [
-            c for trial in trials for mesh in self._meshes(rng) for c in self._candidates(trial, mesh, rng, most)
-        ]
-        for candidate in candidates if limit is None else _chosen(candidates, limit, rng):
+        meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
+        several = [mesh for mesh in meshes if mesh.ndim > 1]
+        candidates: list[_Candidate] = []
+        for trial in trials:
+            if limit is not None:  # the 1-D meshes and one of the others
+                meshes = [mesh for mesh in meshes if mesh.ndim == 1] + rng.sample(several, min(1, len(several)))
+            for mesh in meshes:
+                candidates += self._candidates(trial, mesh, rng, most)
+        if limit is not None:
+            # A seeded choice of about ``limit`` candidates that contains every row.
+            rows: set[str] = set()
+            with_new_rows: list[_Candidate] = []
+            others: list[_Candidate] = []
+            for candidate in rng.sample(candidates, len(candidates)):
+                (others if rows.issuperset(candidate.option.rows) else with_new_rows).append(candidate)
+                rows.update(candidate.option.rows)
+            candidates = (with_new_rows + others)[: max(limit, len(with_new_rows))]
+        for candidate in candidates:
             if candidate.option.rows not in self.refuted:
                 self._try(candidate)
         return Report(
@@ -157,6 +180,14 @@ class _Hearing:
             unsampled=() if trials or self.refuted else (op_name(self.op),),
             refuted=tuple(self.refuted.values()),
         )
+
+    def _special(self, calls: Sequence[Sample], rng: random.Random) -> Sequence[Sample]:
+        """Calls with special values; with a limit of cases one for each few of them."""
+        limit = self.settings.cases
+        if limit is None:
+            return special_samples(self.op, calls, _SPECIAL)
+        several = special_samples(self.op, calls, 1)
+        return rng.sample(several, min(len(several), 1 + limit // _FEW_SPECIAL))
 
     def _trials(self, calls: Sequence[Sample]) -> Iterator[Trial]:
         run = self.settings.stand_ins.get(self.op, self.op)
@@ -174,8 +205,8 @@ class _Hearing:
                 yield trial
 
     def _takes(self, trial: Trial) -> bool:
-        """Whether the rule applies to a call. An op may accept more calls than its rule, and then a guessed call is not
-        evidence: on a mesh it is refused with the error that the rule raises here.
+        """Whether the rule takes a call. An op may accept more calls than its rule. If the rule refuses a guessed call,
+        that is no evidence against it: on a mesh the call raises the rule's error.
         """
         if not self.guessed or trial.op.namespace == "aten" or isinstance(self.rule, FullMeshRule):
             return True
@@ -184,17 +215,9 @@ class _Hearing:
             problems(self.rule, schema, make_call(self.rule, schema, trial.planned))
         except RuleError:
             return False
-        except Exception:  # noqa: BLE001  it is refused where the case is tried
+        except Exception:  # noqa: BLE001  :meth:`_candidates` reports it
             return True
         return True
-
-    def _meshes(self, rng: random.Random) -> list[AbstractMesh]:
-        """The meshes for one sample: all, or with a limit of cases the 1-D ones and one of the others."""
-        meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
-        if self.settings.cases is None:
-            return meshes
-        several = [mesh for mesh in meshes if mesh.ndim > 1]
-        return [mesh for mesh in meshes if mesh.ndim == 1] + rng.sample(several, min(1, len(several)))
 
     def _candidates(self, trial: Trial, mesh: AbstractMesh, rng: random.Random, most: int) -> list[_Candidate]:
         schema = trial.schema(mesh)
@@ -227,42 +250,27 @@ class _Hearing:
     def _refuse(
         self, trial: Trial, case: Case | None, wrong: str, cause: BaseException | None = None, do: str = _MEND_ROW
     ) -> None:
-        refusal = _refusal(self.rule, trial, case, wrong, do)
+        asked = f"the rule for {op_name(trial.op)} ({self.rule.source}) to {trial}"
+        mesh = placements = "-"
+        if case is not None:
+            mesh = "x".join(map(str, case.mesh.shape))
+            placements = f"{_placements_text(case.inputs)} -> {_placements_text(case.outputs)}"
+            asked = f"row {' | '.join(case.rows)!r} of {asked} on a {mesh} mesh with {placements}"
+        refusal = RuleRefuted(
+            asked=f"apply {asked}",
+            found=wrong,
+            do=do,
+            op=op_name(trial.op),
+            source=self.rule.source,
+            rows=case.rows if case else (),
+            mesh=mesh,
+            sample=str(trial),
+            placements=placements,
+        )
         if not self.settings.keep_going:
             raise refusal from cause
         self.refuted.setdefault(tuple(refusal.rows), refusal)
 
 
-def _refusal(rule: AnyRule, trial: Trial, case: Case | None, wrong: str, do: str) -> RuleRefuted:
-    asked = f"the rule for {op_name(trial.op)} ({rule.source}) to {trial}"
-    mesh = placed = "-"
-    if case is not None:
-        mesh = "x".join(map(str, case.mesh.shape))
-        placed = f"{_shown(case.inputs)} -> {_shown(case.outputs)}"
-        asked = f"row {' | '.join(case.rows)!r} of {asked} on a {mesh} mesh with {placed}"
-    return RuleRefuted(
-        asked=f"apply {asked}",
-        found=wrong,
-        do=do,
-        op=op_name(trial.op),
-        source=rule.source,
-        rows=case.rows if case else (),
-        mesh=mesh,
-        sample=str(trial),
-        placements=placed,
-    )
-
-
-def _shown(specs: Sequence[TensorSpec | None]) -> str:
+def _placements_text(specs: Sequence[TensorSpec | None]) -> str:
     return ", ".join("-" if s is None else show_all(s.placements) for s in specs)
-
-
-def _chosen(candidates: Sequence[_Candidate], limit: int, rng: random.Random) -> list[_Candidate]:
-    """A seeded choice of about ``limit`` candidates that contains every row."""
-    seen: set[str] = set()
-    first: list[_Candidate] = []
-    rest: list[_Candidate] = []
-    for candidate in rng.sample(candidates, len(candidates)):
-        (rest if seen.issuperset(candidate.option.rows) else first).append(candidate)
-        seen.update(candidate.option.rows)
-    return (first + rest)[: max(limit, len(first))]

@@ -6,6 +6,7 @@ a partial tensor may legally have: sums that cancel, maxima whose other pieces a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -33,17 +34,13 @@ def place(
             if isinstance(placement, Partial):
                 shares = pieces(part, placement.reduce_op, size, generator)
             elif isinstance(placement, Shard):
-                shares = [_narrow(part, placement.dim, size, i) for i in range(size)]
+                bounds = [chunk(part.shape[placement.dim], size, i) for i in range(size)]
+                shares = [part.narrow(placement.dim, start, length) for length, start in bounds]
             else:
                 shares = [part] * size
             split.update({(*head, i): piece for i, piece in enumerate(shares)})
         parts = split
     return {at: part.clone(memory_format=memory_format) for at, part in parts.items()}
-
-
-def _narrow(part: Tensor, dim: int, parts: int, index: int) -> Tensor:
-    size, start = chunk(part.shape[dim], parts, index)
-    return part.narrow(dim, start, size)
 
 
 def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
@@ -59,23 +56,26 @@ def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
 def pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
     """``count`` random tensors that reduce to ``value``, exactly except for one rounding of a sum or average."""
     if value.dtype == torch.bool:
-        return _bool_pieces(value, kind, count, generator)
+        # A bool sum or maximum is an or, a product or minimum an and. One rank has the value; the others cannot change
+        # it.
+        neutral = kind in ("min", "product")
+        noise = torch.rand((count, *value.shape), generator=generator) < 0.5  # noqa: PLR2004
+        keep = _keepers(value, count, generator)
+        others = torch.where(value == neutral, torch.full_like(value, neutral), noise)
+        return list(torch.where(keep, value, others))
     return _SPLITS[kind](value, count, generator)
-
-
-def _bool_pieces(value: Tensor, kind: str, count: int, generator: torch.Generator) -> list[Tensor]:
-    # A bool sum or maximum is an or, a product or minimum an and: one rank has the value, the others cannot change it.
-    neutral = kind in ("min", "product")
-    noise = torch.rand((count, *value.shape), generator=generator) < 0.5  # noqa: PLR2004
-    keep = _keepers(value, count, generator)
-    others = torch.where(value == neutral, torch.full_like(value, neutral), noise)
-    return list(torch.where(keep, value, others))
 
 
 def _keepers(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Per element, one rank at random, as a mask of shape ``(count, *value.shape)``."""
     who = torch.randint(count, value.shape, generator=generator)
     return torch.stack([who == i for i in range(count)])
+
+
+# Values with a binary exponent beyond this are split into terms of their own size.
+_NEAR_ONE = 6
+# Binary digits between such terms and the largest number of their dtype.
+_ROOM = 16
 
 
 def _step(dtype: torch.dtype) -> float:
@@ -97,14 +97,36 @@ def _grid(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
     return values.to(value.dtype)
 
 
+def _loose(value: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Random terms of about the size of each value, or of 16 around 1. They are on a grid, so that sums of two are
+    exact, and not 0 where the value is: a zero that is left by terms that cancel is +0, and -0 is the sum of -0 only.
+    """
+    loose = _grid(value, count, generator)
+    if not value.is_floating_point():
+        return loose
+    loose = torch.where((value == 0) & (loose == 0), _step(value.dtype), loose)
+    exponent = torch.frexp(value.nan_to_num(0, 0, 0)).exponent
+    # Terms that would overflow stay as they are: beside the value they are nothing.
+    fits = exponent < math.log2(torch.finfo(value.dtype).max) - _ROOM
+    loose = torch.where((exponent.abs() > _NEAR_ONE) & fits, torch.ldexp(loose, exponent), loose)
+    return torch.where((value == 0) & value.signbit(), -0.0, loose)
+
+
 def _sum(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
-    loose = _grid(value, count - 1, generator)
-    return [*loose, value - loose.sum(0, dtype=value.dtype)]
+    loose = _loose(value, count - 1, generator)
+    return [*loose, _rest(value, loose)]
 
 
 def _avg(value: Tensor, count: int, generator: torch.Generator) -> list[Tensor]:
-    loose = _grid(value, count - 1, generator)
-    return [*(value + loose), value - loose.sum(0, dtype=value.dtype)]
+    loose = _loose(value, count - 1, generator)
+    return [*(value + loose), _rest(value, loose)]
+
+
+def _rest(value: Tensor, loose: Tensor) -> Tensor:
+    rest = value - loose.sum(0, dtype=value.dtype)
+    if not value.is_floating_point():
+        return rest
+    return torch.where((value == 0) & value.signbit(), -0.0, rest)
 
 
 def _extreme(sign: int) -> Callable[[Tensor, int, torch.Generator], list[Tensor]]:

@@ -1,7 +1,7 @@
-"""What travels to worker processes: functions of test modules by value, and ops by their names.
+"""Pickle for worker processes: functions of test modules by value, and ops by their names.
 
-torch's ops cannot be pickled as they are. An op goes by its name; where ``torch.library.custom_op`` made it, the worker
-first imports the module that did, or makes the op again if no module can be imported for it.
+Torch's ops cannot be pickled as they are, so their names are sent. For an op of ``torch.library.custom_op`` the worker
+first imports the module that defines it. If no module can be imported, the worker defines the op again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ def dumps_by_value(value: Any) -> bytes:
 
 
 def importable(module: str) -> bool:
-    """Whether a fresh process finds a module's package under its name; a folder without ``__init__.py`` does not
-    count.
-    """
+    """Whether a fresh process finds a module's package. A folder without ``__init__.py`` is not a package here."""
     package = module.partition(".")[0]
     spec = PathFinder.find_spec(package)
     return package in sys.stdlib_module_names or (spec is not None and spec.origin is not None)
@@ -92,16 +90,12 @@ def _reduce_custom_op(definition: Any) -> Reduced:
             do="Define the op in a module that can be imported.",
             op=parts.name,
         )
-    _by_value(parts.module)
-    return _made_again, (parts,)
-
-
-def _by_value(module: str) -> None:
-    """Have cloudpickle send what a module defines; by its name no worker would find it."""
-    if module in sys.modules and module != "__main__":
+    # cloudpickle must send the module's definitions by value, because no worker finds the module by its name.
+    if parts.module in sys.modules and parts.module != "__main__":
         import cloudpickle
 
-        cloudpickle.register_pickle_by_value(sys.modules[module])
+        cloudpickle.register_pickle_by_value(sys.modules[parts.module])
+    return _defined_again, (parts,)
 
 
 _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
@@ -134,13 +128,13 @@ def _imported(name: str, module: str) -> Any:
     return known_custom_op(name)
 
 
-# Ops that this worker made; torch itself keeps no hold on what it returned for them.
-_made: dict[str, Any] = {}
+# Ops that this worker has defined. Torch itself keeps no reference to them.
+_defined_here: dict[str, Any] = {}
 
 
-def _made_again(parts: CustomOpParts) -> Any:
-    """The custom op of these parts, made at first need. A worker keeps the op as it was first sent."""
-    known = known_custom_op(parts.name)
-    if known is None:
-        known = _made[parts.name] = make_custom_op(parts)
-    return known
+def _defined_again(parts: CustomOpParts) -> Any:
+    """The custom op of these parts. A worker defines it at its first use, and keeps that definition."""
+    op = known_custom_op(parts.name)
+    if op is None:
+        op = _defined_here[parts.name] = make_custom_op(parts)
+    return op

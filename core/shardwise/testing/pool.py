@@ -13,16 +13,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from attrs import evolve, frozen
 
-from shardwise.errors import WorkerError
+from shardwise.errors import RankFailedError, WorkerError
 from shardwise.testing.pickling import dumps_by_value, importable
 from shardwise.testing.worker import Answer, RankFailure, Seat, serve
 
@@ -38,7 +38,8 @@ STACK_TIMEOUT = 2.0
 """Seconds that a hung worker has to write its stack, which takes milliseconds where the process can run at all."""
 
 NO_ANSWER = ("died", "hung")
-BLAME = {"died": 0, "hung": 2}
+OUT_OF_STEP = (*NO_ANSWER, RankFailedError.__name__)
+BLAME = {"died": 0, RankFailedError.__name__: 2, "hung": 3}
 
 
 @frozen
@@ -46,7 +47,7 @@ class Worker:
     """One worker process, as the parent sees it."""
 
     rank: int
-    process: SpawnProcess
+    process: BaseProcess
     connection: Connection
     stack_path: Path
 
@@ -57,11 +58,17 @@ class WorkerPool:
     A context manager. The workers start with the first :meth:`run`, keep their state (meshes, caches) between runs,
     run torch on one thread, and die with the parent. After a failure that may have left ranks out of step the
     workers are ended, and the next run starts fresh ones.
+
+    With ``start_method="forkserver"`` the workers of all such pools are copies of one process that has imported torch
+    already. They start faster, have the same hash seed, and see the environment variables of the first such pool.
     """
 
-    def __init__(self, world_size: int = 4, backend: str = "gloo") -> None:
+    def __init__(
+        self, world_size: int = 4, backend: str = "gloo", start_method: Literal["spawn", "forkserver"] = "spawn"
+    ) -> None:
         self.world_size = world_size
         self.backend = backend
+        self.start_method = start_method
         self._workers: list[Worker] = []
         self._store: dist.TCPStore | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -131,7 +138,9 @@ class WorkerPool:
             raise
 
     def _spawn(self, rank: int, folder: Path, port: int) -> Worker:
-        context = mp.get_context("spawn")
+        context: Any = mp.get_context(self.start_method)
+        if self.start_method == "forkserver":
+            context.set_forkserver_preload([serve.__module__])
         ours, theirs = context.Pipe()
         stack_path = folder / f"stack-{rank}"
         # Longer than any run's own timeout is likely to be: the pool judges hangs, not the group.
@@ -163,7 +172,7 @@ class WorkerPool:
         failures = [_failure_of(answer) for answer in answers]
         if not any(failures):
             return [pickle.loads(answer.value) for answer in answers]
-        in_step = all(failure is not None and failure.kind not in NO_ANSWER for failure in failures)
+        in_step = all(failure is not None and failure.kind not in OUT_OF_STEP for failure in failures)
         if not in_step:
             self.close()
         raise _error(asked, failures)
@@ -211,7 +220,11 @@ def _hung(workers: Iterable[Worker], timeout: float | None, *, failed: bool) -> 
 
 
 def _read_stack(path: Path) -> str:
-    """What a worker writes when it is asked for its stack: there once it has stopped growing."""
+    """What a worker writes when it is asked for its stack: there once it has stopped growing. Empty for a worker that
+    hung before it opened the file.
+    """
+    if not path.exists():
+        return ""
     end = time.monotonic() + STACK_TIMEOUT
     before, text = "", path.read_text()
     while time.monotonic() < end and not (text and text == before):

@@ -35,15 +35,13 @@ def pool(pool_of: PoolFactory) -> WorkerPool:
 
 @pytest.fixture
 def registry() -> Iterator[IsolatedRegistry]:
-    """An empty registry that is this process's for the test: ``registry.add(RULE)``. The workers of a pool keep
-    theirs.
-    """
-    with isolated_registry() as made:
-        yield made
+    """An empty registry in place of this process's: ``registry.add(RULE)``. The workers of a pool keep theirs."""
+    with isolated_registry() as empty:
+        yield empty
 
 
 @pytest.fixture
 def installed_registry() -> Iterator[IsolatedRegistry]:
     """As ``registry``, with the rules of all installed plugins in it."""
-    with isolated_registry(installed=True) as made:
-        yield made
+    with isolated_registry(installed=True) as with_plugins:
+        yield with_plugins

@@ -1,12 +1,13 @@
-"""Sample calls for the oracle: those that a rule's author gives, those of a related op, and generic ones by schema.
+"""Sample calls for the oracle: from the rule's author, from a related op, or from the schema.
 
-A sample is ``(args, kwargs)`` of one op with small whole CPU tensors. ``Samples`` maps ops to lists of them, or to
-functions that make such lists.
+A sample is ``(args, kwargs)`` of one op with small whole CPU tensors. ``Samples`` maps ops to lists of samples, or to
+functions that return such lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from typing import Any, TypeVar
@@ -34,23 +35,19 @@ def by_op(given: Mapping[OpLike, T]) -> dict[Op, T]:
 
 def samples_of(op: Op, given: Samples) -> list[Sample]:
     """The calls to judge an op by: its own samples, or those of a related overload, or calls from its schema."""
-    named = by_op(given)
-    if op in named:
-        return _listed(named[op])
-    relative = next((other for other in named if _are_related(op, other)), None)
+    by_overload = by_op(given)
+    if op in by_overload:
+        return _as_list(by_overload[op])
+    # A related op differs only in writing in place or with ``out=``.
+    relative = next((other for other in by_overload if _family(op) == _family(other)), None)
     # Wrong sizes crash some of torch's own kernels, so their calls are guessed with more care.
     guess = generic_samples if op.namespace == "aten" else samples_from_schema
-    base = _listed(named[relative]) if relative is not None else guess(op)
+    base = _as_list(by_overload[relative]) if relative is not None else guess(op)
     return [sample for call in base if (sample := _with_out(op, call)) is not None]
 
 
-def _listed(samples: Callable[[], Sequence[Sample]] | Sequence[Sample]) -> list[Sample]:
+def _as_list(samples: Callable[[], Sequence[Sample]] | Sequence[Sample]) -> list[Sample]:
     return list(samples() if callable(samples) else samples)
-
-
-def _are_related(op: Op, other: Op) -> bool:
-    """Whether the ops differ only in writing in place or with ``out=``."""
-    return _family(op) == _family(other)
 
 
 def _family(op: Op) -> tuple[Any, ...]:
@@ -62,7 +59,9 @@ def _family(op: Op) -> tuple[Any, ...]:
 
 
 def _with_out(op: Op, sample: Sample) -> Sample | None:
-    """The sample with ``out=`` tensors of the right shape and wrong content, where the op takes them."""
+    """The sample with ``out=`` tensors of the right dtype and wrong content if the op takes ``out=``; None if it takes
+    no such tensors that are tried.
+    """
     args, kwargs = sample
     outs = [a for a in signature(op).args if a.is_out and a.name not in kwargs]
     if not outs:
@@ -75,30 +74,25 @@ def _with_out(op: Op, sample: Sample) -> Sample | None:
     own = next((t.dtype for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), DTYPES[0])
     for dtypes in product((own, *DTYPES), repeat=len(outs)):
         filled = {a.name: torch.empty(0, dtype=dtype) for a, dtype in zip(outs, dtypes, strict=True)}
-        if _runs(op, args, {**kwargs, **filled}):
+        with suppress(RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):  # refused: try others
+            op(*args, **{**kwargs, **filled})
             return args, {**kwargs, **{name: torch.full_like(t, 1) for name, t in filled.items()}}
     return None
 
 
-def _runs(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        op(*args, **kwargs)
-    except (RuntimeError, NotImplementedError, TypeError, IndexError, ValueError):
-        return False
-    return True
-
-
 def out_variants(given: Mapping[Op, Callable[[], Sequence[Sample]]]) -> dict[Op, Callable[[], Sequence[Sample]]]:
-    """Samples of the overloads with ``out=`` from those of the ops that return; for ops of several or odd dtypes."""
-    pairs = ((op, _writing(op), calls) for op, calls in given.items())
-    return {other: partial(_with_results, op, other, calls) for op, other, calls in pairs if other is not None}
+    """Samples of the overloads with ``out=``, from samples of the ops that return their results.
 
-
-def _writing(op: Op) -> Op | None:
-    """The overload of an op that takes ``out=``, or what stands for it."""
-    packet = op.overloadpacket
-    others = (getattr(packet, name) for name in packet.overloads())
-    return next((o for o in others if o is not op and any(arg.is_out for arg in signature(o).args)), None)
+    For ops whose results have several dtypes, or others than their operands.
+    """
+    variants: dict[Op, Callable[[], Sequence[Sample]]] = {}
+    for op, calls in given.items():
+        overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
+        for other in overloads:
+            if other is not op and any(arg.is_out for arg in signature(other).args):
+                variants[other] = partial(_with_results, op, other, calls)
+                break
+    return variants
 
 
 def _with_results(op: Op, other: Op, calls: Callable[[], Sequence[Sample]]) -> list[Sample]:
@@ -120,18 +114,14 @@ def generic_samples(op: Op) -> list[Sample]:
 
     There are none for an op that needs more than tensors and scalars: guessed sizes crash some kernels.
     """
-    if any(_is_beyond_guessing(arg) for arg in schema_of(op).arguments):
-        return []
-    return [sample for shapes, dtype, turned in _settings(op) if (sample := _call(op, shapes, dtype, turned))]
+    for arg in schema_of(op).arguments:
+        if not ("Tensor" in str(arg.type) or arg.has_default_value() or str(arg.type) in _GUESSED):
+            return []
+    return [sample for shapes, dtype, turned in _forms(op) if (sample := _call(op, shapes, dtype, turned))]
 
 
-def _is_beyond_guessing(arg: Any) -> bool:
-    tensor = "Tensor" in str(arg.type)
-    return not (tensor or arg.has_default_value() or str(arg.type) in _GUESSED)
-
-
-def _settings(op: Op) -> Iterator[tuple[tuple[tuple[int, ...], ...], torch.dtype, bool]]:
-    """Shapes per tensor argument, dtype, and whether the first is a transposed, non-contiguous tensor."""
+def _forms(op: Op) -> Iterator[tuple[tuple[tuple[int, ...], ...], torch.dtype, bool]]:
+    """Shapes for the tensor arguments, a dtype, and whether the first tensor is transposed and so not contiguous."""
     count = max(1, sum(not a.is_out for a in signature(op).tensor_args))
     in_place = any(a.written and not a.is_out for a in signature(op).args)
     for shape in SHAPES:
@@ -164,17 +154,12 @@ def _call(op: Op, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, turned:
         elif arg.has_default:
             continue
         else:
-            value = _guess(str(raw.type), dtype)
+            value = _GUESSED[str(raw.type)][0 if dtype.is_floating_point else 1]
         if arg.kwarg_only:
             kwargs[arg.name] = value
         else:
             args.append(value)
     return args, kwargs
-
-
-def _guess(type_text: str, dtype: torch.dtype) -> Any:
-    """A value for an argument of a type in ``_GUESSED``; an integer if the tensors are of integers."""
-    return _GUESSED[type_text][0 if dtype.is_floating_point else 1]
 
 
 # Argument type -> a value beside floating tensors, and one beside others.

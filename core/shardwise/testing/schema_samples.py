@@ -1,7 +1,7 @@
-"""Sample calls from an op's schema alone: arguments are guessed, and the calls that the op accepts are kept.
+"""Sample calls from an op's schema alone: guess arguments, and keep the calls that the op accepts.
 
-Each guess runs on data. A guess with tensors of several shapes is kept only where the op's fake agrees with what the op
-returns: an op may broadcast by chance.
+Each guess runs on data. An op may broadcast by chance. So a guess with tensors of several shapes is kept only if the
+op's fake agrees with the op about the results.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.signature import Arg, Kind, Op, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import flat_metas, output_metas
 from shardwise.private_torch.ops import OpLike, schema_of
 from shardwise.testing.values import DTYPES, SHAPES, Sample, made, one_op
@@ -34,13 +36,13 @@ __all__ = [
 Shape = tuple[int, ...]
 
 SIZE_NAMES = "abcde"
-# All differ, so that sizes do not fit by chance. The last ones are small and empty.
+# The sizes of one call all differ, so that they do not fit by chance. The last calls have small and empty sizes.
 _SIZES: tuple[Mapping[str, int], ...] = tuple(
     dict(zip(SIZE_NAMES, sizes, strict=True))
     for sizes in ((5, 7, 3, 2, 4), (8, 6, 4, 2, 12), (1, 2, 3, 4, 5), (0, 3, 2, 5, 4))
 )
 _FIRST = ("ab", "abc", "a", "abcd")
-# Up to so many tensors each may have its own pattern; beyond, all tensors after the first have the same.
+# With at most this number of tensors, each has its own pattern. With more, all tensors after the first share one.
 _FREE = 3
 _MOST_COMBINATIONS = 200
 _MOST_FORMS = 6
@@ -49,8 +51,10 @@ _LIST = 2
 
 @frozen
 class _Form:
-    """One guess at the tensors of a call: a shape per tensor argument (``None``: absent), which are indices, and their
-    memory format. ``plain`` says that all have one shape and dtype float32.
+    """One guess at the tensors of a call: a shape per tensor argument (``None``: absent), and their dtype.
+
+    ``indices`` are the positions of indices. If ``turned``, matrices are transposed in memory. ``plain`` says that all
+    tensors have one shape and dtype float32.
     """
 
     shapes: tuple[Shape | None, ...]
@@ -61,21 +65,28 @@ class _Form:
 
 
 def samples_from_schema(
-    op: OpLike, *, shapes: Sequence[Sequence[Sequence[int]]] | None = None, alike: bool = False, most: int = 32
+    op: OpLike, *, shapes: Sequence[Sequence[Sequence[int]]] | None = None, one_shape: bool = False, most: int = 32
 ) -> list[Sample]:
     """At most ``most`` calls of an op that the op takes, as ``(args, kwargs)`` with small whole CPU tensors.
 
-    ``op`` is an overload or what ``torch.library.custom_op`` returned; it needs only its schema. Tensors (also
-    optional ones and lists), integers and lists of them, floats, flags, strings, dtypes, devices and layouts are
-    guessed. ``shapes`` gives the shapes per call, one per tensor argument, where a guess cannot be right or where the
-    op would read beyond a tensor of a wrong shape. With ``alike`` all tensors have one shape if the op accepts that.
-    The list is empty when the op refuses every guess.
+    ``op`` is an overload, or the result of ``torch.library.custom_op``. Only its schema is read. The function guesses
+    tensors (also optional ones and lists), integers and lists of them, floats, flags, strings, dtypes, devices and
+    layouts. ``shapes`` has the shapes of each call, one per tensor argument. Give it if no guess can be right, or if
+    the op would read beyond a tensor of a wrong shape. With ``one_shape`` all tensors have one shape if the op accepts
+    that. The list is empty if the op refuses every guess.
     """
     filler = _Filler(one_op(op, "make samples"))
     if shapes is None:
-        forms = _guessed_forms(filler, alike=alike)
+        # First all tensors of one shape, in many sizes. Then patterns of named sizes, unless ``one_shape`` is enough.
+        count = len(filler.tensors)
+        plain = [form for shape in SHAPES if filler.find(form := _Form((shape,) * count, plain=True), {}) is not None]
+        dtypes = [evolve(plain[0], dtype=dtype, plain=False) for dtype in DTYPES[1:]] if plain else []
+        turned = [evolve(form, turned=True) for form in plain[:1]]
+        patterns = [] if plain and one_shape else _accepted_patterns(filler, known=bool(plain))
+        patterned = [_sized(names, indices, sizes) for names, indices in patterns for sizes in _SIZES]
+        forms = [*plain, *turned, *dtypes, *patterned]
     else:
-        forms = [_Form(tuple(tuple(s) for s in given), plain=True) for given in shapes]
+        forms = [_Form(tuple(tuple(s) for s in of_call), plain=True) for of_call in shapes]
     return list(islice(_calls(filler, forms), most))
 
 
@@ -119,16 +130,16 @@ def _redrawn(value: Any, seed: int) -> Any:
 
 
 def _calls(filler: _Filler, forms: Sequence[_Form]) -> Iterator[Sample]:
-    """For each form the first call that the op takes; for the first form variants of everything else, too."""
-    chosen: dict[str, Any] = {}
+    """For each form the first call that the op takes. For the first form also variants of the other arguments."""
+    last_values: dict[str, Any] = {}
     started = False
     for form in forms:
-        values = filler.find(form, chosen)
+        values = filler.find(form, last_values)
         if values is None:
             continue
-        chosen = values
+        last_values = values
         yield filler.call(form, values)
-        # A tensor without elements, or with one, tells little about other arguments.
+        # A tensor without dims tells little about other arguments.
         if not started and max((len(s) for s in form.shapes if s is not None), default=0) > 0:
             started = True
             yield from filler.variants(form, values)
@@ -137,29 +148,20 @@ def _calls(filler: _Filler, forms: Sequence[_Form]) -> Iterator[Sample]:
 # -- forms -------------------------------------------------------------------------------------------------------
 
 
-def _guessed_forms(filler: _Filler, *, alike: bool) -> list[_Form]:
-    """Forms that the op accepts: first all tensors of one shape, in many sizes; then patterns of named sizes, unless
-    ``alike`` is set and the first ones exist.
-    """
-    count = len(filler.tensors)
-    plain = [form for shape in SHAPES if filler.find(form := _Form((shape,) * count, plain=True), {}) is not None]
-    dtypes = [evolve(plain[0], dtype=dtype, plain=False) for dtype in DTYPES[1:]] if plain else []
-    turned = [evolve(form, turned=True) for form in plain[:1]]
-    beyond = [] if plain and alike else _patterned(filler, known=bool(plain))
-    return [*plain, *turned, *dtypes, *beyond]
-
-
-def _patterned(filler: _Filler, *, known: bool) -> list[_Form]:
-    patterns = _accepted_patterns(filler, known=known)
-    return [_sized(pattern, indices, sizes) for pattern, indices in patterns for sizes in _SIZES]
-
-
 def _accepted_patterns(filler: _Filler, *, known: bool) -> list[Pattern]:
-    """Patterns with several shapes. Where the op accepts nothing else, some tensors are tried as indices too."""
+    """Patterns of several shapes that the op accepts. ``known`` says that it accepts tensors of one shape.
+
+    If the op accepts no pattern at all, each tensor is tried as an index.
+    """
     count = len(filler.tensors)
     if count <= 1:
         return []
-    patterns = list(_patterns(count))
+    patterns: list[tuple[str, ...]] = []
+    for first in _FIRST:
+        last = first[-1]
+        others = list(dict.fromkeys(("", last, first[0], first, f"{last}e", f"e{last}", first[::-1], f"{first[:-1]}e")))
+        rest = product(others, repeat=count - 1) if count <= _FREE else ((o,) * (count - 1) for o in others)
+        patterns += [(first, *other) for other in rest]
     accepted = _accepted(filler, patterns, frozenset())
     if not accepted and not known:
         choices = [frozenset({i}) for i in range(count)]
@@ -169,18 +171,6 @@ def _accepted_patterns(filler: _Filler, *, known: bool) -> list[Pattern]:
 
 def _accepted(filler: _Filler, patterns: Sequence[tuple[str, ...]], indices: frozenset[int]) -> list[Pattern]:
     return [(p, indices) for p in patterns if filler.find(_sized(p, indices, _SIZES[0]), {}) is not None]
-
-
-def _patterns(count: int) -> Iterator[tuple[str, ...]]:
-    for first in _FIRST:
-        others = list(
-            dict.fromkeys(
-                ("", first[-1], first[0], first, first[-1] + "e", "e" + first[-1], first[::-1], first[:-1] + "e")
-            )
-        )
-        rest = product(others, repeat=count - 1) if count <= _FREE else ((o,) * (count - 1) for o in others)
-        for other in rest:
-            yield (first, *other)
 
 
 def _sized(names: Sequence[str], indices: frozenset[int], sizes: Mapping[str, int], *, plain: bool = False) -> _Form:
@@ -213,7 +203,7 @@ class _Filler:
         return [a for a in signature(self.op).args if a.kind not in (Kind.TENSOR, Kind.TENSORS)]
 
     def find(self, form: _Form, chosen: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Values for the required other arguments with which the op takes a form; ``chosen`` ones are tried first."""
+        """Values of the other required arguments with which the op takes a form. ``chosen`` is tried first."""
         required = [a for a in self.others if not a.has_default]
         options = [self.candidates(a, form) for a in required]
         if any(not o for o in options):
@@ -227,7 +217,7 @@ class _Filler:
         return None
 
     def candidates(self, arg: Arg, form: _Form) -> list[Any]:
-        """Values to try for an argument that holds no tensor; none when its type is beyond guessing."""
+        """Values to try for an argument that is not a tensor. The list is empty for a type that cannot be guessed."""
         text, optional = self.types[arg.name]
         guess = _GUESSES.get(text)
         shape = next((s for s in form.shapes if s is not None), ())
@@ -235,37 +225,33 @@ class _Filler:
         return [None, *values] if optional and not arg.has_default else values
 
     def call(self, form: _Form, values: Mapping[str, Any]) -> Sample:
-        """The call of a form with these other arguments; an argument that is not named keeps its default."""
-        tensors = {
-            a.name: self._tensor(a, i, shape, form)
-            for i, (a, shape) in enumerate(zip(self.tensors, form.shapes, strict=True))
-        }
+        """The call of a form with these other arguments. An argument without a value keeps its default."""
+        by_name: dict[str, Any] = {}
+        for seed, (arg, shape) in enumerate(zip(self.tensors, form.shapes, strict=True)):
+            index = seed in form.indices
+            if shape is None:
+                by_name[arg.name] = None
+            elif arg.kind is Kind.TENSORS:
+                by_name[arg.name] = [self._tensor(seed + 10 * i, shape, form, index=index) for i in range(_LIST)]
+            else:
+                by_name[arg.name] = self._tensor(seed, shape, form, index=index)
+        by_name |= values
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for arg in signature(self.op).args:
-            if arg.is_out:
+            if arg.is_out or (arg.name not in by_name and not arg.has_default):
                 continue
-            given = {**tensors, **values}
-            if arg.name not in given and not arg.has_default:
-                continue
-            value = given.get(arg.name, arg.default)
+            value = by_name.get(arg.name, arg.default)
             if not arg.kwarg_only:
                 args.append(value)
-            elif arg.name in given:
+            elif arg.name in by_name:
                 kwargs[arg.name] = value
         return args, kwargs
 
-    def _tensor(self, arg: Arg, seed: int, shape: Shape | None, form: _Form) -> Any:
-        if shape is None:
-            return None
-        if arg.kind is Kind.TENSORS:
-            return [self._one(seed + 10 * i, shape, form, index=seed in form.indices) for i in range(_LIST)]
-        return self._one(seed, shape, form, index=seed in form.indices)
-
     @staticmethod
-    def _one(seed: int, shape: Shape, form: _Form, *, index: bool) -> Tensor:
+    def _tensor(seed: int, shape: Shape, form: _Form, *, index: bool) -> Tensor:
         if index:
-            return made(shape, torch.bool, seed).long()  # 0 or 1 is a place in anything that has two
+            return made(shape, torch.bool, seed).long()  # 0 and 1 are indices of any dim of two elements
         value = made(shape, form.dtype, seed)
         return value.t().contiguous().t() if form.turned and value.ndim == 2 else value  # noqa: PLR2004
 
@@ -287,7 +273,7 @@ class _Filler:
 
 
 def accepts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, fake: bool) -> bool:
-    """Whether an op takes a call; with ``fake`` also whether its fake says of the results what the op returns."""
+    """Whether an op takes a call. With ``fake`` its fake must also give the shapes and dtypes of its results."""
     copies = [_copied(v) for v in args], {name: _copied(v) for name, v in kwargs.items()}
     try:
         with torch.no_grad():
@@ -295,17 +281,17 @@ def accepts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, fake: boo
         if not fake:
             return True
         values = signature(op).bind(args, kwargs)
-        known = output_metas(op, [_spec(v) for v in values])
-    except Exception:  # noqa: BLE001  an op may refuse a guess with anything
+        planned = output_metas(op, [_spec(v) for v in values])
+    except Exception:  # noqa: BLE001  an op may raise anything for a guess that it refuses
         return False
-    return known is None or list(map(_form, known)) == list(map(_form, metas))
+    return planned is None or list(map(_form, planned)) == list(map(_form, metas))
 
 
 _DATA_DECIDE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def lacks_fake(op: Op, samples: Sequence[Sample]) -> bool:
-    """Whether an op lacks a fake and has no tag that says that its results depend on data."""
+    """Whether an op lacks a fake. An op whose results depend on data, by its tags, needs none."""
     if not _DATA_DECIDE.isdisjoint(op.tags):
         return False
     for args, kwargs in samples:

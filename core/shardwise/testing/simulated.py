@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,8 +18,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from shardwise.errors import RankDisagreementError
+from shardwise.kernel.mesh import coordinates
 from shardwise.kernel.reductions import reduce_pieces
-from shardwise.kernel.spec import coordinates
 from shardwise.rng.generator import get_state, set_state
 from shardwise.rule.lowering import MeshDims
 
@@ -90,11 +91,11 @@ class SimulatedComm:
         reduced: Tensor = self._ask(_Request("all_reduce", tuple(mesh_dims), kind, (tensor.clone(),)))
         return reduced
 
-    def all_gather(self, tensor: Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, mesh_dim: MeshDims, *, same_shape: bool = False) -> list[Tensor]:
         """See :class:`shardwise.rule.lowering.Comm`."""
-        request = _Request("all_gather", _dims(mesh_dim), alike, (tensor.clone(),))
+        request = _Request("all_gather", _dims(mesh_dim), same_shape, (tensor.clone(),))
         gathered: list[Tensor] = self._ask(request)
-        if alike:
+        if same_shape:
             _check_shapes(request, [tensor.shape] * len(gathered), gathered)
         return gathered
 
@@ -179,7 +180,7 @@ class _CancelledError(BaseException):
 
 @define(eq=False)
 class _Rank:
-    """One rank: its thread, whose turn it is, and its own states of torch's generator and of shardwise's."""
+    """One rank: its thread, two semaphores that pass the turn, and its own states of the two generators."""
 
     coordinate: Coordinate
     work: Callable[[SimulatedComm], Any]
@@ -238,44 +239,31 @@ class _Rank:
 def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedComm], Any]) -> dict[Coordinate, Any]:
     """Run ``work(coordinate, comm)`` on every rank of a mesh and return the results by coordinate.
 
-    All ranks start with the same state of torch's generator and of shardwise's. Raises :class:`RankError` for what a
-    rank raised, and :class:`RankDisagreementError` when the ranks do not ask for the same collectives in the same
-    order.
+    All ranks start with the same states of torch's generator and of shardwise's. Raises :class:`RankError` for an error
+    of a rank, and :class:`RankDisagreementError` if the ranks do not ask for the same collectives in the same order.
     """
     rng, draws = torch.get_rng_state(), get_state()
-    ranks = {c: _Rank(c, _bound(work, c), rng, draws) for c in coordinates(mesh_shape)}
+    ranks = {c: _Rank(c, partial(work, c), rng, draws) for c in coordinates(mesh_shape)}
     try:
-        _run_until_all_end(tuple(mesh_shape), ranks)
+        while True:
+            for rank in ranks.values():
+                rank.resume()
+                if rank.error is not None:
+                    raise RankError(rank.coordinate, rank.error) from rank.error
+            requests = {c: rank.request for c, rank in ranks.items() if rank.request is not None}
+            if not requests:
+                break
+            first_at, first = next(iter(ranks.items()))
+            for at, rank in ranks.items():
+                if (rank.request and rank.request.kind) != (first.request and first.request.kind):
+                    raise _disagreement(first_at, first.request, at, rank.request)
+            for at, answer in _answers(tuple(mesh_shape), requests).items():
+                ranks[at].answer = answer
     finally:
         for rank in ranks.values():
             if rank.thread.is_alive():
                 rank.cancel()
     return {c: rank.result for c, rank in ranks.items()}
-
-
-def _bound(work: Callable[[Coordinate, SimulatedComm], Any], at: Coordinate) -> Callable[[SimulatedComm], Any]:
-    return lambda comm: work(at, comm)
-
-
-def _run_until_all_end(mesh_shape: tuple[int, ...], ranks: dict[Coordinate, _Rank]) -> None:
-    while True:
-        for rank in ranks.values():
-            rank.resume()
-            if rank.error is not None:
-                raise RankError(rank.coordinate, rank.error) from rank.error
-        requests = {c: rank.request for c, rank in ranks.items()}
-        if all(request is None for request in requests.values()):
-            return
-        _check_same_kind(requests)
-        for c, answer in _answers(mesh_shape, {c: r for c, r in requests.items() if r is not None}).items():
-            ranks[c].answer = answer
-
-
-def _check_same_kind(requests: dict[Coordinate, _Request | None]) -> None:
-    first_at, first = next(iter(requests.items()))
-    for at, request in requests.items():
-        if (request and request.kind) != (first and first.kind):
-            raise _disagreement(first_at, first, at, request)
 
 
 def _disagreement(
@@ -291,25 +279,20 @@ def _disagreement(
 def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) -> dict[Coordinate, Any]:
     answers: dict[Coordinate, Any] = {}
     for at, request in requests.items():
-        group = _group(mesh_shape, at, request.mesh_dims)
+        # The group has the ranks whose coordinates differ only on the request's mesh dims, in row-major order of these.
+        dims = request.mesh_dims
+        places = [dict(zip(dims, place, strict=True)) for place in product(*(range(mesh_shape[m]) for m in dims))]
+        group = [tuple(place.get(m, c) for m, c in enumerate(at)) for place in places]
         for other in group:
             if requests[other].form != request.form:
                 raise _disagreement(at, request, other, requests[other])
-        answers[at] = _answer(request, [requests[c] for c in group], group.index(at))
+        index, of_group = group.index(at), [requests[c] for c in group]
+        if request.name == "all_reduce":
+            answers[at] = reduce_pieces([r.tensors[0] for r in of_group], request.option)
+        elif request.name == "all_gather":
+            answers[at] = [r.tensors[0].clone() for r in of_group]
+        elif request.name == "all_to_all":
+            answers[at] = [r.tensors[index].clone() for r in of_group]
+        else:
+            answers[at] = of_group[(index - request.option) % len(group)].tensors[0].clone()
     return answers
-
-
-def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
-    """The ranks with this one's coordinates except on some mesh dims, in row-major order of these."""
-    places = product(*(range(mesh_shape[m]) for m in mesh_dims))
-    return [tuple({**dict(enumerate(at)), **dict(zip(mesh_dims, place, strict=True))}.values()) for place in places]
-
-
-def _answer(request: _Request, group: Sequence[_Request], index: int) -> Any:
-    if request.name == "all_reduce":
-        return reduce_pieces([r.tensors[0] for r in group], request.option)
-    if request.name == "all_gather":
-        return [r.tensors[0].clone() for r in group]
-    if request.name == "all_to_all":
-        return [r.tensors[index].clone() for r in group]
-    return group[(index - request.option) % len(group)].tensors[0].clone()

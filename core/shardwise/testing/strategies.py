@@ -13,10 +13,12 @@ from math import prod
 import torch
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Op, op_name
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import OpLike
 from shardwise.testing.partials import can_be_partial
 from shardwise.testing.schema_samples import SIZE_NAMES, Pattern, calls_of, patterns_of, redrawn
@@ -41,18 +43,19 @@ def sizes(max_size: int = 9, *, empty: bool = True) -> SearchStrategy[int]:
 def shapes(
     min_ndim: int = 0, max_ndim: int = 4, *, max_size: int = 9, empty: bool = True
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of ``min_ndim`` to ``max_ndim`` dims, each of at most ``max_size`` elements, uneven over any mesh as
-    often as not; with ``empty`` a dim may have none.
+    """Shapes of ``min_ndim`` to ``max_ndim`` dims, each of at most ``max_size`` elements; with ``empty`` also of none.
+
+    About half of the sizes are uneven over a mesh.
     """
     return st.lists(sizes(max_size, empty=empty), min_size=min_ndim, max_size=max_ndim).map(tuple)
 
 
 def mesh_shapes(max_ndim: int = 3, *, max_size: int = 8, ranks: int | None = None) -> SearchStrategy[tuple[int, ...]]:
-    """Shapes of meshes of 1 to ``max_ndim`` dims and at most ``max_size`` ranks; with ``ranks`` of exactly so many, as
-    a pool's process group asks for.
+    """Shapes of meshes of 1 to ``max_ndim`` dims and at most ``max_size`` ranks. ``ranks`` is the exact number, if
+    given: the meshes of a pool have all its ranks.
     """
-    wanted = range(1, max_size + 1) if ranks is None else (ranks,)
-    shapes = sorted((g for n in wanted for g in grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
+    counts = range(1, max_size + 1) if ranks is None else (ranks,)
+    shapes = sorted((g for n in counts for g in grids(n, max_ndim)), key=lambda grid: (len(grid), prod(grid), grid))
     return st.sampled_from(shapes)
 
 
@@ -77,8 +80,8 @@ def placements(
 ) -> SearchStrategy[tuple[Placement, ...]]:
     """One placement per mesh dim for a tensor of this shape: replicated first, then sharded on a dim, then partial.
 
-    ``kinds`` are the reductions that may come, of which those are left out that ``dtype`` cannot have; pass ``()``
-    for none.
+    ``kinds`` are the reductions to draw from; pass ``()`` for no partial placement. Those that ``dtype`` cannot have
+    are left out.
     """
     partials = [partial(kind) for kind in kinds if can_be_partial(kind, dtype)]
     one = st.sampled_from([REPLICATE, *map(shard, range(len(shape))), *partials])
@@ -97,17 +100,17 @@ def specs(
     """Specs of a contiguous tensor on a mesh without devices; what is not given is drawn."""
     grid = AbstractMesh(draw(mesh_shapes())) if mesh is None else mesh
     size = draw(shapes()) if shape is None else tuple(shape)
-    placed = draw(placements(size, grid.ndim, kinds=kinds, dtype=dtype))
-    return TensorSpec(grid, placed, TensorMeta.contiguous(size, dtype))
+    layout = draw(placements(size, grid.ndim, kinds=kinds, dtype=dtype))
+    return TensorSpec(grid, layout, TensorMeta.contiguous(size, dtype))
 
 
 @st.composite
 def samples(draw: st.DrawFn, op: OpLike) -> Sample:
-    """Calls ``(args, kwargs)`` of an op that it takes, from its schema: named sizes that fit (all tensors alike first)
-    with any number of elements, other arguments as :func:`shardwise.testing.samples_from_schema` tries them, any
-    values.
+    """Calls ``(args, kwargs)`` that an op takes, from its schema.
 
-    Raises :class:`ShardingError` for an op that refuses every guess.
+    Tensors have sizes that fit, first all one shape, and any values. Other arguments are those that
+    :func:`shardwise.testing.samples_from_schema` tries. Raises :class:`ShardingError` for an op that refuses every
+    guess.
     """
     overload = one_op(op, "draw samples")
     names, indices = draw(st.sampled_from(_patterns(overload)))

@@ -11,7 +11,7 @@ import pluggy
 from attrs import frozen
 
 from shardwise import hookspecs
-from shardwise.discovery.entry_points import InstalledPlugin, discover
+from shardwise.discovery.entry_points import discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
 from shardwise.kernel.precedence import Origin
@@ -26,8 +26,9 @@ Plugin = str | AnyRule | Iterable[AnyRule] | Any
 
 @frozen
 class Subject:
-    """Rules to judge. ``module`` is the module with the hook, if there is one; ``installed`` says whether every process
-    of this environment finds the rules by itself.
+    """Rules to judge. ``module`` is the module with the hook, if there is one.
+
+    ``installed`` is true if every process of this environment finds the rules by itself.
     """
 
     name: str
@@ -60,26 +61,19 @@ def subject_of(plugin: Plugin) -> Subject:
 
 def _installed(name: str) -> Subject:
     plugins = discover()
-    meant = next((f for f in plugins if f.origin.plugin == name), None)
-    if meant is None:
-        known = ", ".join(sorted(f.origin.plugin for f in plugins)) or "none"
-        raise _refusal(name, "it is not installed", f"The installed plugins are: {known}.")
-    rules = _loaded(meant)
-    return Subject(name, tuple(rules), meant.entry.module, installed=True)
-
-
-def _loaded(installed: InstalledPlugin) -> list[AnyRule]:
-    """The rules of one plugin, loaded by itself."""
+    plugin = next((plugin for plugin in plugins if plugin.origin.plugin == name), None)
+    if plugin is None:
+        names = ", ".join(sorted(plugin.origin.plugin for plugin in plugins)) or "none"
+        raise _load_error(name, "it is not installed", f"The installed plugins are: {names}.")
     registry = Registry()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error says the same
-        (status,) = load([installed], registry)
+        (status,) = load([plugin], registry)
     if status.status != "loaded":
-        plugin = installed.origin.plugin
-        raise _refusal(
-            plugin, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {plugin}` says more."
+        raise _load_error(
+            name, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {name}` says more."
         )
-    return registry.rules()
+    return Subject(name, tuple(registry.rules()), plugin.entry.module, installed=True)
 
 
 def _hooked(plugin: Any) -> Subject:
@@ -90,9 +84,9 @@ def _hooked(plugin: Any) -> Subject:
         manager.register(plugin, name)
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        raise _refusal(name, str(error), "The hook is shardwise_register(registry).") from error
+        raise _load_error(name, str(error), "The hook is shardwise_register(registry).") from error
     if not manager.hook.shardwise_register.get_hookimpls():
-        raise _refusal(
+        raise _load_error(
             name,
             "it has no shardwise_register hook",
             "Give the name of an installed plugin, a module with the hook (marked with @hookimpl), or rules.",
@@ -103,5 +97,5 @@ def _hooked(plugin: Any) -> Subject:
     return Subject(name, tuple(rules.values()), name if isinstance(plugin, ModuleType) else None)
 
 
-def _refusal(plugin: str, found: str, do: str) -> PluginLoadError:
+def _load_error(plugin: str, found: str, do: str) -> PluginLoadError:
     return PluginLoadError(asked=f"read the rules of {plugin!r}", found=found, do=do, plugin=plugin)

@@ -26,7 +26,7 @@ __all__ = ["PluginTests"]
 
 
 class PluginTests:
-    """Subclass it in a test module and name the plugin; pytest collects its tests, one of them per rule.
+    """The tests of a plugin. Subclass it in a test module and name the plugin; pytest collects a test for each rule.
 
     ::
 
@@ -34,11 +34,11 @@ class PluginTests:
             plugin = "acme-kernels"
             samples = {acme.ops.swish_gate: [((made((5, 7)), made((5, 7), seed=1)), {})]}
 
-    ``plugin`` and ``samples`` are those of :func:`shardwise.testing.check_plugin`; the tests on real ranks take the
-    ``pool`` fixture of :mod:`shardwise.testing.pytest_plugin`. What is left out is stated, with a reason each: ops
-    without a sample in ``unsampled``, rows that no sample reaches in ``unexercised`` (by the line that the failing
-    test shows), packages that the plugin's module may import beside its own in ``imports``. A reason that no longer
-    holds fails, too.
+    ``plugin`` and ``samples`` are those of :func:`shardwise.testing.check_plugin`. The tests on real ranks use the
+    ``pool`` fixture of :mod:`shardwise.testing.pytest_plugin`. State whatever is left out, each with a reason: ops
+    without a sample in ``unsampled``, and rows that no sample reaches in ``unexercised`` (by the line that the failing
+    test shows). ``imports`` names the packages that the plugin's module may import besides its own. A reason that no
+    longer holds fails a test, too.
     """
 
     plugin: ClassVar[Plugin]
@@ -149,7 +149,7 @@ class PluginTests:
         _check_stated("rows that no sample reaches", missing, self.unexercised, "a sample, or a reason in unexercised")
 
     def test_the_module_is_light(self) -> None:
-        """The module with the hook, which any process imports that looks up a rule, imports nothing unstated."""
+        """The module with the hook imports only what is stated: every process that looks up a rule imports it."""
         import pytest
 
         module = self.subject().module

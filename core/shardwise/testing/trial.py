@@ -1,4 +1,4 @@
-"""One sample call: the answer of the whole op, and the answers of simulated ranks under given specs."""
+"""A trial of one sample call: run the whole op, and run it on simulated ranks under given specs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from shardwise.errors import RuleArgumentError
+from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, Signature, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, coordinates
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.rng.generator import manual_seed, mode
 from shardwise.rule.lowering import LocalCall
 from shardwise.testing.partials import place
+from shardwise.testing.rounding import Rounding, rounds, sizes_of
 from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, run_ranks
 from shardwise.tools.one_device import on_one_device
 
 __all__ = ["TOLERANCE", "Answer", "Case", "Illegal", "Trial"]
 
-# Relative to the largest value in play; partial pieces round once more than one device does.
+# Relative to the largest value. Parts of a partial tensor are rounded once more than on one device.
 TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -68,8 +71,8 @@ class Case:
 class Trial:
     """One sample call of one op under one rule, and the whole op's answer. ``run`` is the op or its stand-in.
 
-    ``planned`` has the metas of the tensor results as a planner knows them: none where the shape depends on data.
-    ``disagreement`` says how those differ from the real ones, if they do.
+    ``planned`` has the metas of the tensor results without data; None for a shape that depends on data.
+    ``disagreement`` says how they differ from the real ones, if they do.
     """
 
     rule: AnyRule
@@ -87,18 +90,13 @@ class Trial:
         """Run the whole op once. Raises :class:`Illegal` when the op itself refuses the call."""
         values = tuple(signature(op).bind(args, kwargs))
         operands = tuple(None if t is None else copied(t) for t in flat_operands(op, values))
-        _seed()
         try:
-            # In a way of shardwise's own, what one device draws is what it draws in that way.
-            with nullcontext() if mode() == "torch" else on_one_device():
-                returned = _run(run, op, with_operands(op, values, operands))
+            expected = _alone(run, op, values, operands)
         except Exception as error:
             raise Illegal(str(error)) from error
         if any(a is not None and a.shape != b.shape for a, b in zip(operands, flat_operands(op, values), strict=True)):
             raise Illegal("it changes the shape of an operand")
-        tensors, others = split_results(op, returned)
-        expected = Answer(tensors, others, operands)
-        metas = tuple(None if t is None else TensorMeta.of(t) for t in tensors)
+        metas = tuple(None if t is None else TensorMeta.of(t) for t in expected.tensors)
         return cls(rule, op, values, run, expected, *_planned(rule, op, values, metas))
 
     @property
@@ -127,6 +125,43 @@ class Trial:
         dtypes = [t.dtype for t in (*self.operands, *self.expected.tensors) if t is not None]
         return max((TOLERANCE.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
+    # -- rounding --
+    def rounding(
+        self, case: Case, operands: Mapping[Coordinate, tuple[Tensor | None, ...]], *, piecewise: bool
+    ) -> Rounding:
+        """What rounding may do to the results, then to the operands, when ranks start from these local operands.
+
+        ``piecewise`` says that some operand is the sum of partial pieces, whose roundings count.
+        """
+        if not piecewise:
+            return self._rounding
+        sizes = [
+            None
+            if full is None or spec is None or not rounds(full)
+            else sizes_of(full, spec, {at: t for at, ts in operands.items() if (t := ts[i]) is not None})
+            for i, (full, spec) in enumerate(zip(self.operands, case.inputs, strict=True))
+        ]
+        return self._rounding_of(sizes)
+
+    @cached_property
+    def _rounding(self) -> Rounding:
+        return self._rounding_of([t.abs() if t is not None and rounds(t) else None for t in self.operands])
+
+    def _rounding_of(self, sizes: Sequence[Tensor | None]) -> Rounding:
+        def whole(operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+            answer = _alone(self.run, self.op, self.values, [None if t is None else copied(t) for t in operands])
+            return *answer.tensors, *answer.operands
+
+        if _is_solver(self.op):
+            sizes = [
+                None
+                if size is None or not size.numel()
+                else torch.full_like(size, float(size.nan_to_num(0, 0, 0).max()))
+                for size in sizes
+            ]
+        expected = (*self.expected.tensors, *self.expected.operands)
+        return Rounding(whole, self.operands, sizes, expected, torch.Tag.pointwise in self.op.tags)
+
     @property
     def random(self) -> bool:
         """Whether the op draws from a generator."""
@@ -144,15 +179,14 @@ class Trial:
     # -- running a case --
     def scatter(self, case: Case, generator: torch.Generator) -> dict[Coordinate, tuple[Tensor | None, ...]]:
         """Local operands of every rank."""
-        # A real local tensor may have lost the order of the strides that the whole one has.
-        dense = (
-            torch.contiguous_format if torch.rand((), generator=generator) < _LOSES_STRIDES else torch.preserve_format
-        )
-        placed = [
-            None if full is None or spec is None else place(full, spec, generator, dense)
+        # A real local tensor may have lost the order of the strides of the whole tensor.
+        loses_strides = torch.rand((), generator=generator) < _LOSES_STRIDES
+        memory_format = torch.contiguous_format if loses_strides else torch.preserve_format
+        parts = [
+            None if full is None or spec is None else place(full, spec, generator, memory_format)
             for full, spec in zip(self.operands, case.inputs, strict=True)
         ]
-        return {c: tuple(None if p is None else p[c] for p in placed) for c in coordinates(case.mesh.shape)}
+        return {c: tuple(None if p is None else p[c] for p in parts) for c in coordinates(case.mesh.shape)}
 
     def locally(
         self, case: Case, call: Any, operands: Mapping[Coordinate, tuple[Tensor | None, ...]]
@@ -205,6 +239,21 @@ class Trial:
         return [replaced.get(a.name, v) for a, v in zip(self.signature.args, self.values, strict=True)]
 
 
+def _is_solver(op: Op) -> bool:
+    """Whether an op factors or solves: such algorithms are exact for operands that differ by a rounding of their norms,
+    also in elements that are zero.
+    """
+    return "linalg" in str(op)
+
+
+def _alone(run: Callable[..., Any], op: Op, values: Sequence[Any], operands: Sequence[Tensor | None]) -> Answer:
+    """The op on one device. In shardwise's own random modes one device must draw by the same mode."""
+    _seed()
+    with nullcontext() if mode() == "torch" else on_one_device():
+        returned = _run(run, op, with_operands(op, values, operands))
+    return Answer(*split_results(op, returned), tuple(operands))
+
+
 def _seed() -> None:
     """Seed torch's generator, or shardwise's if it is in use."""
     if mode() == "torch":
@@ -217,7 +266,7 @@ def _seed() -> None:
 
 
 def flat_operands(op: Op, values: Sequence[Any]) -> list[Any]:
-    """What stands for tensors among the schema arguments, lists flattened; ``None`` where one is absent."""
+    """The tensor operands among the schema arguments, lists flattened; ``None`` for an absent one."""
     operands: list[Any] = []
     for arg, value in zip(signature(op).args, values, strict=True):
         if arg.kind is Kind.TENSOR:
@@ -244,10 +293,10 @@ def with_operands(op: Op, values: Sequence[Any], operands: Sequence[Any]) -> lis
 def split_results(op: Op, result: Any) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """Tensor results (lists flattened) and other results."""
     described = signature(op).results
-    given = (result,) if len(described) == 1 else tuple(result or ())
+    values = (result,) if len(described) == 1 else tuple(result or ())
     tensors: list[Tensor | None] = []
     others: list[Any] = []
-    for one, value in zip(described, given, strict=True):
+    for one, value in zip(described, values, strict=True):
         if not one.is_tensor:
             others.append(value)
         elif one.is_list:
@@ -266,16 +315,12 @@ def copied(tensor: Tensor) -> Tensor:
 
 
 def _run(run: Callable[..., Any], op: Op, values: Sequence[Any]) -> Any:
-    values = [_fresh(v) for v in values]
+    values = [v.clone_state() if isinstance(v, torch.Generator) else v for v in values]
     if any(result.reseats for result in signature(op).results):
         # As a plan does: the changed tensor is the answer, and the operand does not change.
         values[0] = values[0].view_as(values[0])
     args, kwargs = signature(op).unbind(values)
     return run(*args, **kwargs)
-
-
-def _fresh(value: Any) -> Any:
-    return value.clone_state() if isinstance(value, torch.Generator) else value
 
 
 def _schema(op: Op, values: Sequence[Any], mesh: AbstractMesh, rule: AnyRule) -> OpSchema:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import multiprocessing
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
+from shardwise.comm.rank_failures import start_anew, tell
 from shardwise.testing.pickling import dumps_by_value
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
@@ -80,6 +84,9 @@ def serve(seat: Seat, connection: Connection) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
+    if os.getppid() != parent:  # a fork server started us, and lives as long as we do
+        threading.Thread(target=_exit_after, args=(multiprocessing.parent_process(),), daemon=True).start()
+        return
     # Linux only; elsewhere the closed connection ends an idle worker. The signal follows the thread that started us.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -87,8 +94,19 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def _exit_after(parent: Any) -> None:
+    if parent is not None:
+        parent.join()
+    os._exit(1)
+
+
 def _join_group(seat: Seat) -> None:
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        # A thread of gloo that wakes may preempt the one that woke it, and then spins for a lock that that one holds.
+        # Batch threads preempt no other: a collective of small tensors takes a quarter of the processor time.
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     if sys.platform in LOOPBACK:
         # All workers are local; the host's name may resolve to an address that nobody can reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
@@ -114,9 +132,11 @@ def _call(payload: bytes) -> Callable[[], Any]:
 
 
 def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
+    start_anew()  # what an earlier run raised is over on every rank
     try:
         return Answer(value=dumps_by_value(call()))
     except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
+        tell(error, is_final=True)
         text = "".join(traceback.format_exception(error))
         return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=_dumps_error(error))
 

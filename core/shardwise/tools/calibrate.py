@@ -18,7 +18,8 @@ from shardwise.comm.packing import copied
 from shardwise.comm.redistribute import runner
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, store
 from shardwise.planning.path import Path as LayoutPath
 from shardwise.planning.path import shortest_path
@@ -71,11 +72,14 @@ def calibrate(
         )
     about = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "torch": torch.__version__}
     ground = locate(mesh, about)
-    probes = list(_probes(mesh, largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)))
+    sizes = [SMALLEST]
+    while sizes[-1] * GROWTH <= (largest or LARGEST.get(mesh.device_type, LARGEST_ELSEWHERE)):
+        sizes.append(sizes[-1] * GROWTH)
+    probes = [probe for nbytes in sizes for probe in _probes(mesh, nbytes)]
     times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
     collectives, copies = _points(probes, times, ground)
     links = fit_links(tuple(mesh.shape), collectives, copies)
-    calibration = Calibration(ground.site, links, ground.told["torch"], ground.told["date"])
+    calibration = Calibration(ground.site, links, ground.facts["torch"], ground.facts["date"])
     agree_to(mesh, links)
     if save:
         _save(mesh, calibration, path)
@@ -85,21 +89,20 @@ def calibrate(
 def _points(
     probes: Sequence[Probe], times: Sequence[float], ground: Ground
 ) -> tuple[dict[tuple[str, tuple[int, ...]], list[Point]], list[Point]]:
-    """Bytes and seconds of each kind of collective over each group, and of copies."""
+    """Bytes and seconds of each kind of collective over each group, and of copies.
+
+    Inside one host's memory, mesh dims of the same size share their times.
+    """
+    sizes, wires = ground.site.mesh_shape, ground.wires
     collectives: dict[tuple[str, tuple[int, ...]], list[Point]] = {}
     for probe, seconds in zip(probes, times, strict=True):
-        for dims in _groups_like(probe.mesh_dims, ground):
+        groups = [probe.mesh_dims]
+        if len(probe.mesh_dims) == 1 and wires[probe.mesh_dims[0]] == "loopback":
+            size = sizes[probe.mesh_dims[0]]
+            groups = [(m,) for m in range(len(sizes)) if sizes[m] == size and wires[m] == "loopback"]
+        for dims in groups:
             collectives.setdefault((probe.kind, dims), []).append((probe.nbytes, seconds))
     return collectives, collectives.pop(("copy", ()))
-
-
-def _groups_like(mesh_dims: tuple[int, ...], ground: Ground) -> list[tuple[int, ...]]:
-    """The groups that a time holds for: mesh dims of the same size share their times inside one host's memory."""
-    if len(mesh_dims) != 1 or ground.wires[mesh_dims[0]] != "loopback":
-        return [mesh_dims]
-    size = ground.site.mesh_shape[mesh_dims[0]]
-    places = zip(ground.site.mesh_shape, ground.wires, strict=True)
-    return [(m,) for m, (n, wire) in enumerate(places) if n == size and wire == "loopback"]
 
 
 def _save(mesh: DeviceMesh, calibration: Calibration, path: str | Path | None) -> None:
@@ -119,20 +122,23 @@ def _save(mesh: DeviceMesh, calibration: Calibration, path: str | Path | None) -
 # -- what is measured ------------------------------------------------------------------------------------------------
 
 
-def _probes(mesh: DeviceMesh, largest: int) -> Iterator[Probe]:
-    sizes = [SMALLEST]
-    while sizes[-1] * GROWTH <= largest:
-        sizes.append(sizes[-1] * GROWTH)
+def _probes(mesh: DeviceMesh, nbytes: int) -> Iterator[Probe]:
+    """Collectives over each mesh dim and over all of them, and copies, of tensors of ``nbytes``."""
     real = [m for m in range(mesh.ndim) if mesh.size(m) > 1]
-    groups = [(m,) for m in real] + ([tuple(real)] if len(real) > 1 else [])
-    for nbytes in sizes:
-        for dims in groups:
-            yield from _collectives(group_of(mesh, dims), nbytes, mesh.device_type)
-        yield from _copies(nbytes, mesh.device_type)
+    for dims in [(m,) for m in real] + ([tuple(real)] if len(real) > 1 else []):
+        yield from _collectives(group_of(mesh, dims), nbytes, mesh.device_type)
+    # Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both kinds.
+    rows = 32
+    width = max(1, nbytes // (4 * rows))
+    block = torch.ones(2 * rows, width, device=mesh.device_type)
+    columns = torch.ones(rows, 2 * width, device=mesh.device_type)
+    copied_bytes = block.nbytes // 2
+    yield Probe("copy", (), copied_bytes, lambda: copied(block.narrow(0, rows, rows)))
+    yield Probe("copy", (), copied_bytes, lambda: copied(columns.narrow(1, width, width)))
 
 
 def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]:
-    """Every kind, as a redistribution of a float tensor of ``nbytes`` would run it where its shards are one block."""
+    """One probe of each kind: what a redistribution of a float tensor of ``nbytes`` runs if each shard is one block."""
     n, dims = group.size, group.mesh_dims
     length = max(1, nbytes // (4 * n))
     pieces = torch.ones(n, length, device=device_type)
@@ -144,17 +150,6 @@ def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]
     # Twice the bytes: the reduced pieces are gathered again. A redistribution does not change its input.
     yield Probe("all_reduce", dims, 2 * (n - 1) * piece_bytes, lambda: group.all_reduce_(pieces.clone(), "sum"))
     yield Probe("all_to_all", dims, received, lambda: group.all_to_all(pieces))
-
-
-def _copies(nbytes: int, device_type: str) -> Iterator[Probe]:
-    """Half of a tensor by rows, and by columns: slices, fills and rearrangements are of both kinds."""
-    rows = 32
-    width = max(1, nbytes // (4 * rows))
-    block = torch.ones(2 * rows, width, device=device_type)
-    columns = torch.ones(rows, 2 * width, device=device_type)
-    copied_bytes = block.nbytes // 2
-    yield Probe("copy", (), copied_bytes, lambda: copied(block.narrow(0, rows, rows)))
-    yield Probe("copy", (), copied_bytes, lambda: copied(columns.narrow(1, width, width)))
 
 
 # -- predicted and measured ------------------------------------------------------------------------------------------

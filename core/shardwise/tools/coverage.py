@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from shardwise.discovery.process import default_registry
-from shardwise.engine.decomposition import Decomposition, find, stand_ins
+from shardwise.engine.decomposition import Decomposition, decompose, stand_ins
 from shardwise.errors import CallError, RuleConflictError
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
@@ -107,9 +107,9 @@ class Coverage:
 def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverage:
     """Run a program on tensors without data and note its ops; ``make`` loads it (under the same conditions) first.
 
-    The program takes no arguments and runs whatever it likes, or returns what is to be run: a tensor that requires
-    grad (its backward pass follows, unless one ran already), ``(model, inputs)`` or ``(model, inputs, optimizer)``.
-    ``inputs`` is a tensor, a tuple of arguments or a dict of them; without an optimizer the step is that of AdamW.
+    The program takes no arguments. It runs whatever it likes, or it returns what to run: a tensor that requires grad
+    (its backward pass follows, unless one ran already), ``(model, inputs)`` or ``(model, inputs, optimizer)``.
+    ``inputs`` is a tensor, a tuple of arguments or a dict of them. Without an optimizer the step is that of AdamW.
 
     An error of the program ends the run and is not raised; ``stopped`` describes it.
     """
@@ -189,31 +189,28 @@ class _Watch:
         operands = list(tensors_in([args, kwargs]))
         is_noted = op.namespace != "prim" and bool(signature(op).tensor_args) and any(map(_on_mesh, operands))
         if is_noted:
-            self._note(op, operands, args, kwargs)
+            mesh_tensor = next((t for t in operands if isinstance(t, (MeshTensor, DTensor))), None)
+            if mesh_tensor is not None:
+                raise CallError(
+                    asked=f"run {op_name(op)} without a mesh",
+                    found=f"its operand is a {type(mesh_tensor).__name__}",
+                    do="Give the program for one device: placements on a mesh do not change its ops.",
+                    op=op_name(op),
+                )
+            phase = self.phases.of_op()
+            uses = self._uses if self._called_a_module or phase != "forward" else self._setup
+            use = uses.get(op)
+            if use is None:
+                use = uses[op] = Use(op, _site(), parts=_parts(op, args, kwargs))
+            use.calls += 1
+            use.phases.add(phase)
+            self.last = f"{op_name(op)} at {use.site if use.calls == 1 else _site()}"
         result = self._result(op, args, kwargs)
         for tensor in tensors_in(result):
             if not any(tensor is operand for operand in operands):
                 # A result is on the mesh if an operand was; the result of a factory is, if it has dims.
                 tensor.shardwise_on_mesh = is_noted if operands else tensor.dim() > 0  # type: ignore[attr-defined]
         return result
-
-    def _note(self, op: Op, operands: Iterable[torch.Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        mesh_tensor = next((t for t in operands if isinstance(t, (MeshTensor, DTensor))), None)
-        if mesh_tensor is not None:
-            raise CallError(
-                asked=f"run {op_name(op)} without a mesh",
-                found=f"its operand is a {type(mesh_tensor).__name__}",
-                do="Give the program for one device: placements on a mesh do not change its ops.",
-                op=op_name(op),
-            )
-        phase = self.phases.of_op()
-        uses = self._uses if self._called_a_module or phase != "forward" else self._setup
-        use = uses.get(op)
-        if use is None:
-            use = uses[op] = Use(op, _site(), parts=_parts(op, args, kwargs))
-        use.calls += 1
-        use.phases.add(phase)
-        self.last = f"{op_name(op)} at {use.site if use.calls == 1 else _site()}"
 
     def _result(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -233,9 +230,9 @@ def _parts(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Op, 
     registry = default_registry()
     if op in registry:
         return ()
-    known: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     with suppress(Exception), outside_modes():
-        source = find(registry, op, stand_ins(args, known), stand_ins(kwargs, known))
+        source = decompose(registry, op, stand_ins(args, by_id), stand_ins(kwargs, by_id))
         return source.parts if isinstance(source, Decomposition) else ()
     return ()
 

@@ -12,25 +12,28 @@ from itertools import islice
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from shardwise.discovery.process import default_registry
-from shardwise.engine.decomposition import Failed, answered, find, stand_ins
+from shardwise.engine.decomposition import Failed, answered, decompose, stand_ins
 from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.no_rule import decomposed_entry
+from shardwise.engine.partial_writes import reduced_writes
 from shardwise.engine.plan_call import describe_call
-from shardwise.errors import CallError, MeshMismatchError
+from shardwise.errors import CallError, InPlaceError, MeshMismatchError
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name, signature
-from shardwise.kernel.spec import Mesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
 from shardwise.planning.exclusion import Exclusion, count_choices
 from shardwise.planning.path import Path, shortest_path
-from shardwise.planning.problem import Choice, Problem, no_choice
+from shardwise.planning.problem import Problem, no_choice
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import cheapest, make_call, merged, problems
 from shardwise.private_torch.dispatch import recorded_ops, watching
@@ -142,16 +145,50 @@ def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
 def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limit: int | None = LISTED) -> Explanation:
     """As :func:`explain`, with the number of strategies to list (None: all, which may be very many)."""
     values = [_spec_of(v) for v in bind_call(op, args, kwargs)]
-    mesh = _mesh_of(op, values)
+    flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
+    specs = [v for v in flat if isinstance(v, TensorSpec)]
+    if not specs:
+        raise call_error(op, "no argument is a tensor that lies on a mesh")
+    other = next((s for s in specs if s.mesh != specs[0].mesh), None)
+    if other is not None:
+        raise MeshMismatchError(
+            asked=f"explain a call of {op_name(op)}",
+            found=f"{specs[0]!r} and {other!r} lie on different meshes",
+            do="Place all operands on one mesh.",
+            meshes=(str(specs[0].mesh), str(other.mesh)),
+        )
+    mesh = specs[0].mesh
     registry = default_registry()
-    if op not in registry and is_composite(op):
-        raise _composite_error(op, values)
     if op not in registry:
+        if is_composite(op):
+            raise _composite_error(op, values)
         return explain_parts(op, values, mesh, limit=limit)
     entry = registry.lookup(op)
     info = RuntimeSchemaInfo.of(op, entry.rule.static, entry.rule.writes)
     schema, described = describe_call(MeshTensor, entry, info, mesh, values)
-    stated = DescribedCall.of(entry, schema, _outputs(entry, described))
+    try:
+        with outside_modes():
+            outputs = output_metas(op, described, entry.rule.meta)
+    except Exception as error:  # torch raises whatever it likes, assertions among them
+        raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
+    stated = DescribedCall.of(entry, schema, outputs)
+    try:
+        return _explain_stated(stated, described, limit)
+    except InPlaceError:
+        reduced = reduced_writes(schema)
+        if reduced is None:
+            raise
+    pairs = zip(described, reduced.values, strict=True)
+    arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
+    explanation = _explain_stated(DescribedCall.of(entry, reduced, outputs), arguments, limit)
+    moves = (*_redistributions(schema, reduced.specs), *explanation.redistributions)
+    parts = {whole: part for part, whole in zip(schema.specs, reduced.specs, strict=True) if part is not whole}
+    results = tuple(parts.get(spec, spec) for spec in explanation.results)
+    return evolve(explanation, schema=schema, redistributions=moves, results=results)
+
+
+def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int | None) -> Explanation:
+    entry, schema = stated.entry, stated.schema
     if isinstance(entry.rule, FullMeshRule):
         decisions = [_full_mesh(entry.rule, schema, limit)]
     else:
@@ -161,13 +198,17 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     stated.check(inputs)
     lowered = entry.rule.lowering is not None and any(d.chosen.lowered for d in decisions)
     inside = in_lowering(entry, schema, described, stated.call, inputs, results) if lowered else None
-    others = tuple(e for e in registry.find(op) if e is not entry)
-    redistributions = tuple(
+    others = tuple(e for e in default_registry().find(schema.op) if e is not entry)
+    redistributions = _redistributions(schema, inputs)
+    return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results))
+
+
+def _redistributions(schema: OpSchema, targets: Sequence[TensorSpec | None]) -> tuple[Redistribution, ...]:
+    return tuple(
         Redistribution(name, src, dst, shortest_path(src, dst))
-        for name, src, dst in zip(schema.operand_names, schema.specs, inputs, strict=True)
+        for name, src, dst in zip(schema.operand_names, schema.specs, targets, strict=True)
         if src is not None and dst is not None and src.placements != dst.placements
     )
-    return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results))
 
 
 def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | None = LISTED) -> Explanation:
@@ -177,10 +218,10 @@ def explain_parts(op: Op, values: Sequence[Any], mesh: Mesh, *, limit: int | Non
     """
     registry = default_registry()
     args, kwargs = signature(op).unbind(values)
-    known: dict[int, Any] = {}
-    stand_in = stand_ins(args, known), stand_ins(kwargs, known)
+    by_id: dict[int, Any] = {}
+    stand_in = stand_ins(args, by_id), stand_ins(kwargs, by_id)
     try:
-        source = find(registry, op, *stand_in)
+        source = decompose(registry, op, *stand_in)
     except Exception as error:  # torch raises whatever it likes
         raise call_error(op, f"torch refuses it: {error}".strip().rstrip(".")) from error
     if isinstance(source, Failed):
@@ -221,8 +262,8 @@ class _PartsWatch:
         """The spec of a tensor."""
         if not hasattr(tensor, "shardwise_spec"):
             self.put(tensor, None)
-        known: TensorSpec = tensor.shardwise_spec  # type: ignore[attr-defined]
-        return known
+        spec: TensorSpec = tensor.shardwise_spec  # type: ignore[attr-defined]
+        return spec
 
     def run(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one op of the decomposition, and explain it."""
@@ -254,9 +295,9 @@ def bind_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[An
     declared = signature(op).args
     names = [a.name for a in declared]
     positional = [a.name for a in declared if not a.kwarg_only]
-    given = {*positional[: len(args)], *kwargs}
+    passed = {*positional[: len(args)], *kwargs}
     optional = {a.name for a in schema_of(op).arguments if str(a.type).startswith("Optional[")}
-    missing = [a.name for a in declared if a.name not in given and not a.has_default and a.name not in optional]
+    missing = [a.name for a in declared if a.name not in passed and not a.has_default and a.name not in optional]
     unknown = [name for name in kwargs if name not in names]
     if len(args) > len(positional):
         raise call_error(op, f"{len(args)} positional arguments are given and it takes {len(positional)}")
@@ -296,34 +337,10 @@ def _composite_error(op: Op, values: Sequence[Any]) -> CallError:
     )
 
 
-def _outputs(entry: Entry, described: Sequence[Any]) -> Any:
-    try:
-        with outside_modes():
-            return output_metas(entry.op, described, entry.rule.meta)
-    except Exception as error:  # torch raises whatever it likes, assertions among them
-        raise call_error(entry.op, f"torch refuses it: {error}".strip().rstrip(".")) from error
-
-
 def _spec_of(value: Any) -> Any:
     if isinstance(value, MeshTensor):
         return value._spec
     return tuple(map(_spec_of, value)) if isinstance(value, (list, tuple)) else value
-
-
-def _mesh_of(op: Op, values: Sequence[Any]) -> Mesh:
-    flat = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
-    specs = [v for v in flat if isinstance(v, TensorSpec)]
-    if not specs:
-        raise call_error(op, "no argument is a tensor that lies on a mesh")
-    other = next((s for s in specs if s.mesh != specs[0].mesh), None)
-    if other is not None:
-        raise MeshMismatchError(
-            asked=f"explain a call of {op_name(op)}",
-            found=f"{specs[0]!r} and {other!r} lie on different meshes",
-            do="Place all operands on one mesh.",
-            meshes=(str(specs[0].mesh), str(other.mesh)),
-        )
-    return specs[0].mesh
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
@@ -334,31 +351,29 @@ def _decisions(per_position: Sequence[Problem], limit: int | None) -> list[Decis
     positions: dict[int, list[int]] = {}
     for i, problem in enumerate(per_position):
         positions.setdefault(id(problem), []).append(i)
-    return [_decision(per_position[at[0]], tuple(at), limit) for at in positions.values()]
-
-
-def _decision(problem: Problem, positions: tuple[int, ...], limit: int | None) -> Decision:
-    chooser = Chooser(problem)
-    ranked: list[tuple[Choice, PlacementStrategy]] = [
-        (choice, problem.strategy(choice, chooser.costs(choice))) for choice in islice(chooser.ranked(), limit)
-    ]
-    if not ranked:
-        raise no_choice(problem)
-    names = problem.operand_names
-    chosen = ranked[0][1]
-    candidates = [RankedStrategy(chosen, "")]
-    candidates += [RankedStrategy(strategy, _why_lost(strategy, chosen, names)) for _, strategy in ranked[1:]]
-    around = count_choices(problem)
-    return Decision(
-        positions,
-        names,
-        _result_names(len(problem.outputs)),
-        tuple(candidates),
-        max(around.legal, len(ranked)),
-        around.combinations,
-        around.complete,
-        around.exclusions,
-    )
+    decisions = []
+    for at in positions.values():
+        problem = per_position[at[0]]
+        chooser = Chooser(problem)
+        ranked = [problem.strategy(choice, chooser.costs(choice)) for choice in islice(chooser.ranked(), limit)]
+        if not ranked:
+            raise no_choice(problem)
+        names = problem.operand_names
+        candidates = [RankedStrategy(s, _why_lost(s, ranked[0], names) if i else "") for i, s in enumerate(ranked)]
+        counts = count_choices(problem)
+        decisions.append(
+            Decision(
+                tuple(at),
+                names,
+                _result_names(len(problem.outputs)),
+                tuple(candidates),
+                max(counts.legal, len(ranked)),
+                counts.combinations,
+                counts.complete,
+                counts.exclusions,
+            )
+        )
+    return decisions
 
 
 def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decision:

@@ -19,7 +19,7 @@ LEAST_START = 1e-7
 """Seconds: no call of a process group or a kernel returns sooner."""
 
 LEAST_PER_BYTE = 1e-14
-"""Seconds: 100 TB/s, faster than any memory; where times do not grow with bytes at all."""
+"""Seconds. It stands for 100 TB/s, faster than any memory, where times do not grow with bytes at all."""
 
 ROUNDS = 40
 """Rounds of refinement; the line no longer changes well before the last one."""
@@ -28,7 +28,7 @@ LONGEST_STEP = 0.5
 """The largest change of a logarithm in one round: far from the line, tangents mislead."""
 
 START_SHARE = 0.5
-"""How much of a line's start is paid once and not per doubling of the group, where one group alone cannot tell."""
+"""The share of a line's start that is paid once, not per doubling of the group, if only one group was measured."""
 
 
 @frozen
@@ -88,8 +88,8 @@ def fit_links(
     """The figures of a mesh from times of each kind over each mesh dim alone and over all of them, and of copies.
 
     The bytes of a collective's points are those that a rank receives, as :class:`shardwise.planning.cost.StepCosts`
-    counts them; those of a copy's what it writes. Mesh dims of one rank, which are never measured, take the first
-    measured one's.
+    counts them. The bytes of a copy are those that it writes. A mesh dim of one rank is never measured: it gets the
+    figures of the first measured one.
     """
     lines = {key: fit_line(points) for key, points in collectives.items()}
     local = fit_line(copies)
@@ -102,10 +102,10 @@ def fit_links(
     dims = tuple(connections.get(m) or connections[measured[0]] for m in range(len(mesh_shape)))
     whole = None
     if len(measured) > 1:
-        # With the start that the mesh dims lead to, so that the latency alone holds what they do not.
+        # The start is that of the slowest mesh dim. So whatever the mesh dims do not explain is latency.
         starts = {k: max(connections[m].of(k).start for m in measured) for k in KINDS}
-        together = [mesh_shape[m] for m in measured]
-        whole = Connection(**{k: _link(lines[k, tuple(measured)], k, together, starts[k]) for k in KINDS})
+        sizes = [mesh_shape[m] for m in measured]
+        whole = Connection(**{k: _link(lines[k, tuple(measured)], k, sizes, starts[k]) for k in KINDS})
     return Links(dims, _rounded(local.start), _rounded(1 / local.per_byte), whole)
 
 
@@ -115,13 +115,13 @@ def _start_share(
     """The part of a start that a group of several mesh dims pays once; the group of all mesh dims determines it."""
     if len(measured) == 1:
         return START_SHARE
-    together = lines[kind, tuple(measured)]
+    all_dims = lines[kind, tuple(measured)]
     starts = [lines[kind, (m,)].start for m in measured]
     doublings = [_doublings(mesh_shape[m]) for m in measured]
     slowest = max(starts)
     all_paid = sum(doublings) * max(s / d for s, d in zip(starts, doublings, strict=True))
-    # share * slowest + (1 - share) * all_paid = together
-    share = (all_paid - together.start) / (all_paid - slowest) if all_paid > slowest else START_SHARE
+    # share * slowest + (1 - share) * all_paid = all_dims.start
+    share = (all_paid - all_dims.start) / (all_paid - slowest) if all_paid > slowest else START_SHARE
     return min(max(share, 0.05), 0.95)
 
 

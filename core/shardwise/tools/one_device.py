@@ -1,6 +1,6 @@
 """Random ops on plain tensors draw the same numbers as on a mesh, so that a program on one device can be compared.
 
-The lowerings of the rules draw, on a mesh without dims, whose only rank holds everything.
+The lowerings of the rules draw the numbers. They run on a mesh without dims, whose only rank holds everything.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from shardwise.comm.mesh_comm import MeshComm
 from shardwise.discovery.process import default_registry
 from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.plan_call import describe_call
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import Replicate
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, signature
-from shardwise.kernel.spec import AbstractMesh, TensorSpec
+from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.results import output_metas
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.ops import composite_kernel, draws
@@ -47,11 +48,22 @@ def on_one_device() -> Iterator[None]:
             return op(*args, **kwargs)
         if op in default_registry() and any(isinstance(v, torch.Tensor) for v in (*args, *kwargs.values())):
             # A rule would run the op on a mesh. Without a lowering, the op draws there as it does here.
-            local = _local_call(op, args, kwargs)
-            return op(*args, **kwargs) if local is None else _run_lowering(local, args, kwargs)
+            local_call = _local_call(op, args, kwargs)
+            if local_call is None:
+                return op(*args, **kwargs)
+            entry, local = local_call
+            assert entry.rule.lowering is not None
+            described = signature(op)
+            positional, named = described.unbind(described.bind(args, kwargs))
+            return entry.rule.lowering(local, *positional, **named)
         opened = composite_kernel(op)
         if opened is None:
-            return _seeded(op, args, kwargs)
+            # Run an op without a rule under torch's generators, seeded for this draw.
+            draw = generator.next_draw(_COMM.agree_on_draw)
+            assert draw is not None
+            tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
+            with draw.seeding(tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")):
+                return op(*args, **kwargs)
         with mode:
             return opened(*args, **kwargs)
 
@@ -93,20 +105,3 @@ def _local_call(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[En
 
 class _NoTensor:
     """The tensor class of a call that has no MeshTensor."""
-
-
-def _run_lowering(local_call: tuple[Entry, LocalCall], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    entry, local = local_call
-    described = signature(entry.op)
-    assert entry.rule.lowering is not None
-    positional, named = described.unbind(described.bind(args, kwargs))
-    return entry.rule.lowering(local, *positional, **named)
-
-
-def _seeded(op: Op, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op without a rule under torch's generators, seeded for this draw."""
-    draw = generator.next_draw(_COMM.agree_on_draw)
-    assert draw is not None
-    tensors = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)]
-    with draw.seeding(tensors[0].device if tensors else torch.device(kwargs.get("device") or "cpu")):
-        return op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A program under study: the step of training that it returns, run phase by phase, and what stands in for its data."""
+"""Run a program to observe it: the training step that it returns, phase by phase, and stand-ins for its data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -92,29 +92,6 @@ def run_returned(returned: Any, asked: str, watch: Watch, *, fused: bool | None 
     Any other result is the output of a program that ran by itself. Its backward pass follows, unless one ran already,
     and None is returned. Raises :class:`CallError` for a model without inputs.
     """
-    step = _step_of(returned, asked)
-    if step is None:
-        if not watch.phases.saw_backward:
-            _run_backward(returned, watch)
-        return None
-    # What built the model and its inputs is not part of the step.
-    watch.restart()
-    with watch.watching():
-        outputs = step.model(*step.args, **step.kwargs)
-    _run_backward(outputs, watch)
-    del outputs
-    parameters = [p for p in step.model.parameters() if p.requires_grad]
-    watch.backward_ended(parameters)
-    optimizer = step.optimizer
-    if optimizer is None and parameters:
-        optimizer = torch.optim.AdamW(parameters, fused=fused)
-    if optimizer is not None:
-        with watch.watching():
-            optimizer.step()
-    return evolve(step, optimizer=optimizer)
-
-
-def _step_of(returned: Any, asked: str) -> TrainingStep | None:
     if isinstance(returned, nn.Module):
         raise CallError(
             asked=asked,
@@ -122,12 +99,27 @@ def _step_of(returned: Any, asked: str) -> TrainingStep | None:
             do="Return (model, inputs) or (model, inputs, optimizer), or run the model itself.",
         )
     if not (isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module)):
+        if not watch.phases.saw_backward:
+            _run_backward(returned, watch)
         return None
     model, inputs, optimizer = (*returned, None, None)[:3]
-    if isinstance(inputs, Mapping):
-        return TrainingStep(model, (), inputs, optimizer)
-    args = tuple(inputs) if isinstance(inputs, (tuple, list)) else () if inputs is None else (inputs,)
-    return TrainingStep(model, args, {}, optimizer)
+    args: tuple[Any, ...] = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    args = () if inputs is None or isinstance(inputs, Mapping) else args
+    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    # What built the model and its inputs is not part of the step.
+    watch.restart()
+    with watch.watching():
+        outputs = model(*args, **kwargs)
+    _run_backward(outputs, watch)
+    del outputs
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    watch.backward_ended(parameters)
+    if optimizer is None and parameters:
+        optimizer = torch.optim.AdamW(parameters, fused=fused)
+    if optimizer is not None:
+        with watch.watching():
+            optimizer.step()
+    return TrainingStep(model, args, kwargs, optimizer)
 
 
 def _run_backward(outputs: Any, watch: Watch) -> None:

@@ -124,10 +124,10 @@ def rehearse(
 ) -> Rehearsal:
     """Run ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
 
-    The program makes its MeshTensors on the mesh that it is given, and runs a step, or returns what is to be run: a
-    tensor (its backward pass follows), ``(model, inputs)`` or ``(model, inputs, optimizer)``. ``inputs`` is a tensor, a
-    tuple of arguments or a dict of them; without an optimizer the step is that of AdamW, fused. A result that is not
-    a scalar gets ones for its gradient.
+    The program gets the mesh and makes its MeshTensors on it. It runs a step, or it returns a step to run: a tensor
+    (its backward pass follows), ``(model, inputs)`` or ``(model, inputs, optimizer)``. ``inputs`` is a tensor, a tuple
+    of arguments or a dict of them. Without an optimizer the step is that of AdamW, fused. The gradient of a result that
+    is not a scalar starts from ones.
 
     Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. ``tell`` is called with the phase
     and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
@@ -137,7 +137,7 @@ def rehearse(
         raise MeshMismatchError(
             asked="rehearse a program",
             found="this process has a process group of its own already",
-            do="Rehearse in a process that has none.",
+            do="Rehearse in a process without a process group.",
         )
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     with _fake_ranks(math.prod(mesh_shape), rank):
@@ -261,12 +261,23 @@ class _Watch:
         if any(isinstance(t, MeshTensor) for t in tensors_in([args, kwargs])):
             # Its own dispatcher runs the op, and the local ops of that are observed here.
             return NotImplemented
-        result = _result(op, args, kwargs)
+        try:
+            result = op(*args, **kwargs)
+        except Exception as error:
+            if not is_unknowable(error):
+                raise
+            result = stand_in_number(op, args, kwargs)
+            if result is None:
+                raise CallError(
+                    asked=f"rehearse {op_name(op)}",
+                    found="the shape of its result depends on data, which is not there",
+                    do="Give the program a branch without it.",
+                    op=op_name(op),
+                ) from error
         for tensor in tensors_in(result):
             self._count_memory(tensor)
         if op is self._running:
-            # Until the next op, collectives belong to none: the program asks for them, or the layout of a gradient
-            # does.
+            # Collectives from here to the next op belong to no op: the program asks for them, or a gradient's layout.
             self._op, self._running = NO_OP, None
         return result
 
@@ -283,20 +294,3 @@ class _Watch:
 
     def _uncount_memory(self, key: int) -> None:
         self._total -= self._alive.pop(key)
-
-
-def _result(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    try:
-        return op(*args, **kwargs)
-    except Exception as error:
-        if not is_unknowable(error):
-            raise
-        number = stand_in_number(op, args, kwargs)
-        if number is not None:
-            return number
-        raise CallError(
-            asked=f"rehearse {op_name(op)}",
-            found="the shape of its result depends on data, which is not there",
-            do="Give the program a branch without it.",
-            op=op_name(op),
-        ) from error

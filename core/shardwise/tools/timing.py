@@ -15,7 +15,7 @@ from shardwise.comm.mesh_comm import MeshComm
 __all__ = ["Tell", "time_together"]
 
 Tell = Callable[[int, int], None]
-"""Called with how many visits are done and how many there are."""
+"""``tell(done, total)``: how many visits are done, and how many there are."""
 
 VISIT_SECONDS = 0.012
 """How long one visit of a short run repeats it."""
@@ -32,7 +32,13 @@ def time_together(
     in every round, so that a busy moment of the machine affects all of them a little. A first round warms up and
     decides how often a run is repeated per visit.
     """
-    synchronize, barrier = _synchronizer(mesh.device_type), _barrier_of(mesh)
+    # A barrier over the mesh: an exchange, the collective with the fewest rounds.
+    group = group_of(mesh, tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1))
+    word = torch.zeros(group.size, 1, device=mesh.device_type)
+    # Waits until the device has finished all its work.
+    synchronize: Callable[[], None] = (
+        (lambda: None) if mesh.device_type == "cpu" else torch.get_device_module(mesh.device_type).synchronize
+    )
     visits = len(runs) * (rounds + 1)
     done = 0
     repeats: list[int] = []
@@ -40,7 +46,14 @@ def time_together(
     for number in range(rounds + 1):
         first = number == 0
         for i, run in enumerate(runs):
-            seconds = [_timed(run, barrier, synchronize) for _ in range(3 if first else repeats[i])]
+            seconds = []
+            for _ in range(3 if first else repeats[i]):
+                group.all_to_all(word)
+                synchronize()
+                start = time.perf_counter()
+                run()
+                synchronize()
+                seconds.append(time.perf_counter() - start)
             if first:
                 # The first call makes connections and touches memory for the first time.
                 slowest = _slowest(mesh, [min(seconds[1:])])[0]
@@ -52,30 +65,6 @@ def time_together(
                 tell(done, visits)
     longest = iter(_slowest(mesh, [t for each in times for t in each]))
     return [median([next(longest) for _ in each]) for each in times]
-
-
-def _timed(run: Callable[[], object], barrier: Callable[[], object], synchronize: Callable[[], None]) -> float:
-    barrier()
-    synchronize()
-    start = time.perf_counter()
-    run()
-    synchronize()
-    return time.perf_counter() - start
-
-
-def _synchronizer(device_type: str) -> Callable[[], None]:
-    """A function that waits until the device has finished all its work."""
-    if device_type == "cpu":
-        return lambda: None
-    wait: Callable[[], None] = torch.get_device_module(device_type).synchronize
-    return wait
-
-
-def _barrier_of(mesh: DeviceMesh) -> Callable[[], object]:
-    """A barrier over the mesh: an exchange, the collective with the fewest rounds."""
-    group = group_of(mesh, tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1))
-    word = torch.zeros(group.size, 1, device=mesh.device_type)
-    return lambda: group.all_to_all(word)
 
 
 def _slowest(mesh: DeviceMesh, seconds: Sequence[float]) -> list[float]:

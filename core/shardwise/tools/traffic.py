@@ -15,10 +15,12 @@ from attrs import field, frozen
 from shardwise.comm.agreement import SHAPE_BYTES
 from shardwise.comm.async_result import AsyncResult
 from shardwise.engine.make_plan import local_statics
+from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Call
-from shardwise.kernel.spec import Mesh, TensorSpec, memory_order
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import memory_order
 from shardwise.planning.cost import KINDS
 from shardwise.planning.path import Path
 from shardwise.rng.generator import preserved_state
@@ -152,9 +154,9 @@ class _Comm:
             self._note("all_reduce", dims, tensor.nbytes)
         return tensor.clone() if dims else tensor
 
-    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, alike: bool = False) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor, mesh_dim: MeshDims, *, same_shape: bool = False) -> list[torch.Tensor]:
         dims, n = self._line(mesh_dim)
-        if n > 1 and alike:
+        if n > 1 and same_shape:
             self._note("all_gather", dims, tensor.nbytes)
         elif n > 1:
             self._note("all_gather", dims, SHAPE_BYTES)

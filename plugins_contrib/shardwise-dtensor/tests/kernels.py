@@ -102,7 +102,7 @@ torch.library.register_fake("bridge::total", lambda parts: torch.empty_like(part
 
 @rule_from(bridge.total.default)
 def TOTAL(parts):
-    """All parts lie alike; sums may be partial."""
+    """All parts have the same placements; sums may be partial."""
     return einop(", ".join(["m n"] * len(parts)) + " -> m n", partial=["sum, ... -> sum"])
 
 

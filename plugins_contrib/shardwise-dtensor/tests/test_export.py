@@ -83,7 +83,7 @@ def test_a_custom_op_runs_forward_and_backward(pool, loader, shape):
 
 
 def products(load):
-    """One op called with arguments that decide its rows, the operands being alike."""
+    """One op, called on the same operands with arguments that decide its rows."""
     kernels = load(KERNELS)
     a, b = made(8, 8, seed=1), made(8, 8, seed=2)
     at = [distribute_tensor(t, mesh((4,)), [Shard(1)]) for t in (a, b)]
@@ -290,9 +290,9 @@ def test_ops_patterns_and_plugins_come_from_the_registry(kernels):
         undo()
     with pytest.raises(NoRuleError):
         shardwise_dtensor.export(kernels.bridge.gated_norm.default)
-    with pytest.raises(RuleError, match=r"no rule is for an op of such a name"):
+    with pytest.raises(RuleError, match=r"no op with a rule has such a name"):
         shardwise_dtensor.export("bridge.nothing*")
-    with pytest.raises(RuleError, match=r"no rule of it holds; loaded are .*shardwise-matmul"):
+    with pytest.raises(RuleError, match=r"it has no rule in force; the loaded plugins are .*shardwise-matmul"):
         shardwise_dtensor.export_plugin("shardwise-nothing")
 
 

@@ -56,12 +56,12 @@ def wrong(table, dtype, shape, layouts):
         for layout in layouts:
             x = sw.distribute_tensor(whole, mesh(shape), layout)
             y, grad = call(name, options, x, sw.distribute_tensor(weight, mesh(shape)))
-            alike = [
+            equal = [
                 a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a.full_tensor(), b, 1e-9, 1e-10)
                 for a, b in zip((y, grad), expected, strict=True)
             ]
-            if not all(alike) or grad.placements != tuple(layout):
-                found.append((key, layout, y.placements, alike))
+            if not all(equal) or grad.placements != tuple(layout):
+                found.append((key, layout, y.placements, equal))
     return found
 
 

@@ -188,7 +188,7 @@ def test_shards_too_small_for_cuda_are_padded(monkeypatch):
 
 
 def test_float8_shards_are_made_as_cuda_takes_them(monkeypatch):
-    monkeypatch.setattr(scaled, "TAKES", {"cpu": scaled.TAKES["cuda"]})
+    monkeypatch.setattr(scaled, "DIVISORS", {"cpu": scaled.DIVISORS["cuda"]})
     kept, seen = scaled._Product.__call__, []
 
     def strict(self, *operands):

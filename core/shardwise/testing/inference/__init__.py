@@ -41,9 +41,9 @@ _PER_SAMPLE = 1000
 class Inferred:
     """The result of an inference.
 
-    ``findings`` are all rows that held for some sample, ``text`` is the source code of the rule, ``rule`` its value.
-    ``unsaid`` are rows that hold for all samples of a form and that the rule leaves out, ``notes`` what a reviewer
-    must know. ``report`` is the oracle's on the rule with all samples.
+    ``findings`` are all rows that held for some sample. ``text`` is the source code of the rule, ``rule`` its value.
+    ``unsaid`` are rows that the rule leaves out although they hold for all samples of a form. ``notes`` tell a reviewer
+    what to look at. ``report`` is the oracle's, for the rule and all samples.
     """
 
     op: Op
@@ -64,26 +64,33 @@ class Inferred:
 def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tell: Tell | None = None) -> Inferred:
     """Find every row that holds for an op on meshes of one dim of 2, 3 and 4 ranks, and write the rule.
 
-    ``samples`` are ``(args, kwargs)`` of whole CPU tensors; without them they are made from the schema. Sizes should
-    differ from dim to dim and be no smaller than 4; values should be of both signs. The values are drawn anew several
-    times, integers in the range that they have. ``tell(done, total)`` is called as the search goes on.
+    ``samples`` are ``(args, kwargs)`` of whole CPU tensors; by default they are made from the schema. Sizes should
+    differ from dim to dim and be at least 4, and values should have both signs. The search draws new values several
+    times; new integers stay in the range of the old ones. ``tell(done, total)`` is called with the progress.
 
-    Raises :class:`InferenceError` when the op refuses every sample, answers equal calls differently or gives results
-    whose shapes depend on data.
+    Raises :class:`InferenceError` if the op refuses every sample, gives different answers to equal calls, or gives
+    results whose shapes depend on data.
     """
     check_can_be_probed(op)
-    given = list(samples_of(op, {}) if samples is None else samples)
+    calls = list(samples_of(op, {}) if samples is None else samples)
     with torch.random.fork_rng(devices=[]), quietly():
         generator = torch.Generator().manual_seed(seed)
-        drawn, legal, notes = _drawn(op, given, generator)
-        check_deterministic(drawn[0].first)
-        searches = [_searched(draws, k, len(drawn), generator, tell) for k, draws in enumerate(drawn)]
+        draws, legal, notes = _draw_samples(op, calls, generator)
+        check_deterministic(draws[0].first)
+        searches = []
+        for k, one in enumerate(draws):
+
+            def on_sample(done: int, total: int, k: int = k) -> None:
+                if tell is not None:
+                    tell(k * _PER_SAMPLE + done * _PER_SAMPLE // max(total, 1), len(draws) * _PER_SAMPLE)
+
+            searches.append(search(one, generator, on_sample))
         fitted = fit(op, grouped(searches), zipped=is_zipped(op))
-        trust = _lacks_meta(drawn[0].first)
+        trust = _lacks_meta(draws[0].first)
         report = check_rule(fitted.source.rule, legal, cases=_CASES, seed=seed, keep_going=True, trust_results=trust)
     return Inferred(
         op,
-        tuple(draws.name for draws in drawn),
+        tuple(one.name for one in draws),
         findings(searches),
         fitted.source.text,
         fitted.source.rule,
@@ -93,48 +100,36 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
     )
 
 
-def _drawn(op: Op, given: Sequence[Sample], generator: torch.Generator) -> tuple[list[Draws], list[Sample], list[str]]:
-    """The samples to search, those for the oracle, and a note on the others."""
-    drawn: list[Draws] = []
+def _draw_samples(
+    op: Op, samples: Sequence[Sample], generator: torch.Generator
+) -> tuple[list[Draws], list[Sample], list[str]]:
+    """The samples to search, the samples for the oracle, and notes on the others."""
+    draws: list[Draws] = []
     legal: list[Sample] = []
     refused: list[str] = []
     empty = 0
-    for sample in given:
+    for sample in samples:
+        parts = positions(op, sample) if is_zipped(op) else [sample]
         try:
-            several = [draw(op, len(drawn) + i, one, generator) for i, one in enumerate(_parts(op, sample))]
+            of_sample = [draw(op, len(draws) + i, part, generator) for i, part in enumerate(parts)]
         except Illegal as error:
             refused.append(str(error).strip().splitlines()[0] if str(error).strip() else "no reason given")
             continue
         legal.append(sample)
-        if any(m is not None and m.numel == 0 for draws in several for m in draws.operands):
+        if any(m is not None and m.numel == 0 for one in of_sample for m in one.operands):
             empty += 1
         else:
-            drawn += several
-    if not drawn:
+            draws += of_sample
+    if not draws:
+        found = "every sample is empty" if samples else "it has no sample, and its schema is not enough to make one"
         raise InferenceError(
             asked=f"infer a rule for {op_name(op)}",
-            found=f"the op refuses every sample, the last with: {refused[-1]}" if refused else _without(given),
+            found=f"the op refuses every sample, the last with: {refused[-1]}" if refused else found,
             do="Give sample calls of it, with tensors that are not empty: infer(op, [(args, kwargs)]), or --sample.",
             op=op_name(op),
         )
-    notes = [f"The op refuses {len(refused)} of {len(given)} samples; the first: {refused[0]}"] if refused else []
-    return drawn, legal, notes + ([f"{empty} empty samples went to the oracle only."] if empty else [])
-
-
-def _without(given: Sequence[Sample]) -> str:
-    return "every sample is empty" if given else "it has no sample, and its schema is not enough to make one"
-
-
-def _parts(op: Op, sample: Sample) -> list[Sample]:
-    return positions(op, sample) if is_zipped(op) else [sample]
-
-
-def _searched(draws: Draws, k: int, count: int, generator: torch.Generator, tell: Tell | None) -> SampleSearch:
-    def on(done: int, total: int) -> None:
-        if tell is not None:
-            tell(k * _PER_SAMPLE + done * _PER_SAMPLE // max(total, 1), count * _PER_SAMPLE)
-
-    return search(draws, generator, on)
+    notes = [f"The op refuses {len(refused)} of {len(samples)} samples; the first: {refused[0]}"] if refused else []
+    return draws, legal, notes + ([f"{empty} empty samples went to the oracle only."] if empty else [])
 
 
 def _lacks_meta(trial: Trial) -> bool:
@@ -147,34 +142,13 @@ def _lacks_meta(trial: Trial) -> bool:
 
 
 def _notes(searches: Sequence[SampleSearch], fitted: Fit) -> Iterator[str]:
-    first = searches[0].draws
-    if _lacks_meta(first.first):
+    if _lacks_meta(searches[0].draws.first):
         yield (
             "The op has no meta kernel, so no call of it on a mesh can be planned: give it one with "
             "torch.library.register_fake. The oracle took the shapes of the results from data."
         )
     if len({tuple(None if m is None else m.ndim for m in one.draws.operands) for one in searches}) == 1:
         yield "All samples have the same numbers of dims; other calls are untried."
-    yield from _static_notes(searches)
-    if any(one.cut for one in searches):
-        yield "There are too many ways to place the operands; only those of which rows are usually made were tried."
-    if any(len(one.draws.trials) == 1 for one in searches):
-        yield "The op refuses other values for some samples: a row may hold by accident of the values."
-    if any(_is_mixed(one.draws) for one in searches):
-        yield "Integers and bools beside floats were taken for indices and masks and never made partial."
-    if any(_lacks_uneven(finding, searches) for finding in findings(searches)):
-        yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
-    if fitted.unsaid:
-        yield "The rule does not say all rows that were found; those that are left out are listed."
-
-
-def _lacks_uneven(finding: Finding, searches: Sequence[SampleSearch]) -> bool:
-    """Whether a row failed for empty shards only and was never tried on uneven ones that are not empty."""
-    mine = [one.rows.get(finding.row) for one in searches if one.draws.number in finding.fails_for]
-    return finding.verdict == "even shards only" and all(e is not None and e.failed <= e.empty for e in mine)
-
-
-def _static_notes(searches: Sequence[SampleSearch]) -> Iterator[str]:
     values = [static_args(one.draws) for one in searches]
     same = {n: v for n, v in values[0].items() if all(repr(other[n]) == repr(v) for other in values) and v is not None}
     if same:
@@ -186,18 +160,27 @@ def _static_notes(searches: Sequence[SampleSearch]) -> Iterator[str]:
             f"{', '.join(sizes)} holds a shape: rows that need a local one do not hold for the op on shards as it is. "
             "See local_args in docs/lowerings.md."
         )
+    if any(one.cut for one in searches):
+        yield "There are too many ways to place the operands; only those of which rows are usually made were tried."
+    if any(len(one.draws.trials) == 1 for one in searches):
+        yield "The op refuses other values for some samples: a row may hold by accident of the values."
+    dtypes = ([m.dtype for m in one.draws.operands if m is not None] for one in searches)
+    if any(len({d.is_floating_point or d.is_complex for d in of_sample}) > 1 for of_sample in dtypes):
+        yield "Integers and bools beside floats were taken for indices and masks and never made partial."
+    # A row that failed only for empty shards, and that was never tried on uneven shards with elements.
+    uncertain = [finding for finding in findings(searches) if finding.verdict == "even shards only"]
+    evidence = [[one.rows.get(f.row) for one in searches if one.draws.number in f.fails_for] for f in uncertain]
+    if any(all(e is not None and e.failed <= e.empty for e in of_row) for of_row in evidence):
+        yield "Some rows held for even shards and failed for empty ones, with none between: give sizes as 5, 7 and 8."
+    if fitted.unsaid:
+        yield "The rule does not say all rows that were found; those that are left out are listed."
 
 
 def _is_shape(one: SampleSearch, name: str) -> bool:
+    """Whether the value of an argument is the shape of a result, where -1 stands for any size."""
     value = static_args(one.draws)[name]
     shapes = [tuple(m.shape) for m in one.draws.outputs if m is not None]
-    return isinstance(value, tuple) and len(value) > 1 and any(_matches(value, shape) for shape in shapes)
-
-
-def _matches(value: tuple[object, ...], shape: tuple[int, ...]) -> bool:
-    return len(value) == len(shape) and all(v in (-1, n) for v, n in zip(value, shape, strict=True))
-
-
-def _is_mixed(draws: Draws) -> bool:
-    floats = {m.dtype.is_floating_point or m.dtype.is_complex for m in draws.operands if m is not None}
-    return len(floats) > 1
+    if not isinstance(value, tuple) or len(value) < 2:  # noqa: PLR2004  one number is more often a size
+        return False
+    same_ndim = [shape for shape in shapes if len(shape) == len(value)]
+    return any(all(v in (-1, n) for v, n in zip(value, shape, strict=True)) for shape in same_ndim)

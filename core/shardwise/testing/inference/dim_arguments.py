@@ -10,7 +10,8 @@ from attrs import frozen
 
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Arg, Kind, Op, signature
-from shardwise.kernel.spec import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.testing.inference.sources import partial_options
 
 __all__ = ["Body", "by_dims", "dims_expression"]
 
@@ -25,15 +26,16 @@ class Body:
 
 
 def dims_expression(name: str, values: Sequence[tuple[Any, TensorMeta | None]]) -> str | None:
-    """The dims that an argument names, as an expression of a collection; ``None`` when it cannot name dims.
+    """An expression for the dims that an argument names; ``None`` if its values cannot name dims.
 
-    ``values`` holds its value in each sample with the tensor whose dims it would name. ``{x}`` stands for that tensor.
+    ``values`` has its value in each sample, with the tensor whose dims it would name. In the expression ``{x}`` stands
+    for that tensor.
     """
-    known = [(value, meta.ndim) for value, meta in values if meta is not None]
-    if all(_is_dim(value, ndim) for value, ndim in known):
+    pairs = [(value, meta.ndim) for value, meta in values if meta is not None]
+    if all(_is_dim(value, ndim) for value, ndim in pairs):
         return f"({name},)"
-    if all(v is None or (isinstance(v, tuple) and all(_is_dim(d, ndim) for d in v)) for v, ndim in known):
-        return name if all(value for value, _ in known) else f"({name} or range({{x}}.ndim))"
+    if all(v is None or (isinstance(v, tuple) and all(_is_dim(d, ndim) for d in v)) for v, ndim in pairs):
+        return name if all(value for value, _ in pairs) else f"({name} or range({{x}}.ndim))"
     return None
 
 
@@ -44,8 +46,7 @@ def _is_dim(value: Any, ndim: int) -> bool:
 def by_dims(op: Op, tensor: Arg, name: str, dims: str, partials: Sequence[str]) -> Iterator[Body]:
     """Functions that leave the named dims whole, or drop them from the result with each reduction in turn."""
     x = f"{tensor.name}[0]" if tensor.kind is Kind.TENSORS else tensor.name
-    listed = ", ".join(f'"{text}"' for text in partials)
-    partial = [f"partial=[{listed}]"] if partials else []
+    partial = partial_options(op, partials)
     dims = dims.format(x=x)
     whole = f"return like({', '.join((x, f'whole={dims}', *partial))})"
     yield Body((tensor.name, name), (whole,), f"Every dim may be sharded except those that {name} names.")

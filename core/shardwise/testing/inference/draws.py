@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.rule import Rows, Rule
-from shardwise.kernel.signature import Arg, Kind, Op, op_name, signature
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.signature import Kind, Op, op_name, signature
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.authoring import rule_from
 from shardwise.testing.judge import difference
 from shardwise.testing.trial import Answer, Illegal, Trial, copied, split_results, with_operands
@@ -37,8 +38,8 @@ def _sparse(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return tensor * (torch.rand(tensor.shape, generator=generator) < 0.1)  # noqa: PLR2004
 
 
-# Factors of the new values, and what is made of them: some rows hold only as long as values stay on one side of a
-# threshold, as long as none is zero or equals another, or as long as one is not.
+# Factors of the new values, and what is done to them. Some wrong rows hold while all values are on one side of a
+# threshold, while no value is zero or equals another, or while at least one value is not zero.
 _DRAWS: tuple[tuple[float, Change], ...] = (
     (2.0, lambda t, _: t if t.is_complex() else t.round()),
     (1.0, lambda t, _: t),
@@ -54,7 +55,7 @@ class InferenceError(ShardingError):
 
 @frozen(eq=False)
 class Draws:
-    """A sample call and the same call with other values. ``name`` is how people find it: its number and the call."""
+    """A sample call, and the same call with other values. ``name`` shows its number and the call."""
 
     number: int
     name: str
@@ -79,13 +80,13 @@ class Draws:
 
 
 def out_count(trial: Trial) -> int:
-    """How many of the operands, the last ones, are for ``out=``."""
+    """The number of operands for ``out=``. They are the last ones."""
     values = zip(trial.signature.args, trial.values, strict=True)
     return sum((1 if a.kind is Kind.TENSOR else len(v or ())) for a, v in values if a.is_out)
 
 
 def list_spans(trial: Trial) -> list[tuple[int, int]]:
-    """Where the lists of tensors begin and end among the flat operands."""
+    """The begin and the end of each list of tensors among the flat operands."""
     spans: list[tuple[int, int]] = []
     at = 0
     for arg, value in zip(trial.signature.args, trial.values, strict=True):
@@ -96,58 +97,46 @@ def list_spans(trial: Trial) -> list[tuple[int, int]]:
 
 
 def probing_rule(op: Op) -> Rule:
-    """A rule without rows, because a trial needs a rule."""
+    """A rule without rows. A trial needs a rule, and the search has none yet."""
 
-    def says_nothing() -> Rows:
+    def no_rows() -> Rows:
         return Rows(())
 
-    return rule_from(op)(says_nothing)
+    return rule_from(op)(no_rows)
 
 
 def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Draws:
-    """The sample and its further draws. Raises :class:`Illegal` when the op refuses the sample.
+    """The sample and its further draws. Raises :class:`Illegal` if the op refuses the sample.
 
-    A new value of an integer operand lies in the range of the old ones. What the op refuses, or answers with inf or nan
-    where it did not before, is drawn in a tamer way (no negative where there was none) or left out.
+    A new value of an integer operand lies in the range of the old ones. If the op refuses a draw, or newly answers it
+    with inf or nan, a tamer one is tried (no negative values where there were none), and at last none.
     """
-    rule = probing_rule(op)
-    first = Trial.of(rule, op, *sample, op)
+    first = Trial.of(probing_rule(op), op, *sample, op)
     trials = [first]
     for scale, change in _DRAWS:
-        for values in _wilder_first(first, scale, change, generator):
-            trial = _legal(first, values)
+        # Values of both signs test most. But an operand without negative values may need that, as a variance does.
+        for keeps_sign, keeps_integers in ((False, False), (True, False), (True, True)):
+            operands: list[Tensor | None] = []
+            for tensor in first.operands:
+                copy = None if tensor is None else copied(tensor)
+                if tensor is not None and copy is not None:
+                    # All elements of the memory that the tensor uses: its strides stay, also those that overlap.
+                    flat = torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage())
+                    used = torch.empty(flat.shape, dtype=torch.bool).fill_(False)
+                    used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
+                    if tensor.is_floating_point() or tensor.is_complex():
+                        flat[used] = change(_new_floats(flat[used], scale, generator, keep_sign=keeps_sign), generator)
+                    elif not keeps_integers:
+                        flat[used] = _new_integers(flat[used], generator)
+                operands.append(copy)
+            trial = _legal_trial(first, operands)
             if trial is not None:
                 trials.append(trial)
                 break
     return Draws(number, f"{number}: {first}", tuple(trials))
 
 
-def _wilder_first(
-    first: Trial, scale: float, change: Change, generator: torch.Generator
-) -> Iterator[list[Tensor | None]]:
-    signed: Callable[[Tensor], Tensor] = lambda t: change(_float(t, scale, generator, keep_sign=False), generator)  # noqa: E731
-    tame: Callable[[Tensor], Tensor] = lambda t: change(_float(t, scale, generator, keep_sign=True), generator)  # noqa: E731
-    whole: Callable[[Tensor], Tensor] = lambda t: _whole(t, generator)  # noqa: E731
-    as_they_are: Callable[[Tensor], Tensor] = lambda t: t  # noqa: E731
-    # Values of both signs test most. But a float without negative values may have to be so, as a variance.
-    for floats, integers in ((signed, whole), (tame, whole), (tame, as_they_are)):
-        yield [
-            None if t is None else _redrawn(t, floats if t.is_floating_point() or t.is_complex() else integers)
-            for t in first.operands
-        ]
-
-
-def _redrawn(tensor: Tensor, how: Callable[[Tensor], Tensor]) -> Tensor:
-    """Other values in the same strides, overlapping ones included."""
-    copy = copied(tensor)
-    flat = torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage())
-    used = torch.empty(flat.shape, dtype=torch.bool).fill_(False)
-    used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-    flat[used] = how(flat[used])
-    return copy
-
-
-def _float(tensor: Tensor, scale: float, generator: torch.Generator, *, keep_sign: bool) -> Tensor:
+def _new_floats(tensor: Tensor, scale: float, generator: torch.Generator, *, keep_sign: bool) -> Tensor:
     if tensor.is_complex():
         return (torch.randn(tensor.shape, generator=generator, dtype=torch.complex128) * scale).to(tensor.dtype)
     if keep_sign and tensor.numel() and bool((tensor >= 0).all()):
@@ -157,7 +146,7 @@ def _float(tensor: Tensor, scale: float, generator: torch.Generator, *, keep_sig
     return (torch.randn(tensor.shape, generator=generator) * scale).to(tensor.dtype)
 
 
-def _whole(tensor: Tensor, generator: torch.Generator) -> Tensor:
+def _new_integers(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not tensor.numel():
         return tensor
     if tensor.dtype == torch.bool:
@@ -166,16 +155,17 @@ def _whole(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return torch.randint(low, high + 1, tensor.shape, generator=generator).to(tensor.dtype)
 
 
-def _legal(first: Trial, operands: Sequence[Tensor | None]) -> Trial | None:
-    """The trial with other operands, if it tests as much as the first."""
+def _legal_trial(first: Trial, operands: Sequence[Tensor | None]) -> Trial | None:
+    """The trial with other operands; None if the op refuses them, or gives infinite values only now."""
     values = with_operands(first.op, first.values, operands)
     try:
         trial = Trial.of(first.rule, first.op, *first.signature.unbind(values), first.run)
     except Illegal:
         return None
-    shapes, wanted = ([None if t is None else t.shape for t in a.expected.tensors] for a in (trial, first))
-    if shapes != wanted:
-        raise _refusal(first.op, f"the shapes of its results depend on the values of {first}: {wanted}, then {shapes}")
+    shapes, before = ([None if t is None else t.shape for t in a.expected.tensors] for a in (trial, first))
+    if shapes != before:
+        found = f"the shapes of its results depend on the values of {first}: {before}, then {shapes}"
+        raise _inference_error(first.op, found)
     return trial if _finite(trial.expected) or not _finite(first.expected) else None
 
 
@@ -188,24 +178,33 @@ def _finite(answer: Answer) -> bool:
 
 
 def check_can_be_probed(op: Op) -> None:
-    """Raises :class:`InferenceError` for an op whose tags say that running it cannot give a rule."""
+    """Raise :class:`InferenceError` for an op whose schema or tags say that running it cannot give a rule."""
     found = None
     if not any(not a.is_out for a in signature(op).tensor_args):
         found = "it takes no tensors"
     elif torch.Tag.nondeterministic_seeded in op.tags:
         found = "it draws random numbers"
     if found:
-        raise _refusal(op, found)
+        raise _inference_error(op, found)
 
 
 def check_deterministic(trial: Trial) -> None:
-    """Raises :class:`InferenceError` for an op that gives different answers to equal calls."""
-    if not all(_gives_same_answer(trial) for _ in range(2)):
-        what = "it draws random numbers, reads memory that nobody wrote or keeps a state"
-        raise _refusal(trial.op, f"two runs of {trial} give different results: {what}")
+    """Raise :class:`InferenceError` for an op that gives different answers to equal calls."""
+    expected, mesh = trial.expected, AbstractMesh(())
+    for _ in range(2):
+        operands = [None if t is None else copied(t) for t in trial.operands]
+        args, kwargs = trial.signature.unbind(with_operands(trial.op, trial.values, operands))
+        tensors, others = split_results(trial.op, trial.run(*args, **kwargs))
+        same = str(others) == str(expected.others)
+        for actual, whole in zip((*tensors, *operands), (*expected.tensors, *expected.operands), strict=True):
+            spec = None if whole is None else TensorSpec(mesh, (), TensorMeta.of(whole))
+            same = same and difference({(): actual}, spec, whole, trial.tolerance) is None
+        if not same:
+            what = "it draws random numbers, reads memory that nobody wrote or keeps a state"
+            raise _inference_error(trial.op, f"two runs of {trial} give different results: {what}")
 
 
-def _refusal(op: Op, found: str) -> InferenceError:
+def _inference_error(op: Op, found: str) -> InferenceError:
     return InferenceError(
         asked=f"infer a rule for {op_name(op)}",
         found=found,
@@ -214,26 +213,11 @@ def _refusal(op: Op, found: str) -> InferenceError:
     )
 
 
-def _gives_same_answer(trial: Trial) -> bool:
-    operands = [None if t is None else copied(t) for t in trial.operands]
-    args, kwargs = trial.signature.unbind(with_operands(trial.op, trial.values, operands))
-    tensors, others = split_results(trial.op, trial.run(*args, **kwargs))
-    expected = trial.expected
-    mesh = AbstractMesh(())
-    pairs = zip((*tensors, *operands), (*expected.tensors, *expected.operands), strict=True)
-    same = all(
-        difference({(): actual}, None if w is None else TensorSpec(mesh, (), TensorMeta.of(w)), w, trial.tolerance)
-        is None
-        for actual, w in pairs
-    )
-    return same and str(others) == str(expected.others)
-
-
 # -- lists -------------------------------------------------------------------------------------------------------
 
 
 def is_zipped(op: Op) -> bool:
-    """Whether the op works on the positions of its tensor lists: it has lists, and gives or writes lists."""
+    """Whether the op works position by position on tensor lists: it takes lists, and returns or writes lists."""
     described = signature(op)
     lists = [a for a in described.tensor_args if a.kind is Kind.TENSORS]
     return bool(lists) and (any(r.is_list for r in described.results) or any(a.written for a in lists))
@@ -246,13 +230,12 @@ def positions(op: Op, sample: Sample) -> list[Sample]:
     if len(set(map(len, lists))) != 1:
         return [sample]
     length = len(lists[0])
-    numbers = [a.kind is Kind.BY_TYPE and a.is_list and len(v or ()) == length for a, v in _bound(op, values)]
-    per_position = [one or a.kind is Kind.TENSORS for one, (a, _) in zip(numbers, _bound(op, values), strict=True)]
+    # A list of as many numbers has one number per position.
+    per_position = [
+        a.kind is Kind.TENSORS or (a.kind is Kind.BY_TYPE and a.is_list and len(v or ()) == length)
+        for a, v in zip(signature(op).args, values, strict=True)
+    ]
     return [
         signature(op).unbind([[v[i]] if one and v else v for one, v in zip(per_position, values, strict=True)])
         for i in range(length)
     ]
-
-
-def _bound(op: Op, values: Sequence[Any]) -> list[tuple[Arg, Any]]:
-    return list(zip(signature(op).args, values, strict=True))

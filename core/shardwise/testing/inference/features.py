@@ -1,7 +1,8 @@
-"""What the calls of one op differ in, as expressions that a rule's function may evaluate."""
+"""The features in which calls of one op differ, as expressions that a rule's function can evaluate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
@@ -20,7 +21,7 @@ __all__ = ["Feature", "features", "joined", "telling"]
 class Feature:
     """An expression, the arguments that it reads, and its value for each group of samples.
 
-    ``always`` marks one that a case must ask for: a call with another value is one of which nothing is known.
+    Every case must read a feature that is ``always`` true here: nothing is known of calls with another value of it.
     """
 
     text: str
@@ -45,7 +46,7 @@ _OF_LISTS: tuple[_Template, ...] = (
 
 
 def features(op: Op, groups: Sequence[Group], *, zipped: bool) -> list[Feature]:
-    """The numbers of dims, which dims have one element, and the static arguments."""
+    """All features of the groups: numbers of dims, the dims that have one element, and static arguments."""
     probing = probing_rule(op)
     calls = [call_of(probing, group.searches[0].draws, zipped=zipped).args for group in groups]
     statics = [static_args(group.searches[0].draws) for group in groups]
@@ -79,38 +80,34 @@ def _can_be_written(value: Any) -> bool:
     return (
         value is None
         or isinstance(value, (bool, int, str, torch.dtype))
-        or (isinstance(value, float) and _plain(value))
+        or (isinstance(value, float) and math.isfinite(value))
     )
 
 
-def _plain(value: float) -> bool:
-    return value - value == 0
-
-
 def telling(candidates: Sequence[Feature], branch: Sequence[int]) -> list[Feature] | None:
-    """The fewest further features that distinguish groups of different branches."""
+    """The features that tell groups of different branches apart: those of every case, and as few others as possible.
+
+    ``branch`` has a number for each group. Returns None if no features do.
+    """
     base = [feature for feature in candidates if feature.always]
     more = [feature for feature in candidates if not feature.always]
     for n in range(len(more) + 1):
-        for several in combinations(more, n):
-            asked = [*base, *several]
-            if asked and _tells(asked, branch):
-                return asked
+        for extra in combinations(more, n):
+            chosen = [*base, *extra]
+            branch_of: dict[str, int] = {}
+            values = [repr([feature.values[i] for feature in chosen]) for i in range(len(branch))]
+            if chosen and all(branch_of.setdefault(v, b) == b for v, b in zip(values, branch, strict=True)):
+                return chosen
     return None
 
 
-def _tells(asked: Sequence[Feature], branch: Sequence[int]) -> bool:
-    seen: dict[str, int] = {}
-    return all(seen.setdefault(repr([f.values[i] for f in asked]), b) == b for i, b in enumerate(branch))
-
-
-def joined(asked: Sequence[Feature]) -> Feature:
-    """Several features as one."""
-    if len(asked) == 1:
-        return asked[0]
+def joined(several: Sequence[Feature]) -> Feature:
+    """Several features as one, whose value is a tuple."""
+    if len(several) == 1:
+        return several[0]
     return Feature(
-        f"({', '.join(f.text for f in asked)})",
-        tuple(name for f in asked for name in f.uses),
-        tuple(zip(*(f.values for f in asked), strict=True)),
+        f"({', '.join(f.text for f in several)})",
+        tuple(name for f in several for name in f.uses),
+        tuple(zip(*(f.values for f in several), strict=True)),
         always=True,
     )

@@ -1,4 +1,4 @@
-"""The rule that fits the samples: each candidate is written, run, and compared with every row of the search."""
+"""Find the rule that fits the samples: write each candidate, run it, and compare its rows with those of the search."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from attrs import evolve, field, frozen
+from attrs import evolve, frozen
 
 from shardwise.errors import ShardingError
 from shardwise.kernel.rule import Row
-from shardwise.kernel.signature import Arg, Kind, Op, signature
+from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.testing.inference.dim_arguments import by_dims, dims_expression
 from shardwise.testing.inference.draws import list_spans, out_count
 from shardwise.testing.inference.features import features, joined, telling
@@ -24,7 +24,7 @@ __all__ = ["Fit", "fit"]
 
 @frozen(eq=False)
 class Fit:
-    """A rule and, per group of samples, the rows that hold and that it lacks."""
+    """A rule and, for each group of samples, the rows that hold and that the rule lacks."""
 
     source: Source
     unsaid: tuple[tuple[Group, frozenset[Row]], ...]
@@ -32,7 +32,10 @@ class Fit:
 
 @frozen(eq=False)
 class _JudgedSource:
-    """A rule, what to return for it from a function of the arguments, and the groups of which it says all."""
+    """A candidate: a rule, the expression that a function of the arguments returns for it, and how well it fits.
+
+    ``sound`` means that it has no row that a group lacks. ``covers`` are the groups that have exactly its rows.
+    """
 
     source: Source
     returned: str
@@ -43,17 +46,17 @@ class _JudgedSource:
 def fit(op: Op, groups: Sequence[Group], *, zipped: bool) -> Fit:
     """The simplest rule that has exactly the rows of every group, or else the nearest sound rule.
 
-    Of an op that takes a list of tensors, rows that place the elements of a list differently are left unsaid.
+    For an op that takes a list of tensors, the rule leaves out rows that place the elements of a list differently.
     """
-    fitting = _Fitting(op, tuple(evolve(g, rows=_alike_in_lists(g)) for g in groups), zipped)
+    without_mixed_lists = []
+    for group in groups:
+        spans = list_spans(group.searches[0].draws.first)
+        rows = [row for row in group.rows if all(len(set(row.inputs[a:b])) < 2 for a, b in spans)]  # noqa: PLR2004
+        without_mixed_lists.append(evolve(group, rows=tuple(rows)))
+    fitting = _Fitting(op, tuple(without_mixed_lists), zipped)
     source = fitting.best()
     lacks = ((group, missing(source.rule, group, zipped=zipped)) for group in groups)
     return Fit(source, tuple((group, frozenset(pair[0])) for group, pair in lacks if pair and pair[0]))
-
-
-def _alike_in_lists(group: Group) -> tuple[Row, ...]:
-    spans = list_spans(group.searches[0].draws.first)
-    return tuple(row for row in group.rows if all(len(set(row.inputs[a:b])) < 2 for a, b in spans))  # noqa: PLR2004
 
 
 @frozen(eq=False)
@@ -63,70 +66,80 @@ class _Fitting:
     op: Op
     groups: tuple[Group, ...]
     zipped: bool
-    everything: frozenset[int] = field(init=False)
-
-    @everything.default
-    def _everything(self) -> frozenset[int]:
-        return frozenset(range(len(self.groups)))
 
     def best(self) -> Source:
-        # An argument called dim most likely means a dim: a rule that reads it says more than one of the dim sampled.
-        guarded = self._hangs_on_one_value()
+        everything = frozenset(range(len(self.groups)))
+        # An int argument had one value in all samples, and not its default: with other values, other rows may hold.
+        statics = [static_args(one.draws) for group in self.groups for one in group.searches]
+        guarded = False
+        for arg in signature(self.op).args:
+            if arg.kind is Kind.BY_VALUE and len({repr(static[arg.name]) for static in statics}) == 1:
+                value = statics[0][arg.name]
+                default = tuple(arg.default) if isinstance(arg.default, list) else arg.default
+                guarded |= isinstance(value, (int, tuple)) and not (arg.has_default and value == default)
         candidates: list[_JudgedSource] = []
+        # An argument called dim most likely names a dim: a rule that reads it covers more calls than one for the dims
+        # of the samples.
         for candidate in chain(self.by_argument(("dim", "axis")), self.by_notation()):
             candidates.append(candidate)
-            if candidate.covers == self.everything and not (guarded and candidate.returned):
+            if candidate.covers == everything and not (guarded and candidate.returned):
                 return candidate.source
         candidates += self.by_argument()
-        whole = next((c.source for c in candidates if c.covers == self.everything and not c.returned), None)
-        return whole or self._case_by_case_or_less([c for c in candidates if c.returned])
+        for candidate in candidates:
+            if candidate.covers == everything and not candidate.returned:
+                return candidate.source
+        candidates = [c for c in candidates if c.returned]
+        by_case = self.judged(lambda: self._case_by_case(candidates))
+        if by_case is not None and by_case.sound and by_case.covers == everything:
+            return by_case.source
+        lines = ['return einop("R -> R")']
+        whole = self.judged(lambda: from_function(self.op, [], lines, "All tensors whole.", zipped=self.zipped))
+        sound = [c for c in (*candidates, by_case, whole) if c is not None and c.sound]
+        return max(sound, key=lambda c: len(c.covers)).source
 
-    def _hangs_on_one_value(self) -> bool:
-        """Whether an int argument that is not the default had one value in all samples; others may give other rows."""
-        statics = [static_args(one.draws) for group in self.groups for one in group.searches]
-        return any(
-            len({repr(static[a.name]) for static in statics}) == 1 and _is_chosen(a, statics[0][a.name])
-            for a in signature(self.op).args
-            if a.kind is Kind.BY_VALUE
-        )
-
-    def judged(self, source: Callable[[], Source], returned: str = "") -> _JudgedSource | None:
-        """The candidate, or ``None`` when such a rule cannot be made."""
+    def judged(self, make: Callable[[], Source], returned: str = "") -> _JudgedSource | None:
+        """The candidate; ``None`` if such a rule cannot be made."""
         try:
-            made = source()
+            source = make()
         except (ShardingError, SyntaxError, ValueError, NameError):
             return None
-        said = [missing(made.rule, group, zipped=self.zipped) for group in self.groups]
-        covers = frozenset(i for i, pair in enumerate(said) if pair is not None and not any(pair))
-        return _JudgedSource(made, returned, all(pair is not None and not pair[1] for pair in said), covers)
+        faults = [missing(source.rule, group, zipped=self.zipped) for group in self.groups]
+        covers = frozenset(i for i, pair in enumerate(faults) if pair is not None and not any(pair))
+        return _JudgedSource(source, returned, all(pair is not None and not pair[1] for pair in faults), covers)
 
     # -- one notation --
     def by_notation(self) -> Iterator[_JudgedSource]:
         """Rules with one notation, from the rows of each group."""
         for group in self.groups:
-            for named in self._notations(group):
-                source = partial(plain, self.op, named, zipped=self.zipped)
-                candidate = self.judged(source, einop_call(named))
-                if candidate is not None:
-                    yield candidate
-
-    def _notations(self, group: Group) -> Iterator[Named]:
-        draws = [one.draws for one in group.searches]
-        named = name_dims(group.rows, [(d.operands, d.outputs) for d in draws])
-        shared = evolve(named, partial=tuple(self._partial_everywhere(len(draws[0].operands))))
-        for one in (named, shared) if named.partial != shared.partial else (named,):
-            for form in _forms(one, self.groups):
-                yield from (form,) if self.zipped else _for_lists(self.op, form)
+            draws = [one.draws for one in group.searches]
+            own = name_dims(group.rows, [(d.operands, d.outputs) for d in draws])
+            shared = evolve(own, partial=tuple(self._partial_everywhere(len(draws[0].operands))))
+            for named in (own, shared) if own.partial != shared.partial else (own,):
+                for form in _forms(named, self.groups):
+                    for notation in (form,) if self.zipped else _for_lists(self.op, form):
+                        make = partial(plain, self.op, notation, zipped=self.zipped)
+                        candidate = self.judged(make, einop_call(self.op, notation))
+                        if candidate is not None:
+                            yield candidate
 
     def _partial_everywhere(self, count: int) -> list[str]:
-        """Partial rows without shards that hold in all groups with as many operands."""
-        alike = [g for g in self.groups if len(g.searches[0].draws.operands) == count]
-        rows = dict.fromkeys(row for group in alike for row in group.rows)
-        return only_partial(row for row in rows if all(_has(group, row) for group in alike))
+        """Partial rows without shards that hold in all groups with ``count`` operands."""
+        groups = [g for g in self.groups if len(g.searches[0].draws.operands) == count]
+        rows = dict.fromkeys(row for group in groups for row in group.rows)
+        for group in groups:
+            # A row that the search does not try on a group says nothing against it.
+            operands = [one.draws.operands for one in group.searches]
+            for row in set(rows) - set(group.rows):
+                if any(len(row.inputs) == len(metas) and may_lie(row, metas) for metas in operands):
+                    del rows[row]
+        return only_partial(rows)
 
     # -- functions of the arguments --
     def by_argument(self, called: Sequence[str] = ("",)) -> Iterator[_JudgedSource]:
-        """Rules in which a static argument (called so) names the dims that are whole, or those that are reduced."""
+        """Rules in which a static argument names the dims that are whole, or those that are reduced.
+
+        The argument's name has one of the words ``called`` in it.
+        """
         tensors = [a for a in signature(self.op).tensor_args if not a.is_out]
         if len(tensors) != 1 or self.zipped:
             return
@@ -144,67 +157,50 @@ class _Fitting:
                     yield candidate
 
     # -- cases --
-    def _case_by_case_or_less(self, candidates: Sequence[_JudgedSource]) -> Source:
-        by_case = self.judged(lambda: self._case_by_case(candidates))
-        if by_case is not None and by_case.sound and by_case.covers == self.everything:
-            return by_case.source
-        returned = 'return einop("R -> R")'
-        whole = self.judged(lambda: from_function(self.op, [], [returned], "All tensors whole.", zipped=self.zipped))
-        sound = [c for c in (*candidates, by_case, whole) if c is not None and c.sound]
-        return max(sound, key=lambda c: len(c.covers)).source
-
     def _case_by_case(self, candidates: Sequence[_JudgedSource]) -> Source:
-        """The fewest notations that cover every group, distinguished by what the groups differ in."""
+        """The fewest notations that cover every group. The features in which groups differ tell the cases apart."""
         left = list(range(len(self.groups)))
         chosen: list[tuple[str, list[int]]] = []
         for candidate in sorted(candidates, key=lambda c: -len(c.covers)):
             mine = [i for i in left if i in candidate.covers]
             chosen += [(candidate.returned, mine)] if mine else []
             left = [i for i in left if i not in mine]
-        chosen += [(self._rows_of(self.groups[i]), [i]) for i in left]
+        for i in left:
+            group = self.groups[i]
+            chosen.append((rows_call(group.rows, out_count(group.searches[0].draws.first)), [i]))
         branch = {i: b for b, (_, several) in enumerate(chosen) for i in several}
-        asked = telling(features(self.op, self.groups, zipped=self.zipped), [branch[i] for i in sorted(branch)])
-        if asked is None:
-            msg = "the groups of samples differ in nothing that a rule can ask for"
+        differing = telling(features(self.op, self.groups, zipped=self.zipped), [branch[i] for i in sorted(branch)])
+        if differing is None:
+            msg = "the groups of samples differ in nothing that a rule can read"
             raise ValueError(msg)
-        feature = joined(asked)
-        cases = [case for returned, several in chosen for case in self._cases(returned, several, feature.values)]
+        feature = joined(differing)
+        cases = []
+        for returned, several in chosen:
+            by_value: dict[str, list[int]] = {}
+            for i in several:
+                by_value.setdefault(repr(feature.values[i]), []).append(i)
+            for same in by_value.values():
+                numbers = tuple(sorted(n for i in same for n in self.groups[i].numbers))
+                cases.append(Case(feature.values[same[-1]], returned, numbers))
         return by_case(self.op, feature.text, feature.uses, cases, zipped=self.zipped)
-
-    def _cases(self, returned: str, groups: Sequence[int], values: Sequence[object]) -> Iterator[Case]:
-        for value in {repr(values[i]): values[i] for i in groups}.values():
-            same = [i for i in groups if repr(values[i]) == repr(value)]
-            yield Case(value, returned, tuple(sorted(n for i in same for n in self.groups[i].numbers)))
-
-    def _rows_of(self, group: Group) -> str:
-        return rows_call(group.rows, out_count(group.searches[0].draws.first))
-
-
-def _is_chosen(arg: Arg, value: object) -> bool:
-    default = tuple(arg.default) if isinstance(arg.default, list) else arg.default
-    return isinstance(value, (int, tuple)) and not (arg.has_default and value == default)
-
-
-def _has(group: Group, row: Row) -> bool:
-    return row in group.rows or not any(
-        len(row.inputs) == len(one.draws.operands) and may_lie(row, one.draws.operands) for one in group.searches
-    )
 
 
 def _forms(named: Named, groups: Sequence[Group]) -> list[Named]:
-    """The notation as it is, and with ``...``: first where it is all there is or results vary in ndim."""
+    """The notation as it is, and with ``...``. The latter comes first if nothing else is left of it, or if results
+    differ in ndim.
+    """
     shorter = list(with_ellipsis(named))
     if len({group.ndims for group in groups}) == 1:
         return [named, *shorter]
     tensors = [dims for one in shorter[:1] for dims in (*one.inputs, *one.outputs)]
-    plain = all(not dims or dims == ("...",) for dims in tensors)
-    if plain or len({tuple(m and m.ndim for m in group.searches[0].draws.outputs) for group in groups}) > 1:
+    only_dots = all(not dims or dims == ("...",) for dims in tensors)
+    if only_dots or len({tuple(m and m.ndim for m in group.searches[0].draws.outputs) for group in groups}) > 1:
         return [*shorter, named]
     return [named, *shorter]
 
 
 def _for_lists(op: Op, named: Named) -> Iterator[Named]:
-    """The notation as a rule for lists of any length has it: one operand that stands for all."""
+    """The notation of a rule for lists of any length: one operand stands for all. Nothing if the operands differ."""
     if all(a.kind is Kind.TENSOR for a in signature(op).tensor_args):
         yield named
     elif len(set(named.inputs)) == 1:
@@ -212,6 +208,6 @@ def _for_lists(op: Op, named: Named) -> Iterator[Named]:
 
 
 def _repeated(text: str) -> str:
-    """An explicit row whose entries are all the same, for any number of operands."""
+    """An explicit row for any number of operands, each with the entry of the first."""
     left, _, right = text.partition("->")
     return f"{left.split(',')[0].strip()}, ... ->{right}"

@@ -1,4 +1,4 @@
-"""One probe: place the operands on simulated ranks, run the op once on each, and find placements of the results."""
+"""A probe: place the operands on simulated ranks, run the op once on each, and find the placements of the results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Call
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import out_count
 from shardwise.testing.judge import difference, judge
@@ -25,8 +27,8 @@ from shardwise.testing.trial import Answer, Case, Trial
 __all__ = ["PARTS", "Probe", "placements_of", "tried", "written_results"]
 
 Locals = dict[Coordinate, Tensor]
-# Parts of a partial tensor as the oracle has them; far larger, so that thresholds and overflows show; whole steps away
-# from what they reduce to, so that zeros and ties show.
+# How a partial tensor is split into parts. Plain parts are those of the oracle. Wild parts are far larger, so that
+# thresholds and overflows show. Near parts differ from the reduced value by whole numbers, so that zeros and ties show.
 Parts = Literal["plain", "wild", "near"]
 PARTS: tuple[Parts, ...] = ("plain", "wild", "near")
 _WILD = 64.0
@@ -41,10 +43,10 @@ def placements_of(meta: TensorMeta | None, *, partials: bool) -> list[Placement 
 
 
 def tried(operands: Sequence[TensorMeta | None]) -> list[list[Placement | None]]:
-    """Per operand, the placements that are tried.
+    """The placements to try, for each operand.
 
-    Integers and bools beside floats are taken for indices and masks and never made partial: pieces of an index may lie
-    outside of what it points into, and not every kernel looks.
+    Integers and bools beside floats are never partial, because they are most likely indices and masks. A part of an
+    index may lie out of range, and not every kernel checks that.
     """
     floats = [m is not None and (m.dtype.is_floating_point or m.dtype.is_complex) for m in operands]
     return [
@@ -54,7 +56,7 @@ def tried(operands: Sequence[TensorMeta | None]) -> list[list[Placement | None]]
 
 @define(eq=False)
 class Probe:
-    """One trial on a mesh of one dim. ``parts`` says how partial tensors are taken apart."""
+    """One trial on a mesh of one dim. ``parts`` says how partial tensors are split."""
 
     trial: Trial
     ranks: int
@@ -73,13 +75,26 @@ class Probe:
         self.outs = out_count(self.trial)
 
     def rows(self, inputs: tuple[Placement | None, ...], known: frozenset[Row] | None = None) -> frozenset[Row]:
-        """The rows that begin with these input placements and hold here; of the ``known`` ones, if given."""
-        operands = self._scatter(inputs)
+        """The rows that have these input placements and hold here. If ``known`` is given, only those of ``known``."""
+        pieces: list[Locals | None] = []
+        for i, (spec, placement) in enumerate(zip(self._specs(inputs), inputs, strict=True)):
+            if spec is None or placement is None:
+                pieces.append(None)
+                continue
+            if (i, placement) not in self._pieces:
+                self._pieces[i, placement] = self._split(i, spec, placement)
+            pieces.append(self._pieces[i, placement])
+        # An op gives an empty out= tensor the size of its result.
+        outs = [t.new_empty(0) for t in self.trial.operands[len(inputs) :] if t is not None]
+        operands: dict[Coordinate, tuple[Tensor | None, ...]] = {
+            (rank,): (*(None if p is None else p[rank,].clone() for p in pieces), *(t.clone() for t in outs))
+            for rank in range(self.ranks)
+        }
         before = {at: tuple(None if t is None else t.clone() for t in ts) for at, ts in operands.items()}
         case = Case((*self._specs(inputs), *(None,) * self.outs), (), (), lowered=False, mesh=self.mesh)
         try:
             answers = self.trial.locally(case, self.call, operands)
-        except Exception:  # noqa: BLE001  whatever the op raises on pieces, it does not hold for them
+        except Exception:  # noqa: BLE001  an op that raises on the pieces has no row for them
             return frozenset()
         candidates = self._candidates(inputs, answers) if known is None else known
         return frozenset(row for row in candidates if self._holds(row, case, before, answers))
@@ -92,43 +107,28 @@ class Probe:
         metas = [None if t is None else TensorMeta.of(t) for t in self.trial.operands[: len(inputs)]]
         return [self._spec(meta, p) for meta, p in zip(metas, inputs, strict=True)]
 
-    def _scatter(self, inputs: Sequence[Placement | None]) -> dict[Coordinate, tuple[Tensor | None, ...]]:
-        placed: list[Locals | None] = []
-        for i, (spec, placement) in enumerate(zip(self._specs(inputs), inputs, strict=True)):
-            if spec is None or placement is None:
-                placed.append(None)
-                continue
-            if (i, placement) not in self._pieces:
-                self._pieces[i, placement] = self._place(i, spec, placement)
-            placed.append(self._pieces[i, placement])
-        # An op gives an empty out= tensor the size of its result, whatever that will turn out to be.
-        outs = [t.new_empty(0) for t in self.trial.operands[len(inputs) :] if t is not None]
-        return {
-            (rank,): (*(None if p is None else p[rank,].clone() for p in placed), *(t.clone() for t in outs))
-            for rank in range(self.ranks)
-        }
-
-    def _place(self, i: int, spec: TensorSpec, placement: Placement) -> Locals:
+    def _split(self, i: int, spec: TensorSpec, placement: Placement) -> Locals:
         full = self.trial.operands[i]
         assert full is not None
         kind = placement.reduce_op if isinstance(placement, Partial) else ""
         if kind in ("", "product") or not full.is_floating_point() or self.parts == "plain":
             return place(full, spec, self.generator)
         if self.parts == "wild":
-            # A power of two, so that nothing is rounded: the parts grow, and what they reduce to does not.
+            # The factor is a power of two, so nothing is rounded: the parts grow, and their reduction stays the same.
             return {at: part * _WILD for at, part in place(full / _WILD, spec, self.generator).items()}
-        return {(rank,): part for rank, part in enumerate(_near(full, kind, self.ranks, self.generator))}
+        return {(rank,): part for rank, part in enumerate(_near_parts(full, kind, self.ranks, self.generator))}
 
     # -- outputs --
     def _candidates(self, inputs: tuple[Placement | None, ...], answers: Mapping[Coordinate, Answer]) -> Iterator[Row]:
-        """Rows by the results alone; each result is judged by itself."""
+        """The rows that the results allow. Each result is judged by itself."""
         expected = self.trial.expected.tensors
         if any(len(answer.tensors) != len(expected) for answer in answers.values()):
             return
         possible: list[list[Placement | None]] = []
         for o, (whole, meta) in enumerate(zip(expected, self.outputs, strict=True)):
             locals_ = {at: answer.tensors[o] for at, answer in answers.items()}
-            possible.append([p for p in _results(meta) if self._fits(locals_, whole, self._spec(meta, p))])
+            placements = placements_of(meta, partials=True)
+            possible.append([p for p in placements if self._fits(locals_, whole, self._spec(meta, p))])
         same = written_results(self.trial)
         for outputs in product(*possible):
             if all(outputs[o] == inputs[i] for o, i in same if i < len(inputs)):
@@ -137,7 +137,7 @@ class Probe:
     def _fits(self, locals_: Mapping[Coordinate, Tensor | None], whole: Tensor | None, spec: TensorSpec | None) -> bool:
         if spec is not None and any(t is None or tuple(t.shape) != spec.local_shape(at) for at, t in locals_.items()):
             return False
-        return difference(locals_, spec, whole, self.trial.tolerance) is None
+        return difference(locals_, spec, whole, self.trial.tolerance, signs=False) is None
 
     def _holds(
         self,
@@ -149,19 +149,19 @@ class Probe:
         results = tuple(self._spec(meta, p) for meta, p in zip(self.outputs, row.outputs, strict=True))
         inputs = case.inputs[: len(case.inputs) - self.outs] + results[: self.outs]
         try:
-            return judge(self.trial, evolve(case, inputs=inputs, outputs=results), before, answers) is None
-        except (RuntimeError, ValueError):  # results that cannot even be compared
+            return judge(self.trial, evolve(case, inputs=inputs, outputs=results), before, answers, signs=False) is None
+        except (RuntimeError, ValueError):  # the results cannot be compared
             return False
 
 
-def _near(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
+def _near_parts(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
     """Parts of a sum, average, maximum or minimum that differ from it by small whole numbers."""
     steps = torch.randint(0, 3, (ranks, *full.shape), generator=generator)
     who = torch.randint(ranks, (1, *full.shape), generator=generator)
     if kind in ("max", "min"):
         sign = 1 if kind == "max" else -1
         return list(full - sign * steps.scatter(0, who, 0).to(full.dtype))
-    # All but one are small whole numbers, and the one at `who` makes up for them.
+    # All parts but one are small whole numbers. The part of rank `who` is the rest.
     others = (steps - 1).scatter(0, who, 0).to(full.dtype)
     rest = full - others.sum(0, dtype=full.dtype)
     if kind == "avg":
@@ -169,14 +169,8 @@ def _near(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> li
     return list(others.scatter(0, who, rest.unsqueeze(0)))
 
 
-def _results(meta: TensorMeta | None) -> list[Placement | None]:
-    if meta is None:
-        return [None]
-    return placements_of(meta, partials=True)
-
-
 def written_results(trial: Trial) -> list[tuple[int, int]]:
-    """Pairs of a result and the flat operand that it is, as in-place ops return it."""
+    """Pairs of a result and the flat operand that it is. In-place ops return their operand."""
     starts: list[int] = []
     at = 0
     for arg, value in zip(trial.signature.args, trial.values, strict=True):

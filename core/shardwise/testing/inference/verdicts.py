@@ -8,10 +8,10 @@ from typing import Any, Literal
 from attrs import evolve, frozen
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import Shard, show_all
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.signature import Call, Kind
-from shardwise.kernel.spec import AbstractMesh, TensorMeta
 from shardwise.planning.strategies import make_call
 from shardwise.testing.inference.draws import Draws
 from shardwise.testing.inference.probe import written_results
@@ -24,9 +24,10 @@ Verdict = Literal["all samples", "some samples", "even shards only", "some meshe
 
 @frozen
 class Finding:
-    """A row and the samples, by number, for which it held on every mesh; ``meshes`` are sizes where it held at all.
+    """A row, and the numbers of the samples for which it held on every mesh, and for which it failed on some mesh.
 
-    ``form`` says of which samples: the numbers of dims of the operands, and which dims have one element.
+    ``meshes`` are the mesh sizes on which it held for some sample. ``form`` describes the samples: the numbers of dims
+    of the operands, and which dims have one element.
     """
 
     row: Row
@@ -48,58 +49,48 @@ def _form(draws: Draws) -> tuple[str, ...]:
 
 
 def findings(searches: Sequence[SampleSearch]) -> tuple[Finding, ...]:
-    """Every row that held for some sample on some mesh, form by form in the order of the samples."""
+    """Every row that held for some sample on some mesh. Forms come in the order of the samples."""
     forms: dict[tuple[str, ...], list[SampleSearch]] = {}
     for one in searches:
         forms.setdefault(_form(one.draws), []).append(one)
-    listed = [
-        _finding(row, ", ".join(form), several)
-        for form, several in forms.items()
-        for row in dict.fromkeys(row for one in several for row in one.rows)
-    ]
-    # Where nothing is sharded, the number of ranks decides nothing: a row that held on some meshes held by accident.
-    return tuple(f for f in listed if f.verdict != "some meshes" or any(isinstance(p, Shard) for p in f.row.inputs))
+    rows: list[Finding] = []
+    for form, of_form in forms.items():
+        for row in dict.fromkeys(row for one in of_form for row in one.rows):
+            tried = [one for one in of_form if may_lie(row, one.draws.operands)]
+            verdict, conditional, held = _verdict_on(row, tried)
+            # Without a shard the number of ranks decides nothing: a row that held on some meshes held by accident.
+            if verdict == "some meshes" and not any(isinstance(p, Shard) for p in row.inputs):
+                continue
+            holds_for = tuple(one.draws.number for one in held)
+            fails_for = tuple(one.draws.number for one in tried if one not in held)
+            meshes = tuple(sorted({n for one in tried if row in one.rows for n in one.rows[row].held}))
+            rows.append(Finding(conditional, ", ".join(form), verdict, holds_for, fails_for, meshes))
+    return tuple(rows)
 
 
-def _finding(row: Row, form: str, searches: Sequence[SampleSearch]) -> Finding:
-    tried = [one for one in searches if may_lie(row, one.draws.operands)]
-    verdict, said, held = _settled(row, tried)
-    return Finding(
-        said,
-        form,
-        verdict,
-        tuple(one.draws.number for one in held),
-        tuple(one.draws.number for one in tried if one not in held),
-        tuple(sorted({n for one in tried if row in one.rows for n in one.rows[row].held})),
-    )
-
-
-def _settled(row: Row, tried: Sequence[SampleSearch]) -> tuple[Verdict, Row, list[SampleSearch]]:
+def _verdict_on(row: Row, tried: Sequence[SampleSearch]) -> tuple[Verdict, Row, list[SampleSearch]]:
     """The verdict of samples of one form on a row, the row with its condition, and the samples for which it holds."""
-    known = [one.rows[row] for one in tried if row in one.rows]
-    # A row that fails for empty shards alone is one for shards that are not; if only even ones are left, who knows.
-    unevenly = any(evidence.held_unevenly for evidence in known)
+    # A row that fails only for empty shards holds under the condition that no shard is empty. That needs uneven shards
+    # for which it held; even shards alone do not show it.
+    unevenly = any(one.rows[row].held_unevenly for one in tried if row in one.rows)
     held = [
         one
         for one in tried
         if row in one.rows and (one.rows[row].holds or (one.rows[row].holds_unless_empty and unevenly))
     ]
+    conditional = row
     if not all(one.rows[row].holds for one in held):
-        said = evolve(row, nonempty=tuple((i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)))
-    else:
-        said = row
-    if len(held) == len(tried):
-        return "all samples", said, held
+        conditional = evolve(row, nonempty=tuple((i, p.dim) for i, p in enumerate(row.inputs) if isinstance(p, Shard)))
     if held:
-        return "some samples", said, held
-    return ("even shards only" if all(_holds_when_even(row, one) for one in tried) else "some meshes"), row, []
-
-
-def _holds_when_even(row: Row, search: SampleSearch) -> bool:
-    evidence = search.rows.get(row)
-    if evidence is None:
-        return not even_meshes(row.inputs, search.draws.operands)
-    return evidence.even <= evidence.held
+        return ("all samples" if len(held) == len(tried) else "some samples"), conditional, held
+    if not tried:
+        return "all samples", conditional, held
+    for one in tried:
+        evidence = one.rows.get(row)
+        even = even_meshes(row.inputs, one.draws.operands) if evidence is None else evidence.even - evidence.held
+        if even:  # it failed on even shards, too
+            return "some meshes", row, []
+    return "even shards only", row, []
 
 
 # -- what a rule must have ---------------------------------------------------------------------------------------
@@ -124,7 +115,7 @@ class Group:
 
 
 def grouped(searches: Sequence[SampleSearch]) -> list[Group]:
-    """The samples by form and static arguments; those of which no dim has one element come first."""
+    """The samples by form and static arguments. Groups whose dims all have several elements come first."""
     groups: dict[Any, list[SampleSearch]] = {}
     for one in searches:
         trial = one.draws.first
@@ -132,27 +123,24 @@ def grouped(searches: Sequence[SampleSearch]) -> list[Group]:
             v for a, v in zip(trial.signature.args, trial.values, strict=True) if a not in trial.signature.tensor_args
         ]
         groups.setdefault((_form(one.draws), repr(static)), []).append(one)
-    whole = [Group(tuple(several), tuple(_common(several))) for several in groups.values()]
-    return sorted(whole, key=lambda group: any("1" in form for form in _form(group.searches[0].draws)))
-
-
-def _common(searches: Sequence[SampleSearch]) -> list[Row]:
-    settled = (
-        _settled(row, [one for one in searches if may_lie(row, one.draws.operands)])
-        for row in dict.fromkeys(row for one in searches for row in one.rows)
-    )
-    return [row for verdict, row, _ in settled if verdict == "all samples"]
+    with_rows = []
+    for of_group in groups.values():
+        rows = dict.fromkeys(row for one in of_group for row in one.rows)
+        verdicts = [_verdict_on(row, [one for one in of_group if may_lie(row, one.draws.operands)]) for row in rows]
+        common = tuple(row for verdict, row, _ in verdicts if verdict == "all samples")
+        with_rows.append(Group(tuple(of_group), common))
+    return sorted(with_rows, key=lambda group: any("1" in form for form in _form(group.searches[0].draws)))
 
 
 def call_of(rule: Rule, draws: Draws, *, zipped: bool) -> Call:
-    """The sample's call as a rule sees it; of a zipped op, of its one list position."""
+    """The sample's call as a rule sees it. For a zipped op it is the call at its one list position."""
     schema = evolve(draws.first, rule=rule).schema(AbstractMesh(()))
     call = make_call(rule, schema, draws.outputs)
     return call.position(0) if zipped else call
 
 
 def rule_rows(rule: Rule, draws: Draws, *, zipped: bool = False) -> set[Row]:
-    """What a rule says of a sample in the search's terms: rows that run the op itself on placings that were tried."""
+    """The rows of a rule that the search can find for a sample: they run the op itself, on placements that it tries."""
     same = written_results(draws.first)
     count = len(draws.operands)
     rows = set()
@@ -161,19 +149,17 @@ def rule_rows(rule: Rule, draws: Draws, *, zipped: bool = False) -> set[Row]:
         outputs = tuple(None if m is None else p for p, m in zip(row.outputs, draws.outputs, strict=True))
         plain = not row.lowered and not row.divides and may_lie(Row(inputs, ()), draws.operands)
         stays = all(outputs[o] == inputs[i] for o, i in same if i < count)
-        if plain and stays and not _shards_one_element(outputs, draws.outputs):
+        shards_one_element = any(
+            isinstance(p, Shard) and m is not None and m.shape[p.dim] == 1
+            for p, m in zip(outputs, draws.outputs, strict=True)
+        )
+        if plain and stays and not shards_one_element:
             rows.add(Row(inputs, outputs, nonempty=row.nonempty))
     return rows
 
 
-def _shards_one_element(placements: Sequence[Any], metas: Sequence[TensorMeta | None]) -> bool:
-    return any(
-        isinstance(p, Shard) and m is not None and m.shape[p.dim] == 1 for p, m in zip(placements, metas, strict=True)
-    )
-
-
 def missing(rule: Rule, group: Group, *, zipped: bool) -> tuple[set[Row], set[Row]] | None:
-    """The group's rows that a rule lacks and those that it has beyond them; ``None`` when it does not fit the calls."""
+    """The group's rows that a rule lacks, and the rule's rows that the group lacks; ``None`` if it refuses a call."""
     lacks: set[Row] = set()
     beyond: set[Row] = set()
     for one in group.searches:
@@ -181,9 +167,9 @@ def missing(rule: Rule, group: Group, *, zipped: bool) -> tuple[set[Row], set[Ro
             has = rule_rows(rule, one.draws, zipped=zipped)
         except (ShardingError, LookupError, TypeError, ValueError, AttributeError, NameError, ZeroDivisionError):
             return None
-        wanted = {row for row in group.rows if may_lie(row, one.draws.operands)}
-        lacks |= wanted - has
-        beyond |= has - wanted
+        held = {row for row in group.rows if may_lie(row, one.draws.operands)}
+        lacks |= held - has
+        beyond |= has - held
     return lacks, beyond
 
 

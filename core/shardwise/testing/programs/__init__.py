@@ -5,13 +5,15 @@ the ranks of a pool and on one device, and :func:`shrink` makes a small one of o
 """
 
 from shardwise.testing.programs.drawing import Catalogue, draw
-from shardwise.testing.programs.program import Call, Leaf, Move, Program, Value, drawn, leaf
+from shardwise.testing.programs.program import Assign, Call, Copy, Leaf, Move, Program, Value, drawn, leaf
 from shardwise.testing.programs.shrinking import shrink
 from shardwise.testing.programs.verdict import Verdict, check_program
 
 __all__ = [
+    "Assign",
     "Call",
     "Catalogue",
+    "Copy",
     "Leaf",
     "Move",
     "Program",

@@ -1,4 +1,4 @@
-"""One device: runs a program line by line, and keeps the values that the ranks of a mesh are compared with."""
+"""Run a program on one device, line by line. The ranks of a mesh are compared with the values after each line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from torch import Tensor
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import memory_of
 from shardwise.testing.judge import comparable
-from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, Value, op_called
+from shardwise.testing.programs.program import (
+    WAYS_TO_COPY,
+    Assign,
+    Call,
+    Copy,
+    Leaf,
+    Line,
+    Move,
+    Program,
+    Value,
+    op_called,
+)
 from shardwise.testing.trial import TOLERANCE, copied, split_results
 from shardwise.testing.values import made
 
@@ -37,10 +48,10 @@ _UNDEFINED = ("empty", "new_empty")
 
 @frozen(eq=False)
 class After:
-    """What one line left behind: the values that it made or changed, and its results that are not tensors.
+    """The state after one line: the values that the line computed or changed, and its results that are not tensors.
 
-    ``loose`` are the names of values that chance decides, of which the form is all that can be compared;
-    ``tolerance`` is the coarsest of what led here.
+    ``loose`` are the names of values that chance decides; only their form can be compared. ``tolerance`` is the
+    coarsest one of the operations that led to the values.
     """
 
     values: Mapping[int, Tensor]
@@ -51,7 +62,7 @@ class After:
 
 @define(eq=False)
 class Machine:
-    """One device: the values by name, and which memory chance decides."""
+    """One device: the values by name, and the memory whose content chance decides."""
 
     grad: bool
     values: dict[int, Tensor] = field(factory=dict)
@@ -62,35 +73,32 @@ class Machine:
         """Run one line. Raises what torch raises."""
         with torch.set_grad_enabled(self.grad):
             if isinstance(line, Leaf):
-                return self._leaf(line)
+                value = copied(line.value)
+                self.values[line.name] = value.requires_grad_() if self.grad and flows(value) else value
+                return self._after([], [line.name], (), loose=False)
             if isinstance(line, Move):
                 self.values[line.name] = self.values[line.source].clone()
                 return self._after([line.source], [line.name], (), loose=self.is_loose(line.source))
-            return self._call(line)
-
-    def _leaf(self, line: Leaf) -> After:
-        value = copied(line.value)
-        self.values[line.name] = value.requires_grad_() if self.grad and flows(value) else value
-        return self._after([], [line.name], (), loose=False)
-
-    def _call(self, line: Call) -> After:
-        op = op_called(line.op)
-        operands = line.operands
-        loose = any(map(self.is_loose, operands)) or decided_by_chance(op)
-        before = {name: self.values[name].detach().clone() for name in operands}
-        tensors, others = call_on(line, self.values)
-        for name, tensor in zip(line.names, tensors, strict=True):
-            if tensor is not None:
-                self.values[name] = tensor
-        changed = self._sharing(
-            [*written_names(line), *(n for n, was in before.items() if not _same(self.values[n], was))]
-        )
-        return self._after(operands, [*(n for n in line.names if n in self.values), *changed], others, loose=loose)
-
-    def _sharing(self, written: Sequence[int]) -> list[int]:
-        """The names of all values that share memory with what was written: by its schema, or as it shows."""
-        memory = {memory_of(self.values[name]) for name in written}
-        return [name for name, value in self.values.items() if memory_of(value) in memory]
+            if isinstance(line, Copy):
+                self.values[line.name] = WAYS_TO_COPY[line.way](self.values[line.source])
+                return self._after([line.source], [line.name], (), loose=self.is_loose(line.source))
+            if isinstance(line, Assign):
+                self.values[line.target].data = self.values[line.source]
+                return self._after([line.source], [line.target], (), loose=self.is_loose(line.source))
+            op = op_called(line.op)
+            operands = line.operands
+            loose = any(map(self.is_loose, operands)) or decided_by_chance(op)
+            before = {name: self.values[name].detach().clone() for name in operands}
+            tensors, others = call_on(line, self.values)
+            for name, tensor in zip(line.names, tensors, strict=True):
+                if tensor is not None:
+                    self.values[name] = tensor
+            # Values change with their memory: with what the schema says is written, and with whatever has changed.
+            written = written_names(line)
+            written += [n for n, was in before.items() if not _has_values_of(self.values[n], was)]
+            memory = {memory_of(self.values[name]) for name in written}
+            changed = [name for name, value in self.values.items() if memory_of(value) in memory]
+            return self._after(operands, [*(n for n in line.names if n in self.values), *changed], others, loose=loose)
 
     def _after(self, before: Sequence[int], names: Sequence[int], others: tuple[Any, ...], *, loose: bool) -> After:
         results = dict.fromkeys(names)
@@ -106,11 +114,11 @@ class Machine:
         return After(snapshots, others, shaky, tolerance)
 
     def is_loose(self, name: int) -> bool:
-        """Whether chance decides what a value holds."""
+        """Whether chance decides a value."""
         return memory_of(self.values[name]) in self._loose
 
     def memory(self, name: int) -> int:
-        """A key of the memory of a value, which differs from that of other memory."""
+        """A key of the memory of a value. Other memory has another key."""
         return memory_of(self.values[name])
 
     def gradients(self, program: Program) -> dict[int, Tensor | None]:
@@ -120,21 +128,21 @@ class Machine:
 
 
 def follow_back(
-    program: Program, values: Mapping[int, Any], roots: Sequence[Any], given: Sequence[Any]
+    program: Program, values: Mapping[int, Any], roots: Sequence[Any], root_gradients: Sequence[Any]
 ) -> dict[int, Any]:
-    """Gradients by the name of the leaf; both for plain tensors and for those on a mesh."""
+    """Gradients by the name of the leaf, for plain tensors and for MeshTensors."""
     leaves = [line.name for line in program.lines if isinstance(line, Leaf) and flows(line.value)]
-    gradients = torch.autograd.grad(roots, [values[n] for n in leaves], given, allow_unused=True)
+    gradients = torch.autograd.grad(roots, [values[n] for n in leaves], root_gradients, allow_unused=True)
     return dict(zip(leaves, gradients, strict=True))
 
 
 def cotangents(program: Program, values: Mapping[int, Any]) -> list[Tensor]:
-    """The whole gradients that are given to the values which are followed back."""
+    """The whole gradients of the values that the backward pass starts from."""
     return [made(values[name].shape, values[name].dtype, name) for name, _ in program.backward]
 
 
 def reference(program: Program) -> tuple[list[After], dict[int, Tensor | None]]:
-    """What one device has after each line, and the gradients."""
+    """The states of one device after each line, and the gradients."""
     machine = Machine(program.grad)
     with quietly():
         after = [machine.run(line) for line in program.lines]
@@ -150,7 +158,7 @@ def quietly() -> Iterator[None]:
 
 
 def decided_by_chance(op: Op) -> bool:
-    """Whether the op draws numbers, or hands out memory as it is."""
+    """Whether the op draws random numbers, or returns memory that nobody wrote."""
     return torch.Tag.nondeterministic_seeded in op.tags or str(op).split(".")[1].startswith(_UNDEFINED)
 
 
@@ -176,23 +184,24 @@ def written_names(line: Call) -> list[int]:
     """The names of the operands that a call writes."""
     op = op_called(line.op)
     named = signature(op)
-    given = named.bind(line.args, line.kwargs)
     names: list[int] = []
-    for arg, value in zip(named.args, given, strict=True):
+    for arg, value in zip(named.args, named.bind(line.args, line.kwargs), strict=True):
         if arg.written:
             names += [v.name for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Value)]
     return names
 
 
 def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Tensor results (lists flattened) and other results of a call on these values; chance starts anew each time."""
+    """Tensor results (lists flattened) and other results of a call on these values. Each call seeds torch's generator
+    anew.
+    """
     op = op_called(line.op)
     torch.manual_seed(_seed(line))
     args, kwargs = filled_in(line, values)
     return split_results(op, op(*args, **kwargs))
 
 
-def _same(tensor: Tensor, other: Tensor) -> bool:
+def _has_values_of(tensor: Tensor, other: Tensor) -> bool:
     tensor, other = comparable(tensor.detach()), comparable(other)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 
@@ -202,7 +211,7 @@ def _seed(line: Call) -> int:
 
 
 def run_alone(line: Call, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], tuple[Any, ...]]:
-    """One call on copies of these values: those afterwards and its tensor results, by name, and its other results."""
+    """Run one call on copies of these values. Returns the copies and the tensor results by name, and other results."""
     own = {name: copied(values[name]) for name in line.operands}
     with torch.no_grad():
         tensors, others = call_on(line, own)

@@ -5,7 +5,8 @@ A program names its values by numbers. ``str(program)`` is a Python expression t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,22 @@ from shardwise.kernel.signature import Op
 from shardwise.testing.judge import comparable
 from shardwise.testing.values import made
 
-__all__ = ["Call", "Leaf", "Line", "Move", "Program", "Value", "drawn", "is_drawn", "leaf", "op_called"]
+__all__ = [
+    "WAYS_TO_COPY",
+    "Assign",
+    "Call",
+    "Copy",
+    "Leaf",
+    "Line",
+    "Move",
+    "Program",
+    "Value",
+    "drawn",
+    "is_drawn",
+    "leaf",
+    "op_called",
+    "operands_of",
+]
 
 
 @frozen
@@ -62,7 +78,11 @@ def leaf(
 ) -> Leaf:
     """A :class:`Leaf` of nested lists, of that shape (which says more than empty lists) and those strides."""
     value = torch.tensor(values, dtype=dtype).reshape(tuple(shape))
-    if stride is not None:
+    if stride is not None and 0 in stride:
+        for dim in (d for d, step in enumerate(stride) if step == 0):
+            value = value.narrow(dim, 0, min(1, value.shape[dim]))
+        value = value.expand(tuple(shape))
+    elif stride is not None:
         value = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype).copy_(value)
     return Leaf(name, value, tuple(placements))
 
@@ -94,6 +114,44 @@ class Move:
 
 
 @frozen(eq=False)
+class Copy:
+    """A value copied by ``copy.copy`` or ``copy.deepcopy``, or taken as its ``.data``; see :data:`WAYS_TO_COPY`."""
+
+    name: int
+    source: int
+    way: str
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return (self.name,)
+
+    def __str__(self) -> str:
+        return f'Copy({self.name}, {self.source}, "{self.way}")'
+
+
+WAYS_TO_COPY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "copy": lambda tensor: copy.copy(tensor.detach()),
+    "deepcopy": lambda tensor: copy.deepcopy(tensor.detach()),
+    "data": lambda tensor: tensor.data,
+}
+
+
+@frozen(eq=False)
+class Assign:
+    """``target.data = source``: from now on the target has the memory and the form of the source."""
+
+    target: int
+    source: int
+
+    @property
+    def names(self) -> tuple[int, ...]:
+        return ()
+
+    def __str__(self) -> str:
+        return f"Assign({self.target}, {self.source})"
+
+
+@frozen(eq=False)
 class Call:
     """A call of an op overload (``aten.add.Tensor``); ``names`` are those of its tensor results, lists flattened.
 
@@ -115,7 +173,20 @@ class Call:
         return list(_names_in([*self.args, *self.kwargs.values()]))
 
 
-Line = Leaf | Move | Call
+Line = Leaf | Move | Copy | Assign | Call
+
+
+def operands_of(line: Line) -> list[int]:
+    """The names of the values that a line needs."""
+    match line:
+        case Call():
+            return line.operands
+        case Move() | Copy():
+            return [line.source]
+        case Assign():
+            return [line.target, line.source]
+        case Leaf():
+            return []
 
 
 @frozen(eq=False)

@@ -1,4 +1,4 @@
-"""The ranks' side: runs a program through the dispatcher and says what this rank holds after each line."""
+"""Run a program on one rank of a mesh, and report the values that this rank holds after each line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,27 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError
+from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.placements import Placement
-from shardwise.kernel.spec import TensorMeta, TensorSpec
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import memory_of
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
 from shardwise.testing.meshes import mesh
 from shardwise.testing.partials import place
 from shardwise.testing.programs.machine import call_on, cotangents, flows, follow_back, written_names
-from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program
+from shardwise.testing.programs.program import (
+    WAYS_TO_COPY,
+    Assign,
+    Call,
+    Copy,
+    Leaf,
+    Line,
+    Move,
+    Program,
+    operands_of,
+)
 
 __all__ = ["BACKWARD", "Held", "LineOutcome", "replay"]
 
@@ -29,9 +41,9 @@ BACKWARD = "backward"
 
 @frozen(eq=False)
 class Held:
-    """What this rank holds of one value: its local tensor, and where the whole one lies; no placements for none.
+    """A rank's part of one value: its local tensor, and the placements and the meta of the whole value.
 
-    ``plain`` names the type of a value that is no MeshTensor.
+    For a value that is not a MeshTensor, ``plain`` names its type, and there is no meta.
     """
 
     local: Tensor
@@ -40,7 +52,7 @@ class Held:
     plain: str = ""
 
     def __reduce__(self) -> Any:
-        # A tensor's own pickle is a zip archive: ten times slower than its bytes.
+        # A tensor's own pickle is a zip archive, ten times slower than its bytes.
         t = self.local
         flat = torch.empty(t.numel(), dtype=t.dtype).copy_(t.reshape(-1))
         data = flat.view(torch.uint8).numpy().tobytes() if t.numel() else b""
@@ -61,9 +73,9 @@ def _held(
 
 @frozen(eq=False)
 class LineOutcome:
-    """What became of one line on this rank: ``state`` is ran, refused, left (it needs what was refused), or raised.
+    """The outcome of one line on this rank. ``state`` is ran, refused, or left (it needs a value that was refused).
 
-    ``why`` is the error of one that was refused or raised.
+    ``why`` is the error of a refusal.
     """
 
     state: str
@@ -73,11 +85,10 @@ class LineOutcome:
 
 
 def replay(program: Program, watched: Sequence[Sequence[int]]) -> list[LineOutcome]:
-    """Run a program on this rank. ``watched`` are the values to look at after each line.
+    """Run a program on this rank. ``watched`` are the names of the values to report after each line.
 
-    One outcome a line, and one more for the backward pass, if there is one. After a line that raised, or that could
-    not write what it should, nothing runs any more. An error that only this rank has ends it, so that the others,
-    which may wait for it, are not left to wait for long.
+    Returns one outcome per line, and one for the backward pass if there is one. The run ends at a line that could not
+    write its operand. An error that is not a refusal is raised at once, so that other ranks do not wait for this one.
     """
     run = _Replay(program, mesh(program.mesh_shape))
     with warnings.catch_warnings(), torch.set_grad_enabled(program.grad):
@@ -100,40 +111,51 @@ class _Replay:
     ended: bool = False
 
     def line(self, line: Line, watched: Sequence[int]) -> LineOutcome:
-        needed = line.operands if isinstance(line, Call) else [line.source] if isinstance(line, Move) else []
-        if not all(name in self.values for name in needed):
+        if not all(name in self.values for name in operands_of(line)):
             self.ended = _writes(line)
             return LineOutcome("left")
         try:
             others = self._run(line)
+            for name in watched:
+                _check_strides(self.values.get(name))
         except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             self.ended = _writes(line)
             return LineOutcome("refused", f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
+        except Exception as error:  # noqa: BLE001  # whatever it is, its name is reported
             raise LineFailedError(f"{line}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
-        if _writes(line) and any(_is_stale(self.values.get(name)) for name in watched):
-            # A view that had to be copied does not see what is written to its base; nor does a program count on it.
+        if isinstance(line, Call) and _writes(line) and any(_is_stale(self.values.get(name)) for name in watched):
+            # A view that had to be copied does not see a write to its base. Programs must not rely on that.
             self.ended = True
             return LineOutcome("left", "a view of what it writes is a copy")
         return LineOutcome("ran", "", {n: _seen(self.values[n]) for n in watched if n in self.values}, others)
 
     def _run(self, line: Line) -> tuple[Any, ...]:
         if isinstance(line, Leaf):
-            self.values[line.name] = self._leaf(line)
+            spec = TensorSpec(self.device_mesh, line.placements, TensorMeta.of(line.value))
+            local = place(line.value, spec, torch.Generator().manual_seed(line.name))[spec.coordinate()]
+            if not lies_as(spec.tensor_meta, local.shape, local.stride()):
+                local = dense_in_order(local, spec.tensor_meta)
+            self.values[line.name] = MeshTensor(local, spec, self.program.grad and flows(line.value))
             return ()
         if isinstance(line, Move):
-            self.values[line.name] = _moved(self.values[line.source], line.placements)
+            # The value gets memory of its own. If the placements do not change, redistribute returns the source itself.
+            source = self.values[line.source]
+            moved = source.redistribute(placements=line.placements)
+            with torch.no_grad():
+                stays = memory_of(moved.to_local()) == memory_of(source.to_local())
+            self.values[line.name] = moved.clone() if stays else moved
+            return ()
+        if isinstance(line, Copy):
+            self.values[line.name] = WAYS_TO_COPY[line.way](self.values[line.source])
+            return ()
+        if isinstance(line, Assign):
+            self.values[line.target].data = self.values[line.source]
             return ()
         tensors, others = call_on(line, self.values)
         for name, tensor in zip(line.names, tensors, strict=True):
             if tensor is not None:
                 self.values[name] = tensor
         return others
-
-    def _leaf(self, line: Leaf) -> MeshTensor:
-        spec = TensorSpec(self.device_mesh, line.placements, TensorMeta.of(line.value))
-        local = place(line.value, spec, torch.Generator().manual_seed(line.name))[spec.coordinate()]
-        return MeshTensor(local, spec, self.program.grad and flows(line.value))
 
     def backward(self) -> LineOutcome:
         roots = [self.values.get(name) for name, _ in self.program.backward]
@@ -148,7 +170,7 @@ class _Replay:
         except (DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError) as error:
             # Some of torch's formulas make plain constants, or ask what would come out on the meta device.
             return LineOutcome("refused", f"{type(error).__name__}: {error}")
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is told by its name
+        except Exception as error:  # noqa: BLE001  # whatever it is, its name is reported
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         return LineOutcome("ran", "", {n: _seen(g) for n, g in gradients.items() if g is not None})
 
@@ -157,20 +179,20 @@ class LineFailedError(RuntimeError):
     """A line raised an error that is not a refusal."""
 
 
-def _moved(source: Any, placements: Sequence[Placement]) -> Any:
-    """The value in other places, in memory of its own: a tensor that stays where it is would be the source itself."""
-    moved = source.redistribute(placements=placements)
-    with torch.no_grad():
-        stays = memory_of(moved.to_local()) == memory_of(source.to_local())
-    return moved.clone() if stays else moved
-
-
 def _writes(line: Line) -> bool:
-    return isinstance(line, Call) and bool(written_names(line))
+    return isinstance(line, Assign) or (isinstance(line, Call) and bool(written_names(line)))
 
 
 def _is_stale(value: Any) -> bool:
     return isinstance(value, MeshTensor) and value.spec.is_copy
+
+
+def _check_strides(value: Any) -> None:
+    """Raise if a value's local tensor does not lie in memory as its spec says."""
+    if isinstance(value, MeshTensor):
+        local, meta = value.to_local(), value.spec.tensor_meta
+        if not lies_as(meta, local.shape, local.stride()):
+            raise AssertionError(f"{value.spec} has strides {meta.stride}, its local tensor has {local.stride()}")
 
 
 def _seen(value: Any) -> Held:

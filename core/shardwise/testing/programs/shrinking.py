@@ -1,4 +1,4 @@
-"""Shrinking: the smallest program that still fails at the same line."""
+"""Shrink a program that fails, to the smallest one that fails, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.kernel.placements import REPLICATE
 from shardwise.testing.programs.machine import reference
-from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, is_drawn
+from shardwise.testing.programs.program import Assign, Leaf, Line, Move, Program, is_drawn, operands_of
 from shardwise.testing.values import made
 
 __all__ = ["shrink"]
@@ -22,7 +22,7 @@ _FEW = 4
 def shrink(program: Program, is_wrong: Callable[[Program], bool], tries: int = _MOST_TRIES) -> Program:
     """A program with fewer calls, simpler leaves and fewer placements for which ``is_wrong`` holds, too.
 
-    A call is replaced by leaves that hold its results, so what is left is mostly the one call that goes wrong.
+    A call is replaced by leaves that hold its results. So in the end little more than the one wrong call is left.
     """
     again = True
     while again:
@@ -30,7 +30,7 @@ def shrink(program: Program, is_wrong: Callable[[Program], bool], tries: int = _
         for smaller in _smaller(program):
             if tries == 0:
                 return program
-            if not _is_valid(smaller):
+            if not _runs_on_one_device(smaller):
                 continue
             tries -= 1
             if is_wrong(smaller):
@@ -39,10 +39,10 @@ def shrink(program: Program, is_wrong: Callable[[Program], bool], tries: int = _
     return program
 
 
-def _is_valid(program: Program) -> bool:
+def _runs_on_one_device(program: Program) -> bool:
     try:
         reference(program)
-    except Exception:  # noqa: BLE001  # a program that one device refuses is none
+    except Exception:  # noqa: BLE001  a program that one device refuses is no evidence
         return False
     return True
 
@@ -52,27 +52,20 @@ def _smaller(program: Program) -> Iterator[Program]:
         yield evolve(program, backward=())
     if program.grad and not program.backward:
         yield evolve(program, grad=False)
-    yield from _shorter(program)
-    yield from _cut(program)
-    yield from _simpler(program)
-
-
-def _shorter(program: Program) -> Iterator[Program]:
-    """Without the last line, and without each line that other lines do not need."""
+    # Without the last line, and without each line that other lines do not need.
     lines = program.lines
     followed = {name for name, _ in program.backward}
     for i in reversed(range(len(lines))):
-        needed = {name for line in lines[i + 1 :] for name in _operands(line)} | followed
+        later = lines[i + 1 :]
+        needed = followed | {name for line in later for name in operands_of(line)}
         if not needed.intersection(lines[i].names):
             yield evolve(program, lines=(*lines[:i], *lines[i + 1 :]))
+    yield from _with_leaves_for_results(program)
+    yield from _with_simpler_lines(program)
 
 
-def _operands(line: Line) -> list[int]:
-    return line.operands if isinstance(line, Call) else [line.source] if isinstance(line, Move) else []
-
-
-def _cut(program: Program) -> Iterator[Program]:
-    """With leaves in place of the results of a line."""
+def _with_leaves_for_results(program: Program) -> Iterator[Program]:
+    """The program with leaves in place of a line's results, for each line."""
     try:
         after, _ = reference(program)
     except Exception:  # noqa: BLE001
@@ -80,7 +73,7 @@ def _cut(program: Program) -> Iterator[Program]:
     whole = (REPLICATE,) * len(program.mesh_shape)
     for i in reversed(range(len(program.lines))):
         line = program.lines[i]
-        if isinstance(line, Leaf):
+        if isinstance(line, (Leaf, Assign)):
             continue
         if isinstance(line, Move):
             leaves = [Leaf(line.name, after[i].values[line.name], line.placements)]
@@ -89,17 +82,18 @@ def _cut(program: Program) -> Iterator[Program]:
         yield evolve(program, lines=(*program.lines[:i], *leaves, *program.lines[i + 1 :]))
 
 
-def _simpler(program: Program) -> Iterator[Program]:
-    """With more replicated, on a mesh of one dim, with rounder numbers."""
+def _with_simpler_lines(program: Program) -> Iterator[Program]:
+    """The program on a mesh of one dim; with one more replicated placement; with the values of one leaf rounded."""
     ranks = int(torch.tensor(program.mesh_shape).prod())
     for m in range(len(program.mesh_shape)) if len(program.mesh_shape) > 1 else ():
         lines = tuple(
-            line if isinstance(line, Call) else evolve(line, placements=(line.placements[m],)) for line in program.lines
+            evolve(line, placements=(line.placements[m],)) if isinstance(line, (Leaf, Move)) else line
+            for line in program.lines
         )
         backward = tuple((n, (p[m],)) for n, p in program.backward)
         yield evolve(program, mesh_shape=(ranks,), lines=lines, backward=backward)
     for i, line in enumerate(program.lines):
-        if isinstance(line, Call):
+        if not isinstance(line, (Leaf, Move)):
             continue
         for m, placement in enumerate(line.placements):
             if placement is not REPLICATE:
@@ -107,7 +101,7 @@ def _simpler(program: Program) -> Iterator[Program]:
                 yield _with_line(program, i, evolve(line, placements=placements))
     for i, line in enumerate(program.lines):
         if isinstance(line, Leaf):
-            for value in _rounder(line):
+            for value in _rounded_values(line):
                 yield _with_line(program, i, evolve(line, value=value))
 
 
@@ -115,7 +109,7 @@ def _with_line(program: Program, i: int, line: Line) -> Program:
     return evolve(program, lines=(*program.lines[:i], line, *program.lines[i + 1 :]))
 
 
-def _rounder(leaf: Leaf) -> Iterator[Tensor]:
+def _rounded_values(leaf: Leaf) -> Iterator[Tensor]:
     """Values that are shorter to write."""
     value = leaf.value
     if not value.is_floating_point() or value.dtype.itemsize == 1 or is_drawn(leaf.name, value):

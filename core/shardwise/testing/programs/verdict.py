@@ -1,4 +1,4 @@
-"""The verdict on a program: the values of the ranks after each line, compared with those of one device."""
+"""The verdict on a program: compare the values of the ranks after each line with those of one device."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from attrs import define, evolve, field
 from torch import Tensor
 
 from shardwise.errors import WorkerError
-from shardwise.kernel.spec import AbstractMesh, TensorMeta, TensorSpec, coordinates, memory_order
+from shardwise.kernel.mesh import AbstractMesh, coordinates
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.tensor.shards import assemble
 from shardwise.testing.judge import difference
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.programs.machine import After, call_on, decided_by_chance, quietly, reference, run_alone
-from shardwise.testing.programs.program import Call, Leaf, Line, Move, Program, op_called
+from shardwise.testing.programs.program import Assign, Call, Leaf, Line, Move, Program, op_called, operands_of
 from shardwise.testing.programs.replay import BACKWARD, Held, LineOutcome, replay
 
 __all__ = ["Verdict", "check_program"]
 
 TIMEOUT = 45.0
-"""Seconds for one program, which takes milliseconds: a rank that waits for another one forever hangs."""
+"""Seconds for one program, which takes milliseconds. A rank that waits for another one forever would hang."""
 
-# A gradient that moves this many times as far as its leaves were moved tells nothing of a small difference.
+# The relative change of the leaves with which :meth:`_Judge._is_steep` tests a gradient.
 _NUDGE = 1e-6
 
 
 @define(eq=False)
 class Verdict:
-    """The result of a program. ``wrong`` is empty if nothing is wrong; ``at`` is the line's number (or ``backward``).
+    """The result of a program. ``wrong`` says what is wrong, or is empty. ``at`` is the number of that line, or
+    ``backward``.
 
-    ``counts`` says how many calls ran, were refused (by the type of the refusal), were left out because they needed
-    what was refused, and how many values and gradients were compared.
+    ``counts`` has the numbers of calls that ran, that were refused (by the type of the refusal) and that were left out
+    because they needed a refused value, and the numbers of values and gradients that were compared.
     """
 
     wrong: str = ""
@@ -49,27 +52,24 @@ def check_program(program: Program, pool: WorkerPool) -> Verdict:
     after, gradients = reference(program)
     verdict = Verdict()
     try:
-        told = pool.run(replay, program, [list(a.values) for a in after], timeout=TIMEOUT)
+        by_rank = pool.run(replay, program, [list(a.values) for a in after], timeout=TIMEOUT)
     except WorkerError as error:
-        return _raised(program, error, verdict)
-    judged = _Judge(program, after, gradients, told, verdict)
-    judged.all()
-    return verdict
-
-
-def _raised(program: Program, error: WorkerError, verdict: Verdict) -> Verdict:
-    verdict.wrong = str(error)
-    shown = [f"{line}: " for line in program.lines]
-    verdict.at = next((i for i, text in enumerate(shown) if text in verdict.wrong), BACKWARD)
+        verdict.wrong = str(error)
+        texts = [f"{line}: " for line in program.lines]
+        verdict.at = next((i for i, text in enumerate(texts) if text in verdict.wrong), BACKWARD)
+        return verdict
+    _Judge(program, after, gradients, by_rank, verdict).all()
     return verdict
 
 
 @define(eq=False)
 class _Judge:
+    """Compares a program's outcomes, line by line. ``outcomes`` has one list of them per rank."""
+
     program: Program
     after: Sequence[After]
     gradients: Mapping[int, Tensor | None]
-    told: Sequence[Sequence[LineOutcome]]
+    outcomes: Sequence[Sequence[LineOutcome]]
     verdict: Verdict
     held: dict[int, Tensor] = field(factory=dict)
     unsteady: bool = False
@@ -78,111 +78,116 @@ class _Judge:
 
     def all(self) -> None:
         """Judge line by line until one is wrong or the ranks stopped."""
-        lengths = {len(outcomes) for outcomes in self.told}
+        lengths = {len(outcomes) for outcomes in self.outcomes}
         if len(lengths) != 1:
             self.verdict.wrong, self.verdict.at = f"ranks stop at different lines: {sorted(lengths)}", min(lengths) - 1
             return
         for i in range(lengths.pop()):
             is_line = i < len(self.program.lines)
-            here = [outcomes[i] for outcomes in self.told]
+            here = [outcomes[i] for outcomes in self.outcomes]
             wrong = self._line(i, here) if is_line else self._backward(here)
             if wrong:
                 self.verdict.wrong, self.verdict.at = wrong, i if is_line else BACKWARD
                 return
 
     def _state(self, here: Sequence[LineOutcome], what: str) -> str:
-        """What is wrong with the states of the ranks; counts the states."""
+        """Count the state of the ranks; returns what is wrong if they differ."""
         states = {(o.state, o.why.partition(":")[0]) for o in here}
         if len(states) != 1:
-            return f"the ranks do not do alike: {sorted(states)}"
+            return f"the ranks do not do the same: {sorted(states)}"
         state, why = states.pop()
         self.verdict.counts[f"{what} {state}{f' ({why})' if why else ''}"] += 1
         return ""
 
     def _line(self, i: int, here: Sequence[LineOutcome]) -> str:
         line, after = self.program.lines[i], self.after[i]
-        if isinstance(line, Call):
-            wrong = self._state(here, "call")
+        if not isinstance(line, (Leaf, Move)):
+            wrong = self._state(here, "call" if isinstance(line, Call) else "copy")
             if wrong:
                 return wrong
         if here[0].state != "ran":
             return ""
         if isinstance(line, Call):
             self.verdict.ran.append(line.op)
-        wrong = self._others(line, after, here) or self._values(i, here)
+        wrong = ""
+        by_chance = after.loose or (isinstance(line, Call) and decided_by_chance(op_called(line.op)))
+        for rank, outcome in enumerate(here if not (self.unsteady or by_chance) else ()):
+            if str(outcome.others) != str(after.others):
+                wrong = wrong or f"rank {rank} answers {outcome.others}, one device {after.others}"
+        wrong = wrong or self._compare_values(line, after, here)
         if wrong and self._is_unsteady(line, here):
             self.verdict.counts["unsteady"] += 1
             self.unsteady, wrong = True, ""
         for name in () if wrong else here[0].values:
-            self.held[name] = self._whole({at: o.values[name] for at, o in zip(self._where(), here, strict=True)})
+            parts = {at: outcome.values[name] for at, outcome in zip(self._coordinates(), here, strict=True)}
+            first = here[0].values[name]
+            if first.meta is None:
+                self.held[name] = first.local
+            else:
+                spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
+                self.held[name] = assemble({at: part.local for at, part in parts.items()}, spec)
         return wrong
 
-    def _others(self, line: Line, after: After, here: Sequence[LineOutcome]) -> str:
-        if self.unsteady or after.loose or (isinstance(line, Call) and decided_by_chance(op_called(line.op))):
-            return ""
-        for rank, outcome in enumerate(here):
-            if str(outcome.others) != str(after.others):
-                return f"rank {rank} answers {outcome.others}, one device {after.others}"
-        return ""
-
-    def _values(self, i: int, here: Sequence[LineOutcome]) -> str:
-        after = self.after[i]
-        for name, wanted in after.values.items():
+    def _compare_values(self, line: Line, after: After, here: Sequence[LineOutcome]) -> str:
+        for name, expected in after.values.items():
             if not all(name in o.values for o in here):
-                if any(name in o.values for o in here) or name in self.held or name in self.program.lines[i].names:
+                if any(name in o.values for o in here) or name in self.held or name in line.names:
                     return f"value {name} is missing on some rank"
-                continue  # made by a call that was refused
+                continue  # the result of a call that was refused
             loose = self.unsteady or name in after.loose
-            wrong = self._difference([o.values[name] for o in here], wanted, after.tolerance, loose=loose)
-            wrong = wrong or self._order(self.program.lines[i], name, here[0].values[name], wanted)
+            wrong = self._difference([o.values[name] for o in here], expected, after.tolerance, loose=loose)
+            wrong = wrong or self._compare_order(line, name, here[0].values[name], expected)
             if wrong:
                 return f"value {name}: {wrong}"
         return ""
 
-    def _difference(self, held: Sequence[Held], wanted: Tensor, tolerance: float, *, loose: bool) -> str:
+    def _difference(self, held: Sequence[Held], expected: Tensor, tolerance: float, *, loose: bool) -> str:
+        """How the ranks' parts of one value differ from one device's; empty if they do not. Counts the comparison."""
         first = held[0]
         if first.meta is None:
             return f"it is a plain {first.plain}"
         if any(h.placements != first.placements or h.meta != first.meta for h in held):
-            return "the ranks do not agree where it lies"
+            return "the ranks have different placements or metas for it"
         meta = first.meta
-        if meta.shape != wanted.shape or meta.dtype != wanted.dtype:
-            return f"it is {meta}, on one device {TensorMeta.of(wanted)}"
+        if meta.shape != expected.shape or meta.dtype != expected.dtype:
+            return f"it is {meta}, on one device {TensorMeta.of(expected)}"
         spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, meta)
-        locals_ = {at: h.local for at, h in zip(self._where(), held, strict=True)}
-        wrong = difference(locals_, spec, wanted, tolerance, values=not loose)
+        locals_ = {at: h.local for at, h in zip(self._coordinates(), held, strict=True)}
+        wrong = difference(locals_, spec, expected, tolerance, values=not loose)
         self.verdict.counts["values compared"] += not loose
         return f"{spec}: {wrong}" if wrong else ""
 
-    def _order(self, line: Line, name: int, held: Held, wanted: Tensor) -> str:
-        """What is wrong about the order of the strides. What torch says without data may differ from what a kernel
-        does: then either is right, and so is what is made of it.
+    def _compare_order(self, line: Line, name: int, held: Held, expected: Tensor) -> str:
+        """What is wrong with the order of the strides; empty if nothing is.
+
+        Torch's meta kernels and its kernels may disagree about it. Then both orders are right, and so are the orders
+        of later values that are computed from this one.
         """
         assert held.meta is not None
         self.metas[name] = held.meta
-        before = line.operands if isinstance(line, Call) else [line.source] if isinstance(line, Move) else []
-        if self.turned.intersection(before) or _order_of(held.meta) == _order_of(TensorMeta.of(wanted)):
+        before = [line.source] if isinstance(line, Assign) else operands_of(line)
+        if self.turned.intersection(before) or _order_of(held.meta) == _order_of(TensorMeta.of(expected)):
             if self.turned.intersection(before):
                 self.turned.add(name)
             return ""
         self.turned.add(name)
-        if isinstance(line, Call) and name in line.names:
-            return _unlike_on_meta(line, name, held.meta, {n: self.metas[n] for n in line.operands if n in self.metas})
-        return f"its strides are {held.meta.stride}, on one device {wanted.stride()}"
+        if not isinstance(line, Call) or name not in line.names:
+            return f"its strides are {held.meta.stride}, on one device {expected.stride()}"
+        try:
+            tensors, _ = call_on(line, {n: self.metas[n].to_meta_tensor() for n in line.operands if n in self.metas})
+        except Exception:  # noqa: BLE001  there is no meta kernel
+            return ""
+        on_meta = tensors[line.names.index(name)]
+        if on_meta is not None and _order_of(TensorMeta.of(on_meta)) == _order_of(held.meta):
+            return ""
+        return f"its strides are {held.meta.stride}, and neither one device nor torch without data has that order"
 
-    def _where(self) -> list[tuple[int, ...]]:
+    def _coordinates(self) -> list[tuple[int, ...]]:
         return coordinates(self.program.mesh_shape)
-
-    def _whole(self, held: Mapping[tuple[int, ...], Held]) -> Tensor:
-        first = next(iter(held.values()))
-        if first.meta is None:
-            return first.local
-        spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
-        return assemble({at: h.local for at, h in held.items()}, spec)
 
     # -- differences that rounding makes --
     def _is_unsteady(self, line: Line, here: Sequence[LineOutcome]) -> bool:
-        """Whether one device, given what the ranks were given, answers as they do: then rounding was blown up."""
+        """Whether one device with the ranks' operands gives the ranks' results: then the call magnified a rounding."""
         if not isinstance(line, Call) or not all(name in self.held for name in line.operands):
             return False
         try:
@@ -193,60 +198,45 @@ class _Judge:
         if any(str(o.others) != str(others) for o in here):
             return False
         tolerance = max(self.after[self.program.lines.index(line)].tolerance, 0.0)
-        made = [n for n in values if n in here[0].values]
-        return not any(self._difference([o.values[n] for o in here], values[n], tolerance, loose=False) for n in made)
+        names = [n for n in values if n in here[0].values]
+        return not any(self._difference([o.values[n] for o in here], values[n], tolerance, loose=False) for n in names)
 
     def _backward(self, here: Sequence[LineOutcome]) -> str:
         wrong = self._state(here, "backward")
         if wrong or here[0].state != "ran":
             return wrong
         tolerance = max((a.tolerance for a in self.after), default=0.0)
-        for name, wanted in self.gradients.items():
-            if wanted is None:
-                # The mesh may know of zeros what one device knows not to be there.
+        for name, expected in self.gradients.items():
+            if expected is None:
+                # The mesh may have zeros where one device has no gradient.
                 continue
             if not all(name in o.values for o in here):
                 return f"leaf {name} has no gradient on some rank"
             loose = self.unsteady or any(a.loose for a in self.after)
             held = [o.values[name] for o in here]
-            wrong = self._difference(held, wanted, tolerance * 10, loose=loose)
-            if wrong and not self._is_steep(name, wanted):
+            wrong = self._difference(held, expected, tolerance * 10, loose=loose)
+            if wrong and not self._is_steep(name, expected):
                 return f"the gradient of {name}: {wrong}"
             self.verdict.counts["gradients compared"] += not loose and not wrong
         return ""
 
-    def _is_steep(self, name: int, wanted: Tensor) -> bool:
-        """Whether the gradient changes at once where the leaves change a little."""
+    def _is_steep(self, name: int, expected: Tensor) -> bool:
+        """Whether a tiny change of the leaves changes the gradient much. Then a small difference shows nothing."""
         generator = torch.Generator().manual_seed(0)
-        lines = [
-            evolve(line, value=_nudged(line.value, generator)) if isinstance(line, Leaf) else line
-            for line in self.program.lines
-        ]
+        lines: list[Line] = []
+        for line in self.program.lines:
+            if isinstance(line, Leaf) and line.value.is_floating_point():
+                noise = torch.randn(line.value.shape, generator=generator, dtype=torch.float64)
+                lines.append(evolve(line, value=line.value * (1 + _NUDGE * noise).to(line.value.dtype)))
+            else:
+                lines.append(line)
         _, gradients = reference(evolve(self.program, lines=tuple(lines)))
-        moved = gradients[name]
-        if moved is None or not bool(wanted.isfinite().all()):
+        nudged = gradients[name]
+        if nudged is None or not bool(expected.isfinite().all()):
             return True
-        return bool((moved - wanted).abs().max() > 1e-3 * max(1.0, float(wanted.abs().max())))
-
-
-def _nudged(value: Tensor, generator: torch.Generator) -> Tensor:
-    if not value.is_floating_point():
-        return value
-    return value * (1 + _NUDGE * torch.randn(value.shape, generator=generator, dtype=torch.float64)).to(value.dtype)
+        return bool((nudged - expected).abs().max() > 1e-3 * max(1.0, float(expected.abs().max())))
 
 
 def _order_of(meta: TensorMeta) -> list[int]:
-    """The dims that have an order, from the outermost in memory."""
+    """The dims of several elements, from the outermost in memory to the innermost."""
     return [d for d in memory_order(meta) if meta.shape[d] > 1] if 0 not in meta.shape else []
-
-
-def _unlike_on_meta(line: Call, name: int, meta: TensorMeta, operands: Mapping[int, TensorMeta]) -> str:
-    """What is wrong about strides that are not those of one device: nothing where torch gives them without data."""
-    strides = f"its strides are {meta.stride}"
-    try:
-        tensors, _ = call_on(line, {n: m.to_meta_tensor() for n, m in operands.items()})
-    except Exception:  # noqa: BLE001  # no kernel for it
-        return ""
-    seen = tensors[line.names.index(name)]
-    same = seen is not None and _order_of(TensorMeta.of(seen)) == _order_of(meta)
-    return "" if same else f"{strides}, and neither one device nor torch without data has that order"

@@ -1,4 +1,4 @@
-"""The bridge between shardwise and torch's DTensor: rules go over both ways.
+"""The bridge between shardwise and torch's DTensor, in both directions.
 
 :func:`export` registers shardwise rules with DTensor. :func:`register_op_strategy` and :func:`register_prop_rule` make
 shardwise rules of functions written for DTensor; the classes that such functions use are torch's own, under torch's

@@ -1,7 +1,8 @@
-"""From what a classic rule answers to shardwise strategies.
+"""The strategies of shardwise from the answer of a classic rule.
 
-A strategy that shardwise cannot say or cannot run is dropped, as DTensor drops what it cannot shard: one with a private
-placement (a masked or strided one), one that moves what the op writes, one whose reductions do not commute.
+A strategy that shardwise cannot express or run is dropped, as DTensor drops those that it cannot shard: one with a
+private placement (a masked or strided one), one that moves an operand that the op writes, one whose reductions do not
+commute.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _COMMUTING = {"sum", "avg"}
 
 
 def from_op_strategy(schema: OpSchema, answer: Any) -> OpStrategy:
-    """The choices of a strategy function; of a ``TupleStrategy``, whose positions choose for themselves, the cheapest.
+    """The choices of a strategy function; for a ``TupleStrategy``, the cheapest choice of each list position.
 
-    Raises :class:`NoStrategyError` when none is left, :class:`RuleError` for an answer of another kind.
+    Raises :class:`NoStrategyError` when no choice is left, :class:`RuleError` for an answer of another kind.
     """
     call = _Call.of(schema)
     if isinstance(answer, torch_private.OpStrategy):
@@ -52,9 +53,9 @@ def from_op_strategy(schema: OpSchema, answer: Any) -> OpStrategy:
 
 
 def from_output_sharding(schema: OpSchema, question: torch_private.OpSchema, ask: Callable[..., Any]) -> OpStrategy:
-    """The one choice of a propagation rule. A suggestion without an output is asked again, as torch does.
+    """The one choice of a propagation rule. For a suggestion without an output the rule is called again, as by torch.
 
-    Raises :class:`NoStrategyError` when there is none, :class:`RuleError` when the rule wants other arguments, too.
+    Raises :class:`NoStrategyError` when there is no choice, :class:`RuleError` when the rule replaces other arguments.
     """
     call = _Call.of(schema)
     answer = ask(question)
@@ -68,10 +69,10 @@ def from_output_sharding(schema: OpSchema, question: torch_private.OpSchema, ask
     if answer.use_val_from_redistribute_schema and suggested is not None and _others(suggested) != _others(question):
         raise RuleError(
             asked=f"run {schema}",
-            found="its classic rule replaces arguments that are no tensors by local ones",
+            found="its classic rule replaces arguments that are not tensors by local ones",
             do="Write it as a shardwise rule with local_args=.",
         )
-    choice = call.placed(list(_specs(suggested or question)), output)
+    choice = call.from_specs(list(_specs(suggested or question)), output)
     return _checked(schema, [] if choice is None else [choice])
 
 
@@ -86,7 +87,7 @@ def _checked(schema: OpSchema, choices: Sequence[PlacementStrategy]) -> OpStrate
 
 @frozen(eq=False)
 class _Call:
-    """A call whose answer is read: its schema, the metas of its results, and what it may not move."""
+    """A call whose answer is read: its schema, the metas of its results, and the operands that must not move."""
 
     schema: OpSchema
     metas: tuple[TensorMeta | None, ...]
@@ -106,22 +107,22 @@ class _Call:
         return cls(schema, result_metas(schema), frozenset((*schema.written, *schema.fixed)), same)
 
     def strategy(self, choice: OpSpec) -> PlacementStrategy | None:
-        """One choice for the whole call, ``None`` when it is dropped."""
+        """One choice for the whole call; ``None`` when it is dropped."""
         count = sum(spec is not None for spec in self.schema.specs)
-        wanted: Sequence[Any] = [choice.output_spec] * count if choice.input_specs is None else choice.input_specs
-        return self.placed([spec for spec in wanted if spec is not None], choice.output_specs)
+        specs: Sequence[Any] = [choice.output_spec] * count if choice.input_specs is None else choice.input_specs
+        return self.from_specs([spec for spec in specs if spec is not None], choice.output_specs)
 
-    def placed(self, wanted: Sequence[Any], outputs: Outputs) -> PlacementStrategy | None:
-        """A strategy from the specs of the operands that are there and of the results, ``None`` when it is dropped."""
+    def from_specs(self, operands: Sequence[Any], outputs: Outputs) -> PlacementStrategy | None:
+        """A strategy from the specs of the present operands and of the results; ``None`` when it is dropped."""
         try:
-            inputs = self._inputs(wanted)
+            inputs = self._inputs(operands)
             results = self._results(outputs)
         except PlacementError:
             return None
         return self.checked(inputs, results)
 
     def checked(self, inputs: Sequence[Places], results: Sequence[Places]) -> PlacementStrategy | None:
-        """A strategy from placements, ``None`` when shardwise cannot run it."""
+        """A strategy from placements; ``None`` when shardwise cannot run it."""
         specs = self.schema.specs
         moved = any(inputs[i] != _places(specs[i]) for i in self.fixed)
         parted = any(inputs[i] != results[o] for i, o in self.same)
@@ -129,18 +130,16 @@ class _Call:
             return None
         return strategy(self.schema, inputs, results, self.metas)
 
-    def _inputs(self, wanted: Sequence[DTensorSpec]) -> list[Places]:
-        """Placements per operand. Torch never moves keyword-only tensors, so an answer may leave them out."""
+    def _inputs(self, answered: Sequence[DTensorSpec]) -> list[Places]:
+        """Placements per operand. Torch never moves keyword-only tensors, so an answer may omit them."""
         specs = self.schema.specs
-        there = [i for i, spec in enumerate(specs) if spec is not None]
-        if len(wanted) > len(there):
-            raise self._wrong(f"specs for {len(wanted)} operands of {len(there)}")
+        present = [i for i, spec in enumerate(specs) if spec is not None]
+        keyword = {a.name for a in self.schema.signature.tensor_args if a.kwarg_only}
+        movable = [i for i in present if self.schema.operand_names[i].partition("[")[0] not in keyword]
+        if len(answered) not in (len(present), len(movable)):
+            raise self._wrong(f"specs for {len(answered)} operands of {len(present)}")
         inputs: list[Places] = [_places(spec) for spec in specs]
-        tensors = self.schema.signature.tensor_args
-        movable = [i for i in there if not _is_keyword(self.schema.operand_names[i], tensors)]
-        if len(wanted) not in (len(there), len(movable)):
-            raise self._wrong(f"specs for {len(wanted)} operands of {len(there)}")
-        for i, spec in zip(there if len(wanted) == len(there) else movable, wanted, strict=True):
+        for i, spec in zip(present if len(answered) == len(present) else movable, answered, strict=True):
             meta = specs[i]
             inputs[i] = check_placements(spec.placements, self.schema.mesh.ndim, 0 if meta is None else meta.ndim)
         return inputs
@@ -177,7 +176,7 @@ class _Call:
             at = self._position(i)
             outputs = range(i, len(self.metas), len(answer.children))
             if not isinstance(child, torch_private.OpStrategy):
-                raise self._wrong("a TupleStrategy of something else than OpStrategy")
+                raise self._wrong("a TupleStrategy whose children are not all OpStrategy")
             choices = [self._choice(choice, at, outputs) for choice in child.strategies]
             legal = [c for c in choices if c is not None]
             if not legal:
@@ -193,21 +192,21 @@ class _Call:
         return choice
 
     def _position(self, i: int) -> list[int]:
-        """The operands of one list position: the element there of each list, and every tensor that is no list."""
+        """The operands of one list position: the element there of each list, and every tensor that is not in a list."""
         names = self.schema.operand_names
         lists = {a.name for a in self.schema.signature.tensor_args if a.is_list}
         return [k for k, n in enumerate(names) if n.rpartition("[")[0] not in lists or n.endswith(f"[{i}]")]
 
     def _choice(self, choice: OpSpec, at: Sequence[int], outputs: range) -> tuple[list[Places], list[Places]] | None:
         specs = [self.schema.specs[k] for k in at]
-        wanted = [choice.output_spec] * len(at) if choice.input_specs is None else list(choice.input_specs)
-        if len(wanted) != len(at):
-            raise self._wrong(f"specs for {len(wanted)} operands of {len(at)} at one list position")
+        answered = [choice.output_spec] * len(at) if choice.input_specs is None else list(choice.input_specs)
+        if len(answered) != len(at):
+            raise self._wrong(f"specs for {len(answered)} operands of {len(at)} at one list position")
         ndim = self.schema.mesh.ndim
         try:
             inputs: list[Places] = [
-                None if s is None else check_placements(w.placements, ndim, s.ndim)
-                for s, w in zip(specs, wanted, strict=True)
+                None if s is None else check_placements(a.placements, ndim, s.ndim)
+                for s, a in zip(specs, answered, strict=True)
             ]
             results = [self._result(choice.output_spec, self.metas[o]) for o in outputs]
         except PlacementError:
@@ -226,11 +225,6 @@ class _Call:
 
 def _places(spec: TensorSpec | None) -> Places:
     return None if spec is None else spec.placements
-
-
-def _is_keyword(operand: str, tensors: Sequence[Any]) -> bool:
-    name = operand.partition("[")[0]
-    return any(a.name == name and a.kwarg_only for a in tensors)
 
 
 def _commutes(places: Places) -> bool:

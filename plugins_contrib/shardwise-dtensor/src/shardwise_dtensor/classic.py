@@ -1,7 +1,7 @@
 """Rules in DTensor's two classic styles as shardwise rules.
 
-The decorators have the names and the signatures of DTensor's own. They register nothing: each module keeps the rules
-that it made, and a plugin's hook hands them over, ``registry.add(*rules_of(module))``.
+The decorators have the names and the signatures of DTensor's own. They register nothing: each module keeps its rules,
+and a plugin's hook registers them: ``registry.add(*rules_of(module))``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise_dtensor.torch_private import RuntimeSchemaInfo, torch_mesh
 __all__ = ["register_op_strategy", "register_prop_rule", "rules_of"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-_KEPT = "__shardwise_dtensor_rules__"
+_RULES = "__shardwise_dtensor_rules__"
 
 
 def register_op_strategy(
@@ -34,9 +34,9 @@ def register_op_strategy(
 ) -> Callable[[Function], Function]:
     """Decorator: a rule from ``(mesh, op_schema) -> OpStrategy`` or ``(op_schema) -> OpStrategy``, in torch's classes.
 
-    The function comes back unchanged; :func:`rules_of` gives the rule. Arguments that ``schema_info`` makes static are
-    keyed by value, as are all that shardwise keys so by their schema type; of others (floats, scalars) the function
-    sees the type only.
+    The decorator returns the function unchanged; :func:`rules_of` gives the rule. Arguments that ``schema_info`` makes
+    static are keyed by value, and so are those that shardwise keys by value for their schema type. Of all others
+    (floats, scalars) the function sees only the type.
     """
 
     def make(function: Callable[..., Any], of: Op) -> Callable[[Mesh, OpSchema], OpStrategy]:
@@ -58,8 +58,8 @@ def register_prop_rule(
 ) -> Callable[[Function], Function]:
     """Decorator: a rule from ``(op_schema) -> OutputSharding``, in torch's classes, specs in place of tensors.
 
-    It has one strategy per call: what the function answers, or, if that is a suggestion without an output, what it
-    answers to its suggestion. Otherwise as :func:`register_op_strategy`.
+    It has one strategy per call: the function's answer. If that is a suggestion without an output, the function is
+    called again with its suggestion. All else is as in :func:`register_op_strategy`.
     """
 
     def make(function: Callable[..., Any], of: Op) -> Callable[[Mesh, OpSchema], OpStrategy]:
@@ -73,14 +73,14 @@ def register_prop_rule(
 
 
 def rules_of(*modules: ModuleType | Mapping[str, Any]) -> tuple[FullMeshRule, ...]:
-    """The rules that these modules (or namespaces) made with the decorators, in that order, for a plugin's hook.
+    """The rules that the decorators made in these modules (or namespaces), in that order, for a plugin's hook.
 
-    Raises :class:`RuleError` for a module without such a rule, which is most likely the wrong module.
+    Raises :class:`RuleError` for a module without such a rule.
     """
     rules: list[FullMeshRule] = []
     for module in modules:
         namespace = vars(module) if isinstance(module, ModuleType) else module
-        own: dict[Any, FullMeshRule] = namespace.get(_KEPT, {})
+        own: dict[Any, FullMeshRule] = namespace.get(_RULES, {})
         if not own:
             raise RuleError(
                 asked=f"collect the classic rules of {namespace.get('__name__', 'a namespace')}",
@@ -100,9 +100,9 @@ def _recorder(
     make: Callable[[Callable[..., Any], Op], Callable[[Mesh, OpSchema], OpStrategy]],
     style: str,
 ) -> Callable[[Function], Function]:
-    # The module that calls the public decorator: functions may come from elsewhere, also from torch.
+    # The module that calls the public decorator. The function itself may be from another module, or from torch.
     frame = sys._getframe(2)
-    rules: dict[Any, FullMeshRule] = frame.f_globals.setdefault(_KEPT, {})
+    rules: dict[Any, FullMeshRule] = frame.f_globals.setdefault(_RULES, {})
     caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     overloads = (ops,) if isinstance(ops, Op) else tuple(ops)
 
@@ -110,7 +110,7 @@ def _recorder(
         name, source = _named(function, caller)
         for op in overloads:
             rule = full_mesh_rule(op, static=_static(op, schema_info))(make(function, op))
-            # By source, so that a module that is loaded again has each rule once.
+            # Keyed by source, so that a module that is loaded again has each rule once.
             rules[op, source] = evolve(rule, source=source, text=f"classic {style} {name}")
         return function
 
@@ -128,7 +128,7 @@ def _named(function: Callable[..., Any], caller: str) -> tuple[str, str]:
 
 
 def _static(op: Op, schema_info: RuntimeSchemaInfo | None) -> tuple[str, ...]:
-    """The arguments that torch's schema info makes part of the key, by name."""
+    """The names of the arguments that torch's schema info makes part of the key."""
     if schema_info is None:
         return ()
     arguments = torch_private.schema_of(op).arguments
@@ -139,7 +139,7 @@ def _static(op: Op, schema_info: RuntimeSchemaInfo | None) -> tuple[str, ...]:
 
 
 def _takes_mesh(function: Callable[..., Any]) -> bool:
-    """Whether a strategy function is of the older style, ``(mesh, op_schema)``."""
+    """Whether a strategy function has the older style, ``(mesh, op_schema)``."""
     parameters = inspect.signature(function).parameters.values()
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(needed) not in (1, 2):

@@ -1,8 +1,8 @@
-"""Handing shardwise rules to torch's DTensor, with a report of what went over and what did not."""
+"""Exporting shardwise rules to torch's DTensor, with a report of what was exported and what was not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
@@ -27,9 +27,9 @@ What = AnyRule | Op | str
 class Exported:
     """One op of an export.
 
-    ``refused`` says why the op was left out, and is empty for one that DTensor now runs. ``partly`` tells that the rule
-    has a lowering, so that some of its rows may stay behind; ``rows_left_out`` maps the rows that did so far to the
-    reason. Which rows a call has is known when it comes: :func:`preview` tells for an example.
+    ``refused`` says why the op was left out; it is empty for an op that DTensor now runs. ``partly`` says that the rule
+    has a lowering, so that some of its rows may be left out; ``rows_left_out`` maps those that calls have shown so far
+    to the reason. Which rows a call has depends on the call: :func:`preview` lists them for an example.
     """
 
     op: Op
@@ -52,18 +52,18 @@ class Exported:
 
 @frozen(eq=False)
 class Export:
-    """What an export did, op by op. As a context manager it takes its rules back at the end, as :meth:`undo` does."""
+    """The report of an export, op by op. As a context manager it withdraws its rules at the end (:meth:`undo`)."""
 
     ops: tuple[Exported, ...]
-    _taken_back: ExitStack = field(repr=False)
+    _restore: ExitStack = field(repr=False)
 
     def of(self, status: str) -> tuple[Exported, ...]:
         """The ops of one status: ``exported``, ``partly`` or ``left out``."""
-        return tuple(found for found in self.ops if found.status == status)
+        return tuple(exported for exported in self.ops if exported.status == status)
 
     def undo(self) -> None:
-        """Give DTensor back what it had for these ops. Choices that other threads made with the rules stay theirs."""
-        self._taken_back.close()
+        """Restore what DTensor had for these ops. Choices that other threads cached with the rules remain."""
+        self._restore.close()
 
     def __enter__(self) -> Self:
         return self
@@ -79,7 +79,7 @@ class Export:
 
 @frozen
 class Preview:
-    """What of a rule goes to DTensor for one call: rows as ``[inputs] -> [outputs]``, others with the reason."""
+    """What is exported of a rule for one call: rows as ``[inputs] -> [outputs]``, and the others with the reason."""
 
     rows: tuple[str, ...]
     left_out: dict[str, str]
@@ -91,13 +91,13 @@ class Preview:
 def export(what: What | Iterable[What], *, override: bool = False) -> Export:
     """Register rules with DTensor: a rule, an op (its rule in the registry), a pattern on op names, or several of them.
 
-    The plain rows of a rule go over. Left out, each with the reason in the report, is what DTensor would compute
-    wrongly: rows that run a lowering, ops that write more than their first argument, and so on. Ops that DTensor has a
-    rule for are left alone unless ``override``. Raises :class:`RuleError` for a pattern that no op fits and what the
+    The plain rows of a rule are exported. What DTensor would compute wrongly is left out, and the report has the
+    reasons: rows that run a lowering, ops that write more than their first argument, and so on. An op that DTensor has
+    a rule for is skipped unless ``override``. Raises :class:`RuleError` for a pattern that matches no op, and what the
     registry raises for an op without a rule.
     """
-    given = [what] if isinstance(what, (Rule, FullMeshRule, Op, str)) else what
-    return _export((pair for one in given for pair in _pairs(one)), override=override)
+    several = [what] if isinstance(what, (Rule, FullMeshRule, Op, str)) else what
+    return _export((pair for one in several for pair in _pairs(one)), override=override)
 
 
 def export_plugin(name: str, *, override: bool = False) -> Export:
@@ -108,7 +108,7 @@ def export_plugin(name: str, *, override: bool = False) -> Export:
         loaded = ", ".join(sorted(origin.plugin for origin in registry.origins))
         raise RuleError(
             asked=f"export the rules of the plugin {name!r} to DTensor",
-            found=f"no rule of it holds; loaded are {loaded or 'no plugins'}",
+            found=f"it has no rule in force; the loaded plugins are {loaded or 'none'}",
             do="Correct the name, or see `shardwise plugins`.",
             plugin=name,
         )
@@ -125,7 +125,7 @@ def _pairs(what: What) -> Iterator[tuple[Op, AnyRule]]:
         if not ops:
             raise RuleError(
                 asked=f"export the rules for {what!r} to DTensor",
-                found="no rule is for an op of such a name",
+                found="no op with a rule has such a name",
                 do="Correct the pattern (shell style), or see `shardwise rules`.",
                 pattern=what,
             )
@@ -133,29 +133,26 @@ def _pairs(what: What) -> Iterator[tuple[Op, AnyRule]]:
 
 
 def _export(pairs: Iterable[tuple[Op, AnyRule]], *, override: bool) -> Export:
-    found = []
+    exported = []
     with ExitStack() as stack:
         for op, rule in pairs:
-            found.append(_export_one(op, rule, override=override, undo_at=stack.callback))
-        return Export(tuple(found), stack.pop_all())
-
-
-def _export_one(op: Op, rule: AnyRule, *, override: bool, undo_at: Callable[..., Any]) -> Exported:
-    refused = refusals(op, rule, override=override)
-    if refused or isinstance(rule, FullMeshRule):
-        return Exported(op, rule.source, refused, partly=False)
-    shardings = Shardings(op, rule)
-    positional, keywords = torch_private.varying(op, shardings.by_type)
-    undo_at(torch_private.put_rule(op, shardings, positional, keywords))
-    partly = rule.lowering is not None or rule.local_args is not None
-    return Exported(op, rule.source, (), partly, shardings.left_out)
+            refused = refusals(op, rule, override=override)
+            if refused or isinstance(rule, FullMeshRule):
+                exported.append(Exported(op, rule.source, refused, partly=False))
+                continue
+            shardings = Shardings(op, rule)
+            positional, keywords = torch_private.varying(op, shardings.by_type)
+            stack.callback(torch_private.put_rule(op, shardings, positional, keywords))
+            partly = rule.lowering is not None or rule.local_args is not None
+            exported.append(Exported(op, rule.source, (), partly, shardings.left_out))
+        return Export(tuple(exported), stack.pop_all())
 
 
 # -- looking before --------------------------------------------------------------------------------------------------
 
 
 def preview(rule: Rule, *args: Any, mesh_shape: tuple[int, ...] = (4,), **kwargs: Any) -> Preview:
-    """What of a rule DTensor would be given for a call of its first op with these arguments (tensors may be meta ones).
+    """What would be exported of a rule for a call of its first op with these arguments (tensors may be meta tensors).
 
     Raises :class:`NoStrategyError` when that is nothing.
     """
@@ -168,6 +165,6 @@ def preview(rule: Rule, *args: Any, mesh_shape: tuple[int, ...] = (4,), **kwargs
         return tuple(map(spec, value)) if isinstance(value, (list, tuple)) else value
 
     shardings = Shardings(rule.ops[0], rule)
-    found = shardings(*map(spec, args), **{name: spec(value) for name, value in kwargs.items()})
-    shown = tuple(f"{show_all(inputs)} -> {show_all(outputs)}" for outputs, inputs in found)
+    acceptable = shardings(*map(spec, args), **{name: spec(value) for name, value in kwargs.items()})
+    shown = tuple(f"{show_all(inputs)} -> {show_all(outputs)}" for outputs, inputs in acceptable)
     return Preview(shown, dict(shardings.left_out))

@@ -1,4 +1,4 @@
-"""What rules of older torch releases import, in terms of what torch has now."""
+"""Names that rules for older torch releases import, in terms of the current ones."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PlacementStrategy = torch_private.OpSpec
 
 
 class OutputSharding(torch_private.OutputSharding):
-    """Torch's ``OutputSharding``, which also takes ``schema_suggestions`` and ``failed_reason`` as up to torch 2.3.
+    """Torch's ``OutputSharding`` that also takes ``schema_suggestions`` and ``failed_reason``, as up to torch 2.3.
 
-    Of several suggestions the first counts, as it did there. A reason without an output or a suggestion is raised.
+    The first suggestion counts, as it did there. A reason without an output or a suggestion is raised.
     """
 
     def __init__(

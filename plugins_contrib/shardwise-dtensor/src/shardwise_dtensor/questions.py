@@ -1,4 +1,4 @@
-"""From a shardwise op schema to the one that a classic rule reads: torch's classes, torch's conventions."""
+"""The op schema that a classic rule reads, with torch's classes and conventions, from a shardwise op schema."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["classic_schema"]
 def classic_schema(
     schema: OpSchema, mesh: DeviceMesh, schema_info: RuntimeSchemaInfo | None, *, wrap: bool
 ) -> torch_private.OpSchema:
-    """The same call as torch describes it: trailing defaults left out, lists as lists.
+    """The same call as torch describes it: trailing defaults omitted, lists as lists.
 
-    With ``wrap`` each spec is the one choice of an ``OpStrategy``.
+    With ``wrap``, each spec is the only choice of an ``OpStrategy``.
     """
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
@@ -33,11 +33,11 @@ def classic_schema(
     for arg, value in zip(schema.signature.args, schema.values, strict=True):
         hidden = arg.name in schema.info.by_type and value is not None
         shown = ByType(arg.name, type(value)) if hidden else _classic(value, mesh, wrap=wrap)
-        given = not (arg.has_default and _same(value, arg.default))
+        is_given = not (arg.has_default and _same(value, arg.default))
         if not arg.kwarg_only:
             positional.append(shown)
-            needed = len(positional) if given else needed
-        elif given:
+            needed = len(positional) if is_given else needed
+        elif is_given:
             keywords[arg.name] = shown
     return torch_private.OpSchema(schema.op, tuple(positional[:needed]), keywords, schema_info)
 
@@ -56,5 +56,5 @@ def _classic(value: Any, mesh: DeviceMesh, *, wrap: bool) -> Any:
     if not isinstance(value, tuple):
         return value
     parts = [_classic(v, mesh, wrap=wrap) for v in value]
-    # A list that holds None, too, stays a list in torch.
+    # Torch keeps a list that also holds None as a list.
     return TupleStrategy(parts) if wrap and parts and all(isinstance(p, OpStrategy) for p in parts) else parts

@@ -1,4 +1,4 @@
-"""Why an op and its rule cannot be handed to DTensor: what ``register_sharding`` has no words for."""
+"""Why an op and its rule cannot be exported to DTensor: what ``register_sharding`` cannot express."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["refusals"]
 
 
 def refusals(op: Op, rule: Rule | FullMeshRule, *, override: bool) -> tuple[str, ...]:
-    """The reasons, none for an op that can be exported. Each alone would let DTensor compute something wrong."""
+    """The reasons; empty for an op that can be exported. For each of them, DTensor would compute a wrong result."""
     return tuple(_of_rule(rule)) + tuple(_of_op(op)) + tuple(_of_torch(op, override=override))
 
 
@@ -40,12 +40,12 @@ def _of_op(op: Op) -> list[str]:
     if not all(isinstance(r.type, torch.TensorType) for r in schema.returns):
         reasons.append("DTensor takes rows for results that are single tensors, and it has others")
     if torch.Tag.nondeterministic_seeded in op.tags:
-        reasons.append("it draws random numbers, which DTensor keeps in step for its own ops only")
+        reasons.append("it draws random numbers, which DTensor synchronises for its own ops only")
     return reasons + _of_writing(op)
 
 
 def _of_writing(op: Op) -> list[str]:
-    """DTensor takes an op whose name ends with ``_`` to write its first argument, and no other op to write at all."""
+    """DTensor assumes that an op whose name ends with ``_`` writes its first argument, and that no other op writes."""
     schema = torch_private.schema_of(op)
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write and not a.is_out]
     in_place = schema.name.endswith("_")
@@ -58,9 +58,9 @@ def _of_writing(op: Op) -> list[str]:
 
 def _of_torch(op: Op, *, override: bool) -> list[str]:
     if torch_private.has_handler(op):
-        return ["DTensor runs it by code of its own, which no rule reaches"]
+        return ["DTensor runs it by code of its own, without asking a rule"]
     if torch_private.rewrites_arguments(op):
-        return ["DTensor makes its arguments local by itself, which fits its own rule only"]
+        return ["DTensor makes its arguments local by itself, as only its own rule needs it"]
     if torch_private.has_rule(op) and not override:
         return ["DTensor has a rule for it; pass override=True to replace it"]
     return []

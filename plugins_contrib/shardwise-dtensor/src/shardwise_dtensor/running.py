@@ -12,7 +12,7 @@ __all__ = ["refuse", "run_classic"]
 
 
 def run_classic(function: Callable[..., Any], schema: OpSchema, *args: Any) -> Any:
-    """What the function answers; what it raises becomes a :class:`NoStrategyError` of the call."""
+    """The function's answer. An exception that it raises becomes a :class:`NoStrategyError` of the call."""
     try:
         return function(*args)
     except ShardingError:

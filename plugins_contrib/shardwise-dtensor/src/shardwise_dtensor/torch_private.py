@@ -1,7 +1,7 @@
-"""Every use of torch API that is not public. DTensor has no public door to the classes that its rules are made of.
+"""Every use of torch API that is not public. The classes that DTensor's rules are made of have no public name.
 
-``tests/test_torch_private.py`` holds one test per use, which fails clearly when torch takes it away. Written against
-torch 2.11 to 2.13.
+``tests/test_torch_private.py`` has one test per use, which fails if a torch release removes it. Written against torch
+2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _propagator() -> Any:
 
 def _table(name: str) -> dict[Any, Any]:
     # Releases differ in which tables they have.
-    found: dict[Any, Any] = getattr(_propagator(), name, {})
-    return found
+    table: dict[Any, Any] = getattr(_propagator(), name, {})
+    return table
 
 
 def schema_of(op: Op) -> Any:
@@ -81,33 +81,34 @@ def schema_of(op: Op) -> Any:
 
 
 def has_rule(op: Op) -> bool:
-    """Whether DTensor has a rule for an op. ``register_sharding`` does not say, it overwrites."""
+    """Whether DTensor has a rule for an op. ``register_sharding`` does not say so; it overwrites the rule."""
     return any(op in _table(name) for name in _RULES)
 
 
 def has_handler(op: Op) -> bool:
-    """Whether DTensor runs the op by code of its own that no rule reaches."""
+    """Whether DTensor runs the op by code of its own, without asking a rule."""
     return op in DTensor._op_dispatcher._custom_op_handlers
 
 
 def rewrites_arguments(op: Op) -> bool:
-    """Whether DTensor makes arguments of the op local, on the assumption of its own rule."""
+    """Whether DTensor makes arguments of the op local by itself, as its own rule needs it."""
     return any(op in _table(name) for name in _REWRITTEN)
 
 
 def put_rule(
     op: Op, function: Callable[..., Any], positional: int | None, keywords: Sequence[str]
 ) -> Callable[[], None]:
-    """Register ``function`` by ``register_sharding``; returns the function that puts back what was there.
+    """Register ``function`` by ``register_sharding``; returns a function that restores what was there before.
 
-    Arguments from index ``positional`` on and ``keywords`` key DTensor's choice. ``register_sharding`` keys by integers
-    only (and what stands behind the first), so that calls with different flags, lists or strings would share a choice.
+    Arguments from index ``positional`` on and ``keywords`` key DTensor's choice. ``register_sharding`` alone keys only
+    by integers and the arguments behind the first one, so calls with different flags, lists or strings would share a
+    choice.
     """
     before = {name: _table(name).get(op, _MISSING) for name in (*_RULES, *_KEYS)}
     for name in _RULES:
         _table(name).pop(op, None)
     register_sharding(op)(function)
-    # The default index of torch's: behind all arguments.
+    # Torch's default index: behind all arguments.
     first = RuntimeSchemaInfo().static_argnum if positional is None else positional
     _table("op_to_schema_info")[op] = RuntimeSchemaInfo(first, list(keywords) or None, needs_pytree=True)
     forget_choices()
@@ -124,16 +125,16 @@ def put_rule(
 
 
 def forget_choices() -> None:
-    """Drop what DTensor decided before, in this thread; both of its caches are kept per thread."""
+    """Drop DTensor's cached choices in this thread; both of its caches are per thread."""
     _propagator().propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def varying(op: Op, by_type: frozenset[str]) -> tuple[int | None, tuple[str, ...]]:
-    """What must key DTensor's choice for an op: the index of the first positional argument, and keyword-only ones.
+    """What must key DTensor's choice for an op: the index of the first positional argument, and keyword-only names.
 
-    That is every argument but tensors, and floats among ``by_type``: their values change from call to call, and no
-    rule may read them. (A ``Scalar`` may be an integer or a float, which can decide the dtype of a result.)
+    Every argument must, but tensors and the floats among ``by_type``, whose values change from call to call and which
+    no rule may read. (A ``Scalar`` may be an integer or a float, which can decide the dtype of a result.)
     """
     positional, keywords = None, []
     for i, arg in enumerate(op._schema.arguments):
@@ -153,7 +154,7 @@ def _holds_tensors(kind: Any) -> bool:
 
 
 def torch_mesh(mesh: Mesh) -> DeviceMesh:
-    """A ``DeviceMesh`` itself; for an abstract mesh one of its shape without process groups, seen from its rank 0."""
+    """A ``DeviceMesh`` as it is; for an abstract mesh, a mesh of its shape without process groups, seen from rank 0."""
     return _without_groups(mesh) if isinstance(mesh, AbstractMesh) else mesh
 
 

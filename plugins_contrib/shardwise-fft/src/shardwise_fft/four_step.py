@@ -36,7 +36,7 @@ def factors(size: int, ranks: int, kernel: Kernel) -> tuple[int, int] | None:
 
 @frozen
 class FourStep:
-    """Transform a dim that the ranks of ``over`` shard evenly, and leave it so. ``by`` is what :func:`factors` gives.
+    """Transform a dim that the ranks of ``over`` shard evenly, and leave it so. ``by`` is a result of :func:`factors`.
 
     An element ``j`` of a line is ``j1 * n2 + j2``, one of the result is ``k1 + n1 * k2``; the transforms are over
     ``j1`` and ``j2``.

@@ -1,4 +1,4 @@
-"""The transforms that a call of ``_fft_c2c``, ``_fft_r2c`` or ``_fft_c2r`` is made of, and how each runs on a shard."""
+"""The transforms in a call of ``_fft_c2c``, ``_fft_r2c`` or ``_fft_c2r``, and how each runs on a shard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Kernel:
     """A transform of one kind: ``c2c``, ``r2c`` (size ``n`` to ``n // 2 + 1`` where ``onesided``) or ``c2r``.
 
     ``normalization`` is torch's: 0 none, 1 by the root of the size, 2 by the size. All three multiply over dims, so a
-    transform of several dims may be taken apart. ``size`` is the size that ``c2r`` makes.
+    transform of several dims may be split by dims. ``size`` is the size that ``c2r`` makes.
     """
 
     kind: str

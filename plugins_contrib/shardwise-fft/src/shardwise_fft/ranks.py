@@ -18,7 +18,7 @@ def _ints(values: Sequence[int]) -> tuple[int, ...]:
 
 @frozen
 class Ranks:
-    """Mesh dims whose ranks are counted row-major, in the order given, and this rank's place on each."""
+    """Mesh dims whose ranks are counted row-major in this order, and this rank's place on each."""
 
     mesh_dims: tuple[int, ...] = field(converter=_ints)
     shape: tuple[int, ...] = field(converter=_ints)
@@ -38,7 +38,7 @@ class Ranks:
         return number
 
     def shares(self, size: int) -> list[int]:
-        """How many of ``size`` elements each rank has, which the mesh dims shard, the first of them outermost."""
+        """How many of ``size`` elements each rank has if the mesh dims shard them, the first one outermost."""
         sizes = [size]
         for count in self.shape:
             sizes = [chunk(n, count, i)[0] for n in sizes for i in range(count)]

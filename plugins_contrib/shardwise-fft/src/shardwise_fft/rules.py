@@ -1,4 +1,4 @@
-"""The rules of the three ops that every function of ``torch.fft`` comes down to."""
+"""The rules of the three ops that the functions of ``torch.fft`` call."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _dense(x: Tensor, local: LocalCall) -> Tensor:
 def _rows(call: Call, *, keep: bool) -> Rows:
     """Dims that are not transformed pass; a transformed one stays sharded, or another is sharded in its place.
 
-    Rows that cost the same are preferred in their order: first the transformed dim stays (``keep``), or first it does
-    not. No named dim says that a shard moves from one dim to another, so these rows are written out.
+    Of rows with the same cost the first is chosen. With ``keep``, that is a row in which the transformed dim stays
+    sharded. Named dims cannot say that a shard moves from one dim to another, so these rows are written out.
     """
     x = call.args["self"]
     dims = [d % x.ndim for d in call.args["dim"]]

@@ -1,8 +1,9 @@
-"""Which steps bring a call from the layout of its operand to that of its result; worked out once per plan.
+"""Which steps bring a call from the layout of its operand to that of its result; computed once per plan.
 
-Dims that are whole are transformed at once. Then each sharded one in turn: by a swap with the dim that is to be sharded
-in its place, where the result wants that and that dim is done; else along its shards. What is then still not where the
-result wants it is swapped, or in the last resort gathered and cut. The steps depend on specs alone: all ranks agree.
+Whole dims are transformed at once. Then the sharded dims follow in turn. If the result shards another dim in place of a
+sharded one, and that other dim is done, one swap makes the sharded dim whole. Else it is transformed along its shards.
+At the end, mesh dims that do not yet lie as in the result are swapped, or as a last resort gathered and cut. The steps
+depend on specs alone, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -87,21 +88,21 @@ class _Course:
                 todo = [d for d in todo if d not in whole]
                 continue
             undone = later.union(todo)
-            free = [d for d in todo if self._freeing(d, undone) is not None]
+            free = [d for d in todo if self._moves_to_goal(d, undone) is not None]
             d = min(free or todo, key=lambda d: _splits(self.layout, d))
-            freeing = self._freeing(d, undone) or self._detour(d, undone)
-            if freeing is None:
+            moves = self._moves_to_goal(d, undone) or self._detour(d, undone)
+            if moves is None:
                 self.steps.append(self._along(d, stage.kernel))
                 self._resize(d, stage.kernel)
                 todo.remove(d)
             else:
-                self._take(freeing)
+                self._apply(moves)
 
     def _resize(self, dim: int, kernel: Kernel) -> None:
         self.sizes[dim] = kernel.result_size(self.sizes[dim])
 
     def _along(self, dim: int, kernel: Kernel) -> Step:
-        """A dim on its shards: by its lines, or together where no rank would get one of them."""
+        """The step for a dim that stays sharded: ranks share its lines, or each line if there are too few lines."""
         over = self._over(_splits(self.layout, dim))
         size = self.sizes[dim]
         if self._most_lines(dim) < over.count:
@@ -123,8 +124,8 @@ class _Course:
 
     # -- moves --
 
-    def _freeing(self, dim: int, undone: set[int]) -> list[_Move] | None:
-        """The moves that make a dim whole on the way to the goal, if there are such."""
+    def _moves_to_goal(self, dim: int, undone: set[int]) -> list[_Move] | None:
+        """The moves to the goal that make a dim whole; ``None`` if one of them is not possible yet."""
         moves: list[_Move] = []
         layout = self.layout
         while _splits(layout, dim):
@@ -136,7 +137,7 @@ class _Course:
         return moves
 
     def _detour(self, dim: int, undone: set[int]) -> list[_Move] | None:
-        """A swap with a third dim where the goal's own is not done yet: two moves; ``Along`` would take three."""
+        """A swap with a third dim, if the goal's dim is not done yet: two moves in all; with ``Along``, three."""
         split = _splits(self.layout, dim)
         goals = {self.goal[m] for m in split}
         if len(goals) != 1 or goals & {dim, None}:
@@ -155,7 +156,7 @@ class _Course:
                 return _Move(split[first:], dim, into)
         return None
 
-    def _take(self, moves: Sequence[_Move]) -> None:
+    def _apply(self, moves: Sequence[_Move]) -> None:
         for move in moves:
             over = self._over(move.mesh_dims)
             outer = [m for m in _splits(self.layout, move.dim) if m not in move.mesh_dims]
@@ -167,12 +168,12 @@ class _Course:
     def settle(self) -> None:
         """Bring what is left to the goal."""
         while (move := self._any_move()) is not None:
-            self._take([move])
+            self._apply([move])
         wrong = {m for m, (d, e) in enumerate(zip(self.layout, self.goal, strict=True)) if d != e}
         dims = {d for m in wrong for d in (self.layout[m], self.goal[m]) if d is not None}
         if not dims:
             return
-        self._take([_Move(split, d, None) for d in sorted(dims) if (split := _splits(self.layout, d))])
+        self._apply([_Move(split, d, None) for d in sorted(dims) if (split := _splits(self.layout, d))])
         self.steps.append(Place(tuple(sorted(dims))))
         self.layout = self.goal
 

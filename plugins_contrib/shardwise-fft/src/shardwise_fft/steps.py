@@ -1,6 +1,6 @@
 """The steps of a distributed transform: local transforms, and what moves data between the ranks of a mesh dim.
 
-A step takes this rank's part and gives the next one. Every rank runs the same steps, so their collectives match; each
+A step turns this rank's part into its next part. Every rank runs the same steps, so their collectives match; each
 rank knows the shapes of the tensors that it receives, so they need no exchange of shapes.
 """
 
@@ -61,7 +61,7 @@ class Swap:
 
 @frozen
 class Gather:
-    """Make a dim whole on the ranks of ``over``, the innermost that shard it; together they have ``size`` of it."""
+    """Make a dim whole on the ranks of ``over``, its innermost ones; together they hold ``size`` elements of it."""
 
     over: Ranks
     dim: int

@@ -1,6 +1,6 @@
 """Quantised linear layers for shardwise meshes: weights of 8 or 4 bits, run tensor-parallel.
 
-The rules that make torch's quantised products run on a mesh come in by the entry point; see ``plugin``.
+The entry point registers the rules that run torch's quantised products on a mesh; see ``plugin``.
 """
 
 from shardwise_quant.linear import (

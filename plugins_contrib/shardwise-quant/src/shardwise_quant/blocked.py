@@ -1,8 +1,8 @@
 """An op of this package: torch's 4-bit product for CPU with a weight whose shape says how it is packed.
 
-torch packs the rows of a weight in blocks and shapes the bytes ``[n, k / 2]``, where no dim is ``k``. The same bytes
-are ``[n / b, k, b / 2]``: block, column, pairs of rows. In this shape a weight can be sharded by ``k``, and a
-row-parallel layer be made of it.
+torch packs the rows of a weight in blocks and gives the bytes the shape ``[n, k / 2]``, where no dim is ``k``. Here the
+same bytes have the shape ``[n / b, k, b / 2]``: block, column, pairs of rows. In this shape a weight can be sharded by
+``k``, as a row-parallel layer needs it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LIBRARY.define("int4_linear(Tensor x, Tensor packed, Tensor scales_and_zeros, i
 
 @cache
 def block_rows() -> int:
-    """How many rows this CPU packs into one block: 64 with AVX512, else 32 or 16; found by packing."""
+    """The number of rows that this CPU packs into one block: 64 with AVX512, else 32 or 16. It is found by packing."""
     weight = torch.zeros(64, 2, dtype=torch.int32)
     weight[:, 1] = 1
     flat = aten._convert_weight_to_int4pack_for_cpu.default(weight, 1).flatten()
@@ -44,17 +44,17 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def int4_linear(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int) -> torch.Tensor:
     """``x @ w.T`` with ``w = (q - 8) * scale + zero``, ``[m, k]`` by ``[n, k]``.
 
-    ``packed`` is what :func:`pack` made of ``q``; ``scales_and_zeros`` is ``[k / group_size, n, 2]`` in the dtype of
+    ``packed`` is ``pack(q)``; ``scales_and_zeros`` is ``[k / group_size, n, 2]`` in the dtype of
     ``x`` (float32, bfloat16 or float16); ``group_size`` is 32, 64, 128 or 256.
     """
     blocks, k, half = packed.shape
     n = 2 * blocks * half
     if 0 in (x.shape[0], n, k):
         return x.new_zeros((x.shape[0], n))
-    found: torch.Tensor = aten._weight_int4pack_mm_for_cpu.default(
+    product: torch.Tensor = aten._weight_int4pack_mm_for_cpu.default(
         x, packed.view(n, k // 2), group_size, scales_and_zeros
     )
-    return found
+    return product
 
 
 def _meta(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor, group_size: int) -> torch.Tensor:

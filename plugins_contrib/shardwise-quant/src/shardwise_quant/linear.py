@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights: ordinary modules, with their tensors as buffers that can be distributed.
+"""Linear layers with quantised weights: ordinary modules, whose tensors are buffers that can be distributed.
 
 Weights are quantised symmetrically, one scale for each output row (8 bits), or with a scale and a zero for each group
 of a row (4 bits). The layers are for inference: they have no gradient with respect to weights.
@@ -26,20 +26,20 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class QuantisationError(ValueError):
-    """A layer that cannot be quantised in the way that is asked for."""
+    """A layer cannot be quantised as asked."""
 
 
 def _by_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values ``[m, k]`` in int8 and a positive scale for each row, ``[m, 1]`` in ``dtype``: the largest becomes 127."""
+    """Values ``[m, k]`` in int8 and a positive scale per row, ``[m, 1]`` in ``dtype``; the largest becomes 127."""
     wide = values.float()
     scales = (wide.abs().amax(1, keepdim=True) / MAX_INT8).clamp(min=torch.finfo(dtype).tiny).to(dtype)
     return (wide / scales.float()).round().clamp(-MAX_INT8, MAX_INT8).to(torch.int8), scales
 
 
 class _Quantised(nn.Module, ABC):
-    """What the layers share: sizes, an optional bias, leading dims of the input flattened into rows.
+    """The base of the layers: sizes, an optional bias, leading dims of the input flattened into rows.
 
-    ``BY`` says which dim of which buffer is sharded when the layer is, by its outputs or by its inputs.
+    ``BY`` says which dim of each buffer is sharded when the layer is sharded by its outputs or by its inputs.
     """
 
     BY: ClassVar[Mapping[str, Mapping[str, int]]] = {
@@ -53,7 +53,7 @@ class _Quantised(nn.Module, ABC):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        bias: Tensor | None = linear.bias  # torch's annotation leaves out that there may be none
+        bias: Tensor | None = linear.bias  # torch's annotation leaves out None
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
     @abstractmethod
@@ -63,9 +63,9 @@ class _Quantised(nn.Module, ABC):
     def forward(self, x: Tensor) -> Tensor:
         """``[..., in_features]`` to ``[..., out_features]``, in the dtype of ``x``."""
         rows = x if x.ndim == 2 else x.reshape(-1, self.in_features)  # noqa: PLR2004  a matrix
-        made = self.product(rows)
-        made = made if self.bias is None else made + self.bias
-        return made if x.ndim == 2 else made.reshape(*x.shape[:-1], self.out_features)  # noqa: PLR2004  as above
+        y = self.product(rows)
+        y = y if self.bias is None else y + self.bias
+        return y if x.ndim == 2 else y.reshape(*x.shape[:-1], self.out_features)  # noqa: PLR2004  as above
 
     def extra_repr(self) -> str:
         """Sizes, as ``nn.Linear`` shows them."""
@@ -73,9 +73,10 @@ class _Quantised(nn.Module, ABC):
 
 
 class Int8Linear(_Quantised):
-    """Weights of 8 bits, activations as they are: ``aten._weight_int8pack_mm``.
+    """Weights of 8 bits, activations unquantised: ``aten._weight_int8pack_mm``.
 
-    Buffers: ``weight`` int8 ``[out, in]``, ``scales`` ``[out]`` in the dtype of the layer, ``bias`` ``[out]`` or none.
+    Buffers: ``weight`` int8 ``[out, in]``, ``scales`` ``[out]`` in the dtype of the layer, ``bias`` ``[out]`` or
+    ``None``.
     """
 
     weight: Tensor
@@ -89,12 +90,12 @@ class Int8Linear(_Quantised):
 
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
-        made: Tensor = torch.ops.aten._weight_int8pack_mm.default(rows, self.weight, self.scales)
-        return made
+        product: Tensor = torch.ops.aten._weight_int8pack_mm.default(rows, self.weight, self.scales)
+        return product
 
 
 class DynamicInt8Linear(_Quantised):
-    """Weights of 8 bits, and activations quantised row by row as they come: ``aten._int_mm``.
+    """Weights of 8 bits, and activations that each call quantises row by row: ``aten._int_mm``.
 
     Buffers as in :class:`Int8Linear`, with ``scales`` in float32. The integer product is exact: a mesh gives the same
     bits as one device.
@@ -112,8 +113,8 @@ class DynamicInt8Linear(_Quantised):
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
         whole, of_rows = _by_rows(rows, torch.float32)
-        made: Tensor = torch.ops.aten._int_mm.default(whole, self.weight.t())
-        return (made.float() * of_rows * self.scales).to(rows.dtype)
+        product: Tensor = torch.ops.aten._int_mm.default(whole, self.weight.t())
+        return (product.float() * of_rows * self.scales).to(rows.dtype)
 
 
 class Int4Linear(_Quantised):
@@ -121,8 +122,8 @@ class Int4Linear(_Quantised):
 
     Buffers: ``weight`` uint8 ``[out / b, in, b / 2]`` with ``b`` the rows that this CPU packs into a block, so that dim
     0 is sharded by outputs and dim 1 by inputs; ``scales_and_zeros`` ``[in / group_size, out, 2]`` in the dtype of the
-    layer; ``bias`` ``[out]`` or none. Raises :class:`QuantisationError` where ``out`` is no multiple of ``b`` or ``in``
-    none of the group size.
+    layer; ``bias`` ``[out]`` or ``None``. Raises :class:`QuantisationError` if ``out`` is not a multiple of ``b``, or
+    ``in`` not a multiple of the group size.
     """
 
     BY: ClassVar[Mapping[str, Mapping[str, int]]] = {
@@ -149,27 +150,27 @@ class Int4Linear(_Quantised):
     def product(self, rows: Tensor) -> Tensor:
         """``[m, in_features]`` times the weight, without the bias."""
         op = torch.ops.shardwise_quant.int4_linear.default
-        made: Tensor = op(rows, self.weight, self.scales_and_zeros, self.group_size)
-        return made
+        product: Tensor = op(rows, self.weight, self.scales_and_zeros, self.group_size)
+        return product
 
 
 def tensor_parallel(module: nn.Module, by: Mapping[str, str], mesh_dim: str = "tp") -> dict[str, dict[str, Placement]]:
     """Placements for :func:`shardwise.distribute_module`: quantised layers by name, each ``"outputs"`` or ``"inputs"``.
 
-    A layer sharded by its outputs (column-parallel) and one sharded by its inputs (row-parallel) behind it need one
-    reduction between them and the next. Raises :class:`QuantisationError` for a name that is no quantised layer.
+    A layer sharded by its outputs (column-parallel) followed by one sharded by its inputs (row-parallel) needs one
+    reduction, behind the second. Raises :class:`QuantisationError` for a name that is not a quantised layer.
     """
-    found: dict[str, dict[str, Placement]] = {}
-    for name, way in by.items():
+    placements: dict[str, dict[str, Placement]] = {}
+    for name, side in by.items():
         layer = module.get_submodule(name)
-        if not isinstance(layer, _Quantised) or way not in layer.BY:
+        if not isinstance(layer, _Quantised) or side not in layer.BY:
             raise QuantisationError(
-                f"{name!r} is a {type(layer).__name__}, to be sharded by {way!r}. Name a quantised layer, and "
+                f"{name!r} is a {type(layer).__name__}, to be sharded by {side!r}. Name a quantised layer, and "
                 "'outputs' or 'inputs'."
             )
-        kept = dict(layer.named_buffers(recurse=False))
-        found |= {f"{name}.{key}": {mesh_dim: shard(dim)} for key, dim in layer.BY[way].items() if key in kept}
-    return found
+        buffers = dict(layer.named_buffers(recurse=False))
+        placements |= {f"{name}.{key}": {mesh_dim: shard(dim)} for key, dim in layer.BY[side].items() if key in buffers}
+    return placements
 
 
 def _check_int4(linear: nn.Linear, group_size: int) -> None:
@@ -192,14 +193,14 @@ def _check_int4(linear: nn.Linear, group_size: int) -> None:
 def quantise(module: Module, make: Callable[[nn.Linear], nn.Module]) -> Module:
     """Replace every ``nn.Linear`` below ``module`` by ``make(linear)``, in place; returns the module.
 
-    ``make`` is one of the layers of this package, or a function that calls one. A linear layer that is shared is
-    made once.
+    ``make`` is one of the layers of this package, or a function that calls one. A linear layer that several parents
+    share is replaced by one layer.
     """
-    made: dict[int, nn.Module] = {}
+    layers: dict[int, nn.Module] = {}
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                if id(child) not in made:
-                    made[id(child)] = make(child)
-                setattr(parent, name, made[id(child)])
+                if id(child) not in layers:
+                    layers[id(child)] = make(child)
+                setattr(parent, name, layers[id(child)])
     return module

@@ -1,11 +1,11 @@
 """Products with packed 4-bit weights, and the packing.
 
-Packing moves values between rows and columns inside tiles, so a packed weight may be cut between tiles only:
+Packing moves values between rows and columns inside tiles, so a packed weight may only be cut between tiles:
 
-* CPU, ``[n, k / 2]``: blocks of 64, 32 or 16 rows (by instruction set) lie one behind the other, each as
-  ``{k, rows / 2}`` bytes. Every 64 rows are whole blocks everywhere; ``k`` is no dim of this shape at all. It is one of
-  ``[n / b, k, b / 2]``, the same bytes: that is what :func:`shardwise_quant.blocked.int4_linear` takes.
-* CUDA, ``[n / 8, k / (16 t), 32, t / 2]`` with ``t`` inner tiles: both are dims, in units of a tile.
+* CPU, ``[n, k / 2]``: blocks of 64, 32 or 16 rows (by instruction set) follow each other, each with ``[k, rows / 2]``
+  bytes. A multiple of 64 rows is a number of whole blocks on every CPU. This shape has no dim ``k``. The same bytes as
+  ``[n / b, k, b / 2]`` have one; :func:`shardwise_quant.blocked.int4_linear` takes that shape.
+* CUDA, ``[n / 8, k / (16 t), 32, t / 2]`` with ``t`` inner tiles: ``n`` and ``k`` are dims, in units of a tile.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-# Whole blocks of rows on every CPU that torch packs for (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
+# So many rows are whole blocks on every CPU that torch packs for (aten/src/ATen/native/cpu/int4mm_kernel.cpp).
 CPU_ROWS = 64
 # Rows and columns of one tile of CUDA's packing (aten/src/ATen/native/cuda/int4mm.cu).
 CUDA_ROWS, CUDA_COLUMNS = 8, 16
 
-# Linear in the activations; in scales and zeros together, for a weight is q * scale + zero.
+# Linear in the activations, and in scales and zeros together: a weight is q * scale + zero.
 LINEAR = (linear("self|x"), linear("qScaleAndZeros|scales_and_zeros"))
 
 
 def _cut(name: str, pieces: int, size: int) -> Any:
-    """The label of a dim of ``size`` that may be cut into a divisor of ``pieces``; none where that says nothing."""
+    """The label of a dim of ``size`` that may be cut into a divisor of ``pieces``; ``None`` if it must be whole."""
     if pieces < 1 or size % pieces:
         return None
     return ((name, pieces), (f"{name}_within", size // pieces))
 
 
 def _flow(inputs: Any, outputs: Any, **options: Any) -> Flow:
-    """A flow in which what lies within a tile is whole."""
+    """A flow in which the inside of a tile is whole."""
     named = {name for dims in inputs for label in dims or () if isinstance(label, tuple) for name, _ in label[1:]}
     return Flow(inputs, outputs, replicate=named, **options)
 
@@ -94,10 +94,10 @@ def BLOCKED_MM(
 
 @rule_from(aten._convert_weight_to_int4pack.default)
 def PACK_FOR_CUDA(self: TensorMeta, innerKTiles: int) -> Flow | Rows:  # noqa: N803  the op's own name
-    """Named dims (n 8) (k _) -> n k _ _; whole tiles, and no row where n is no multiple of 8."""
+    """Named dims (n 8) (k _) -> n k _ _; whole tiles, and no row where n is not a multiple of 8."""
     n, halves = self.shape
     if n % CUDA_ROWS:
-        # The device rounds the number of tiles up, the meta device down: no shape can be promised.
+        # The device rounds the number of tiles up and the meta device rounds it down, so the shape is not known.
         return Rows(())
     rows = _cut("n", n // CUDA_ROWS, n)
     columns = _cut("k", 2 * halves // (CUDA_COLUMNS * innerKTiles), halves)
@@ -105,7 +105,7 @@ def PACK_FOR_CUDA(self: TensorMeta, innerKTiles: int) -> Flow | Rows:  # noqa: N
 
 
 def _mm_for_cuda(local: LocalCall, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    if not x.shape[0]:  # the kernel cannot be launched for no row
+    if not x.shape[0]:  # the kernel cannot be launched without a row
         return x.new_empty((0, rest[0].shape[0] * CUDA_ROWS))
     product: torch.Tensor = local.call.op(x.contiguous(), *rest)
     return product
@@ -115,13 +115,17 @@ def _meta_for_cuda(x: torch.Tensor, weight: torch.Tensor, group_size: int, scale
     return x.new_empty((x.shape[0], scales.shape[1]))
 
 
-# torch's own meta kernel takes fake tensors only (2.13).
+# torch's own meta kernel accepts fake tensors only (2.13).
 @rule_from(aten._weight_int4pack_mm.default, lowering=_mm_for_cuda, meta=_meta_for_cuda)
 def MM_FOR_CUDA(self: TensorMeta, mat2: TensorMeta, qGroupSize: int, qScaleAndZeros: TensorMeta) -> Flow:  # noqa: N803
-    """Named dims m (k _), n (k _) _ _, (k _) (n 8) _ -> m (n 8); k in tiles that are whole groups as well."""
+    """Named dims m (k _), n (k _) _ _, (k _) (n 8) _ -> m (n 8); k in tiles that are whole groups as well.
+
+    It is long because the notation cannot say this: a piece of k must be whole in three units at once (tiles, groups,
+    columns), which follow from the sizes of the call.
+    """
     columns = self.shape[1]
     tiles, n = mat2.shape[0], mat2.shape[0] * CUDA_ROWS
-    if mat2.ndim != 4:  # noqa: PLR2004  CUDA's packing; other devices have others
+    if mat2.ndim != 4:  # noqa: PLR2004  CUDA's packing; other devices pack otherwise
         return Flow([None, None, None], [None])
     rows = _cut("n", tiles, n)
     step = lcm(qGroupSize, 2 * CUDA_COLUMNS * mat2.shape[3])

@@ -1,4 +1,4 @@
-"""From one layout of positions to another, within a ring: an all-to-all per tensor."""
+"""Exchange of positions within a ring, from one layout to another: an all-to-all per tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Layouts = tuple[Ranges, ...]
 
 
 def cut(tensor: Tensor, positions: Range) -> Tensor:
-    """Some positions of a tensor, by their place in local memory; a view."""
+    """A view of some positions of a tensor, counted in local memory."""
     return tensor.narrow(SEQUENCE, positions[0], positions[1] - positions[0])
 
 
@@ -26,17 +26,17 @@ def exchange(local: LocalCall, at: Place, tensor: Tensor, have: Layouts, want: L
     if have == want:
         return tensor
     mine, ranks = have[at.index], range(at.size)
-    came = [overlaps(have[source], want[at.index]) for source in ranks]
+    incoming = [overlaps(have[source], want[at.index]) for source in ranks]
     received = local.comm.all_to_all(
         [_joined(tensor, [cut(tensor, _within(mine, part)) for part in overlaps(mine, want[rank])]) for rank in ranks],
         at.ring,
-        [_resized(tensor, length(tuple(parts))) for parts in came],
+        [_resized(tensor, length(tuple(parts))) for parts in incoming],
     )
-    found: list[tuple[int, Tensor]] = []
-    for parts, run in zip(came, received, strict=True):
+    by_start: list[tuple[int, Tensor]] = []
+    for parts, run in zip(incoming, received, strict=True):
         pieces = torch.split(run, [stop - start for start, stop in parts], SEQUENCE)
-        found += [(start, piece) for (start, _), piece in zip(parts, pieces, strict=True)]
-    return _joined(tensor, [piece for _, piece in sorted(found, key=itemgetter(0))])
+        by_start += [(start, piece) for (start, _), piece in zip(parts, pieces, strict=True)]
+    return _joined(tensor, [piece for _, piece in sorted(by_start, key=itemgetter(0))])
 
 
 def _joined(tensor: Tensor, parts: list[Tensor]) -> Tensor:

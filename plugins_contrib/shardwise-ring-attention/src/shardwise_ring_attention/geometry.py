@@ -1,4 +1,4 @@
-"""Which parts of the scores are worked on where: ranges of positions, and the pieces of a block under a causal mask.
+"""Which rank computes which scores: ranges of positions, and the pieces of a block under a causal mask.
 
 A rank holds some ranges of positions, one behind the other in memory. A causal mask lets query ``i`` see the keys up to
 ``i``, both counted from the start of their sequence, as ``scaled_dot_product_attention(is_causal=True)`` does.
@@ -20,7 +20,7 @@ Ranges = tuple[Range, ...]
 
 @frozen
 class Piece:
-    """A rectangle of scores, by local positions of queries and keys; ``causal`` ones are square, and half of it."""
+    """A rectangle of scores, by local positions of queries and keys; of a ``causal`` one, a square, half counts."""
 
     queries: Range
     keys: Range
@@ -38,20 +38,21 @@ def length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def area(found: Sequence[Piece]) -> int:
+def area(parts: Sequence[Piece]) -> int:
     """How many scores there are in some pieces: what their attention costs."""
-    return sum(piece.area for piece in found)
+    return sum(piece.area for piece in parts)
 
 
 def overlaps(some: Ranges, others: Ranges) -> list[Range]:
     """The positions that two ranks' ranges share, ascending."""
-    found = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
-    return sorted((start, stop) for start, stop in found if start < stop)
+    shared = [(max(a, c), min(b, d)) for a, b in some for c, d in others]
+    return sorted((start, stop) for start, stop in shared if start < stop)
 
 
 def balanced(span: Range, ranks: int) -> tuple[Ranges, ...]:
-    """Ranges by rank that make equal work of a causal mask: of ``2 * ranks`` chunks, one from the front and one from
-    the back.
+    """Ranges by rank that share the work of a causal mask evenly.
+
+    Of ``2 * ranks`` chunks each rank has one from the front and one from the back.
     """
     start, stop = span
     marks = [start + (stop - start) * c // (2 * ranks) for c in range(2 * ranks + 1)]
@@ -62,20 +63,20 @@ def balanced(span: Range, ranks: int) -> tuple[Ranges, ...]:
 
 def pieces(queries: Ranges, keys: Ranges, *, causal: bool) -> tuple[Piece, ...]:
     """The scores of these queries and keys that the mask leaves, as rectangles and squares under a diagonal."""
-    found: list[Piece] = []
+    scores: list[Piece] = []
     for first_query, rows in _local(queries):
         for first_key, columns in _local(keys):
             parts = _under_diagonal(rows, columns) if causal else iter([Piece(rows, columns)])
             for part in parts:
                 _append(
-                    found,
+                    scores,
                     evolve(
                         part,
                         queries=_moved(part.queries, first_query - rows[0]),
                         keys=_moved(part.keys, first_key - columns[0]),
                     ),
                 )
-    return tuple(found)
+    return tuple(scores)
 
 
 def _local(ranges: Ranges) -> Iterator[tuple[int, Range]]:
@@ -104,14 +105,14 @@ def _under_diagonal(queries: Range, keys: Range) -> Iterator[Piece]:
             yield Piece((end, last), (top, end))
 
 
-def _append(found: list[Piece], piece: Piece) -> None:
-    """Add a piece, to the one before it where both make one rectangle: a call of a kernel has its price."""
-    last = found[-1] if found else None
+def _append(scores: list[Piece], piece: Piece) -> None:
+    """Add a piece; join it to the one before if both make one rectangle, since each call of a kernel costs."""
+    last = scores[-1] if scores else None
     if last is None or last.causal or piece.causal:
-        found.append(piece)
+        scores.append(piece)
     elif last.queries == piece.queries and last.keys[1] == piece.keys[0]:
-        found[-1] = Piece(piece.queries, (last.keys[0], piece.keys[1]))
+        scores[-1] = Piece(piece.queries, (last.keys[0], piece.keys[1]))
     elif last.keys == piece.keys and last.queries[1] == piece.queries[0]:
-        found[-1] = Piece((last.queries[0], piece.queries[1]), piece.keys)
+        scores[-1] = Piece((last.queries[0], piece.queries[1]), piece.keys)
     else:
-        found.append(piece)
+        scores.append(piece)

@@ -1,4 +1,4 @@
-"""Where one call's work lies: the ring of ranks, and which positions each of them has, before and while it works."""
+"""Where one call's work lies: the ring of ranks, and the positions of each rank before and during the work."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Place:
     """One rank's part in a call.
 
     ``ring`` are the mesh dims over which queries and keys are both sharded, ``index`` is this rank's place among their
-    ranks, row-major. ``only_keys`` are the mesh dims over which only keys are sharded. ``home`` is how the operands
-    lie, ``work`` how they lie while they are worked on, and ``steps`` what this rank does in each step: in step ``t``
+    ranks, row-major. ``only_keys`` are the mesh dims over which only keys are sharded. ``home`` is the layout of the
+    operands, ``work`` their layout during the work, and ``steps`` what this rank computes in each step: in step ``t``
     it has the keys of the rank ``t`` places before.
     """
 
@@ -59,7 +59,7 @@ def place(local: LocalCall) -> Place:
     queries, keys = ([_held(spec, member) for member in members] for spec in (query, key))
     causal = bool(local.arg("is_causal"))
     home = Layout(*(tuple(_ranges(r) for r in held) for held in (queries, keys)))
-    # All ranks of the mesh decide alike: no other mesh dim shards positions, so each ring has all of them.
+    # All ranks of the mesh decide the same: no other mesh dim shards positions, so each ring has all of them.
     whole = len(ring) == len(by_query) == len(by_key)
     work = home
     if causal and whole and queries == keys and len(members) > 1:

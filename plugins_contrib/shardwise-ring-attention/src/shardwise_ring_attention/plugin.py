@@ -1,4 +1,4 @@
-"""The plugin's hook: rules for attention that take the place of those that come with shardwise."""
+"""The plugin's hook: rules for attention that replace those that come with shardwise."""
 
 from __future__ import annotations
 

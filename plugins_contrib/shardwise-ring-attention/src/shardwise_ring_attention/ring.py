@@ -1,9 +1,9 @@
-"""The ring: each rank keeps its queries, keys and values go round, and the parts are put together exactly.
+"""The ring: each rank keeps its queries, keys and values go round, and the parts are joined exactly.
 
-In each step a rank sends the keys and values that it has to the next one and receives those of the one before, while
-it works on them. A block's result comes with the logarithm of the sum of its exponentials, by which blocks are weighed
-against each other: softmax over all keys is the weighed mean of softmax over parts of them (Milakov and Gimelshein,
-arXiv:1805.02867; Liu, Zaharia and Abbeel, arXiv:2310.01889). Sums are float32 where operands are shorter.
+In each step a rank computes with the keys and values that it has. Meanwhile it sends them to the next rank and receives
+those of the rank before. A block's result has the logarithm of the sum of its exponentials, which gives its
+weight: softmax over all keys is the weighted mean of softmax over parts of them (Milakov and Gimelshein,
+arXiv:1805.02867; Liu, Zaharia and Abbeel, arXiv:2310.01889). Sums are in float32 if operands are shorter.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def ring_forward(local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, 
     at = local.once(place)
     home, work = at.home.queries, at.work.queries
     here = exchange(local, at, query, home, work)
-    found = _Sum(here, value.shape[-1])
+    total = _Sum(here, value.shape[-1])
     for step, (keys, values) in enumerate(_blocks(local, at, key, value)):
         for piece in at.steps[step] if here.numel() else ():
             columns = cut(keys, piece.keys), cut(values, piece.keys)
-            found.add(piece.queries, *kernel(cut(here, piece.queries), *columns, piece.causal))
-    out, lse = found.result()
+            total.add(piece.queries, *kernel(cut(here, piece.queries), *columns, piece.causal))
+    out, lse = total.result()
     if at.only_keys:
         out, lse = _over_ranks(local, at.only_keys, out, lse)
     out = exchange(local, at, out.to(query.dtype), work, home)
@@ -54,18 +54,18 @@ def ring_backward(local: LocalCall, kernel: Backward, operands: Operands) -> tup
     grad, query, key, value, out, lse = operands
     rows = [exchange(local, at, x, home, work) for x in (grad, query, out, lse.unsqueeze(-1))]
     sums: list[Tensor | None] = [None, None, None]
-    coming: list[AsyncResult] = []
+    in_flight: list[AsyncResult] = []
     for step, columns in enumerate(_blocks(local, at, key, value)):
         sums[1:] = None, None
         for piece in at.steps[step] if rows[1].numel() else ():
             _add_gradients(kernel, piece, rows, columns, sums)
         parts = [_filled(total, x) for total, x in zip(sums[1:], columns, strict=True)]
-        _add_coming(parts, coming)
-        coming = [_start(local, at, x, step + 1) for x in parts]
+        _add_received(parts, in_flight)
+        in_flight = [_start(local, at, x, step + 1) for x in parts]
     of_query = _filled(sums[0], rows[1])
     del rows
     of_query = exchange(local, at, of_query.to(query.dtype), work, home)
-    of_key, of_value = (one.wait().to(key.dtype) for one in coming)
+    of_key, of_value = (one.wait().to(key.dtype) for one in in_flight)
     home, work = at.home.keys, at.work.keys
     return of_query, exchange(local, at, of_key, work, home), exchange(local, at, of_value, work, home)
 
@@ -86,11 +86,11 @@ def _add_gradients(
             cut(total, where).add_(part)
 
 
-def _add_coming(parts: list[Tensor], coming: list[AsyncResult]) -> None:
-    """Add what the ranks before have found for the same keys; nothing comes in the first step."""
-    for total, one in zip(parts, coming, strict=False):
+def _add_received(parts: list[Tensor], in_flight: list[AsyncResult]) -> None:
+    """Add the sums of the ranks before for the same keys; in the first step there are none."""
+    for total, one in zip(parts, in_flight, strict=False):
         total.add_(one.wait())
-    coming.clear()  # and the memory with them
+    in_flight.clear()  # and the memory with them
 
 
 def _filled(total: Tensor | None, like: Tensor) -> Tensor:
@@ -107,28 +107,28 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _blocks(local: LocalCall, at: Place, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Keys and values of all ranks, this one's first. While a block is worked on, it is sent on and the next comes."""
+    """Keys and values of all ranks, this one's first. During the work on a block the next one arrives."""
     key, value = (exchange(local, at, x, at.home.keys, at.work.keys) for x in (key, value))
     for step in range(1, at.size):
-        coming = [_start(local, at, x, step) for x in (key, value)]
+        in_flight = [_start(local, at, x, step) for x in (key, value)]
         yield key, value
-        key, value = (one.wait() for one in coming)
-        del coming
+        key, value = (one.wait() for one in in_flight)
+        del in_flight
     yield key, value
 
 
 def _start(local: LocalCall, at: Place, tensor: Tensor, step: int) -> AsyncResult:
-    """Send a tensor of keys to the next rank; what comes is of the size that this rank has in ``step``."""
+    """Send a tensor of keys to the next rank, and receive one of the size that this rank has in ``step``."""
     count = length(at.work.keys[at.source(step)])
     shape = [count if d == SEQUENCE else n for d, n in enumerate(tensor.shape)]
     return local.comm.start_shift(tensor, at.ring, 1, shape)
 
 
-# -- putting parts together --------------------------------------------------------------------------------------
+# -- joining parts -----------------------------------------------------------------------------------------------
 
 
 class _Sum:
-    """Output and logsumexp so far, over the keys that were met."""
+    """Output and logsumexp over the keys so far."""
 
     def __init__(self, query: Tensor, features: int) -> None:
         self._shape = (*query.shape[:-1], features)
@@ -137,18 +137,18 @@ class _Sum:
         self._lse: Tensor | None = None
 
     def add(self, queries: Range, part: Tensor, lse: Tensor) -> None:
-        """Add what some queries find among other keys; takes the memory of ``part``."""
+        """Add the output of some queries over further keys; this may overwrite ``part``."""
         part = part.to(_wide(part.dtype))
         if self._out is None and part.shape == self._shape:
             self._out, self._lse = part, lse
             return
         out, total = (cut(x, queries) for x in self.result())
         new = torch.logaddexp(total, lse)
-        out.mul_(_weight(total, new)).add_(_weighed_(part, lse, new))
+        out.mul_(_weight(total, new)).add_(_weighted_(part, lse, new))
         total.copy_(new)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Both, nothing where no key was met."""
+        """Output and logsumexp; zeros and minus infinity before the first key."""
         if self._out is None or self._lse is None:
             self._out = self._like.new_zeros(self._shape, dtype=_wide(self._like.dtype))
             self._lse = self._out.new_full(self._shape[:-1], float("-inf"))
@@ -156,19 +156,19 @@ class _Sum:
 
 
 def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """The share of keys with this logsumexp in all; none where they have no weight, as where there were none yet."""
+    """The share of keys with logsumexp ``lse`` in all of them; zero if they have no weight, as before the first key."""
     return (lse - total).exp_().masked_fill_(lse.isneginf(), 0).unsqueeze(-1)
 
 
-def _weighed_(part: Tensor, lse: Tensor, total: Tensor) -> Tensor:
-    # A mean over keys without weight is no number; what it counts for is nothing.
+def _weighted_(part: Tensor, lse: Tensor, total: Tensor) -> Tensor:
+    # A mean over keys without weight is NaN; it counts as zero.
     return part.mul_(_weight(lse, total)).masked_fill_(lse.isneginf().unsqueeze(-1), 0)
 
 
 def _over_ranks(local: LocalCall, mesh_dims: tuple[int, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Output and logsumexp over the keys of all ranks along some mesh dims, which have the same queries."""
     top = local.comm.all_reduce(lse, "max", mesh_dims)
-    parts = torch.cat([_weighed_(out, lse, top), _weight(lse, top)], -1)
+    parts = torch.cat([_weighted_(out, lse, top), _weight(lse, top)], -1)
     sums = local.comm.all_reduce(parts, "sum", mesh_dims)
     share = sums[..., -1:]
     return sums[..., :-1] / share, top + share.squeeze(-1).log()

@@ -1,8 +1,8 @@
 """Rules for scaled dot product attention whose sequence may be sharded, forward and backward.
 
-They take the place of the rules that come with shardwise, so they have those rows too: batch, heads (grouped queries
-with their key heads), and query positions with whole keys. New are the ring, where queries, keys and values are sharded
-alike, and sharded keys with whole queries. They need no mask but a causal one, and no dropout.
+They replace the rules that come with shardwise, so they have those rows too: batch, heads (grouped queries with their
+key heads), and query positions with whole keys. New are the ring, for queries, keys and values that are sharded the
+same way, and sharded keys with whole queries. The new rows allow a causal mask only, and no dropout.
 """
 
 from __future__ import annotations
@@ -79,20 +79,23 @@ def _named(meta: TensorMeta | None, dims: str | None, labels: Mapping[str, _Labe
 
 
 def _may_ring(call: Call) -> bool:
-    """Whether positions may be worked on block by block: a mask or random numbers belong to the whole scores."""
+    """Whether scores may be computed block by block: a mask or random numbers belong to the whole scores."""
     plain = call.args.get("attn_mask") is None and not call.args.get("return_debug_mask")
     return plain and not call.args["dropout_p"]
 
 
-def _flow(call: Call, made: Sequence[str], reduce: str, facts: Facts) -> Flow:
-    """The flow of one call; ``reduce`` says how a result that lacks a sharded dim comes about."""
+def _flow(call: Call, described: Sequence[str], reduce: str, facts: Facts) -> Flow:
+    """The flow of one call; ``reduce`` names the reduction of a result that lacks a sharded dim.
+
+    It is long because it serves ops that order and name their operands differently (``_ARGUMENTS`` has their dims).
+    """
     many, few = _heads(call.args["query"], call.args["key"])
     positions = None if call.args["is_causal"] and not _may_ring(call) else "q"
     labels = {"b": "b", "H": many, "K": few, "Q": positions, "S": None, "E": None}
     inputs = [
         _named(meta, _ARGUMENTS.get(name), labels) for meta, name in zip(call.operands, call.operand_names, strict=True)
     ]
-    results = [*made, *[None] * (len(call.outputs) - len(made))]
+    results = [*described, *[None] * (len(call.outputs) - len(described))]
     outputs = [_named(meta, dims, labels) for meta, dims in zip(call.outputs, results, strict=True)]
     names = {"b", "h", "q"}
     random = bool(call.args["dropout_p"])
@@ -107,20 +110,21 @@ def _flow(call: Call, made: Sequence[str], reduce: str, facts: Facts) -> Flow:
 
 
 def _rows(call: Call, flow: Flow, ring: Mapping[str, Sequence[Placement]]) -> Rows:
-    """Rows of the flow, as they are where no shard is empty, for kernels take none that is; lowered otherwise. Then
-    those of the ring.
+    """Rows of the flow, then those of the ring.
+
+    The kernels refuse an empty shard, so each row of the flow is there twice: plain if no shard is empty, else lowered.
     """
-    found = [variant for row in flow.bind(call).rows for variant in _variants(call, row)]
+    rows = [variant for row in flow.bind(call).rows for variant in _variants(call, row)]
     if _may_ring(call):
-        found += [_ring_row(call, name, outputs) for name, outputs in ring.items()]
-    return Rows(tuple(found))
+        rows += [_ring_row(call, name, outputs) for name, outputs in ring.items()]
+    return Rows(tuple(rows))
 
 
 def _variants(call: Call, row: Row) -> Iterator[Row]:
-    answers = any(not result.is_tensor for result in call.signature.results)
-    # A mask counts positions from the start, and an op that answers with lengths means those of the whole.
-    elsewhere = row.name == "shard q" and (call.args["is_causal"] or answers)
-    if not elsewhere:
+    has_lengths = any(not result.is_tensor for result in call.signature.results)
+    # A mask counts positions from the start, and an op that returns lengths must return those of the whole.
+    needs_lowering = row.name == "shard q" and (call.args["is_causal"] or has_lengths)
+    if not needs_lowering:
         yield row
     if row.nonempty:
         yield evolve(row, nonempty=(), lowered=True)
@@ -174,46 +178,46 @@ def _scalars(rest: Sequence[Any], queries: int, keys: int, causal: bool) -> tupl
 
 
 def _rings(local: LocalCall) -> bool:
-    """Whether any position is sharded in a way that asks for a ring; not so under a mask or dropout."""
+    """Whether positions are sharded and the ring may compute them; under a mask or dropout it may not."""
     sharded = local.sharding(local.spec("query"), SEQUENCE) or local.sharding(local.spec("key"), SEQUENCE)
     return bool(sharded) and _may_ring(local.call)
 
 
 def _plain(local: LocalCall, query: Tensor, *args: Any, **named: Any) -> tuple[Any, ...]:
-    """The local op where there is something to attend with, else results without elements (or of zeros)."""
+    """The local op if this rank has queries, else results without elements (or of zeros)."""
     if query.numel():
-        found: tuple[Any, ...] = local.call.op(*args, **named)
-        return found
+        results: tuple[Any, ...] = local.call.op(*args, **named)
+        return results
     return _results(local, ())
 
 
-def _results(local: LocalCall, made: Sequence[Tensor]) -> tuple[Any, ...]:
-    """All results of the op, of the first few. With dropout off nobody reads the others; lengths are of the whole."""
+def _results(local: LocalCall, computed: Sequence[Tensor]) -> tuple[Any, ...]:
+    """All results of the op, from the first few. Without dropout nobody reads the others; lengths are of the whole."""
     tensors = iter(range(len(local.outputs)))
     lengths = iter([local.arg("query").shape[SEQUENCE], local.arg("key").shape[SEQUENCE]])
     return tuple(
-        _settled(local, next(tensors), made) if result.is_tensor else next(lengths)
+        _in_memory_order(local, next(tensors), computed) if result.is_tensor else next(lengths)
         for result in local.call.signature.results
     )
 
 
-def _settled(local: LocalCall, i: int, made: Sequence[Tensor]) -> Tensor | None:
-    """A result in memory with the order of strides that the whole one has; of zeros where there is none."""
+def _in_memory_order(local: LocalCall, i: int, computed: Sequence[Tensor]) -> Tensor | None:
+    """A result with its dims in the memory order of the whole one; zeros for a result that was not computed."""
     spec = local.outputs[i]
     if spec is None:
         return None
     shape = local.local_shape(spec)
-    if i >= len(made):
+    if i >= len(computed):
         return torch.zeros(shape, dtype=spec.dtype, device=spec.mesh.device_type)
     order = sorted(range(spec.ndim), key=lambda d: -spec.stride[d])
-    found = torch.empty_permuted(shape, order, dtype=spec.dtype, device=made[i].device)
-    return found.copy_(made[i])
+    result = torch.empty_permuted(shape, order, dtype=spec.dtype, device=computed[i].device)
+    return result.copy_(computed[i])
 
 
 def _local_lengths(local: LocalCall) -> Mapping[str, Any]:
-    """The numbers of positions on this rank, where the op is told them."""
-    told = {"max_q": "query", "max_k": "key"}
-    known = {name: of for name, of in told.items() if name in local.call.args}
+    """The numbers of positions on this rank, if the op takes them."""
+    operand_of = {"max_q": "query", "max_k": "key"}
+    known = {name: of for name, of in operand_of.items() if name in local.call.args}
     return {name: local.local_shape(local.spec(of))[SEQUENCE] for name, of in known.items()}
 
 

@@ -1,0 +1,52 @@
+"""The agreement of a mesh's ranks on a tensor that each of them makes from its own part.
+
+Ranks whose parts imply different global shapes would send messages of sizes that the receivers do not expect. Then gloo
+ends the process, or waits for ever. So the ranks compare the first tensor of each layout. A later tensor with the same
+layout sends nothing.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.groups import backend_of
+from shardwise.comm.rank_failures import comparing
+from shardwise.comm.rule_agreement import _differences, _different_summaries
+from shardwise.errors import RankDisagreementError
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.world import PerWorld
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import outside_modes
+
+__all__ = ["agree_on_layout"]
+
+_MOST = 4096  # layouts that are remembered; then all are forgotten, at the same call on every rank
+_layouts: set[TensorSpec] = set()
+_agreed = PerWorld(_layouts, _layouts.clear)
+
+
+def agree_on_layout(spec: TensorSpec, function: str) -> None:
+    """Compare over a mesh's ranks the layout of a tensor that they make together by a function, once per layout.
+
+    Raises :class:`RankDisagreementError` on every rank if they differ.
+    """
+    mesh = spec.mesh
+    if not isinstance(mesh, DeviceMesh) or spec in _agreed.now() or is_rehearsing():
+        return
+    if mesh.size() == 1 or mesh.get_coordinate() is None or backend_of(mesh) == "fake":
+        return
+    text = f"{spec}, strides {spec.stride}"
+    with outside_modes(), comparing(function, f"the layout {text}", mesh.mesh.flatten().tolist()):
+        layouts = _different_summaries(mesh, {"tensor": {"layout": text}})
+    if layouts is not None:
+        different = _differences("its", {rank: one["tensor"] for rank, one in layouts.items()})
+        raise RankDisagreementError(
+            asked=f"make a MeshTensor by {function}",
+            found=f"the ranks of the mesh do not agree: {'; '.join(different)}",
+            do="Pass the global shape= where the parts of the ranks differ in size, and the same placements and "
+            "dtype on every rank.",
+            differences=tuple(different),
+        )
+    if len(_layouts) >= _MOST:
+        _layouts.clear()
+    _layouts.add(spec)

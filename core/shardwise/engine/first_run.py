@@ -1,0 +1,162 @@
+"""The first run of a plan: from then on its results lie in memory as their specs say.
+
+A spec has the strides that torch's meta kernel returns. The kernel of a device may return others, and so may a
+lowering. The strides of a kernel's results follow from those of its operands, so one look at a plan's first results is
+enough: if they differ from the spec's, the plan copies such results from then on. Each rank decides this for itself,
+since a copy communicates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import LayoutError
+from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.signature import Kind, op_name
+from shardwise.kernel.spec import TensorSpec
+from shardwise.planning.strategies import merged
+from shardwise.private_torch.tracing import is_without_data
+
+__all__ = ["CHECK_STRIDES", "put_in_order"]
+
+CHECK_STRIDES = "SHARDWISE_CHECK_STRIDES"
+"""The environment variable that has every run of every plan checked, operands and views included: for tests."""
+
+
+def put_in_order(plan: Plan) -> Plan:
+    """Have a new plan look at the strides of its first results."""
+    if CHECK_STRIDES in os.environ:
+        plan.run_by(_CheckedRuns(plan))
+    elif any(r.is_tensor and r.alias is None for r in plan.schema.signature.results):
+        plan.run_by(_FirstRun(plan))
+    return plan
+
+
+class _FirstRun:
+    """The local call of a plan that has not run yet."""
+
+    __slots__ = ("_call", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._call = plan.call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan, call = self._plan, self._call
+        out = call(*args, **kwargs)
+        parts = list(_new_results(plan, out))
+        wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
+        # A value of a graph that is being traced has the strides that torch expects, not those of a kernel.
+        if not any(is_without_data(local) for local, _ in parts):
+            plan.run_by((lambda *args, **kwargs: _copied(plan, call(*args, **kwargs), wrong)) if wrong else call)
+        return _copied(plan, out, wrong) if wrong else out
+
+
+class _CheckedRuns:
+    """The local call of a plan of which each run is checked."""
+
+    __slots__ = ("_call", "_inputs", "_plan", "_wrong")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._call = plan.call
+        self._inputs = merged(plan.schema, plan.strategies)[0]
+        self._wrong: set[int] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self._plan
+        for name, local, spec in zip(
+            plan.schema.operand_names, _operands(plan, args, kwargs), self._inputs, strict=True
+        ):
+            _check(plan, f"its operand {name!r}", local, spec)
+        out = self._call(*args, **kwargs)
+        parts = list(_new_results(plan, out))
+        wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
+        if self._wrong is None and not any(is_without_data(local) for local, _ in parts):
+            self._wrong = wrong
+        elif self._wrong is not None and not wrong <= self._wrong:
+            local, spec = parts[min(wrong - self._wrong)]
+            _check(plan, "a result of a later run", local, spec)
+        out = _copied(plan, out, wrong)
+        for local, spec in _results(plan, out, is_new=False):
+            _check(plan, "a view", local, spec)
+        return out
+
+
+def _operands(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    signature = plan.schema.signature
+    flat: list[Any] = []
+    for arg, value in zip(signature.args, signature.bind(args, kwargs), strict=True):
+        if arg.kind is Kind.TENSOR:
+            flat.append(value)
+        elif arg.kind is Kind.TENSORS:
+            flat.extend(value or ())
+    return flat
+
+
+def _check(plan: Plan, what: str, local: Any, spec: TensorSpec | None) -> None:
+    if spec is None or not isinstance(local, torch.Tensor) or _lies_as(local, spec):
+        return
+    raise LayoutError(
+        asked=f"run {op_name(plan.schema.op)} with {CHECK_STRIDES}",
+        found=f"{what} is {spec} with strides {spec.stride}, and its local tensor of shape {tuple(local.shape)} has "
+        f"strides {local.stride()}",
+        do="Whatever made the tensor must give the local tensor the order of the global strides.",
+        op=op_name(plan.schema.op),
+    )
+
+
+def _lies_as(local: torch.Tensor, spec: TensorSpec) -> bool:
+    stride = local.stride()
+    if stride == spec.stride and local.shape == spec.shape:  # of a whole tensor, the usual case
+        return True
+    return lies_as(spec.tensor_meta, local.shape, stride)
+
+
+def _new_results(plan: Plan, out: Any) -> Iterator[tuple[torch.Tensor, TensorSpec]]:
+    return _results(plan, out, is_new=True)
+
+
+def _results(plan: Plan, out: Any, *, is_new: bool) -> Iterator[tuple[torch.Tensor, TensorSpec]]:
+    """The tensors that an op returned, with their specs: those that it made, or views of operands."""
+    results = plan.schema.signature.results
+    if not results:  # a foreach op in place
+        return
+    specs = iter(plan.outs)
+    for result, value in zip(results, out if len(results) > 1 else (out,), strict=True):
+        if not result.is_tensor:
+            continue
+        for part in value if result.is_list else (value,):
+            spec = next(specs, None)
+            if part is not None and spec is not None and not result.written and (result.alias is None) is is_new:
+                yield part, spec
+
+
+def _copied(plan: Plan, out: Any, wrong: set[int]) -> Any:
+    """The results of an op with those of some numbers, counted among the new ones, copied into the right order."""
+    if not wrong:
+        return out
+    numbered = iter(range(len(plan.outs)))
+    specs = iter(plan.outs)
+
+    def part(local: Any, is_new: bool) -> Any:
+        spec = next(specs, None)
+        if local is None or spec is None or not is_new or next(numbered) not in wrong:
+            return local
+        return dense_in_order(local, spec.tensor_meta)
+
+    results = plan.schema.signature.results
+    copied = [
+        value
+        if not result.is_tensor
+        else [part(v, result.alias is None) for v in value]
+        if result.is_list
+        else part(value, result.alias is None)
+        for result, value in zip(results, out if len(results) > 1 else (out,), strict=True)
+    ]
+    return copied[0] if len(results) == 1 else tuple(copied)

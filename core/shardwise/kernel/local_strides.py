@@ -1,0 +1,65 @@
+"""How a local tensor lies in memory: as the strides of its spec say.
+
+Autograd's formulas and composite ops read the strides of the global tensor: where these say "contiguous" nothing is
+copied, and the kernel that comes next reads the local memory as if it were. So a local tensor obeys three laws:
+
+* its dims lie in memory in the order of the global strides;
+* if the global tensor is dense (its elements fill its memory), the local tensor is dense;
+* no dim is expanded (stride 0) that is not expanded in the global tensor.
+
+Dims of one element do not count: their stride is never multiplied by anything but 0. With a global tensor of shape
+[4, 6] and strides (1, 4), a shard of shape [4, 3] has strides (1, 4), and (4, 1) would be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from shardwise.kernel.spec import hinted_meta
+from shardwise.kernel.symbols import hint
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order
+
+__all__ = ["dense_in_order", "lies_as"]
+
+
+def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a local tensor of this shape and stride (in elements) lies in memory as a global tensor's meta says."""
+    sizes, steps = [hint(n) for n in shape], [hint(n) for n in stride]
+    if 0 in sizes:
+        return True
+    if meta.is_symbolic:
+        meta = hinted_meta(meta)
+    order = [d for d in memory_order(meta) if sizes[d] > 1]
+    expected = 1
+    is_dense = True
+    for d in reversed(order):
+        is_dense = is_dense and steps[d] == expected
+        expected *= sizes[d]
+    if is_dense:
+        return True
+    expanded = [d for d in order if meta.stride[d] == 0]
+    if _is_dense(meta) or any(steps[d] == 0 and d not in expanded for d in order):
+        return False
+    rest = [d for d in order if d not in expanded]
+    return bool(expanded) or all(steps[outer] >= steps[inner] for outer, inner in pairwise(rest))
+
+
+def _is_dense(meta: TensorMeta) -> bool:
+    """Whether the elements of a tensor fill its memory without a gap, each at a place of its own."""
+    expected = 1
+    for d in reversed(memory_order(meta)):
+        if meta.shape[d] != 1:
+            if meta.stride[d] != expected:
+                return False
+            expected *= meta.shape[d]
+    return True
+
+
+def dense_in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A copy of a local tensor that is dense, with its dims in memory in the order of a global tensor's meta."""
+    order = memory_order(meta)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)

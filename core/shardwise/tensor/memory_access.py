@@ -1,0 +1,174 @@
+"""What a program does with the memory of a MeshTensor, below the ops: ``x.data = y``, storages, DLPack, NumPy.
+
+To torch a MeshTensor has the shape of the whole tensor and a storage without memory. Whatever reads or writes that
+storage reads or writes address 0. So each way to the memory of a tensor either uses the memory of this rank's part,
+where that is what the program means, or raises and says what to call instead.
+
+Torch's own code asks ``data_ptr() == 0`` to see that a tensor has no memory of its own (deepcopy, the staging of
+checkpoints, recurrent layers). So :meth:`data_ptr` stays torch's, and gives 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+import torch
+
+from shardwise.errors import LayoutError, PlainTensorError
+from shardwise.kernel.dispatcher import tensor_class
+from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
+from shardwise.private_torch.tracing import is_compiled_now, is_traced
+
+__all__ = [
+    "copied",
+    "cuda_array_interface",
+    "data",
+    "is_pinned",
+    "is_set_to",
+    "is_shared",
+    "pin_memory",
+    "record_stream",
+    "refuse_to_lend",
+    "refusing",
+    "share_memory_",
+    "untyped_storage",
+]
+
+
+# -- .data -------------------------------------------------------------------------------------------------------
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    """``tensor.data = value``: the tensor has the memory, the layout and the dtype of ``value`` from now on."""
+    if isinstance(value, torch.Tensor) and not isinstance(value, tensor_class()):
+        raise PlainTensorError(
+            asked=f"set .data of {tensor._spec}",
+            found=f"the value is a plain {type(value).__name__} of shape {tuple(value.shape)}, which has no layout",
+            do="Write x.data = distribute_tensor(value, x.device_mesh, x.placements) for a whole tensor, "
+            "or x.data = MeshTensor.from_local(value, x.device_mesh, x.placements, shape=x.shape) for a part.",
+            shape=tuple(value.shape),
+        )
+    local, spec = (value._local_tensor, value._spec) if isinstance(value, tensor_class()) else (None, None)
+    set_data(tensor, value)  # raises as torch does, for example for an integer tensor under a parameter
+    tensor._local_tensor, tensor._spec = local, spec
+    tensor._follow_layout()
+
+
+# The getter is torch's own, and as fast.
+data: Any = property(get_data, _set_data, doc="The tensor without its history; assign a MeshTensor to replace it.")
+
+
+def refuse_to_lend(tensor: Any, asked: str) -> NoReturn:
+    """Raise for a plain tensor, or a capsule, that would point to the memory of a MeshTensor."""
+    raise LayoutError(
+        asked=f"{asked} {tensor._spec}",
+        found="a plain tensor has one piece of memory, and each rank holds only its part",
+        do="Use to_local() for this rank's part, or full_tensor(). A module holds a MeshTensor as it is: "
+        "module.weight = nn.Parameter(x).",
+    )
+
+
+# -- copies ------------------------------------------------------------------------------------------------------
+
+
+def copied(tensor: Any, memo: dict[int, Any]) -> tuple[torch.Tensor, TensorSpec]:
+    """Local tensor and spec of a tensor's deep copy, as torch copies: a parameter becomes dense and alone. Other
+    tensors keep their strides, and two that share memory are copied to two that do.
+    """
+    local = tensor._local_tensor  # first, because a waiting tensor changes its type at its first use
+    spec = _unmarked(tensor._spec)
+    if not isinstance(tensor, torch.nn.Parameter):
+        return copy.deepcopy(local, memo), spec
+    meta = spec.tensor_meta
+    dense = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta").clone()
+    clone = local.clone()
+    spec = spec.with_meta(TensorMeta.of(dense))
+    if not lies_as(spec.tensor_meta, clone.shape, clone.stride()):
+        clone = dense_in_order(local, spec.tensor_meta)
+    return clone, spec
+
+
+# -- the part of this rank is meant ------------------------------------------------------------------------------
+
+
+def share_memory_(tensor: Any) -> Any:
+    """Move this rank's part to shared memory; returns the tensor."""
+    tensor._local_tensor.share_memory_()
+    return tensor
+
+
+def is_shared(tensor: Any) -> bool:
+    """Whether this rank's part is in shared memory."""
+    return bool(tensor._local_tensor.is_shared())
+
+
+def pin_memory(tensor: Any, device: Any = None) -> Any:
+    """The same tensor with this rank's part in pinned memory."""
+    local = tensor._local_tensor
+    pinned = local.pin_memory() if device is None else local.pin_memory(device)
+    return tensor if pinned is local else new_wrapper(type(tensor), pinned, _unmarked(tensor._spec), False)
+
+
+def is_pinned(tensor: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether this rank's part is in pinned memory."""
+    return bool(tensor._local_tensor.is_pinned(*args, **kwargs))
+
+
+def record_stream(tensor: Any, s: Any) -> None:
+    """Keep the memory of this rank's part until the stream has done what is queued on it now."""
+    tensor._local_tensor.record_stream(s)
+
+
+def is_set_to(this: Any, tensor: Any) -> bool:
+    """Whether both are the same view of the same memory."""
+    if not isinstance(tensor, tensor_class()):
+        return False
+    other: Any = tensor
+    return this._spec is other._spec and bool(this._local_tensor.is_set_to(other._local_tensor))
+
+
+def _unmarked(spec: TensorSpec) -> TensorSpec:
+    """The spec of a tensor with memory of its own, which may be written."""
+    return spec.with_meta(spec.tensor_meta)
+
+
+# -- no part is the tensor ---------------------------------------------------------------------------------------
+
+
+def refusing(asked: str, do: str) -> Any:
+    """A method that raises :class:`LayoutError`, because a part is not the tensor. ``{}`` stands for the spec."""
+
+    def refuse(tensor: Any, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG001  # any signature of torch's
+        _refuse(tensor, asked, do)
+
+    return refuse
+
+
+def _refuse(tensor: Any, asked: str, do: str) -> NoReturn:
+    raise LayoutError(asked=asked.format(tensor._spec), found="each rank holds only its part", do=do)
+
+
+def untyped_storage(tensor: Any) -> torch.UntypedStorage:
+    """Raises :class:`LayoutError`. While a graph is compiled: torch's storage, whose identity alone is asked for."""
+    if is_compiled_now() or is_traced(tensor._local_tensor):
+        return torch.Tensor.untyped_storage(tensor)
+    _refuse(
+        tensor,
+        "read or write the storage of {}",
+        "Use to_local().untyped_storage(), or full_tensor().untyped_storage(); nbytes and numel() tell the size.",
+    )
+
+
+def _cuda_array_interface(tensor: Any) -> NoReturn:
+    # Readers of this protocol ask with hasattr and expect this error where it is not offered.
+    raise AttributeError(
+        f"{tensor._spec} has no __cuda_array_interface__: each rank holds only its part. "
+        "Use to_local() or full_tensor()."
+    )
+
+
+cuda_array_interface: Any = property(_cuda_array_interface)

@@ -1,0 +1,253 @@
+"""How far each element of a result may be from the element of one device: what rounding does, measured for this call.
+
+Ranks add in another order than one device does, and every one of them rounds. How much that moves an element depends
+on the element: a sum that cancels has the errors of its large terms, and a small element beside large ones has errors
+of its own size only. So the reach of an element is, with the relative rounding ``eps`` of the coarsest dtype in the
+call,
+
+* ``4 eps`` times its absolute value, and times the sum of the absolute values of the partial pieces that add up to it;
+* ``3 eps`` times its condition: how far the op moves the element for a relative change of the operands.
+
+The condition is measured as stochastic arithmetic does (Parker, Monte Carlo arithmetic, 1997): the whole op runs again
+on operands whose elements are each moved up or down by one rounding, and the largest change of each element counts,
+with what the op itself rounds on the way. For a partial sum the op runs also on operands of the size of its pieces,
+because the ranks round those. These runs happen only where an element differs by more than the first reach.
+
+A zero of the other sign is a difference, the least there is: it is within any reach but 0. So a sum that cancels may
+have either zero, and an element that is not the result of an addition has the sign that it has on one device. Where
+partial pieces are added, the sign may come from a sum that was multiplied by 0: there it must be the same only if it is
+the same for operands of any signs. Kernels that add, and do not act on each element alone, differ among themselves in
+the signs of zeros, so these are not judged. Such a kernel gives other absolute values for operands of other signs.
+
+One device may disagree with itself: a kernel has a vectorised loop and a scalar one, and which of them meets an element
+depends on where it lies in memory. Some kernels give zeros of another sign there, or a number for NaN. So the op also
+runs on the same operands with gaps in memory, and an element may be as far away as that result of one device is.
+
+Infinity and NaN are themselves. They are within reach of other values only where the moved operands cross that border,
+too, and where one device overflows on the way: in double precision the element is not what it is in its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from attrs import define, evolve, field
+from torch import Tensor
+
+from shardwise.kernel.spec import TensorSpec
+from shardwise.tensor.shards import assemble
+
+__all__ = ["LEAST", "Rounding", "distance", "rounds", "sizes_of"]
+
+#: The distance of a zero from a zero of the other sign.
+LEAST = 5e-324
+
+_OWN = 4.0
+_CONDITION = 3.0
+# After so many runs the largest change of an element is within its rounding errors with a probability of 1e-9.
+_RUNS = 10
+_TURNS = 20
+
+
+def epsilon(tensors: Sequence[Tensor | None]) -> float:
+    """The relative rounding of the coarsest floating dtype; 0 where all are exact. A float8 result is exact."""
+    return max((torch.finfo(t.dtype).eps for t in tensors if t is not None and rounds(t)), default=0.0)
+
+
+def distance(actual: Tensor, wanted: Tensor) -> Tensor:
+    """Per element (of complex numbers: per part) how far two tensors are apart, in float64.
+
+    Equal elements, two NaNs included, have distance 0; zeros of different signs have :data:`LEAST`. An infinity or a
+    NaN is infinitely far from everything else.
+    """
+    a, w = _wide(actual), _wide(wanted)
+    apart = (a - w).abs()
+    same = (a == w) | (a.isnan() & w.isnan())
+    apart = torch.where(same, 0.0, torch.where(apart.isnan(), torch.inf, apart))
+    return torch.where(same & (w == 0) & (a.signbit() != w.signbit()), LEAST, apart)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).double()
+    return tensor.double()
+
+
+def moved(operand: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
+    """The operand with each finite element moved up or down by ``scale``, which is not negative."""
+    sign = torch.randint(0, 2, operand.shape, generator=generator) * 2 - 1
+    other = operand + (sign * scale).to(operand.dtype)
+    return torch.where(other.isfinite() & (scale != 0), other, operand)
+
+
+def turned(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """The tensor with each element's sign kept or changed at random."""
+    return tensor * (torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1).to(tensor.dtype)
+
+
+def rounds(tensor: Tensor) -> bool:
+    """Whether arithmetic of this dtype rounds. Results in float8 are compared exactly."""
+    return tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
+
+
+def sizes_of(full: Tensor, spec: TensorSpec, parts: Mapping[tuple[int, ...], Tensor]) -> Tensor:
+    """Per element its absolute value or, if that is more, the sum of the absolute values of its partial pieces.
+
+    ``parts`` are the local tensors of all ranks.
+    """
+    value = full.abs()
+    if not spec.reductions:
+        return value
+    sizes = {at: part.abs().nan_to_num(0, 0, 0) for at, part in parts.items()}
+    meta = evolve(spec.tensor_meta, dtype=value.dtype)
+    return torch.maximum(value, assemble(sizes, TensorSpec(spec.mesh, spec.placements, meta)))
+
+
+Results = Sequence[Tensor | None]
+
+
+@define(eq=False)
+class Rounding:
+    """The reach of each element of the tensors that one call on one device gives.
+
+    ``whole`` makes the call on copies of other operands and returns all these tensors. ``sizes`` are those of the
+    operands' elements (see :func:`sizes_of`), ``None`` for operands that stay as they are.
+    """
+
+    whole: Callable[[Results], Results]
+    operands: Results
+    sizes: Results
+    expected: Results
+    pointwise: bool
+    eps: float = field(init=False)
+    _changes: list[Tensor | None] = field(init=False)
+    _fickle: list[Tensor | None] = field(init=False)
+    _double: Results | None = field(default=None, init=False)
+    _gapped: Results | None = field(default=None, init=False)
+    _sums: list[bool] | None = field(default=None, init=False)
+    _runs: int = field(default=0, init=False)
+    _turns: int = field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.eps = epsilon((*self.operands, *self.expected))
+        self._changes = [None for _ in self.expected]
+        self._fickle = [None for _ in self.expected]
+
+    def within(self, i: int, apart: Tensor, size: Tensor, cut: Callable[[Tensor], Tensor], *, added: bool) -> Tensor:
+        """Per element, whether a distance from tensor ``i`` is what rounding may do.
+
+        ``size`` is the absolute value and that of the partial pieces, which exist if the element is ``added`` from
+        them; ``cut`` gives this rank's part of a whole tensor.
+        """
+        close = apart <= _OWN * self.eps * size
+        runs = 0
+        while not bool(close.all()) and runs < _RUNS:
+            runs += 1
+            if runs > self._runs:
+                self._run()
+            changes = self._changes[i]
+            if changes is not None:
+                close |= apart <= _OWN * self.eps * size + _CONDITION * cut(changes)
+        if not self.pointwise and bool(((apart == LEAST) & ~close).any()) and self._adds(i):
+            close |= apart == LEAST
+        turns = 0 if added or not self.pointwise else _TURNS
+        while turns < _TURNS and bool(((apart == LEAST) & ~close).any()):
+            turns += 1
+            if turns > self._turns:
+                self._turn()
+            fickle = self._fickle[i]
+            if fickle is not None:
+                close |= (apart == LEAST) & cut(fickle)
+        if not bool(close.all()):
+            close |= apart <= cut(self._with_gaps(i))
+        if bool((apart.isinf() & ~close).any()):
+            close |= cut(self._overflows(i))
+        return close
+
+    def _run(self) -> None:
+        """Run on operands that differ by one rounding. Every second time they are of the size of the pieces."""
+        self._runs += 1
+        generator = torch.Generator().manual_seed(self._runs)
+        start = self.operands
+        if self._runs % 2 == 0:
+            start = self._changed(start, lambda t, size: torch.where(size > t.abs(), turned(size, generator), t))
+        nearby = self._changed(start, lambda t, size: moved(t, size * self.eps, generator))
+        # A moved operand may leave the op's domain; then this run shows nothing.
+        with suppress(Exception):
+            for i, (one, other) in enumerate(zip(self.whole(start), self.whole(nearby), strict=True)):
+                wanted = self.expected[i]
+                if one is None or other is None or wanted is None or not rounds(wanted) or one.shape != other.shape:
+                    continue
+                change, before = distance(one, other), self._changes[i]
+                change = torch.where(change == LEAST, 0.0, change)
+                self._changes[i] = change if before is None else torch.maximum(before, change)
+
+    def _turn(self) -> None:
+        """Run on operands with other signs."""
+        self._turns += 1
+        generator = torch.Generator().manual_seed(self._turns)
+        with suppress(Exception):
+            results = self.whole(
+                self._changed(self.operands, lambda t, _: torch.where(t == 0, t, turned(t, generator)))
+            )
+            for i, (result, wanted) in enumerate(zip(results, self.expected, strict=True)):
+                if result is not None and wanted is not None and rounds(wanted) and result.shape == wanted.shape:
+                    other, before = _wide(result).signbit() != _wide(wanted).signbit(), self._fickle[i]
+                    self._fickle[i] = other if before is None else before | other
+
+    def _adds(self, i: int) -> bool:
+        """Whether absolute values in tensor ``i`` depend on the signs of the operands."""
+        if self._sums is None:
+            generator = torch.Generator().manual_seed(0)
+
+            def plain(tensor: Tensor, _: Tensor) -> Tensor:
+                drawn = torch.randn(tensor.shape, generator=generator, dtype=torch.float64).to(tensor.dtype)
+                return torch.where((tensor == 0) | ~tensor.isfinite(), drawn, tensor)
+
+            self._sums = [True for _ in self.expected]
+            with suppress(Exception):
+                start = self._changed(self.operands, plain)
+                other = self._changed(start, lambda t, _: turned(t, generator))
+                pairs = zip(self.whole(start), self.whole(other), strict=True)
+                self._sums = [a is None or b is None or bool(distance(a.abs(), b.abs()).any()) for a, b in pairs]
+        return self._sums[i]
+
+    def _with_gaps(self, i: int) -> Tensor:
+        """How far tensor ``i`` is from that of the same operands with a gap behind each element."""
+        if self._gapped is None:
+            self._gapped = [None for _ in self.expected]
+            with suppress(Exception):
+                self._gapped = self.whole(self._changed(self.operands, lambda t, _: _gapped(t)))
+        gapped, wanted = self._gapped[i], self.expected[i]
+        assert wanted is not None
+        if gapped is None or gapped.shape != wanted.shape:
+            return torch.zeros(_wide(wanted).shape, dtype=torch.float64)
+        return distance(gapped, wanted)
+
+    def _overflows(self, i: int) -> Tensor:
+        """Where tensor ``i`` is finite in double precision and not in its own, or the reverse."""
+        if self._double is None:
+            self._double = [None for _ in self.expected]
+            with suppress(Exception):
+                self._double = self.whole([t if t is None or not rounds(t) else _doubled(t) for t in self.operands])
+        double, wanted = self._double[i], self.expected[i]
+        assert wanted is not None
+        if double is None or double.shape != wanted.shape:
+            return torch.zeros_like(_wide(wanted), dtype=torch.bool)
+        return _wide(double).isfinite() != _wide(wanted).isfinite()
+
+    def _changed(self, operands: Results, change: Callable[[Tensor, Tensor], Tensor]) -> Results:
+        pairs = zip(operands, self.sizes, strict=True)
+        return [t if t is None or size is None else change(t, size) for t, size in pairs]
+
+
+def _gapped(tensor: Tensor) -> Tensor:
+    """The same tensor with a gap behind each element in memory."""
+    wide = tensor.unsqueeze(-1).expand(*tensor.shape, 2).clone()
+    return wide[..., 0]
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

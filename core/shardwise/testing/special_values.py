@@ -1,0 +1,82 @@
+"""Sample calls with special values: zeros of both signs, infinities, NaN, and numbers far from 1.
+
+They are made from the calls that there are: each floating tensor of a call gets special values here and there. Numbers
+far from 1 are powers of two whose products, a few of them, still fit their dtype. Complex numbers get no infinities,
+because what a product makes of them depends on the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.kernel.signature import Op, signature
+from shardwise.testing.values import Sample
+
+__all__ = ["special_samples"]
+
+_INFINITE = (float("inf"), float("-inf"), float("nan"))
+# Per dtype the binary exponent of numbers far from 1. Samples of solvers are in double precision, and larger numbers
+# would make their matrices singular up to rounding.
+_FAR = {torch.float16: 4, torch.bfloat16: 16, torch.float32: 16, torch.float64: 4}
+_FAR |= {torch.complex64: 16, torch.complex128: 4}
+# Special elements: of zeros and numbers far from 1 every second, of infinities and NaN every eighth.
+_OFTEN, _SELDOM = 0.5, 0.125
+# A tensor of so many elements shows more than one kind of value.
+_ENOUGH = 6
+
+
+def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample]:
+    """Three calls from each of at most ``most`` calls: with zeros and numbers far from 1, with infinities and NaN, and
+    with nothing but -0.0. Operands that the op only writes (``out=``) are left.
+    """
+    bases = [call for call in samples if any(_takes(t) and t.numel() >= _ENOUGH for t in _tensors(op, call))]
+    return [_changed(op, call, kind, seed) for seed, call in enumerate(bases[:most]) for kind in range(3)]
+
+
+def _tensors(op: Op, sample: Sample) -> Iterator[Tensor]:
+    for arg, value in zip(signature(op).args, signature(op).bind(*sample), strict=True):
+        if not arg.is_out:
+            yield from (t for t in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(t, Tensor))
+
+
+def _takes(tensor: Tensor) -> bool:
+    return tensor.dtype in _FAR
+
+
+def _changed(op: Op, sample: Sample, kind: int, seed: int) -> Sample:
+    generator = torch.Generator().manual_seed(seed * 7919 + kind)
+    values = [
+        value if arg.is_out else _with_special(value, kind, generator)
+        for arg, value in zip(signature(op).args, signature(op).bind(*sample), strict=True)
+    ]
+    return signature(op).unbind(values)
+
+
+def _with_special(value: Any, kind: int, generator: torch.Generator) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_with_special(v, kind, generator) for v in value]
+    if not isinstance(value, Tensor) or not _takes(value):
+        return value
+    if value.is_complex():
+        parts = torch.view_as_real(value.resolve_conj())
+        drawn = torch.view_as_complex(_drawn(parts, _FAR[value.dtype], kind, generator, ()).contiguous())
+    else:
+        drawn = _drawn(value, _FAR[value.dtype], kind, generator)
+    # The order of the strides is the call's.
+    return torch.empty_like(value).copy_(drawn)
+
+
+def _drawn(
+    value: Tensor, far: int, kind: int, generator: torch.Generator, infinite: Sequence[float] = _INFINITE
+) -> Tensor:
+    if kind == 2:  # noqa: PLR2004  the last of three
+        return torch.full_like(value, -0.0)
+    choices = (0.0, -0.0, 2.0**far, -(2.0**far), 2.0**-far) if kind == 0 else (*infinite, 0.0, -0.0)
+    special = torch.tensor(choices, dtype=torch.float64).to(value.dtype)
+    chosen = special[torch.randint(len(choices), value.shape, generator=generator)]
+    share = _OFTEN if kind == 0 else _SELDOM
+    return torch.where(torch.rand(value.shape, generator=generator) < share, chosen, value)

@@ -1,0 +1,261 @@
+"""An error on one rank ends all ranks soon, and each says which rank and which error."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.errors import RankFailedError, WorkerError
+from shardwise.testing import WorkerPool
+
+BAD = 1  # the rank on which an error is raised
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[WorkerPool]:
+    """Workers of this module alone: their process groups end with each error."""
+    with WorkerPool(2, start_method="forkserver") as workers:
+        yield workers
+
+
+def sharded(local: torch.Tensor) -> sw.MeshTensor:
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return sw.MeshTensor.from_local(local, mesh, [Shard(0)])
+
+
+def target_out_of_range() -> None:
+    logits, target = torch.randn(4, 5), torch.tensor([0, 1, 2, 3])
+    if torch.distributed.get_rank() == BAD:
+        target[0] = 11
+    loss = torch.nn.functional.cross_entropy(sharded(logits), sharded(target))
+    loss.full_tensor()
+
+
+def index_out_of_range() -> None:
+    index = torch.tensor([0, 99 if torch.distributed.get_rank() == BAD else 1])
+    ids = sharded(index)
+    table = sw.distribute_tensor(torch.randn(10, 3), ids.device_mesh, [Replicate()])
+    torch.nn.functional.embedding(ids, table).sum().full_tensor()
+
+
+def division_by_zero() -> None:
+    divisor = sharded(torch.tensor([1, 0 if torch.distributed.get_rank() == BAD else 1]))
+    (divisor.new_full((divisor.shape[0],), 6) // divisor).sum().full_tensor()
+
+
+def cross_entropy_of_a_number() -> None:
+    value = sharded(torch.tensor([0.5, 1.5 if torch.distributed.get_rank() == BAD else 0.5]))
+    torch.nn.functional.binary_cross_entropy(value, torch.zeros_like(value)).full_tensor()
+
+
+def ids_out_of_range(ids: sw.MeshTensor) -> sw.MeshTensor:
+    return ids + (90 if torch.distributed.get_rank() == BAD else 0)
+
+
+def gathered_out_of_range() -> None:
+    table = sharded(torch.randn(4, 5))
+    table.gather(1, ids_out_of_range(sharded(torch.zeros(4, 2, dtype=torch.int64)))).sum().full_tensor()
+
+
+def scattered_out_of_range() -> None:
+    table = sharded(torch.randn(4, 5))
+    table.scatter(1, ids_out_of_range(sharded(torch.zeros(4, 2, dtype=torch.int64))), 1.0).sum().full_tensor()
+
+
+def error_between_ops() -> None:
+    x = sharded(torch.ones(2))
+    if torch.distributed.get_rank() == BAD:
+        raise ValueError("no more batches")
+    x.sum().full_tensor()
+
+
+ERRORS = {
+    target_out_of_range: "IndexError: Target 11 is out of bounds",
+    index_out_of_range: "index out of range",
+    division_by_zero: "RuntimeError: ZeroDivisionError",
+    cross_entropy_of_a_number: "RuntimeError: all elements of input should be between 0 and 1",
+    gathered_out_of_range: "RuntimeError: index 90 is out of bounds",
+    scattered_out_of_range: "RuntimeError: index 90 is out of bounds",
+    error_between_ops: "ValueError: no more batches",
+}
+
+
+# What .ci/run adds.
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+EVERY_DAY = {"target_out_of_range", "division_by_zero", "error_between_ops"}
+PROGRAMS = [pytest.param(f, marks=[] if f.__name__ in EVERY_DAY else SAMPLE, id=f.__name__) for f in ERRORS]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_error_on_one_rank_ends_all_ranks(pair: WorkerPool, program: Any) -> None:
+    pair.run(torch.manual_seed, 0)  # the workers are up
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        pair.run(program, timeout=60)
+    seconds = time.monotonic() - start
+    print(f"{program.__name__}: {seconds:.1f} s until both ranks had ended")
+    assert seconds < 20
+    own, other = caught.value.errors[BAD], caught.value.errors[0]
+    assert ERRORS[program].partition(": ")[2] in own.message
+    assert other.kind == "RankFailedError", other
+    assert isinstance(other.error, RankFailedError)
+    assert other.error.rank == BAD
+    assert ERRORS[program] in other.error.error
+
+
+# -- programs that catch errors --------------------------------------------------------------------------------------
+
+
+def outcome(program: Any) -> tuple[str, float]:
+    """What a program raises, as a program that stays alive sees it, and after how many seconds."""
+    start = time.monotonic()
+    try:
+        program()
+    except Exception as error:  # noqa: BLE001  # any type is compared by the caller
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "nothing", time.monotonic() - start
+
+
+def caught_by_the_program() -> list[Any]:
+    answer = outcome(index_out_of_range)
+    time.sleep(8)  # a rank that neither ends nor goes on
+    return [answer, outcome(lambda: sharded(torch.ones(2)).sum().full_tensor())]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_catches_its_error_and_stays_ends_the_others_too(pair: WorkerPool) -> None:
+    answers = pair.run(caught_by_the_program, timeout=60)
+    pair.close()
+    (waiting, seconds), after = answers[0]
+    print(f"{seconds:.1f} s until the waiting rank had ended")
+    assert seconds < 20
+    assert waiting.startswith("RankFailedError: ")
+    assert "rank 1 has failed in aten.embedding.default: IndexError: index out of range in self" in waiting
+    assert after[0].startswith("RankFailedError: "), "the group stays closed"
+    (own, _), after = answers[BAD]
+    assert own.startswith("IndexError: ")
+    assert after[0].startswith("RankFailedError: ")
+
+
+def all_ranks_raise() -> list[Any]:
+    """Both ranks raise alike, in a lowering and beside one, and one of them is slow before and after."""
+    rank = torch.distributed.get_rank()
+    logits, target = sharded(torch.randn(4, 5)), sharded(torch.tensor([0, 1, 2, 11]))
+    answers = []
+    for slow in (0, 1):
+        if rank == slow:
+            time.sleep(2.5)
+        answers.append(outcome(lambda: torch.nn.functional.cross_entropy(logits, target))[0])
+        answers.append(outcome(lambda: target // 0)[0])
+        if rank == slow:
+            time.sleep(2.5)
+        answers.append(target.sum().item())
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_an_error_of_all_ranks_fails_nobody(pair: WorkerPool) -> None:
+    for answers in pair.run(all_ranks_raise, timeout=60):
+        assert answers == ["IndexError: Target 11 is out of bounds.", "RuntimeError: ZeroDivisionError", 28] * 2
+
+
+def one_rank_goes_on(program: Any) -> tuple[str, str]:
+    """One rank catches what it raises and computes on."""
+    known = sharded(torch.ones(3))
+    first = outcome(program)[0]
+    return first, outcome(lambda: known.sum().full_tensor())[0]
+
+
+def divide() -> None:
+    torch.tensor([1]) // 1
+    sharded(torch.tensor([6, 6])) // sharded(torch.tensor([1, 0 if torch.distributed.get_rank() == BAD else 1]))
+
+
+def loss() -> None:
+    target = torch.tensor([0, 11 if torch.distributed.get_rank() == BAD else 1])
+    torch.nn.functional.cross_entropy(sharded(torch.randn(2, 5)), sharded(target))
+
+
+def test_an_error_beside_communication_can_be_caught_on_one_rank(pair: WorkerPool) -> None:
+    assert pair.run(one_rank_goes_on, divide) == [
+        ("nothing", "nothing"),
+        ("RuntimeError: ZeroDivisionError", "nothing"),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_no_rank_goes_on_after_an_error_in_a_lowering_of_its_own(pair: WorkerPool) -> None:
+    answers = pair.run(one_rank_goes_on, loss)
+    pair.close()
+    assert answers[BAD][0].startswith("IndexError: Target 11")
+    for text in (answers[0][0], answers[0][1], answers[BAD][1]):
+        assert text.startswith("RankFailedError: "), answers
+        assert "rank 1 has failed in aten.nll_loss_forward.default: IndexError: Target 11 is out of bounds" in text
+
+
+def last_batch_is_smaller() -> None:
+    for rows in (4, 3 if torch.distributed.get_rank() == BAD else 4):
+        sharded(torch.ones(rows, 2)).sum(0).full_tensor()
+
+
+def test_a_layout_that_one_rank_knows_and_another_does_not_ends_both(pair: WorkerPool) -> None:
+    with pytest.raises(WorkerError) as caught:
+        pair.run(last_batch_is_smaller, timeout=60)
+    # gloo ends a process that receives another number of bytes than it expects.
+    assert all(failure.kind in ("RankFailedError", "died", "RuntimeError") for failure in caught.value.errors)
+
+
+# -- processes that end ------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import sys, torch
+from datetime import timedelta
+import torch.distributed as dist
+rank, port, failing = map(int, sys.argv[1:])
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=10))
+import shardwise as sw
+from torch.distributed.device_mesh import init_device_mesh
+x = sw.MeshTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [sw.Shard(0)])
+if rank == failing:
+    raise ValueError("no more batches")
+print(x.sum().full_tensor())
+"""
+
+
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=SAMPLE)])
+def test_an_error_that_nobody_catches_ends_the_other_process(failing: int) -> None:
+    """Rank 0 has the store: it must not end before the other has read why."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), str(port), str(failing)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for rank in (0, 1)
+    ]
+    errors = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "ValueError: no more batches" in errors[failing]
+    assert (
+        f"RankFailedError: wait for the other ranks in a collective: rank {failing} has failed: ValueError"
+        in (errors[1 - failing])
+    )

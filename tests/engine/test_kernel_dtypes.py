@@ -1,0 +1,73 @@
+"""What torch's kernels refuse is refused on every rank, and before anything is communicated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.testing import mesh
+
+INTEGERS = torch.arange(24).reshape(4, 6)
+REFUSED = [
+    ("softmax", INTEGERS, {"dim": 1}),
+    ("log_softmax", INTEGERS, {"dim": 1}),
+    ("var", INTEGERS, {"dim": 1}),
+    ("std", INTEGERS, {"dim": 1}),
+    ("mean", INTEGERS, {"dim": 1}),
+    ("logcumsumexp", INTEGERS, {"dim": 1}),
+    ("argmax", INTEGERS > 3, {"dim": 1}),
+    ("argmin", INTEGERS > 3, {"dim": 1}),
+    ("cummax", INTEGERS.to(torch.complex64), {"dim": 1}),
+    ("amax", INTEGERS.to(torch.complex64), {"dim": 1}),
+    ("topk", INTEGERS.to(torch.complex64), {"k": 2, "dim": 1}),
+    ("cosine_similarity", INTEGERS, {"dim": 1}),
+    ("median", INTEGERS > 3, {"dim": 1}),
+]
+TAKEN = [
+    ("sum", INTEGERS, {"dim": 1}),
+    ("amax", INTEGERS, {"dim": 1}),
+    ("argmax", INTEGERS, {"dim": 1}),
+    ("cumsum", INTEGERS > 3, {"dim": 1}),
+    ("logsumexp", INTEGERS, {"dim": 1}),
+    ("logsumexp", INTEGERS.to(torch.complex128) / 10, {"dim": 1}),
+    ("prod", INTEGERS, {"dim": 1}),
+    ("any", INTEGERS, {"dim": 1}),
+    ("var", INTEGERS.to(torch.complex128), {"dim": 1}),
+    ("topk", INTEGERS, {"k": 2, "dim": 1}),
+]
+
+
+def call(name, tensor, options):
+    function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
+    return function(tensor, tensor, **options) if name == "cosine_similarity" else function(tensor, **options)
+
+
+def refused_alike(name, tensor, options, layout):
+    with pytest.raises((RuntimeError, NotImplementedError)) as expected:
+        call(name, tensor, options)
+    placed = sw.distribute_tensor(tensor, mesh((4,)), layout)
+    with pytest.raises(expected.type):
+        call(name, placed, options)
+    # The ranks are still in step.
+    assert placed.sum().item() == tensor.sum().item()
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize(("name", "tensor", "options"), REFUSED)
+def test_what_a_kernel_refuses_is_refused(pool, name, tensor, options, layout):
+    pool.run(refused_alike, name, tensor, options, layout)
+
+
+def computed_alike(name, tensor, options, layout):
+    expected = call(name, tensor, options)
+    result = call(name, sw.distribute_tensor(tensor, mesh((4,)), layout), options)
+    expected, result = (t if isinstance(t, torch.Tensor) else t.values for t in (expected, result))
+    torch.testing.assert_close(result.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize(("name", "tensor", "options"), TAKEN)
+def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
+    pool.run(computed_alike, name, tensor, options, layout)

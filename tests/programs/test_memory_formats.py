@@ -1,0 +1,109 @@
+"""Kernels that return other strides than torch's meta device says: values and gradients are one device's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import MeshTensor, Replicate, Shard
+from shardwise.engine.first_run import CHECK_STRIDES
+from shardwise.kernel.dispatcher import clear_plans
+from shardwise.testing import mesh
+
+LAYOUTS = [
+    ((4,), [Replicate()]),
+    ((4,), [Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Shard(0), Shard(2)]),
+]
+AFTER = "group norm", "batch norm", "instance norm", "flatten", "pool", "interpolation"
+
+
+def layer(name):
+    match name:
+        case "group norm":
+            return nn.GroupNorm(2, 8)
+        case "batch norm":
+            return nn.BatchNorm2d(8)
+        case "instance norm":
+            return nn.InstanceNorm2d(8, affine=True)
+        case "flatten":
+            return nn.Flatten()
+        case "pool":
+            return nn.MaxPool2d(2)
+        case "interpolation":
+            return nn.Upsample(scale_factor=2, mode="bilinear")
+
+
+def after_a_convolution(name, dtype, mesh_shape, layout, channels_last, checked):
+    clear_plans()
+    before = os.environ.pop(CHECK_STRIDES, None)
+    if checked:
+        os.environ[CHECK_STRIDES] = "1"
+    try:
+        compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last)
+    finally:
+        clear_plans()
+        os.environ.pop(CHECK_STRIDES, None)
+        if before is not None:
+            os.environ[CHECK_STRIDES] = before
+
+
+def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), layer(name), nn.GELU()).to(dtype)
+    x = torch.randn(8, 4, 6, 6, dtype=dtype)
+    if channels_last == "weight":
+        net = net.to(memory_format=torch.channels_last)
+    else:
+        x = x.contiguous(memory_format=torch.channels_last)
+    m = mesh(mesh_shape)
+    placed = sw.distribute_tensor(x, m, layout).requires_grad_()
+    x.requires_grad_()
+    whole = net(x)
+    torch.manual_seed(1)
+    direction = torch.randn(whole.shape, dtype=dtype)
+    (whole * direction).sum().backward()
+    expected = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    sw.distribute_module(net, m)
+    result = net(placed)
+    torch.testing.assert_close(result.full_tensor(), whole, rtol=1e-4, atol=1e-4)
+    assert result.stride() == whole.stride()
+    (result * sw.distribute_tensor(direction, m)).sum().backward()
+    close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(placed.grad.full_tensor(), x.grad, **close)
+    for parameter, p in net.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[parameter], **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("mesh_shape", "layout"), LAYOUTS)
+@pytest.mark.parametrize("name", AFTER)
+def test_what_follows_a_convolution_of_channels_last(pool, name, mesh_shape, layout, dtype):
+    for channels_last, checked in (("input", False), ("weight", True)):
+        pool.run(after_a_convolution, name, dtype, mesh_shape, layout, channels_last, checked)
+
+
+def parts_with_a_shape(strides_given):
+    m = mesh((4,))
+    rank = m.get_coordinate()[0]
+    whole = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    sizes = [2, 2, 2, 0]
+    part = whole.split([2, 2, 2, 0])[rank]
+    turned = part.t().contiguous().t()
+    assert sizes[rank] == len(part)
+    x = MeshTensor.from_local(turned, m, [Shard(0)], shape=(6, 4), stride=(1, 6) if strides_given else None)
+    assert x.stride() == ((1, 6) if strides_given else (4, 1))
+    torch.testing.assert_close(x.reshape(24).full_tensor(), whole.reshape(24))
+    torch.testing.assert_close(x.contiguous().full_tensor(), whole)
+    assert (x.to_local().data_ptr() == turned.data_ptr()) is strides_given or not len(part)
+
+
+@pytest.mark.parametrize("strides_given", [True, False])
+def test_parts_that_are_not_contiguous_with_a_global_shape(pool, strides_given):
+    pool.run(parts_with_a_shape, strides_given)

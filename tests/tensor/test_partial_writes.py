@@ -1,0 +1,112 @@
+"""Ops in place on partial tensors: each gives the numbers of one device, and the tensor keeps its placements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Partial, Replicate, Shard
+from shardwise.testing import mesh
+
+aten = torch.ops.aten
+MINE = torch.tensor([[1.0, -2.0, 3.0], [-0.5, 0.25, -4.0]])
+WRITES = {
+    "clamp_": lambda x: x.clamp_(-1, 2),
+    "fill_": lambda x: x.fill_(3),
+    "relu_": torch.relu_,
+    "exp_": lambda x: x.exp_(),
+    "mul_": lambda x: x.mul_(2),
+    "abs_": lambda x: x.abs_(),
+    "neg_": lambda x: x.neg_(),
+    "zero_": lambda x: x.zero_(),
+    "eq_": lambda x: x.eq_(4),
+    "add_": lambda x: x.add_(1),
+    "cumsum_": lambda x: x.cumsum_(1),
+    "setitem": lambda x: x.__setitem__((0, slice(1, 3)), 7.0),
+    "row": lambda x: x[1].sqrt_(),
+    "out": lambda x: torch.exp(x, out=x),
+    "dropout": lambda x: functional.dropout(x, 0.5, True, True),
+    "foreach": lambda x: torch._foreach_sigmoid_([x]),
+    "inplace relu": torch.nn.ReLU(inplace=True),
+    "leaky_relu_": lambda x: functional.leaky_relu(x, 0.1, True),
+    "uniform_": lambda x: x.uniform_(),
+}
+
+
+def parts(kind):
+    """The part of this rank and the reduced tensor."""
+    each = [MINE * (r + 1) for r in range(dist.get_world_size())]
+    stacked = torch.stack(each)
+    whole = {"sum": stacked.sum(0), "max": stacked.amax(0), "avg": stacked.mean(0), "product": stacked.prod(0)}[kind]
+    return each[dist.get_rank()].clone(), whole
+
+
+def write(kinds):
+    for kind in kinds:
+        for name, program in WRITES.items():
+            local, whole = parts(kind)
+            x = sw.MeshTensor.from_local(local, mesh((4,)), [Partial(kind)])
+            view = x.t()
+            torch.manual_seed(0)
+            program(x)
+            torch.manual_seed(0)
+            program(whole)
+            assert x.placements == (Partial(kind),), name
+            for actual in (x, view.t()):
+                assert torch.allclose(actual.full_tensor(), whole, equal_nan=True), name
+
+
+def test_a_write_to_a_partial_sum(pool):
+    pool.run(write, ["sum"])
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_write_to_other_partial_tensors(pool):
+    pool.run(write, ["max", "avg", "product"])
+
+
+def write_on_two_mesh_dims():
+    x = sw.MeshTensor.from_local(MINE.clone(), mesh((2, 2)), [Shard(0), Partial()])
+    whole = torch.cat([MINE, MINE]) * 2
+    x.sigmoid_()
+    assert x.placements == (Shard(0), Partial())
+    torch.testing.assert_close(x.full_tensor(), whole.sigmoid_())
+
+
+def test_other_mesh_dims_stay_as_they_are(pool):
+    pool.run(write_on_two_mesh_dims)
+
+
+def differentiate():
+    w = torch.linspace(-1, 1, 12).view(3, 4)
+    x = torch.linspace(-2, 1, 8).view(4, 2)
+    grads = []
+    for whole in (True, False):
+        one, two = w.clone().requires_grad_(), x.clone().requires_grad_()
+        if not whole:
+            one = sw.distribute_tensor(w, mesh((4,)), [Shard(1)]).requires_grad_()
+            two = sw.distribute_tensor(x, mesh((4,)), [Shard(0)]).requires_grad_()
+        y = one @ two
+        assert whole or y.placements == (Partial(),)
+        torch.relu_(y).pow(2).sum().backward()
+        grads.append([t.grad if whole else t.grad.full_tensor() for t in (one, two)])
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_of_a_write_to_a_partial_sum(pool):
+    pool.run(differentiate)
+
+
+def explained():
+    x = sw.MeshTensor.from_local(MINE.clone(), mesh((4,)), [Partial()])
+    explanation = sw.explain(aten.relu_.default, x)
+    assert [(r.operand, r.target.placements) for r in explanation.redistributions] == [("self", (Replicate(),))]
+    assert explanation.results[0].placements == (Partial(),)
+
+
+def test_the_reduction_is_explained(pool):
+    pool.run(explained)

@@ -1,0 +1,111 @@
+"""Ranks that are not on a mesh, and operands on several meshes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.errors import MeshMismatchError, OffMeshError, RankDisagreementError
+from shardwise.testing import mesh
+
+VALUES = torch.linspace(-1, 2, 8).view(4, 2)
+WAYS = {
+    "distribute_tensor": lambda m: sw.distribute_tensor(VALUES, m, [Shard(0)]),
+    "own values": lambda m: sw.distribute_tensor(VALUES, m, [Replicate()], src_data_rank=None),
+    "distribute_module": lambda m: sw.distribute_module(nn.Linear(2, 2), m),
+    "from_local": lambda m: sw.MeshTensor.from_local(VALUES, m, [Shard(0)]),
+    "from_local, whole": lambda m: sw.MeshTensor.from_local(VALUES, m, [Replicate()], run_check=True),
+    "zeros": lambda m: sw.zeros(4, 2, device_mesh=m, placements=[Shard(0)]),
+    "rand": lambda m: sw.rand(4, 2, device_mesh=m),
+}
+
+
+def make_on_some_ranks(ranks):
+    m = DeviceMesh("cpu", ranks)
+    for way in WAYS.values():
+        if dist.get_rank() in ranks:
+            way(m)
+        else:
+            with pytest.raises(OffMeshError, match=f"rank {dist.get_rank()} is not on that mesh"):
+                way(m)
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 2]])
+def test_a_rank_that_is_not_on_the_mesh_is_told_so(pool, ranks):
+    pool.run(make_on_some_ranks, ranks)
+
+
+# -- several meshes ----------------------------------------------------------------------------------------------------
+
+
+def grid():
+    return mesh((2, 2), ("dp", "tp"))
+
+
+def parameters_on_slices():
+    """Parameters on slices of a mesh, on the mesh, and on another mesh of the same ranks; the same on one device."""
+    meshes = [grid()["dp"], grid()["tp"], grid(), mesh((4,))]
+    tensors = [VALUES + i for i in range(len(meshes))]
+    layouts = [[Shard(0)], [Shard(1)], [Shard(0), Shard(1)], [Replicate()]]
+    plain = [nn.Parameter(t.clone()) for t in tensors]
+    ours = [nn.Parameter(sw.distribute_tensor(t, m, p)) for t, m, p in zip(tensors, meshes, layouts, strict=True)]
+    return plain, ours
+
+
+def same(plain, ours):
+    for one, other in zip(plain, ours, strict=True):
+        torch.testing.assert_close(other.full_tensor(), one)
+
+
+def clip():
+    plain, ours = parameters_on_slices()
+    for foreach in (True, False, None):
+        norms = []
+        for parameters in (plain, ours):
+            for p in parameters:
+                p.grad = p.detach() * 3
+            norms.append(nn.utils.clip_grad_norm_(parameters, 0.7, foreach=foreach))
+        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        same([p.grad for p in plain], [p.grad for p in ours])
+
+
+def test_gradients_on_several_meshes_are_clipped_together(pool):
+    pool.run(clip)
+
+
+def step(option):
+    results = []
+    for parameters in parameters_on_slices():
+        optimizer = torch.optim.Adam(parameters, lr=0.1, **{option: True})
+        for _ in range(2):
+            for p in parameters:
+                p.grad = p.detach() * 2
+            optimizer.step(lambda: torch.zeros(()))  # a closure has the step run op by op
+        results.append([p.detach() for p in parameters])
+    same(*results)
+
+
+def test_foreach_and_fused_steps_over_several_meshes(pool):
+    pool.run(step, "foreach")
+    pool.run(step, "fused")
+
+
+def unlike_numbers():
+    rank = dist.get_rank()
+    ours = sw.distribute_tensor(VALUES, mesh((4,)), [Shard(0)])
+    number = sw.distribute_tensor(torch.tensor(float(rank // 2)), grid()["tp"])
+    with pytest.raises(RankDisagreementError, match="use a number of"):
+        ours * number
+    alike = sw.distribute_tensor(torch.tensor(2.0), grid()["tp"])
+    assert torch.equal((ours * alike).full_tensor(), VALUES * 2)
+    with pytest.raises(MeshMismatchError):
+        ours + sw.distribute_tensor(VALUES, grid(), [Shard(0), Replicate()])
+
+
+def test_a_number_of_a_slice_must_be_the_same_on_the_whole_mesh(pool):
+    pool.run(unlike_numbers)

@@ -1,0 +1,208 @@
+"""Torch's own tools on MeshTensors: anomaly detection, distributions, forward mode, and ops that only they call."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.errors import DeviceMismatchError, ItemError
+from shardwise.testing import mesh
+
+aten = torch.ops.aten
+VALUES = torch.linspace(-2, 3, 12).view(6, 2)
+
+
+def on(tensor, *placements):
+    return sw.distribute_tensor(tensor, mesh((4,)), placements or [Shard(0)])
+
+
+def whole(value):
+    if isinstance(value, (list, tuple)):
+        return [whole(part) for part in value]
+    return value.full_tensor() if isinstance(value, sw.MeshTensor) else value
+
+
+# -- by torch's composite kernels ------------------------------------------------------------------------------------
+
+
+def ops_by_composite_kernels():
+    """Each op of the founding list and of torch's tools beside the same on one device."""
+    x = VALUES
+    assert aten._is_all_true.default(on(x > -3)).item() is True
+    assert aten._is_any_true.default(on(x > 3)).item() is False
+    torch.testing.assert_close(
+        whole(aten.linalg__powsum.default(on(x), 3, [0])), aten.linalg__powsum.default(x, 3, [0])
+    )
+    with torch.inference_mode():
+        columns = aten.contiguous.default(on(x).t())
+        assert columns.is_contiguous()
+        assert torch.equal(whole(columns), x.t())
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "amsgrad": False}
+    lists = [[x], [x + 1], [x * 0], [x * 0], []]
+    step = [torch.tensor(1.0)]
+    expected = aten._fused_adam.default(*lists, step, **options, maximize=False)
+    actual = aten._fused_adam.default(*([on(t) for t in part] for part in lists), step, **options, maximize=False)
+    torch.testing.assert_close(whole(actual), list(map(list, expected)))
+    torch.manual_seed(3)
+    drawn = aten.randint_like.low_dtype_out(on(x), 2, 900, out=on(x * 0))
+    torch.manual_seed(3)
+    assert torch.equal(whole(drawn), aten.randint_like.low_dtype_out(x, 2, 900, out=x * 0))
+
+
+def test_ops_run_as_their_composite_kernels(pool):
+    pool.run(ops_by_composite_kernels)
+
+
+def anomaly_detection():
+    x = on(VALUES).requires_grad_()
+    with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+        warnings.simplefilter("ignore")
+        (x * x).sum().backward()
+        with pytest.raises(RuntimeError, match="SqrtBackward0' returned nan values"):
+            (x * 0).sqrt().mul(0).sum().backward()
+    assert torch.equal(whole(x.grad), 2 * VALUES)
+
+
+def test_anomaly_detection(pool):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pool.run(anomaly_detection)
+
+
+def distributions():
+    x = VALUES
+    location, scale = on(x), on(x.exp())
+    normal = torch.distributions.Normal(location, scale, validate_args=True)
+    torch.testing.assert_close(whole(normal.log_prob(location)), torch.distributions.Normal(x, x.exp()).log_prob(x))
+    logits = torch.distributions.Categorical(logits=location)
+    torch.testing.assert_close(whole(logits.entropy()), torch.distributions.Categorical(logits=x).entropy())
+    with pytest.raises(ValueError, match="found invalid values"):  # on every rank, whoever holds the value
+        torch.distributions.Normal(location, on(x + 1), validate_args=True)  # Dynamo turns the default off
+    with pytest.raises(ValueError, match="within the support"):
+        torch.distributions.Beta(scale, scale, validate_args=True).log_prob(on((x > 2.9) * 2.0))
+
+
+def test_distributions_check_their_parameters(pool):
+    pool.run(distributions)
+
+
+# -- derivatives ------------------------------------------------------------------------------------------------------
+
+
+def forward_mode():
+    x, tangent = VALUES, VALUES.flip(0)
+
+    def loss(t):
+        return (t.exp() @ t.t()).sum(0)
+
+    expected = torch.func.jvp(loss, (x,), (tangent,))
+    torch.testing.assert_close(whole(torch.func.jvp(loss, (on(x),), (on(tangent),))), list(expected))
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(on(x), on(tangent)))
+        torch.testing.assert_close(whole(forward_ad.unpack_dual(dual).tangent), expected[1])
+
+
+def test_forward_mode(pool):
+    pool.run(forward_mode)
+
+
+def jacobians():
+    x = VALUES[:3, 0] + 1.0
+    ours = on(x)
+
+    def cubes(t):
+        return torch.outer(t, t) @ t
+
+    def total(t):
+        return (t * t * t).sum()
+
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(whole(transform(cubes)(ours)), transform(cubes)(x))
+    for strategy in ("reverse-mode", "forward-mode"):
+        named = {"vectorize": True, "strategy": strategy}
+        found = torch.autograd.functional.jacobian(cubes, ours, **named)
+        torch.testing.assert_close(whole(found), torch.autograd.functional.jacobian(cubes, x, **named))
+    expected = torch.func.hessian(total)(x)
+    torch.testing.assert_close(whole(torch.func.jacrev(torch.func.jacrev(total))(ours)), expected)
+    for vectorize in (False, True):
+        hessian = torch.autograd.functional.hessian(total, ours, vectorize=vectorize)
+        torch.testing.assert_close(whole(hessian), expected)
+    with pytest.raises(DeviceMismatchError, match=r"torch.func.jacrev\(torch.func.jacrev\(f\)\)"):
+        torch.func.hessian(total)(ours)
+
+
+def test_jacobians_and_hessians(pool):
+    pool.run(jacobians)
+
+
+def vmapped_look_ups():
+    table, ids = VALUES, torch.tensor([[0, 5, 1], [2, 2, 4]])
+    for layouts in ([Shard(0)], [Shard(1)], [Replicate()]):
+        ours, where = on(table, *layouts), on(ids)
+        found = torch.vmap(lambda i: functional.embedding(i, ours))(where)  # noqa: B023  # called here
+        assert torch.equal(whole(found), table[ids])
+
+
+def test_look_ups_under_vmap(pool):
+    pool.run(vmapped_look_ups)
+
+
+# -- lists of numbers --------------------------------------------------------------------------------------------------
+
+
+def lists_of_numbers():
+    x = on(VALUES)
+    numbers = torch.tensor([x.sum(), 1.0, x[2, 1]])
+    torch.testing.assert_close(numbers, torch.tensor([VALUES.sum(), 1.0, VALUES[2, 1]]))
+    assert torch.as_tensor([[x.max()], [2]]).tolist() == [[3.0], [2.0]]
+    assert torch.equal(whole(x[[0, 2]]), VALUES[[0, 2]])
+    assert [row.shape for row in x] == [(2,)] * 6
+    with pytest.raises(ItemError):
+        torch.tensor([x, x])
+
+
+def test_numbers_in_a_list(pool):
+    pool.run(lists_of_numbers)
+
+
+# -- indices that are one truth value ---------------------------------------------------------------------------------
+
+
+def truth_values():
+    for where in (True, False, torch.tensor(True), torch.tensor(False)):
+        for x in (VALUES, torch.tensor(2.5)):
+            ours = on(x, *([] if x.dim() else [Replicate()]))
+            index = where if isinstance(where, bool) else on(where, Replicate())
+            assert torch.equal(whole(ours[index]), x[where])
+            written, expected = ours.clone(), x.clone()
+            written[index] = 7.0
+            expected[where] = 7.0
+            assert torch.equal(whole(written), expected)
+
+
+def test_a_truth_value_is_an_index(pool):
+    pool.run(truth_values)
+
+
+def numbers_by_rprop(foreach):
+    results = []
+    for on_mesh in (False, True):
+        p = torch.nn.Parameter(on(torch.tensor(2.0), Replicate()) if on_mesh else torch.tensor(2.0))
+        optimizer = torch.optim.Rprop([p], lr=0.5, foreach=foreach)
+        for _ in range(4):
+            optimizer.zero_grad()
+            (p * p).backward()
+            optimizer.step()
+        results.append(whole(p.detach()))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_rprop_of_a_number(pool, foreach):
+    pool.run(numbers_by_rprop, foreach)
