@@ -1,6 +1,8 @@
 """CPU kernels for the flash attention of CUDA, in plain torch, so that the oracle can judge its rule on any machine.
 
-They keep the contract of the real ones: the results, their shapes and dtypes, and causal ones that are square.
+They keep the contract of the real ones: the results, their shapes and dtypes, causal ones that are square, weights
+whose sum is 1 whatever the logsumexp rounds to, and an infinite logsumexp where no score is a number above minus
+infinity.
 """
 
 import torch
@@ -16,8 +18,12 @@ def scores(q, k, causal, scale):
 
 def forward(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     found = scores(q, k, is_causal, scale)
-    lse = found.logsumexp(-1)
-    out = (found - lse[..., None]).exp() @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    top = found.amax(-1, keepdim=True).nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=0.0)
+    weights = (found - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    nothing = (total == 0) | total.isnan()
+    out = weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1) / total.masked_fill(nothing, 1)
+    lse = (top + total.log()).masked_fill(nothing, float("inf"))[..., 0]
     seeds = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
     return out, lse.float(), None, None, q.shape[2], k.shape[2], *seeds, q.new_empty(0)
 

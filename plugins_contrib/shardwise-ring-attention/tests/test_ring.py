@@ -72,6 +72,27 @@ def test_shorter_dtypes_stay_close(pool, causal, dtype, tolerance):
     pool.run(attention, LAYOUTS["uneven"], causal, dtype, tolerance)
 
 
+def keys_without_weight(causal):
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = torch.randn(3, 1, 2, 16, 4, generator=generator, dtype=torch.float64).unbind()
+    query[..., 0] = query[..., 0].abs()
+    key[..., 4:8, 0] = float("-inf")  # all keys of rank 1
+    key[:, 1, :4, 0] = float("-inf")
+    key[:, 1, 8:, 0] = float("-inf")  # all keys of a head
+    key[:, :, 9] = 0
+    value[:, :, 9] = 0  # a score of 0 that has a weight
+    query[:, 0, 2] = float("nan")
+    ours = [sw.distribute_tensor(x, mesh((4,)), [SEQUENCE]) for x in (query, key, value)]
+    op, scalars = rules.RULES[0].ops[0], (0.0, causal)
+    for found, wanted in zip(op(*ours, *scalars), op(query, key, value, *scalars), strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_keys_whose_scores_are_minus_infinity_have_no_weight(pool, causal):
+    pool.run(keys_without_weight, causal)
+
+
 def compiled():
     generator = torch.Generator().manual_seed(3)
     whole = [torch.randn(1, 2, 13, 8, generator=generator, dtype=torch.float64) for _ in range(3)]

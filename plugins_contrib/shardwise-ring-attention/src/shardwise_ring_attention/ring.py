@@ -4,6 +4,9 @@ In each step a rank computes with the keys and values that it has. Meanwhile it 
 those of the rank before. A block's result has the logarithm of the sum of its exponentials, which gives its
 weight: softmax over all keys is the weighted mean of softmax over parts of them (Milakov and Gimelshein,
 arXiv:1805.02867; Liu, Zaharia and Abbeel, arXiv:2310.01889). Sums are in float32 if operands are shorter.
+
+Keys whose scores are all minus infinity have no weight: the logarithm is minus infinity, and the output adds zeros
+times values, which are zeros, or NaN where a value is not finite.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from shardwise_ring_attention.place import SEQUENCE, Place, place
 
 __all__ = ["Backward", "Forward", "ring_backward", "ring_forward"]
 
-# (query, key, value, causal) -> (output, logsumexp) on one device, in new memory; causal ones are square.
+# (query, key, value, causal) -> (output, logsumexp) on one device, in new memory; causal ones are square. The logsumexp
+# is minus infinity where the keys have no weight.
 Forward = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 # (gradient, query, key, value, output, logsumexp, causal) -> gradients of query, key and value.
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
@@ -28,7 +32,10 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def ring_forward(local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of this rank's queries against the keys of all ranks."""
+    """Output and logsumexp of this rank's queries against the keys of all ranks.
+
+    The logsumexp is minus infinity where no key has a weight.
+    """
     at = local.once(place)
     home, work = at.home.queries, at.work.queries
     here = exchange(local, at, query, home, work)
@@ -37,9 +44,9 @@ def ring_forward(local: LocalCall, kernel: Forward, query: Tensor, key: Tensor, 
         for piece in at.steps[step] if here.numel() else ():
             columns = cut(keys, piece.keys), cut(values, piece.keys)
             total.add(piece.queries, *kernel(cut(here, piece.queries), *columns, piece.causal))
-    out, lse = total.result()
     if at.only_keys:
-        out, lse = _over_ranks(local, at.only_keys, out, lse)
+        total.add_ranks(local, at.only_keys)
+    out, lse = total.result()
     out = exchange(local, at, out.to(query.dtype), work, home)
     return out, exchange(local, at, lse.unsqueeze(-1), work, home).squeeze(-1)
 
@@ -128,47 +135,50 @@ def _start(local: LocalCall, at: Place, tensor: Tensor, step: int) -> AsyncResul
 
 
 class _Sum:
-    """Output and logsumexp over the keys so far."""
+    """Output and logsumexp over the keys so far.
+
+    Kept are the largest logsumexp of a part, the sum of the weights beside it, and the outputs times their weights.
+    They are divided at the end: a logsumexp of many digits before the point has no room for the weights behind it.
+    """
 
     def __init__(self, query: Tensor, features: int) -> None:
         self._shape = (*query.shape[:-1], features)
         self._like = query
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._parts: tuple[Tensor, Tensor, Tensor] | None = None
 
     def add(self, queries: Range, part: Tensor, lse: Tensor) -> None:
         """Add the output of some queries over further keys; this may overwrite ``part``."""
         part = part.to(_wide(part.dtype))
-        if self._out is None and part.shape == self._shape:
-            self._out, self._lse = part, lse
+        if self._parts is None and part.shape == self._shape:
+            self._parts = part, lse.new_ones(lse.shape).masked_fill_(lse.isneginf(), 0), lse
             return
-        out, total = (cut(x, queries) for x in self.result())
-        new = torch.logaddexp(total, lse)
-        out.mul_(_weight(total, new)).add_(_weighted_(part, lse, new))
-        total.copy_(new)
+        out, share, top = (cut(x, queries) for x in self._sums())
+        highest = torch.maximum(top, lse)
+        old, new = _weight(top, highest), _weight(lse, highest)
+        out.mul_(old.unsqueeze(-1)).add_(part.mul_(new.unsqueeze(-1)))
+        share.mul_(old).add_(new)
+        top.copy_(highest)
+
+    def add_ranks(self, local: LocalCall, mesh_dims: tuple[int, ...]) -> None:
+        """Add the sums of all ranks along some mesh dims, which have the same queries."""
+        out, share, top = self._sums()
+        highest = local.comm.all_reduce(top, "max", mesh_dims)
+        parts = torch.cat([out, share.unsqueeze(-1)], -1).mul_(_weight(top, highest).unsqueeze(-1))
+        sums = local.comm.all_reduce(parts, "sum", mesh_dims)
+        self._parts = sums[..., :-1], sums[..., -1], highest
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp; zeros and minus infinity before the first key."""
-        if self._out is None or self._lse is None:
-            self._out = self._like.new_zeros(self._shape, dtype=_wide(self._like.dtype))
-            self._lse = self._out.new_full(self._shape[:-1], float("-inf"))
-        return self._out, self._lse
+        """Output and logsumexp; zeros and minus infinity where no key has a weight."""
+        out, share, top = self._sums()
+        return out / share.masked_fill(share == 0, 1).unsqueeze(-1), top + share.log()
+
+    def _sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._parts is None:
+            out = self._like.new_zeros(self._shape, dtype=_wide(self._like.dtype))
+            self._parts = out, out.new_zeros(self._shape[:-1]), out.new_full(self._shape[:-1], float("-inf"))
+        return self._parts
 
 
-def _weight(lse: Tensor, total: Tensor) -> Tensor:
-    """The share of keys with logsumexp ``lse`` in all of them; zero if they have no weight, as before the first key."""
-    return (lse - total).exp_().masked_fill_(lse.isneginf(), 0).unsqueeze(-1)
-
-
-def _weighted_(part: Tensor, lse: Tensor, total: Tensor) -> Tensor:
-    # A mean over keys without weight is NaN; it counts as zero.
-    return part.mul_(_weight(lse, total)).masked_fill_(lse.isneginf().unsqueeze(-1), 0)
-
-
-def _over_ranks(local: LocalCall, mesh_dims: tuple[int, ...], out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp over the keys of all ranks along some mesh dims, which have the same queries."""
-    top = local.comm.all_reduce(lse, "max", mesh_dims)
-    parts = torch.cat([_weighted_(out, lse, top), _weight(lse, top)], -1)
-    sums = local.comm.all_reduce(parts, "sum", mesh_dims)
-    share = sums[..., -1:]
-    return sums[..., :-1] / share, top + share.squeeze(-1).log()
+def _weight(lse: Tensor, highest: Tensor) -> Tensor:
+    """The weight of keys beside the highest logsumexp; zero if they have none, as before the first key."""
+    return (lse - highest).exp_().masked_fill_(lse.isneginf(), 0)

@@ -31,6 +31,7 @@ from shardwise.rule import (
 )
 from shardwise_ring_attention.place import SEQUENCE
 from shardwise_ring_attention.ring import ring_backward, ring_forward
+from shardwise_ring_attention.weightless import MARKS
 
 __all__ = ["RULES"]
 
@@ -149,11 +150,14 @@ def _forward(local: LocalCall, *args: Any, **named: Any) -> tuple[Any, ...]:
     if not _rings(local):
         return _plain(local, query, *args, **named)
 
+    marks = MARKS[local.call.op]
+
     def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         out, lse, *_ = local.call.op(q, k, v, 0.0, causal, *debug, **named)
-        return out, lse
+        return marks.read(out, lse, q, k, causal)
 
-    return _results(local, ring_forward(local, kernel, query, key, value))
+    out, lse = ring_forward(local, kernel, query, key, value)
+    return _results(local, (out, marks.write(lse)))
 
 
 def _backward(local: LocalCall, *args: Any, **named: Any) -> tuple[Any, ...]:
