@@ -51,7 +51,8 @@ def write(kinds):
             x = sw.MeshTensor.from_local(local, mesh((4,)), [Partial(kind)])
             view = x.t()
             torch.manual_seed(0)
-            program(x)
+            with sw.random.using("torch"):
+                program(x)
             torch.manual_seed(0)
             program(whole)
             assert x.placements == (Partial(kind),), name

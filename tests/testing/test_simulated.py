@@ -85,6 +85,25 @@ def test_the_groups_of_a_collective_may_have_different_shapes():
     assert found == {(0, 0): [2.0, 2.0], (0, 1): [2.0], (1, 0): [2.0, 2.0], (1, 1): [2.0]}
 
 
+def test_groups_may_communicate_more_or_less():
+    def work(at, comm):
+        x = numbered(at)
+        for _ in range(at[1]):  # column 0 does nothing, column 2 communicates twice
+            x = comm.all_reduce(x, "sum", (0,))
+        return comm.all_reduce(x, "sum", (1,)).item()
+
+    assert run_ranks((2, 3), work) == {at: 10.0 * at[0] + 12 + 28 for at in coordinates((2, 3))}
+
+
+def test_groups_that_wait_for_each_other_disagree():
+    def work(at, comm):
+        for mesh_dim in (0, 1) if at in ((0, 0), (1, 1)) else (1, 0):
+            comm.all_reduce(numbered(at), "sum", (mesh_dim,))
+
+    with pytest.raises(RankDisagreementError, match=r"rank \(0, 0\) asks for all_reduce.*rank \(1, 0\)"):
+        run_ranks((2, 2), work)
+
+
 def test_all_ranks_draw_the_same_numbers_as_one_device():
     torch.manual_seed(3)
     expected = torch.rand(2).tolist()

@@ -43,6 +43,7 @@ from shardwise.errors import RankDisagreementError, RankFailedError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["PATIENCE", "comparing", "explained", "failure_behind", "go_on", "start_anew", "tell", "trying", "watch"]
@@ -259,7 +260,8 @@ def _ranks_of_lowering(trace: TracebackType | None) -> tuple[int, ...]:
         for value in trace.tb_frame.f_locals.values():
             mesh = getattr(value.comm, "mesh", None) if type(value) is LocalCall else None
             if isinstance(mesh, DeviceMesh):
-                return tuple(mesh.mesh.flatten().tolist())
+                with outside_modes():  # the mesh makes its tensor of ranks anew, also while a graph is traced
+                    return tuple(mesh.mesh.flatten().tolist())
         trace = trace.tb_next
     return ()
 

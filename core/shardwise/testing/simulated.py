@@ -1,8 +1,9 @@
 """Simulated ranks: one process plays a whole mesh, so that a lowering may communicate without a process group.
 
-Every rank is a thread, and exactly one runs at a time. A rank runs until it asks for a collective. When all ranks have
-asked, the answers are computed and the ranks continue. If ranks ask for different collectives, or only some ask, that
-is an error here; a real mesh would hang.
+Every rank is a thread, and exactly one runs at a time. A rank runs until it asks for a collective. When all ranks of
+its group have asked for the same, they get their answers and continue; other groups may communicate more or less. If
+no group is complete, ranks ask for different collectives, or only some ask. That is an error here; a real mesh would
+hang.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class _Request:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What must be the same on every rank of the mesh."""
+        """What must be the same on every rank of a group, so that they meet."""
         return self.name, self.mesh_dims, self.option, len(self.tensors)
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What must be the same on every rank of a group; shards may differ between groups."""
+        """What must be the same, too, when the ranks of a group have met."""
         shapes = tuple(t.shape for t in self.tensors) if self.name == "all_reduce" else ()
         return shapes, tuple(t.dtype for t in self.tensors)
 
@@ -240,24 +241,22 @@ def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedCo
     """Run ``work(coordinate, comm)`` on every rank of a mesh and return the results by coordinate.
 
     All ranks start with the same states of torch's generator and of shardwise's. Raises :class:`RankError` for an error
-    of a rank, and :class:`RankDisagreementError` if the ranks do not ask for the same collectives in the same order.
+    of a rank, and :class:`RankDisagreementError` if the ranks of a group do not ask for the same collectives in the
+    same order.
     """
     rng, draws = torch.get_rng_state(), get_state()
     ranks = {c: _Rank(c, partial(work, c), rng, draws) for c in coordinates(mesh_shape)}
+    ready = list(ranks)
     try:
-        while True:
-            for rank in ranks.values():
+        while ready:
+            for rank in (ranks[at] for at in ready):
                 rank.resume()
                 if rank.error is not None:
                     raise RankError(rank.coordinate, rank.error) from rank.error
             requests = {c: rank.request for c, rank in ranks.items() if rank.request is not None}
-            if not requests:
-                break
-            first_at, first = next(iter(ranks.items()))
-            for at, rank in ranks.items():
-                if (rank.request and rank.request.kind) != (first.request and first.request.kind):
-                    raise _disagreement(first_at, first.request, at, rank.request)
-            for at, answer in _answers(tuple(mesh_shape), requests).items():
+            answers = _answers(tuple(mesh_shape), requests)
+            ready = list(answers)
+            for at, answer in answers.items():
                 ranks[at].answer = answer
     finally:
         for rank in ranks.values():
@@ -277,22 +276,37 @@ def _disagreement(
 
 
 def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) -> dict[Coordinate, Any]:
+    """The answers to the ranks whose groups have met; if there are requests and no group has, the ranks disagree."""
     answers: dict[Coordinate, Any] = {}
+    missed: RankDisagreementError | None = None
     for at, request in requests.items():
-        # The group has the ranks whose coordinates differ only on the request's mesh dims, in row-major order of these.
-        dims = request.mesh_dims
-        places = [dict(zip(dims, place, strict=True)) for place in product(*(range(mesh_shape[m]) for m in dims))]
-        group = [tuple(place.get(m, c) for m, c in enumerate(at)) for place in places]
+        group = _group(mesh_shape, at, request.mesh_dims)
+        others = {other: requests.get(other) for other in group}
+        absent = [(c, other) for c, other in others.items() if other is None or other.kind != request.kind]
+        if absent:
+            missed = missed or _disagreement(at, request, *absent[0])
+            continue
         for other in group:
             if requests[other].form != request.form:
                 raise _disagreement(at, request, other, requests[other])
-        index, of_group = group.index(at), [requests[c] for c in group]
-        if request.name == "all_reduce":
-            answers[at] = reduce_pieces([r.tensors[0] for r in of_group], request.option)
-        elif request.name == "all_gather":
-            answers[at] = [r.tensors[0].clone() for r in of_group]
-        elif request.name == "all_to_all":
-            answers[at] = [r.tensors[index].clone() for r in of_group]
-        else:
-            answers[at] = of_group[(index - request.option) % len(group)].tensors[0].clone()
+        answers[at] = _answer(group.index(at), request, [requests[c] for c in group])
+    if missed and not answers:
+        raise missed
     return answers
+
+
+def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
+    """The ranks whose coordinates differ from ``at`` only on some mesh dims, in row-major order of these."""
+    places = [dict(zip(mesh_dims, place, strict=True)) for place in product(*(range(mesh_shape[m]) for m in mesh_dims))]
+    return [tuple(place.get(m, c) for m, c in enumerate(at)) for place in places]
+
+
+def _answer(index: int, request: _Request, of_group: list[_Request]) -> Any:
+    """What the rank at ``index`` of its group gets."""
+    if request.name == "all_reduce":
+        return reduce_pieces([r.tensors[0] for r in of_group], request.option)
+    if request.name == "all_gather":
+        return [r.tensors[0].clone() for r in of_group]
+    if request.name == "all_to_all":
+        return [r.tensors[index].clone() for r in of_group]
+    return of_group[(index - request.option) % len(of_group)].tensors[0].clone()

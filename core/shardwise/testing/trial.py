@@ -120,6 +120,12 @@ class Trial:
         return self.schema(AbstractMesh(())).operand_names
 
     @cached_property
+    def outs(self) -> int:
+        """The number of operands for ``out=``. They are the last ones, and nothing depends on what is in them."""
+        values = zip(self.signature.args, self.values, strict=True)
+        return sum((1 if a.kind is Kind.TENSOR else len(v or ())) for a, v in values if a.is_out)
+
+    @cached_property
     def tolerance(self) -> float:
         """The coarsest of the floating dtypes in the call."""
         dtypes = [t.dtype for t in (*self.operands, *self.expected.tensors) if t is not None]
@@ -135,17 +141,22 @@ class Trial:
         """
         if not piecewise:
             return self._rounding
-        sizes = [
-            None
-            if full is None or spec is None or not rounds(full)
-            else sizes_of(full, spec, {at: t for at, ts in operands.items() if (t := ts[i]) is not None})
-            for i, (full, spec) in enumerate(zip(self.operands, case.inputs, strict=True))
-        ]
-        return self._rounding_of(sizes)
+        return self._rounding_of(
+            [
+                None
+                if full is None or spec is None or not rounds(full)
+                else sizes_of(full, spec, {at: t for at, ts in operands.items() if (t := ts[i]) is not None})
+                for i, (full, spec) in enumerate(zip(self._read, case.inputs, strict=False))
+            ]
+        )
 
     @cached_property
     def _rounding(self) -> Rounding:
-        return self._rounding_of([t.abs() if t is not None and rounds(t) else None for t in self.operands])
+        return self._rounding_of([t.abs() if t is not None and rounds(t) else None for t in self._read])
+
+    @property
+    def _read(self) -> Sequence[Tensor | None]:
+        return self.operands[: len(self.operands) - self.outs]
 
     def _rounding_of(self, sizes: Sequence[Tensor | None]) -> Rounding:
         def whole(operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -160,6 +171,7 @@ class Trial:
                 for size in sizes
             ]
         expected = (*self.expected.tensors, *self.expected.operands)
+        sizes = [*sizes, *[None] * self.outs]
         return Rounding(whole, self.operands, sizes, expected, torch.Tag.pointwise in self.op.tags)
 
     @property

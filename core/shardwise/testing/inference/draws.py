@@ -69,20 +69,13 @@ class Draws:
     @property
     def operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the operands, except those for ``out=``."""
-        outs = out_count(self.first)
         tensors = self.first.operands
-        return tuple(None if t is None else TensorMeta.of(t) for t in tensors[: len(tensors) - outs])
+        return tuple(None if t is None else TensorMeta.of(t) for t in tensors[: len(tensors) - self.first.outs])
 
     @property
     def outputs(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the tensor results."""
         return tuple(None if t is None else TensorMeta.of(t) for t in self.first.expected.tensors)
-
-
-def out_count(trial: Trial) -> int:
-    """The number of operands for ``out=``. They are the last ones."""
-    values = zip(trial.signature.args, trial.values, strict=True)
-    return sum((1 if a.kind is Kind.TENSOR else len(v or ())) for a, v in values if a.is_out)
 
 
 def list_spans(trial: Trial) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from shardwise.errors import ShardingError
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.testing.inference.dim_arguments import by_dims, dims_expression
-from shardwise.testing.inference.draws import list_spans, out_count
+from shardwise.testing.inference.draws import list_spans
 from shardwise.testing.inference.features import features, joined, telling
 from shardwise.testing.inference.naming import Named, name_dims, only_partial, with_ellipsis
 from shardwise.testing.inference.search import may_lie
@@ -167,7 +167,7 @@ class _Fitting:
             left = [i for i in left if i not in mine]
         for i in left:
             group = self.groups[i]
-            chosen.append((rows_call(group.rows, out_count(group.searches[0].draws.first)), [i]))
+            chosen.append((rows_call(group.rows, group.searches[0].draws.first.outs), [i]))
         branch = {i: b for b, (_, several) in enumerate(chosen) for i in several}
         differing = telling(features(self.op, self.groups, zipped=self.zipped), [branch[i] for i in sorted(branch)])
         if differing is None:

@@ -18,7 +18,6 @@ from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import make_call
-from shardwise.testing.inference.draws import out_count
 from shardwise.testing.judge import difference, judge
 from shardwise.testing.partials import can_be_partial, place
 from shardwise.testing.simulated import Coordinate
@@ -72,7 +71,7 @@ class Probe:
         self.mesh = AbstractMesh((self.ranks,))
         self.outputs = tuple(None if t is None else TensorMeta.of(t) for t in self.trial.expected.tensors)
         self.call = make_call(self.trial.rule, self.trial.schema(self.mesh), self.outputs)
-        self.outs = out_count(self.trial)
+        self.outs = self.trial.outs
 
     def rows(self, inputs: tuple[Placement | None, ...], known: frozenset[Row] | None = None) -> frozenset[Row]:
         """The rows that have these input placements and hold here. If ``known`` is given, only those of ``known``."""
