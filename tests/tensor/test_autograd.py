@@ -195,6 +195,21 @@ def test_checkpointing_recomputes_the_same_dropout(pool, layout):
     pool.run(recomputed, layout)
 
 
+def without_a_gradient():
+    """torch's formulas of foreach ops leave out the gradients of list positions whose results nothing uses."""
+    x, y = (sw.ones(8, 4, device_mesh=mesh((4,)), placements=[Shard(0)]).requires_grad_() for _ in range(2))
+    from_local = sw.MeshTensor.from_local(x.to_local(), mesh((4,)), [Shard(0)])
+    for moved in (x.redistribute(placements=[Shard(1)]), from_local):
+        _, used = torch._foreach_mul([moved, y], [2.0, 3.0])
+        used.sum().backward()
+        assert x.grad is None
+        assert y.grad is not None
+
+
+def test_where_one_device_has_no_gradient_other_layouts_have_none(pool):
+    pool.run(without_a_gradient)
+
+
 def unused_results(layout):
     full = torch.arange(24.0).reshape(4, 6)
     x = sw.distribute_tensor(full, mesh((4,)), layout).requires_grad_()

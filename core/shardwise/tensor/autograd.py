@@ -2,7 +2,8 @@
 
 A MeshTensor's gradient is a global tensor, so every layout of it is correct. These functions choose the layout. The
 default is the layout of the forward tensor, with partial read as replicated, because each partial part has the whole
-gradient.
+gradient. A tensor without a gradient has none under another layout: zeros would give a parameter that was not used a
+gradient, and torch's formulas a case that they do not meet on one device.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, steps: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
         ctx.spec, ctx.grad, ctx.async_op = steps.target, grad, async_op
+        ctx.set_materialize_grads(False)
         return _run_route(tensor, steps, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None, None
         grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
         return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None
 
@@ -120,11 +124,14 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
         ctx.spec, ctx.grad = tensor._spec, grad
+        ctx.set_materialize_grads(False)
         local: torch.Tensor = tensor._local_tensor
         return local.view_as(local)  # a new object, because autograd writes its own data into it
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
+        if grad is None:
+            return None, None
         spec: TensorSpec = ctx.spec
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
         mesh: Any = spec.mesh
@@ -146,6 +153,7 @@ class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.spec, ctx.grad = spec, grad
+        ctx.set_materialize_grads(False)
         # Every rank has the same spec, and an empty part does not say how the others lie: so the part gives in.
         part = (
             local if lies_as(spec.tensor_meta, local.shape, local.stride()) else dense_in_order(local, spec.tensor_meta)
@@ -154,6 +162,8 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
         grad = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
         return to_local(redistribute(grad, ctx.grad), None), None, None
 

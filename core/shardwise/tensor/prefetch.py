@@ -149,13 +149,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Any, copy: _Copy, unit: _Unit) -> Any:
         ctx.copy, ctx.grad = copy, grad_layout(leaf._spec.placements)
+        ctx.set_materialize_grads(False)
         return waiting(_Use(copy, unit), copy.spec, leaf.device)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         # By now every op that used the parameter has run its backward.
         ctx.copy.free()
-        return reduce_later(grad, ctx.grad), None, None
+        return None if grad is None else reduce_later(grad, ctx.grad), None, None
 
 
 # -- units -------------------------------------------------------------------------------------------------------
