@@ -7,7 +7,7 @@ import torch
 
 from shardwise.comm import packing
 from shardwise.comm.events import Event, observe
-from shardwise.comm.redistribute import redistribute_local, runner
+from shardwise.comm.redistribute import runner
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, reducible
 from shardwise.kernel.spec import TensorSpec
@@ -39,8 +39,8 @@ def all_pairs(mesh_shape, shape, dtype, kinds, every=1):
     for a, b in pairs:
         src, dst = TensorSpec(device_mesh, a, meta), TensorSpec(device_mesh, b, meta)
         start = scatter_local(full, src)
-        moved = redistribute_local(start, src, dst)
-        back = redistribute_local(moved, dst, whole)
+        moved = runner(src, dst)(start)
+        back = runner(dst, whole)(moved)
         kept = torch.equal(start, scatter_local(full, src))
         # A local tensor in another order of memory than the global one could not be viewed as the global one can.
         fits = tuple(moved.shape) == dst.local_shape() and moved.is_contiguous()
@@ -128,9 +128,9 @@ def random_moves(seed, count):
         path = [TensorSpec(device_mesh, [pick(each) for _ in device_mesh.shape], TensorMeta.of(full)) for _ in range(4)]
         local = scatter_local(full, path[0])
         for src, dst in itertools.pairwise(path):
-            local = redistribute_local(local, src, dst)
+            local = runner(src, dst)(local)
         whole = path[0].with_placements([REPLICATE] * device_mesh.ndim)
-        if not torch.allclose(redistribute_local(local, path[-1], whole), full):
+        if not torch.allclose(runner(path[-1], whole)(local), full):
             wrong.append(" -> ".join(map(str, path)))
     return wrong
 
@@ -155,7 +155,7 @@ def test_partial_parts_that_differ_are_reduced(pool):
             "product": lambda: stacked.prod(0),
         }[kind]()
         mine = ranks[torch.distributed.get_rank()]
-        torch.testing.assert_close(redistribute_local(mine, src, dst), scatter_local(expected, dst))
+        torch.testing.assert_close(runner(src, dst)(mine), scatter_local(expected, dst))
 
     for kind in REDUCE_OPS:
         pool.run(reduced, kind, (4,), (6, 5), "R")
@@ -173,8 +173,8 @@ def test_nan_survives_max_and_min_wherever_it_is(pool, shape):
             local = torch.zeros(shape)
             local[0] = float("nan") if torch.distributed.get_rank() == holder else 1.0
             src = TensorSpec(device_mesh, [partial(kind)], TensorMeta.of(local))
-            moved = redistribute_local(local, src, spec_of(local, device_mesh, text))
-            whole = redistribute_local(moved, spec_of(local, device_mesh, text), spec_of(local, device_mesh, "R"))
+            moved = runner(src, spec_of(local, device_mesh, text))(local)
+            whole = runner(spec_of(local, device_mesh, text), spec_of(local, device_mesh, "R"))(moved)
             assert whole[0].isnan()
             assert not whole[1:].isnan().any()
 
@@ -186,7 +186,7 @@ def test_an_integer_dtype_that_no_backend_adds_up(pool):
     def added(shape):
         local = torch.full(shape, torch.distributed.get_rank() + 1, dtype=torch.int16)
         src, dst = (spec_of(local, mesh((4,)), text) for text in ("P(sum)", "R"))
-        assert torch.equal(redistribute_local(local, src, dst), torch.full(shape, 10, dtype=torch.int16))
+        assert torch.equal(runner(src, dst)(local), torch.full(shape, 10, dtype=torch.int16))
 
     pool.run(added, (3, 2))
     pool.run(added, (101, 333))
@@ -201,10 +201,10 @@ def test_the_result_owns_its_memory_and_the_input_is_left_alone(pool):
         src, dst = (spec_of(full, mesh((4,)), text) for text in (src_text, dst_text))
         local = scatter_local(full, src)
         kept = local.clone()
-        moved = redistribute_local(local, src, dst)
+        moved = runner(src, dst)(local)
         moved.fill_(77)
         assert torch.equal(local, kept)
-        assert redistribute_local(local, src, src) is local
+        assert runner(src, src)(local) is local
 
     for pair in itertools.permutations(("R", "S(0)", "S(1)", "P(sum)", "P(max)"), 2):
         pool.run(apart, *pair)
@@ -215,7 +215,7 @@ def test_locals_may_have_any_strides(pool):
         full = numbers((6, 7), torch.float64)
         src, dst = (spec_of(full, mesh((4,)), text) for text in (src_text, dst_text))
         local = scatter_local(full, src).t().contiguous().t()
-        assert torch.equal(redistribute_local(local, src, dst), scatter_local(full, dst))
+        assert torch.equal(runner(src, dst)(local), scatter_local(full, dst))
 
     for pair in itertools.permutations(("R", "S(0)", "S(1)"), 2):
         pool.run(strided, *pair)
@@ -225,7 +225,7 @@ def test_a_lazily_conjugated_local_is_sent_as_what_it_is(pool):
     def conjugated(src_text, dst_text):
         full = numbers((4, 6), torch.complex64) * (1 + 2j)
         src, dst = (spec_of(full, mesh((4,)), text) for text in (src_text, dst_text))
-        moved = redistribute_local(scatter_local(full, src).conj(), src, dst)
+        moved = runner(src, dst)(scatter_local(full, src).conj())
         assert torch.equal(moved, scatter_local(full.conj(), dst))
 
     for pair in itertools.permutations(("R", "S(0)", "S(1)"), 2):
@@ -236,8 +236,8 @@ def test_a_transposed_tensor_stays_transposed(pool):
     def transposed(src_text, dst_text):
         full = numbers((4, 8, 3), torch.float64).permute(2, 0, 1)
         src, dst = (spec_of(full, mesh((4,)), text) for text in (src_text, dst_text))
-        moved = redistribute_local(scatter_local(full, src), src, dst)
-        assert torch.equal(redistribute_local(moved, dst, spec_of(full, mesh((4,)), "R")), full)
+        moved = runner(src, dst)(scatter_local(full, src))
+        assert torch.equal(runner(dst, spec_of(full, mesh((4,)), "R"))(moved), full)
         assert moved.permute(1, 2, 0).is_contiguous()
 
     for pair in itertools.permutations(("R", "S(0)", "S(1)", "S(2)", "P(sum)"), 2):
@@ -248,7 +248,7 @@ def test_an_expanded_tensor_is_written_out(pool):
     def expanded():
         full = numbers((1, 3), torch.float64).expand(4, 3)
         src, dst = (spec_of(full, mesh((4,)), text) for text in ("S(0)", "R"))
-        assert torch.equal(redistribute_local(full[:1], src, dst), full)
+        assert torch.equal(runner(src, dst)(full[:1]), full)
 
     pool.run(expanded)
 
@@ -278,8 +278,8 @@ def test_a_mesh_may_count_its_ranks_in_any_order(pool):
         layouts = list(itertools.product([REPLICATE, shard(0), shard(1), *map(partial, kinds)], repeat=2))
         for a, b in itertools.product(layouts, layouts):
             src, dst = TensorSpec(device_mesh, a, meta), TensorSpec(device_mesh, b, meta)
-            moved = redistribute_local(scatter_local(full, src), src, dst)
-            whole = redistribute_local(moved, dst, TensorSpec(device_mesh, [REPLICATE] * 2, meta))
+            moved = runner(src, dst)(scatter_local(full, src))
+            whole = runner(dst, TensorSpec(device_mesh, [REPLICATE] * 2, meta))(moved)
             assert torch.equal(whole, full), f"{src} -> {dst}"
 
     pool.run(shuffled, ("sum",))
@@ -309,8 +309,8 @@ def test_observers_see_each_collective_and_no_local_step(pool):
         events = []
         local = scatter_local(full, src)
         with observe(events.append):
-            redistribute_local(local, src, dst)
-        redistribute_local(local, src, dst)
+            runner(src, dst)(local)
+        runner(src, dst)(local)
         return events
 
     assert pool.run(seen, "R R", "S(0) P(sum)") == [[]] * 4
@@ -343,8 +343,8 @@ def test_a_refused_move_raises_on_every_rank_before_anything_is_sent(pool):
         full = torch.ones(4, dtype=torch.bool)
         src, dst = (spec_of(full, mesh((4,)), text) for text in ("P(avg)", "R"))
         with pytest.raises(LayoutError, match="avg"):
-            redistribute_local(full, src, dst)
-        return redistribute_local(full, spec_of(full, mesh((4,)), "P(max)"), dst).tolist()
+            runner(src, dst)(full)
+        return runner(spec_of(full, mesh((4,)), "P(max)"), dst)(full).tolist()
 
     assert pool.run(refused) == [[True] * 4] * 4
 
@@ -360,9 +360,9 @@ def cuda_pairs(shape, dtype, kinds):
     whole = TensorSpec(device_mesh, [REPLICATE], meta)
     for a, b in itertools.product(each, each):
         src, dst = TensorSpec(device_mesh, [a], meta), TensorSpec(device_mesh, [b], meta)
-        moved = redistribute_local(scatter_local(full, src), src, dst)
+        moved = runner(src, dst)(scatter_local(full, src))
         assert moved.is_cuda
-        assert torch.equal(redistribute_local(moved, dst, whole), full), f"{src} -> {dst}"
+        assert torch.equal(runner(dst, whole)(moved), full), f"{src} -> {dst}"
 
 
 @pytest.mark.cuda

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise.comm.events import observe
 from shardwise.comm.link_agreement import forget
-from shardwise.comm.redistribute import redistribute_local
+from shardwise.comm.redistribute import runner
 from shardwise.errors import LinksFileError, LinksFitError, WorkerError
 from shardwise.kernel.placements import parse_placement
 from shardwise.kernel.spec import TensorSpec
@@ -120,10 +120,10 @@ def executed(shape, size, src, dst):
     found, meta = mesh(shape), TensorMeta.contiguous(size, torch.float32)
     before, after = (TensorSpec(found, [parse_placement(w) for w in words.split()], meta) for words in (src, dst))
     local = torch.ones(before.local_shape())
-    redistribute_local(local, before, after)  # groups are made
+    runner(before, after)(local)  # groups are made
     events = []
     with observe(events.append):
-        redistribute_local(local, before, after)
+        runner(before, after)(local)
     return shortest_path(before, after), events
 
 

@@ -8,11 +8,10 @@ not seen in the other. All of this works below autograd, on plain local tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 
-from attrs import frozen
 from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
@@ -26,47 +25,27 @@ from shardwise.kernel.world import PerWorld
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["Route", "redistribute_local", "route", "runner"]
+__all__ = ["route", "runner"]
 
 _log = logging.getLogger(__name__)
 
 
-@frozen
-class Route:
-    """A redistribution, ready to run: ``run`` takes the local tensor and returns the one under ``target``.
-
-    ``start`` runs it up to its last collective and returns that under way; None when nothing is communicated. ``stays``
-    says that the placements are the same.
-    """
-
-    target: TensorSpec
-    stays: bool
-    run: Run
-    start: Callable[[Tensor], AsyncResult] | None
-
-
-def redistribute_local(local: Tensor, src: TensorSpec, dst: TensorSpec) -> Tensor:
-    """The local tensor of this rank under ``dst``, from the one under ``src``; every rank must call this.
-
-    ``local`` has the shape ``src.local_shape()`` and any strides. The result has the shape ``dst.local_shape()`` and
-    strides in the order of the global tensor's; it is ``local`` itself when both specs are one. Raises what
-    :func:`shardwise.planning.path.shortest_path` raises, before anything is communicated.
-    """
-    return local if src is dst else runner(src, dst)(local)
-
-
 def runner(src: TensorSpec, dst: TensorSpec) -> Run:
-    """The function that redistributes local tensors from ``src`` to ``dst``; see :func:`redistribute_local`.
+    """The function that takes the local tensor of this rank under ``src`` and returns the one under ``dst``.
 
-    Every rank of the mesh must call this at the same point of the program: it may make a process group.
+    It takes a tensor of the shape ``src.local_shape()`` with any strides. The result has the shape
+    ``dst.local_shape()`` and strides in the order of the global tensor's; it is the tensor itself when both specs are
+    one. Every rank must call it, and must call ``runner`` at the same point of the program: that may make a process
+    group. Raises what :func:`shardwise.planning.path.shortest_path` raises, before anything is communicated.
     """
     return _step_runner(src, dst).run
 
 
-def route(src: TensorSpec, placements: Sequence[Placement]) -> Route:
+def route(src: TensorSpec, placements: Sequence[Placement]) -> tuple[TensorSpec, StepRunner | None]:
     """The redistribution of ``src`` to placements as a user writes them: ``Shard(-1)`` counts from the end.
 
-    Raises what :func:`check_placements` and :func:`shardwise.planning.path.shortest_path` raise.
+    Returns the spec with these placements and what runs the steps, ``None`` where the placements stay the same. Raises
+    what :func:`check_placements` and :func:`shardwise.planning.path.shortest_path` raise.
     """
     target = tuple(placements)
     if isinstance(src, SymbolicSpec):
@@ -84,13 +63,13 @@ def forget() -> None:
     _runners.cache_clear()
 
 
-def _build_route(src: TensorSpec, placements: tuple[Placement, ...]) -> Route:
+def _build_route(src: TensorSpec, placements: tuple[Placement, ...]) -> tuple[TensorSpec, StepRunner | None]:
     checked = check_placements(placements, src.mesh.ndim, src.ndim)
-    stays = checked == src.placements
-    # Where nothing moves, the result shares memory, and a copy that may not be written stays one.
-    target = src if stays else src.with_placements(checked)
-    steps = _step_runner(src, target)
-    return Route(target, stays, steps.run, steps.start)
+    if checked == src.placements:
+        # Nothing moves and the result shares memory, so a copy that may not be written stays one.
+        return src, None
+    target = src.with_placements(checked)
+    return target, _step_runner(src, target)
 
 
 def _step_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:

@@ -37,7 +37,7 @@ from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_traced
 
-__all__ = ["StepRunner"]
+__all__ = ["Start", "StepRunner"]
 
 Start = Callable[[Tensor], AsyncResult]
 # Per tensor dim that is cut: the dim, where the part starts, how long it is.

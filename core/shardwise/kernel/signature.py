@@ -74,6 +74,11 @@ class Signature:
     results: tuple[Result, ...]
 
     @cached_property
+    def makes_tensors(self) -> bool:
+        """Whether a result is a new tensor, neither a view of an argument nor the argument itself."""
+        return any(r.is_tensor and r.alias is None for r in self.results)
+
+    @cached_property
     def tensor_args(self) -> tuple[Arg, ...]:
         """Arguments that hold tensors, ``out=`` ones included."""
         return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))

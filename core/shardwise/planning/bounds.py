@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from shardwise.planning.cost import JUST_UNDER
 from shardwise.planning.layout_graph import Codes, LayoutGraph
 
-__all__ = ["Bounds", "Estimate"]
+__all__ = ["Bounds", "apart", "needed_late", "splits"]
 
 _ANY_OTHER_SHARD = 1 << 30  # a code that no layout has
 
@@ -134,7 +134,7 @@ def received(graph: LayoutGraph, source: Codes, goal: Codes) -> float:
     late = apart(splits(graph.mesh_shape, goal), source[: len(goal)])
     if late is None:
         return lacking
-    return max(lacking, (needed if graph.is_even else _needed_late(graph, goal, late)) / later)
+    return max(lacking, (needed if graph.is_even else needed_late(graph, goal, late)) / later)
 
 
 def splits(mesh_shape: Sequence[int], layout: Codes) -> dict[int, list[int]]:
@@ -166,7 +166,7 @@ def apart(goal: Mapping[int, Sequence[int]], layout: Codes) -> int | None:
     return None
 
 
-def _needed_late(graph: LayoutGraph, goal: Codes, late: int) -> int:
+def needed_late(graph: LayoutGraph, goal: Codes, late: int) -> int:
     """Elements under ``goal`` of the rank that is last on the mesh dim ``late`` and first on all others."""
     sizes = list(graph.shape)
     for m, (n, there) in enumerate(zip(graph.mesh_shape, goal, strict=False)):
@@ -175,85 +175,3 @@ def _needed_late(graph: LayoutGraph, goal: Codes, late: int) -> int:
             step = -(-size // n)
             sizes[there - 1] = max(size - step * (n - 1), 0) if m == late else step
     return math.prod(sizes)
-
-
-class Estimate:
-    """A lower bound on the cost from a layout to ``goal``, whose code is 0 on mesh dims of one rank."""
-
-    def __init__(self, graph: LayoutGraph, goal: Codes) -> None:
-        self.goal = goal
-        self._graph = graph
-        self._alone = graph.alone
-        links = graph.costs.links
-        self._local_start = links.local_start
-        self._least = graph.numel / graph.ranks * graph.itemsize
-        self._copy = links.local_start + self._least / links.memory_bandwidth
-        self._seconds_per_element = graph.fastest * graph.itemsize
-        self._smallest = graph.numel / graph.ranks
-        self._sizes = graph.sizes(goal)
-        self._needed = math.prod(self._sizes)
-        self._goal_bytes = graph.nbytes(goal)
-        self._splits = splits(graph.mesh_shape, goal)
-        self._known: dict[Codes, float] = {goal: 0.0}
-
-    def __call__(self, layout: Codes) -> float:
-        known = self._known.get(layout)
-        if known is not None:
-            return known
-        start_gather = latency = local = 0.0
-        reduced: dict[int, float] = {}
-        contributors = 1
-        copies = 0
-        moving = 0  # the shard codes that earlier mesh dims leave or join, as bits; see `disturbed`
-        for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
-            if here == there:
-                if here <= 0 or not moving >> here & 1:
-                    continue
-                local += min(doubling, self._copy)
-            elif there > 0:
-                moving |= 1 << there
-            if here > 0:
-                moving |= 1 << here
-                latency += doubling
-                start_gather = max(start_gather, start)
-            elif here < 0:
-                contributors *= n
-                latency += doubling if there else 2 * doubling
-                reduced[here] = max(reduced.get(here, 0.0), start)
-            else:
-                copies += 1
-        if latency:
-            bound = sum(reduced.values()) + start_gather + latency + local + copies * self._copy
-            bound += self._received(layout, contributors) * self._seconds_per_element
-        else:
-            bound = self._copied(layout, copies)
-        known = self._known[layout] = bound * JUST_UNDER
-        return known
-
-    def _received(self, layout: Codes, contributors: int) -> float:
-        """As :func:`received`, for a whole goal."""
-        if contributors > 1:
-            return self._needed + (contributors - 2) * self._smallest
-        late = apart(self._splits, layout)
-        if late is not None and self._graph.is_even:
-            return self._needed
-        held = 1
-        for size, needed in zip(self._graph.sizes(layout), self._sizes, strict=True):
-            held *= min(size, needed)
-        lacking = self._needed - held
-        return lacking if late is None else max(lacking, _needed_late(self._graph, self.goal, late))
-
-    def _copied(self, layout: Codes, copies: int) -> float:
-        """A bound where slices and fills suffice: cutting the largest mesh dim first writes least. With a collective in
-        between it may be cheaper.
-        """
-        collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
-        nbytes: float = self._graph.nbytes(layout)
-        written = 0.0
-        cuts = [n for n, h, g in zip(self._graph.mesh_shape, layout, self.goal, strict=True) if h == 0 and g > 0]
-        for n in sorted(cuts, reverse=True):
-            nbytes /= n
-            written += nbytes
-        written += (copies - len(cuts)) * self._goal_bytes
-        local = copies * self._local_start + written / self._graph.costs.links.memory_bandwidth
-        return min(local, collective + copies * self._copy)

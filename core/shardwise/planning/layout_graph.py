@@ -29,7 +29,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 from shardwise.planning.cost import JUST_UNDER, Links, StepCosts, step_costs
 
-__all__ = ["Codes", "Edge", "LayoutGraph", "decode", "encode", "graph_of", "legal_steps", "reduction_of", "searching"]
+__all__ = ["Codes", "Edge", "LayoutGraph", "decode", "encode", "graph_of", "reduction_of", "searching"]
 
 Codes = tuple[int, ...]
 Dims = tuple[int, ...]
@@ -65,7 +65,7 @@ def reduction_of(code: int) -> str:
     return REDUCE_OPS[-1 - code]
 
 
-def legal_steps(mesh_shape: Dims, ndim: int, dtype: torch.dtype, layout: Codes) -> Iterator[LegalStep]:
+def _legal_steps(mesh_shape: Dims, ndim: int, dtype: torch.dtype, layout: Codes) -> Iterator[LegalStep]:
     """Every step out of a layout but the fills: its kind, the layout after it, its mesh dims, and the layout in which
     these mesh dims are whole.
 
@@ -212,7 +212,7 @@ class LayoutGraph:
         if steps is None:
             if len(self._steps) >= _MAX_LAYOUTS:
                 self._steps.clear()
-            steps = self._steps[layout] = tuple(legal_steps(self.mesh_shape, len(self.shape), self.dtype, layout))
+            steps = self._steps[layout] = tuple(_legal_steps(self.mesh_shape, len(self.shape), self.dtype, layout))
         edges = self._edges[layout] = []
         costs = self.costs
         for kind, after, dims, whole in steps:

@@ -11,7 +11,8 @@ import math
 from heapq import heappop, heappush
 from itertools import chain
 
-from shardwise.planning.bounds import Estimate
+from shardwise.planning.bounds import apart, needed_late, splits
+from shardwise.planning.cost import JUST_UNDER
 from shardwise.planning.layout_graph import Codes, Edge, LayoutGraph
 
 __all__ = ["Search"]
@@ -53,7 +54,7 @@ class Search:
         elif (start, goal) in graph.paths:
             self._finish(graph.paths[start, goal])
         else:
-            self._estimate = Estimate(graph, goal)
+            self._estimate = _Estimate(graph, goal)
             self._best = {start: 0.0}
             self._came: dict[Codes, tuple[Codes, Edge]] = {}
             self._limit = math.inf
@@ -106,3 +107,85 @@ class Search:
         self.steps = None if path is None else path[1]
         if self._start != self._goal:
             self.graph.remember(self._start, self._goal, path)
+
+
+class _Estimate:
+    """A lower bound on the cost from a layout to ``goal``, whose code is 0 on mesh dims of one rank."""
+
+    def __init__(self, graph: LayoutGraph, goal: Codes) -> None:
+        self.goal = goal
+        self._graph = graph
+        self._alone = graph.alone
+        links = graph.costs.links
+        self._local_start = links.local_start
+        self._least = graph.numel / graph.ranks * graph.itemsize
+        self._copy = links.local_start + self._least / links.memory_bandwidth
+        self._seconds_per_element = graph.fastest * graph.itemsize
+        self._smallest = graph.numel / graph.ranks
+        self._sizes = graph.sizes(goal)
+        self._needed = math.prod(self._sizes)
+        self._goal_bytes = graph.nbytes(goal)
+        self._splits = splits(graph.mesh_shape, goal)
+        self._known: dict[Codes, float] = {goal: 0.0}
+
+    def __call__(self, layout: Codes) -> float:
+        known = self._known.get(layout)
+        if known is not None:
+            return known
+        start_gather = latency = local = 0.0
+        reduced: dict[int, float] = {}
+        contributors = 1
+        copies = 0
+        moving = 0  # the shard codes that earlier mesh dims leave or join, as bits; see `disturbed`
+        for here, there, (n, start, doubling, _) in zip(layout, self.goal, self._alone, strict=True):
+            if here == there:
+                if here <= 0 or not moving >> here & 1:
+                    continue
+                local += min(doubling, self._copy)
+            elif there > 0:
+                moving |= 1 << there
+            if here > 0:
+                moving |= 1 << here
+                latency += doubling
+                start_gather = max(start_gather, start)
+            elif here < 0:
+                contributors *= n
+                latency += doubling if there else 2 * doubling
+                reduced[here] = max(reduced.get(here, 0.0), start)
+            else:
+                copies += 1
+        if latency:
+            bound = sum(reduced.values()) + start_gather + latency + local + copies * self._copy
+            bound += self._received(layout, contributors) * self._seconds_per_element
+        else:
+            bound = self._copied(layout, copies)
+        known = self._known[layout] = bound * JUST_UNDER
+        return known
+
+    def _received(self, layout: Codes, contributors: int) -> float:
+        """As :func:`received`, for a whole goal."""
+        if contributors > 1:
+            return self._needed + (contributors - 2) * self._smallest
+        late = apart(self._splits, layout)
+        if late is not None and self._graph.is_even:
+            return self._needed
+        held = 1
+        for size, needed in zip(self._graph.sizes(layout), self._sizes, strict=True):
+            held *= min(size, needed)
+        lacking = self._needed - held
+        return lacking if late is None else max(lacking, needed_late(self._graph, self.goal, late))
+
+    def _copied(self, layout: Codes, copies: int) -> float:
+        """A bound where slices and fills suffice: cutting the largest mesh dim first writes least. With a collective in
+        between it may be cheaper.
+        """
+        collective = min(start + doubling for n, start, doubling, _ in self._alone if n > 1)
+        nbytes: float = self._graph.nbytes(layout)
+        written = 0.0
+        cuts = [n for n, h, g in zip(self._graph.mesh_shape, layout, self.goal, strict=True) if h == 0 and g > 0]
+        for n in sorted(cuts, reverse=True):
+            nbytes /= n
+            written += nbytes
+        written += (copies - len(cuts)) * self._goal_bytes
+        local = copies * self._local_start + written / self._graph.costs.links.memory_bandwidth
+        return min(local, collective + copies * self._copy)

@@ -20,7 +20,8 @@ from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
 from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
-from shardwise.comm.redistribute import Route, redistribute_local, route
+from shardwise.comm.redistribute import route, runner
+from shardwise.comm.run_step import StepRunner
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tensor_class, wrap
 from shardwise.kernel.local_strides import dense_in_order, lies_as
@@ -56,17 +57,24 @@ def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: Tens
 
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, steps: Route, grad: tuple[Placement, ...], async_op: bool) -> Any:
-        ctx.spec, ctx.grad, ctx.async_op = steps.target, grad, async_op
+    def forward(
+        ctx: Any,
+        tensor: Any,
+        target: TensorSpec,
+        steps: StepRunner | None,
+        grad: tuple[Placement, ...],
+        async_op: bool,
+    ) -> Any:
+        ctx.spec, ctx.grad, ctx.async_op = target, grad, async_op
         ctx.set_materialize_grads(False)
-        return _run_route(tensor, steps, async_op)
+        return _run(tensor, target, steps, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
-            return None, None, None, None
+            return None, None, None, None, None
         grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
-        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None
+        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None, None
 
 
 def redistribute(
@@ -79,15 +87,15 @@ def redistribute(
 
     Returns the tensor itself if its placements do not change and ``grad_placements`` is not given.
     """
-    steps = route(tensor._spec, placements)
-    if steps.stays and grad_placements is None:
+    target, steps = route(tensor._spec, placements)
+    if steps is None and grad_placements is None:
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
-        return _Redistribute.apply(tensor, steps, layout, async_op)  # type: ignore[no-untyped-call]
+        return _Redistribute.apply(tensor, target, steps, layout, async_op)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
         _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
-    return _run_route(tensor, steps, async_op)
+    return _run(tensor, target, steps, async_op)
 
 
 def reduce_later(grad: Any, placements: Sequence[Placement]) -> Any:
@@ -107,14 +115,14 @@ _backward = InFlightLimit(1 << 26)
 _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
-def _run_route(tensor: Any, steps: Route, async_op: bool) -> Any:
+def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     local = tensor._local_tensor
-    if steps.stays:
+    if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        return wrap(local.view_as(local), steps.target)
+        return wrap(local.view_as(local), target)
     if async_op and steps.start is not None and not is_traced(local):
-        return waiting(steps.start(local).keep(tensor, local), steps.target, local.device)
-    return wrap(steps.run(local), steps.target)
+        return waiting(steps.start(local).keep(tensor, local), target, local.device)
+    return wrap(steps.run(local), target)
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -264,7 +272,7 @@ def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
     goal = spec.with_placements(target)
-    return grad if goal is spec else wrap(redistribute_local(grad._local_tensor, spec, goal), goal)
+    return grad if goal is spec else wrap(runner(spec, goal)(grad._local_tensor), goal)
 
 
 def plain_tangent(grad: torch.Tensor, known: Any) -> Any:

@@ -20,9 +20,11 @@ from torch import nn
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.coalescing import coalesced
-from shardwise.comm.redistribute import Route, route
+from shardwise.comm.redistribute import route
+from shardwise.comm.run_step import Start
 from shardwise.errors import PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
+from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
 from shardwise.tensor.autograd import grad_layout, reduce_later
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -90,12 +92,12 @@ class _Content:
 class _Copy:
     """The gathered copy of one parameter: under way, complete, or freed."""
 
-    def __init__(self, leaf: Any, gather: Route) -> None:
+    def __init__(self, leaf: Any, target: TensorSpec, gather: Start) -> None:
         self.leaf = leaf
-        self.gather = gather
+        self._gather = gather
         self.gathered_from = leaf._spec
         # The spec marks it as a copy, to which writing is refused: a write would not reach the parameter.
-        self.spec = gather.target.as_copy()
+        self.spec = target.as_copy()
         self._result: AsyncResult | None = None
         self._gathered: _Content | None = None
 
@@ -106,9 +108,8 @@ class _Copy:
     def start(self) -> None:
         """Start to gather, unless the copy is complete or under way."""
         if self._result is None or self._gathered is None or not self._gathered.is_in(self.leaf):
-            assert self.gather.start is not None
             self._gathered = _Content.of(self.leaf)
-            self._result = self.gather.start(self._gathered.local)
+            self._result = self._gather(self._gathered.local)
 
     def wait(self) -> torch.Tensor:
         self.start()
@@ -199,8 +200,8 @@ class _Unit:
         target = _gathered_placements(leaf, self.schedule.mesh_dim)
         if target is None:
             return None
-        gather = route(leaf._spec, target)
-        return None if gather.start is None else _Copy(leaf, gather)
+        spec, steps = route(leaf._spec, target)
+        return None if steps is None or steps.start is None else _Copy(leaf, spec, steps.start)
 
     def start(self) -> None:
         with coalesced():
