@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from attrs import frozen
 
-from shardwise.comm.rank_failures import explained, failure_behind
+from shardwise.comm.waiting_ranks import explained, failure_behind
 from shardwise.errors import CheckpointError, ShardingError
 
 __all__ = ["Ranks"]

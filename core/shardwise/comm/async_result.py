@@ -16,7 +16,7 @@ from weakref import ref
 from torch import Tensor
 from torch.futures import Future
 
-from shardwise.comm.rank_failures import failure_behind
+from shardwise.comm.waiting_ranks import failure_behind
 from shardwise.private_torch.dispatch import memory_of
 
 __all__ = ["AsyncResult", "InFlightLimit", "SendReceive"]

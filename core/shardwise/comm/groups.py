@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.group import Group
-from shardwise.comm.rank_failures import explained, go_on, watch
+from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.silent_group import SilentGroup
+from shardwise.comm.waiting_ranks import explained
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.reductions import as_sendable
 from shardwise.kernel.world import PerWorld

@@ -19,7 +19,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.groups import backend_of, broadcast_, carrying_device
-from shardwise.comm.rank_failures import explained
+from shardwise.comm.waiting_ranks import explained
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.world import PerWorld

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.groups import backend_of, carrying_device
-from shardwise.comm.rank_failures import explained, go_on, watch
+from shardwise.comm.rank_failures import go_on, watch
+from shardwise.comm.waiting_ranks import explained
 from shardwise.discovery.process import default_registry
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel.mesh import Mesh

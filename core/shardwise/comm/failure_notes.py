@@ -1,0 +1,150 @@
+"""The notes that ranks leave for each other in the store of the default process group, when one of them fails.
+
+:mod:`shardwise.comm.rank_failures` says who writes them, :mod:`shardwise.comm.waiting_ranks` who reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections import Counter
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from attrs import asdict, define, evolve, field, frozen
+
+from shardwise.errors import RankFailedError
+
+__all__ = ["PROCESS", "TICK", "Note", "World", "current_world", "ranks_of"]
+
+TICK = 0.25
+"""Seconds between two looks at what other ranks have left."""
+
+
+@frozen
+class Note:
+    """What a rank has left in the store: the rank that failed (itself, or the one that it waited for) and its error.
+
+    ``times`` counts the errors with this ``key`` on that rank. ``is_final`` says that the rank will not go on.
+    """
+
+    rank: int
+    op: str
+    kind: str
+    message: str
+    key: str
+    times: int
+    is_final: bool
+
+    def error(self, cause: str) -> RankFailedError:
+        where = f" in {self.op}" if self.op else ""
+        message = f"{self.kind}: {self.message}" if self.message else self.kind
+        return RankFailedError(
+            asked="wait for the other ranks in a collective",
+            found=f"rank {self.rank} has failed{where}: {message}",
+            do=f"Correct what rank {self.rank} says. This run's process groups are closed: end the program, or destroy "
+            "them and start torch.distributed again.",
+            rank=self.rank,
+            error=message,
+            op=self.op,
+            cause=cause,
+        )
+
+
+@define(eq=False)
+class World:
+    """What one rank tells and knows of failures, for one default process group."""
+
+    store: Any
+    rank: int
+    size: int
+    prefix: str
+    default_group: Any  # a weak reference
+    process_groups: WeakSet[Any] = field(factory=WeakSet)
+    groups: WeakSet[Any] = field(factory=WeakSet)  # of shardwise.comm.group.Group
+    raised: Counter[str] = field(factory=Counter)
+    own: Note | None = None
+    question: Note | None = None  # left if this rank is held up in :func:`comparing`
+    lowering_of: tuple[int, ...] = ()  # the ranks of the mesh in whose lowering the error of the note was raised
+    failure: Note | None = None
+    # By thread, the frame that it waits in and since when; by rank, its note and since when it stands.
+    waits: dict[int, tuple[Any, float]] = field(factory=dict)
+    notes: dict[int, tuple[Note, float]] = field(factory=dict)
+
+    def write(self, note: Note | None) -> None:
+        self.own = note
+        if note is None:
+            self.lowering_of = ()
+        with suppress(RuntimeError):  # the store is gone when its process has ended
+            self.store.set(f"{self.prefix}/{self.rank}", "" if note is None else json.dumps(asdict(note)))
+            if note is not None:
+                self.store.add(f"{self.prefix}/notes", 1)
+
+    def read(self, ranks: list[int]) -> dict[int, Note]:
+        """The notes of other ranks that stand."""
+        notes = {}
+        with suppress(RuntimeError):
+            if self.store.add(f"{self.prefix}/notes", 0) == 0:
+                return {}
+            for rank in ranks:
+                key = f"{self.prefix}/{rank}"
+                text = self.store.get(key) if rank != self.rank and self.store.check([key]) else b""
+                if text:
+                    notes[rank] = Note(**json.loads(text))
+        return notes
+
+    def count_key(self, rank: int) -> str:
+        """The key under which a rank counts its errors inside the lowerings of one mesh."""
+        return f"{self.prefix}/{rank}/{'-'.join(map(str, self.lowering_of))}"
+
+    def give_up(self, note: Note) -> None:
+        """Tell the others that this rank stops because of a note, and close the connections of all process groups."""
+        self.failure = note
+        self.write(evolve(note, is_final=True))
+        for process_group in list(self.process_groups):
+            _close(process_group)
+
+
+@define(eq=False)
+class _Process:
+    """What a process has: the number of the one whose thread watches (one that is forked from it has neither its thread
+    nor its rank), the current world, and whether it is ending.
+    """
+
+    watched: int | None = None
+    world: World | None = None
+    is_ending: threading.Event = field(factory=threading.Event)
+
+
+PROCESS = _Process()
+
+
+def current_world() -> World | None:
+    """What this rank knows of failures, if anything was watched since its default process group was made."""
+    world = PROCESS.world
+    if world is None or world.default_group() is not dist.group.WORLD or os.getpid() != PROCESS.watched:
+        return None
+    return world
+
+
+def ranks_of(process_group: Any) -> list[int]:
+    """The ranks of a process group, as numbers in the default one."""
+    return list(dist.get_process_group_ranks(process_group))
+
+
+def _close(process_group: Any) -> None:
+    """End what waits for a process group, here and on its other ranks. It cannot be used afterwards."""
+    backends = str(dist.get_backend_config(process_group))
+    with suppress(Exception):
+        if "gloo" in backends:
+            # A receive that is not answered in time closes all connections of the group.
+            other = int(dist.get_rank(process_group) == 0)
+            process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
+    with suppress(Exception):
+        if "nccl" in backends:
+            process_group.abort()

@@ -1,0 +1,112 @@
+"""The ranks that wait for one that has failed: a thread sees that they wait, reads the notes and ends the wait.
+
+:mod:`shardwise.comm.rank_failures` has the whole story.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+from shardwise.comm.failure_notes import PROCESS, TICK, World, current_world, ranks_of
+from shardwise.errors import RankFailedError
+
+__all__ = ["PATIENCE", "explained", "failure_behind", "look_for_failures"]
+
+PATIENCE = 2.0
+"""Seconds for which the note of a rank that may have caught its error must stand before others stop waiting."""
+
+_HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
+# Where a thread waits for other ranks: the files of the functions that call the backend.
+_WAITING = frozenset(
+    {
+        os.path.join(_HERE, "async_result.py"),  # noqa: PTH118
+        os.path.join(_HERE, "coalescing.py"),  # noqa: PTH118
+        str(sys.modules["torch.distributed.distributed_c10d"].__file__),
+    }
+)
+
+
+def failure_behind(error: BaseException, process_group: Any) -> RankFailedError | None:
+    """The failure of another rank that made a collective raise ``error``, if one has left a note."""
+    world = current_world()
+    if world is None or process_group is None:
+        return None
+    if world.failure is None:
+        notes = world.read(ranks_of(process_group))
+        if not notes:
+            return None
+        # The first to have failed, if several say so; a program that has only ended explains least.
+        world.give_up(min(notes.values(), key=lambda note: (not note.is_final, not note.message)))
+    assert world.failure is not None
+    return world.failure.error(str(error))
+
+
+@contextmanager
+def explained(process_group: Any) -> Iterator[None]:
+    """Around calls of torch.distributed: what they raise because another rank has failed says so."""
+    try:
+        yield
+    except RuntimeError as error:
+        failure = failure_behind(error, process_group)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def look_for_failures() -> None:
+    """Look four times a second until the process ends."""
+    while not PROCESS.is_ending.wait(TICK):
+        world = current_world()
+        if world is not None and world.failure is None:
+            with suppress(Exception):  # a watcher that ends would leave the next wait alone
+                _look(world, time.monotonic())
+
+
+def _look(world: World, now: float) -> None:
+    """Give up where a thread waits for a rank that has failed."""
+    waits = {}
+    ranks: set[int] = set()
+    for thread, frame in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing for it
+        if frame.f_code.co_filename in _WAITING:
+            place, process_group = _waited_for(frame)
+            known = world.waits.get(thread)
+            waits[thread] = known if known is not None and known[0] == place else (place, now)
+            if now - waits[thread][1] >= TICK:
+                ranks.update(range(world.size) if process_group is None else ranks_of(process_group))
+    world.waits = waits
+    if ranks and world.own is None and world.question is not None:
+        world.write(world.question)
+    notes = world.read(sorted(ranks)) if ranks else {}
+    standing = {}
+    for rank, note in notes.items():
+        before = world.notes.get(rank)
+        standing[rank] = before if before is not None and before[0] == note else (note, now)
+    world.notes = standing
+    for note, since in standing.values():
+        is_shared = world.raised[note.key] >= note.times
+        if note.is_final or (not is_shared and now - since >= PATIENCE):
+            world.give_up(note)
+            return
+
+
+def _waited_for(frame: FrameType) -> tuple[Any, Any]:
+    """What a thread waits for, to be compared with what it waits for later, and the process group."""
+    place: Any = (id(frame), frame.f_lasti)
+    at: FrameType | None = frame
+    for _ in range(3):
+        if at is None:
+            break
+        waiter: Any = at.f_locals.get("self")
+        if hasattr(waiter, "process_group"):  # an AsyncResult; the frames of two of them may have one address
+            return ref(waiter), waiter.process_group
+        if at.f_locals.get("group") is not None:
+            return place, at.f_locals["group"]
+        at = at.f_back
+    return place, None
