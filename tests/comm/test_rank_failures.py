@@ -73,6 +73,25 @@ def scattered_out_of_range() -> None:
     table.scatter(1, ids_out_of_range(sharded(torch.zeros(4, 2, dtype=torch.int64))), 1.0).sum().full_tensor()
 
 
+def selected_out_of_range() -> None:
+    ids = ids_out_of_range(sharded(torch.zeros(4, dtype=torch.int64)))
+    table = sw.distribute_tensor(torch.randn(10, 3), ids.device_mesh, [Replicate()])
+    table.index_select(0, ids).sum().full_tensor()
+
+
+def put_out_of_range() -> None:
+    table = sharded(torch.randn(4, 5))
+    ids = ids_out_of_range(sharded(torch.zeros(4, dtype=torch.int64)))
+    rows = sw.arange(8, device_mesh=ids.device_mesh)
+    table[rows, ids] = 1.0
+    table.sum().full_tensor()
+
+
+def matrix_without_a_cholesky_factor() -> None:
+    matrices = torch.eye(3).expand(2, 3, 3) * (-1 if torch.distributed.get_rank() == BAD else 1)
+    torch.linalg.cholesky(sharded(matrices)).sum().full_tensor()
+
+
 def error_between_ops() -> None:
     x = sharded(torch.ones(2))
     if torch.distributed.get_rank() == BAD:
@@ -87,6 +106,9 @@ ERRORS = {
     cross_entropy_of_a_number: "RuntimeError: all elements of input should be between 0 and 1",
     gathered_out_of_range: "RuntimeError: index 90 is out of bounds",
     scattered_out_of_range: "RuntimeError: index 90 is out of bounds",
+    selected_out_of_range: "index out of range",
+    put_out_of_range: "index 90 is out of bounds",
+    matrix_without_a_cholesky_factor: "LinAlgError: linalg.cholesky",
     error_between_ops: "ValueError: no more batches",
 }
 
@@ -215,8 +237,9 @@ def last_batch_is_smaller() -> None:
 def test_a_layout_that_one_rank_knows_and_another_does_not_ends_both(pair: WorkerPool) -> None:
     with pytest.raises(WorkerError) as caught:
         pair.run(last_batch_is_smaller, timeout=60)
-    # gloo ends a process that receives another number of bytes than it expects.
-    assert all(failure.kind in ("RankFailedError", "died", "RuntimeError") for failure in caught.value.errors)
+    assert [failure.kind for failure in caught.value.errors] == ["RankFailedError", "RankDisagreementError"]
+    assert "rank 1 has failed in from_local" in caught.value.errors[0].message
+    assert "f32[7,2]" in caught.value.errors[BAD].message
 
 
 # -- processes that end ------------------------------------------------------------------------------------------------

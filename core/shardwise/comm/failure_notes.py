@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
@@ -24,6 +25,8 @@ __all__ = ["PROCESS", "TICK", "Note", "World", "current_world", "ranks_of"]
 
 TICK = 0.25
 """Seconds between two looks at what other ranks have left."""
+
+_SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks at a key
 
 
 @frozen
@@ -69,9 +72,10 @@ class World:
     groups: WeakSet[Any] = field(factory=WeakSet)  # of shardwise.comm.group.Group
     raised: Counter[str] = field(factory=Counter)
     own: Note | None = None
-    question: Note | None = None  # left if this rank is held up in :func:`comparing`
+    question: Note | None = None  # left if this rank is held up in a comparison
     lowering_of: tuple[int, ...] = ()  # the ranks of the mesh in whose lowering the error of the note was raised
     failure: Note | None = None
+    asked: Counter[str] = field(factory=Counter)  # by ranks, how often they have compared something
     # By thread, the frame that it waits in and since when; by rank, its note and since when it stands.
     waits: dict[int, tuple[Any, float]] = field(factory=dict)
     notes: dict[int, tuple[Note, float]] = field(factory=dict)
@@ -97,6 +101,13 @@ class World:
                 if text:
                     notes[rank] = Note(**json.loads(text))
         return notes
+
+    def wait_for(self, key: str) -> None:
+        """Wait until a rank has set a key of the store, or a failure ends the wait; ``failure`` tells which."""
+        pause = _SHORTEST
+        while self.failure is None and not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
 
     def count_key(self, rank: int) -> str:
         """The key under which a rank counts its errors inside the lowerings of one mesh."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.groups import backend_of
-from shardwise.comm.rank_failures import comparing
-from shardwise.comm.rule_agreement import _differences, _different_summaries
+from shardwise.comm.rank_failures import all_say
+from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.world import PerWorld
@@ -36,10 +36,11 @@ def agree_on_layout(spec: TensorSpec, function: str) -> None:
     if mesh.size() == 1 or mesh.get_coordinate() is None or backend_of(mesh) == "fake":
         return
     text = f"{spec}, strides {spec.stride}"
-    with outside_modes(), comparing(function, f"the layout {text}", mesh.mesh.flatten().tolist()):
-        layouts = _different_summaries(mesh, {"tensor": {"layout": text}})
+    with outside_modes():
+        is_same = all_say(function, f"the layout {text}", mesh.mesh.flatten().tolist())
+        layouts = None if is_same else different_summaries(mesh, {"tensor": {"layout": text}})
     if layouts is not None:
-        different = _differences("its", {rank: one["tensor"] for rank, one in layouts.items()})
+        different = differences("its", {rank: one["tensor"] for rank, one in layouts.items()})
         raise RankDisagreementError(
             asked=f"make a MeshTensor by {function}",
             found=f"the ranks of the mesh do not agree: {'; '.join(different)}",

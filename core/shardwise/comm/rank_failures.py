@@ -20,6 +20,7 @@ the same error; otherwise one of them waits, gives up, and this rank gives up as
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import sys
 import threading
@@ -44,7 +45,7 @@ from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
-__all__ = ["comparing", "go_on", "start_anew", "tell", "trying", "watch"]
+__all__ = ["all_say", "go_on", "start_anew", "tell", "trying", "watch"]
 
 _SOON = 0.02  # seconds between two looks at what other ranks have raised
 _LONGEST = 60.0  # seconds for which a rank looks; another rank may have ended without a word
@@ -197,25 +198,43 @@ def start_anew() -> None:
         world.write(None)
 
 
-@contextmanager
-def comparing(op: str, text: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Around an agreement that some ranks may not come to: who is held up in it leaves a note, so that those see it."""
+def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
+    """Whether some ranks, which all call this, say the same text; ``None`` where nobody can be asked.
+
+    The ranks meet in the store, so one that waits in a collective instead gets no bytes that it does not expect. Then
+    both raise: this rank :class:`RankDisagreementError`, and the other :class:`RankFailedError`.
+    """
     world = _joined_world()
     if world is None:
-        yield
-        return
-    key = f"{op} on {tuple(ranks)}"
-    world.raised[key] += 1
+        return None
+    go_on()
+    place = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    world.asked[place] += 1
+    key = f"{world.prefix}/{op}/{place}/{world.asked[place]}"
+    same = f"{key}/{hashlib.sha256(text.encode()).hexdigest()}"
+    world.store.add(same, 1)
+    if world.store.add(f"{key}/all", 1) == len(ranks):
+        world.store.set(f"{key}/verdict", str(world.store.add(same, 0) == len(ranks)))
     message = f"it compares {text}, and another rank does not"
-    world.question = Note(
-        world.rank, op, RankDisagreementError.__name__, message, key, world.raised[key], is_final=False
-    )
+    world.raised[op] += 1
+    world.question = Note(world.rank, op, RankDisagreementError.__name__, message, op, world.raised[op], is_final=False)
     try:
-        yield
+        world.wait_for(f"{key}/verdict")
     finally:
         if world.own is world.question:
             start_anew()
         world.question = None
+    failure = world.failure
+    if failure is not None and failure.rank == world.rank:
+        raise RankDisagreementError(
+            asked=op,
+            found=f"this rank has {text}, and another rank waits elsewhere",
+            do="Run the same program on every rank, with parts that make the same global tensor.",
+            differences=(),
+        )
+    if failure is not None:
+        raise failure.error("")
+    return bool(world.store.get(f"{key}/verdict") == b"True")
 
 
 def _release(world: World) -> None:

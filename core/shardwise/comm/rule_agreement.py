@@ -28,7 +28,15 @@ from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["agree_on_asking", "agree_on_rules", "at_first_use", "forget", "summary"]
+__all__ = [
+    "agree_on_asking",
+    "agree_on_rules",
+    "at_first_use",
+    "different_summaries",
+    "differences",
+    "forget",
+    "summary",
+]
 
 # A new world has other ranks, which must agree again.
 _meshes: set[DeviceMesh] = set()
@@ -61,7 +69,7 @@ def agree_on_rules(mesh: Mesh) -> None:
             except Exception as error:  # noqa: BLE001  # warnings that a program made errors, too
                 # This rank must not raise yet: the others would wait for it.
                 failure, own = error, {"failure": {"loading its plugins": f"{type(error).__name__}: {error}"}}
-            summaries = _different_summaries(mesh, own)
+            summaries = different_summaries(mesh, own)
             if failure is not None:
                 raise failure
             if summaries is not None:
@@ -82,15 +90,15 @@ def agree_on_asking(mesh: Mesh, op: str, asked: bool) -> None:
         return
     if mesh.size() > 1 and mesh.get_coordinate() is not None and backend_of(mesh) != "fake":
         with outside_modes():
-            summaries = _different_summaries(mesh, {op: {"runs": "replicated" if asked else "not at all"}})
+            summaries = different_summaries(mesh, {op: {"runs": "replicated" if asked else "not at all"}})
         if summaries is not None:
             runs = {rank: {op: one.get(op, {}).get("runs", "something else")} for rank, one in summaries.items()}
-            differences = _differences("op", runs)
+            different = differences("op", runs)
             raise RankDisagreementError(
                 asked=f"run {op}, which has no rule",
-                found=f"ranks are to do different things: {'; '.join(differences)}",
+                found=f"ranks are to do different things: {'; '.join(different)}",
                 do="Enter shardwise.replicate_unknown() on every rank, at the same point, or on none",
-                differences=tuple(differences),
+                differences=tuple(different),
             )
 
 
@@ -118,7 +126,7 @@ def summary(registry: Registry) -> Summary:
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
-def _different_summaries(mesh: DeviceMesh, own: Summary) -> dict[int, Summary] | None:
+def different_summaries(mesh: DeviceMesh, own: Summary) -> dict[int, Summary] | None:
     """The summaries of all ranks of a mesh, by global rank; ``None`` when all are equal."""
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
     numbers = [int.from_bytes(digest[i : i + 7], "big") for i in (0, 7, 14)]
@@ -146,7 +154,7 @@ def _disagreement(mesh: DeviceMesh, summaries: Mapping[int, Summary]) -> RankDis
     lines = [f"{_ranks([rank])} failed {what}: {why}" for rank, one in failed.items() for what, why in one.items()]
     loaded = {rank: one for rank, one in summaries.items() if rank not in failed}
     for kind in ("version", "setting", "plugin", "rule"):
-        lines += _differences(kind, {rank: one[kind] for rank, one in loaded.items()})
+        lines += differences(kind, {rank: one[kind] for rank, one in loaded.items()})
     rest = len(lines) - _SHOWN
     return RankDisagreementError(
         asked=f"use the mesh {mesh} for the first time",
@@ -159,7 +167,7 @@ def _disagreement(mesh: DeviceMesh, summaries: Mapping[int, Summary]) -> RankDis
     )
 
 
-def _differences(kind: str, by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:
+def differences(kind: str, by_rank: Mapping[int, Mapping[str, str]]) -> list[str]:
     """A line for each name with different values on different ranks."""
     lines = []
     for name in sorted({name for one in by_rank.values() for name in one}):

@@ -28,6 +28,7 @@ _WAITING = frozenset(
     {
         os.path.join(_HERE, "async_result.py"),  # noqa: PTH118
         os.path.join(_HERE, "coalescing.py"),  # noqa: PTH118
+        os.path.join(_HERE, "failure_notes.py"),  # noqa: PTH118
         str(sys.modules["torch.distributed.distributed_c10d"].__file__),
     }
 )
