@@ -217,15 +217,16 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
         world.store.set(f"{key}/verdict", str(world.store.add(same, 0) == len(ranks)))
     message = f"it compares {text}, and another rank does not"
     world.raised[op] += 1
-    world.question = Note(world.rank, op, RankDisagreementError.__name__, message, op, world.raised[op], is_final=False)
+    question = Note(world.rank, op, RankDisagreementError.__name__, message, op, world.raised[op], is_final=False)
+    world.question = question
     try:
         world.wait_for(f"{key}/verdict")
     finally:
-        if world.own is world.question:
+        if world.own is question:
             start_anew()
         world.question = None
     failure = world.failure
-    if failure is not None and failure.rank == world.rank:
+    if failure is not None and evolve(failure, is_final=False) == question:
         raise RankDisagreementError(
             asked=op,
             found=f"this rank has {text}, and another rank waits elsewhere",
