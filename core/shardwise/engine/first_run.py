@@ -9,7 +9,8 @@ since a copy communicates nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from shardwise.errors import LayoutError
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.plan import Plan
-from shardwise.kernel.signature import Kind, op_name
+from shardwise.kernel.signature import Kind, Result, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.strategies import merged
 from shardwise.private_torch.tracing import is_without_data
@@ -52,7 +53,7 @@ class _FirstRun:
         if type(out) is torch.Tensor and out.is_contiguous() and plan.out is not None and _is_row_major(plan.out):
             plan.run_by(call)  # the usual case
             return out
-        parts = list(_new_results(plan, out))
+        parts = _new_results(plan, out)
         wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
         # A value of a graph that is being traced has the strides that torch expects, not those of a kernel.
         if not any(is_without_data(local) for local, _ in parts):
@@ -78,17 +79,20 @@ class _CheckedRuns:
         ):
             _check(plan, f"its operand {name!r}", local, spec)
         out = self._call(*args, **kwargs)
-        parts = list(_new_results(plan, out))
+        parts = _new_results(plan, out)
         wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
         if self._wrong is None and not any(is_without_data(local) for local, _ in parts):
             self._wrong = wrong
         elif self._wrong is not None and not wrong <= self._wrong:
             local, spec = parts[min(wrong - self._wrong)]
             _check(plan, "a result of a later run", local, spec)
-        out = _copied(plan, out, wrong)
-        for local, spec in _results(plan, out, is_new=False):
+        out = _copied(plan, out, wrong) if wrong else out
+
+        def check(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             _check(plan, "a view", local, spec)
-        return out
+            return local
+
+        return _changed(plan, out, check, views=True)
 
 
 def _operands(plan: Plan, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -130,45 +134,41 @@ def _is_row_major(spec: TensorSpec) -> bool:
     return True
 
 
-def _new_results(plan: Plan, out: Any) -> Iterator[tuple[torch.Tensor, TensorSpec]]:
-    return _results(plan, out, is_new=True)
+def _new_results(plan: Plan, out: Any) -> list[tuple[torch.Tensor, TensorSpec]]:
+    """The tensors that an op made, with their specs."""
+    parts: list[tuple[torch.Tensor, TensorSpec]] = []
 
+    def note(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+        parts.append((local, spec))
+        return local
 
-def _results(plan: Plan, out: Any, *, is_new: bool) -> Iterator[tuple[torch.Tensor, TensorSpec]]:
-    """The tensors that an op returned, with their specs: those that it made, or views of operands."""
-    results = plan.schema.signature.results
-    if not results:  # a foreach op in place
-        return
-    specs = iter(plan.outs)
-    for result, value in zip(results, out if len(results) > 1 else (out,), strict=True):
-        if not result.is_tensor:
-            continue
-        for part in value if result.is_list else (value,):
-            spec = next(specs, None)
-            if part is not None and spec is not None and not result.written and (result.alias is None) is is_new:
-                yield part, spec
+    _changed(plan, out, note)
+    return parts
 
 
 def _copied(plan: Plan, out: Any, wrong: set[int]) -> Any:
     """The results of an op with those of some numbers, counted among the new ones, copied into the right order."""
-    if not wrong:
+    numbers = count()
+    return _changed(plan, out, lambda t, spec: dense_in_order(t, spec.tensor_meta) if next(numbers) in wrong else t)
+
+
+def _changed(
+    plan: Plan, out: Any, change: Callable[[torch.Tensor, TensorSpec], torch.Tensor], *, views: bool = False
+) -> Any:
+    """What an op returned, with a change of each tensor that it made, or of each view of an operand."""
+    results = plan.schema.signature.results
+    if not results:  # a foreach op in place
         return out
-    numbered = iter(range(len(plan.outs)))
     specs = iter(plan.outs)
 
-    def part(local: Any, is_new: bool) -> Any:
+    def part(local: Any, result: Result) -> Any:
         spec = next(specs, None)
-        if local is None or spec is None or not is_new or next(numbered) not in wrong:
+        if local is None or spec is None or result.written or (result.alias is not None) is not views:
             return local
-        return dense_in_order(local, spec.tensor_meta)
+        return change(local, spec)
 
-    results = plan.schema.signature.results
-    copied = [
-        value
-        if not result.is_tensor
-        else [part(v, result.alias is None) for v in value]
-        if result.is_list
-        else part(value, result.alias is None)
+    changed = [
+        value if not result.is_tensor else [part(v, result) for v in value] if result.is_list else part(value, result)
         for result, value in zip(results, out if len(results) > 1 else (out,), strict=True)
     ]
-    return copied[0] if len(results) == 1 else tuple(copied)
+    return changed[0] if len(results) == 1 else tuple(changed)
