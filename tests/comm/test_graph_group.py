@@ -58,7 +58,9 @@ def test_steps_over_one_mesh_dim(ranks, shape):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.bool, pytest.param(torch.int64, marks=SAMPLE), torch.bfloat16, torch.complex64], ids=str
+    "dtype",
+    [torch.bool, pytest.param(torch.int64, marks=SAMPLE), torch.bfloat16, pytest.param(torch.complex64, marks=SAMPLE)],
+    ids=str,
 )
 def test_steps_in_dtypes_that_backends_do_not_all_carry(ranks, dtype):
     pairs = STEPS + (SUMS[:2] if dtype.is_complex or dtype == torch.bool else SUMS[:3])
@@ -74,6 +76,8 @@ def test_ranks_in_an_order_of_their_own(pool, shape):
     pool.run(check, [2, 0, 3, 1], STEPS + SUMS + EXTREMES, shape, torch.float64, timeout=120)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_ranks_in_an_order_of_their_own_over_two_mesh_dims(pool):
     pool.run(check, [[3, 1], [0, 2]], TWO, (7, 6), torch.float64, timeout=120)
 

@@ -158,6 +158,8 @@ def broken(tmp_path_factory, shardwise_wheel, installed):
     return env.install(shardwise_wheel, *wheels, installed.make_wheel(folder, "bolt-kernels"))
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_whatever_is_wrong_with_plugins_is_caught_for_each_and_the_next_one_loads(broken):
     found = broken.answer(TOLD)
     for i, (_, cause) in enumerate(BROKEN.values()):

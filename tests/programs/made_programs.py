@@ -18,6 +18,7 @@ aten = torch.ops.aten
 # What one device gets wrong, so that it is no judge.
 WRONG_ON_ONE_DEVICE = {
     aten.narrow_copy.out: "writes as if out= were contiguous",
+    aten.lift.default: "returns its operand, whose gradient is then that of the result",
 }
 
 # Tensors of eight-bit floats do not travel between processes: pickle cannot load them.

@@ -370,6 +370,8 @@ def joined_sizes(target):
         torch.testing.assert_close(*whole(grads))
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_marked_size_stays_dynamic_through_cat(two_ranks):
     two_ranks.run(joined_sizes, Shard(1))
 

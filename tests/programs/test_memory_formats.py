@@ -107,3 +107,21 @@ def parts_with_a_shape(strides_given):
 @pytest.mark.parametrize("strides_given", [True, False])
 def test_parts_that_are_not_contiguous_with_a_global_shape(pool, strides_given):
     pool.run(parts_with_a_shape, strides_given)
+
+
+def expanded():
+    whole = torch.arange(3.0)[:, None].expand(3, 8)
+    device_mesh = mesh((4,))
+    made = sw.distribute_tensor(whole, device_mesh, [Shard(1)])
+    expanded_here = sw.distribute_tensor(whole[:, :1], device_mesh, [Replicate()]).expand(3, 8)
+    assert (expanded_here.stride(), expanded_here.to_local().stride()) == ((1, 0), (1, 0))
+    given = sw.MeshTensor.from_local(torch.ones(3, 2), device_mesh, [Shard(1)], shape=(3, 8), stride=(1, 0))
+    for x in (made, given, expanded_here.redistribute(placements=[Shard(1)])):
+        assert x.stride() == (8, 1)
+        column = x.redistribute(placements=[Replicate()]).unbind(1)[3]
+        assert column.stride() == column.to_local().stride() == (8,)
+        assert not column.is_contiguous()
+
+
+def test_a_copy_of_an_expanded_tensor_is_not_expanded(pool):
+    pool.run(expanded)

@@ -105,7 +105,7 @@ def work(only, family, libraries, meshes, directions, base):
 @click.option("--direction", "directions", multiple=True, type=click.Choice(DIRECTIONS), default=DIRECTIONS[:2])
 @click.option("--samples", default=8, show_default=True, help="The most samples of an operator.")
 @click.option("--draws", default=3, show_default=True, help="Drawn placements per sample.")
-@click.option("--partial", is_flag=True, help="Let drawn placements hold partial sums.")
+@click.option("--partial", "partials", is_flag=True, help="Let drawn placements hold partial sums.")
 @click.option("--seed", default="0", show_default=True)
 @click.option("--page", type=click.Path(path_type=Path, exists=True), help="Write the tables into a page of the docs.")
 @click.option("--from", "sources", multiple=True, type=click.Path(path_type=Path), help="Add the lines of such a file.")

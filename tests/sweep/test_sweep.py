@@ -1,17 +1,19 @@
 """The sweep sees what it is there for, and a fixed sample of it passes."""
 
+import json
 import random
 import sys
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from click.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from database import BACKWARD, FORWARD, IN_PLACE, entries, family_of, has
 from libraries import LIBRARIES
-from run import measure
+from run import main, measure
 from trial import Trial, check
 
 TRIAL = Trial("add", "shardwise", (4,), FORWARD, limit=2, draws=1, seed="0")
@@ -59,3 +61,25 @@ def test_every_operator_has_a_name_of_its_own_and_a_family():
     assert family_of("_foreach_add") == "foreach"
     assert family_of("linalg.svd") == "linear algebra"
     assert set(LIBRARIES) == {"shardwise", "dtensor"}
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_the_command_takes_its_options(tmp_path):
+    path = tmp_path / "lines.json"
+    options = [
+        "--only",
+        "^neg$",
+        "--mesh",
+        "2x2",
+        "--direction",
+        FORWARD,
+        "--samples",
+        "1",
+        "--draws",
+        "1",
+        "--partial",
+    ]
+    outcome = CliRunner().invoke(main, [*options, "--json", str(path)])
+    assert outcome.exit_code == 0, outcome.output
+    assert [line["outcome"] for line in json.loads(path.read_text())] == ["pass"]

@@ -136,7 +136,15 @@ def known(op):
 
 
 # The sample has those whose rows are of the same kinds as those of others.
-SAMPLE = {aten.bmm.default, aten.mm.out, aten.neg.default, aten.exp.default, aten.mul.Tensor, aten.add_.Tensor}
+SAMPLE = {
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.mm.out,
+    aten.neg.default,
+    aten.exp.default,
+    aten.mul.Tensor,
+    aten.add_.Tensor,
+}
 OPS = [pytest.param(op, marks=[pytest.mark.slow, pytest.mark.sample] if op in SAMPLE else []) for op in KNOWN]
 
 
@@ -289,6 +297,8 @@ def test_an_op_without_a_meta_kernel():
     assert found.report.cases > 10
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_norm():
     found = infer(op_of(norm), [((t(8, 5, 7), t(7), t(7) + 1), {}), ((t(5, 8), t(8), t(8) + 1), {})])
     assert found.rule.text == "... d, R, R -> ... d"

@@ -20,7 +20,7 @@ from shardwise.comm.packing import Run
 from shardwise.comm.run_step import StepRunner
 from shardwise.kernel.placements import Placement, Shard, check_placements, shard
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
-from shardwise.kernel.tensor_meta import TensorMeta, memory_order
+from shardwise.kernel.tensor_meta import TensorMeta, memory_order, unexpanded
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import outside_modes
@@ -69,6 +69,8 @@ def _build_route(src: TensorSpec, placements: tuple[Placement, ...]) -> tuple[Te
         # Nothing moves and the result shares memory, so a copy that may not be written stays one.
         return src, None
     target = src.with_placements(checked)
+    if (meta := unexpanded(src.tensor_meta)) is not src.tensor_meta:
+        target = TensorSpec(src.mesh, target.placements, meta)
     return target, _step_runner(src, target)
 
 

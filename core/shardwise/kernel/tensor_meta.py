@@ -12,7 +12,7 @@ from attrs import field, frozen
 from shardwise.kernel.mesh import ints
 from shardwise.kernel.symbols import is_symbolic
 
-__all__ = ["TensorMeta", "dtype_name", "memory_order"]
+__all__ = ["TensorMeta", "dtype_name", "memory_order", "unexpanded"]
 
 
 def _as_size(sizes: Sequence[int]) -> torch.Size:
@@ -87,3 +87,14 @@ def memory_order(meta: TensorMeta) -> tuple[int, ...]:
     if is_row_major or any(meta.stride[d] == 0 for d in several):
         return tuple(dims)
     return tuple(sorted(dims, key=lambda d: (-meta.stride[d], d)))
+
+
+def unexpanded(meta: TensorMeta) -> TensorMeta:
+    """The meta of a copy of a tensor: that of a row-major one if a dim was expanded, else the same.
+
+    The parts of an expanded tensor that are sent or sliced have memory of their own, and so has the tensor that they
+    make.
+    """
+    if not meta.is_symbolic and any(n > 1 and step == 0 for n, step in zip(meta.shape, meta.stride, strict=True)):
+        return TensorMeta.contiguous(meta.shape, meta.dtype)
+    return meta

@@ -27,7 +27,7 @@ from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tens
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.dispatch import is_batched
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
@@ -237,6 +237,8 @@ def _spec_of_local(
                 strides = [s * n if i != d and s >= strides[d] else s for i, s in enumerate(strides)]
                 sizes[d] *= n
     meta = TensorMeta(torch.Size(sizes), tuple(strides if stride is None else stride), local.dtype)
+    if stride is not None:
+        meta = unexpanded(meta)
     spec = TensorSpec(mesh, placements, meta)
     if mesh.get_coordinate() is not None and tuple(local.shape) != spec.local_shape():
         raise LayoutError(

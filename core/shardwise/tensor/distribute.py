@@ -16,7 +16,7 @@ from shardwise.comm.meeting import meet
 from shardwise.errors import PlacementCountError, PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.autograd import check_device
@@ -54,7 +54,7 @@ def distribute_tensor(
         return tensor if placements is None else tensor.redistribute(mesh, placements)
     check_device(tensor, mesh)
     layout = [REPLICATE] * mesh.ndim if placements is None else placements
-    spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), TensorMeta.of(tensor))
+    spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), unexpanded(TensorMeta.of(tensor)))
     meet(mesh)
     whole = tensor.detach()
     if mesh.size() > 1 and not is_traced(whole):

@@ -284,6 +284,8 @@ class _Drawing:
         args, kwargs = signature(sample.op).unbind(with_operands(sample.op, sample.values, wrapped))
         call = Call((), op_name(sample.op), tuple(args), kwargs)
         own = {n: copied(whole[n].detach()) for n in call.operands}
+        if any(_is_expanded(own[n]) for n in written_names(call)):
+            return None  # some kernels write beyond the memory of such a tensor
         before = {n: (t.shape, t.stride()) for n, t in own.items()}
         try:
             tensors, _ = call_on(call, own)
@@ -348,6 +350,10 @@ def _heeds_strides(call: Call, whole: Mapping[int, Tensor]) -> bool:
 
 
 _ROW_MAJOR = torch.contiguous_format
+
+
+def _is_expanded(value: Tensor) -> bool:
+    return any(n > 1 and step == 0 for n, step in zip(value.shape, value.stride(), strict=True))
 
 
 def _is_usable(value: Tensor) -> bool:

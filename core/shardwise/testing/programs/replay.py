@@ -15,7 +15,7 @@ from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, 
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.dispatch import memory_of
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.shards import scatter_local
@@ -131,7 +131,7 @@ class _Replay:
 
     def _run(self, line: Line) -> tuple[Any, ...]:
         if isinstance(line, Leaf):
-            spec = TensorSpec(self.device_mesh, line.placements, TensorMeta.of(line.value))
+            spec = TensorSpec(self.device_mesh, line.placements, unexpanded(TensorMeta.of(line.value)))
             local = place(line.value, spec, torch.Generator().manual_seed(line.name))[spec.coordinate()]
             if not lies_as(spec.tensor_meta, local.shape, local.stride()):
                 local = dense_in_order(local, spec.tensor_meta)
