@@ -1,7 +1,7 @@
 """Every rule of every first-party plugin, with the samples that its authors give, for the run of the oracle."""
 
-import importlib.util
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 from shardwise.discovery.entry_points import discover
@@ -31,13 +31,7 @@ def rules_of(found):
 def samples_file(plugin):
     """The module ``samples_<family>.py`` beside this one, or None."""
     name = f"samples_{plugin.removeprefix('shardwise-')}"
-    path = HERE / f"{name}.py"
-    if not path.exists():
-        return None
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_module(name) if (HERE / f"{name}.py").exists() else None
 
 
 def declared(plugin, what):

@@ -1,25 +1,12 @@
 """Sample calls of the matmul plugin: even, uneven and empty shards, addends, grouped heads, masks, other strides."""
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
 
+import cuda_kernels
 import torch
 
 from shardwise.testing.values import made
 
-
-def _kernels():
-    """The module ``cuda_kernels`` beside this one, once per process: it registers kernels."""
-    if "cuda_kernels" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("cuda_kernels", Path(__file__).with_name("cuda_kernels.py"))
-        sys.modules["cuda_kernels"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules["cuda_kernels"])
-    return sys.modules["cuda_kernels"]
-
-
-cuda_kernels = _kernels()
 aten = torch.ops.aten
 F32, BF16, I64, C64 = torch.float32, torch.bfloat16, torch.int64, torch.complex64
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from described import rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -11,8 +12,7 @@ from shardwise.kernel.placements import show_all
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call, propagated
+from shardwise.planning.strategies import propagated
 from shardwise.rule.authoring import rule
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
@@ -28,12 +28,7 @@ def empty(*shape):
 
 def rows(op, *args):
     """The legal placements of a call, without their names."""
-    on = AbstractMesh((2,))
-    entry = default_registry().lookup(op)
-    specs = [TensorSpec(on, [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a for a in args]
-    schema = OpSchema.of(op, *specs, static=entry.rule.static)
-    call = make_call(entry.rule, schema, output_metas(op, schema.values))
-    return [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in entry.rule.rows(call)]
+    return [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in rows_of(op, *args)]
 
 
 # -- what rules say ----------------------------------------------------------------------------------------------

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
+from described import empty, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
-from shardwise import Replicate, Shard
-from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
+from shardwise import Shard
 from shardwise.testing import mesh
 from shardwise_linalg import distances, factors, least_squares, solvers, spectra
 
@@ -20,26 +15,9 @@ aten = torch.ops.aten
 RULES = (*factors.RULES, *spectra.RULES, *solvers.RULES, *least_squares.RULES, *distances.RULES)
 
 
-def call_of(op, *args, **kwargs):
-    rule = next(r for r in RULES if op in r.ops)
-
-    def spec(value):
-        tensor = isinstance(value, torch.Tensor)
-        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value)) if tensor else value
-
-    schema = OpSchema.of(op, *map(spec, args), static=rule.static, **kwargs)
-    metas = output_metas(op, schema.values, rule.meta)
-    return rule, make_call(rule, schema, metas if isinstance(metas, tuple) else (None,) * 4)
-
-
 def rows(op, *args, **kwargs):
     """The rows of a call as text, without their names; partial ones aside."""
-    rule, call = call_of(op, *args, **kwargs)
-    return [str(row).partition(": ")[2] for row in rule.rows(call) if "P(" not in str(row)]
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return [str(row).partition(": ")[2] for row in rows_of(op, *args, **kwargs) if "P(" not in str(row)]
 
 
 # -- what rules say ----------------------------------------------------------------------------------------------

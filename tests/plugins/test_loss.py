@@ -3,17 +3,12 @@
 import pytest
 import torch
 from attrs import evolve
+from described import rows_of
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import show_all
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.rule.authoring import einop, rule_from
 from shardwise.testing import RuleRefuted, check_rule, mesh
 from shardwise_loss import elementwise, likelihood, margins, softmax
@@ -25,14 +20,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def rows(op, *args, **kwargs):
     """The rows of a call; ``*`` marks those that run a lowering."""
-    rule = RULES[op]
-    whole = [
-        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
-    schema = OpSchema.of(op, *whole, static=rule.static, **kwargs)
-    found = rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
-    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in found]
+    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in rows_of(op, *args, **kwargs)]
 
 
 def empty(*shape, dtype=torch.float32):

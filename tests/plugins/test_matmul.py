@@ -1,28 +1,18 @@
 """Rules for products, attention and padding: what they print, the traps, and layers on real ranks."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
+import samples_matmul
 import torch
+from described import empty, rows_of, takes_partial
 from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
 from shardwise_matmul import attention, padding, products, sums
-
-_spec = importlib.util.spec_from_file_location("samples_matmul", Path(__file__).with_name("samples_matmul.py"))
-samples_matmul = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(samples_matmul)
 
 aten = torch.ops.aten
 RULES = (*products.RULES, *sums.RULES, *attention.RULES, *padding.RULES)
@@ -32,32 +22,14 @@ FLASH = aten._scaled_dot_product_flash_attention.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 
 
-def rows_of(op, *args, **kwargs):
-    rule = next(r for r in RULES if op in r.ops)
-
-    def spec(value):
-        tensor = isinstance(value, torch.Tensor)
-        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value)) if tensor else value
-
-    named = {name: spec(value) for name, value in kwargs.items()}
-    schema = OpSchema.of(op, *map(spec, args), static=rule.static, **named)
-    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
-
-
 def rows(op, *args, **kwargs):
     """The rows of a call as text, those with a partial operand aside; ``*`` marks the lowered ones."""
-    found = rows_of(op, *args, **kwargs)
-    plain = [row for row in found if not any(isinstance(p, Partial) for p in row.inputs)]
-    return [f"{row}{'*' * row.lowered}" for row in plain]
+    return [f"{row}{'*' * row.lowered}" for row in rows_of(op, *args, **kwargs) if not takes_partial(row)]
 
 
 def kinds(op, *args, **kwargs):
     """The names of the rows with a partial operand."""
-    return [r.name for r in rows_of(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
-
-
-def empty(*shape):
-    return torch.empty(shape, device="meta")
+    return [row.name for row in rows_of(op, *args, **kwargs) if takes_partial(row)]
 
 
 # -- products ----------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from attrs import evolve
+from described import empty, rows_of, takes_partial
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import Partial, Replicate, Shard
+from shardwise import Replicate, Shard
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
@@ -22,29 +23,15 @@ aten = torch.ops.aten
 RULES = {op: rule for m in (batch, cudnn, group, layer) for rule in m.RULES for op in rule.ops}
 
 
-def rows_of(op, *args):
-    rule = RULES[op]
-    whole = [
-        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
-    schema = OpSchema.of(op, *whole, static=rule.static)
-    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
-
-
 def rows(op, *args):
     """The rows of a call, partial ones aside; ``*`` marks those that run a lowering."""
-    found = [row for row in rows_of(op, *args) if not any(isinstance(p, Partial) for p in row.inputs)]
-    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in found]
+    plain = [row for row in rows_of(op, *args) if not takes_partial(row)]
+    return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in plain]
 
 
 def kinds(op, *args):
     """The names of the rows with a partial operand."""
-    return [row.name for row in rows_of(op, *args) if any(isinstance(p, Partial) for p in row.inputs)]
-
-
-def empty(*shape):
-    return torch.empty(shape, device="meta")
+    return [row.name for row in rows_of(op, *args) if takes_partial(row)]
 
 
 W = empty(6)

@@ -1,18 +1,13 @@
 """The oracle over every registered rule of the first-party plugins."""
 
-import importlib.util
 from collections import Counter
-from pathlib import Path
 
+import oracle_rules
 import pytest
 from attrs import evolve
 
 from shardwise.kernel.signature import signature
 from shardwise.testing.oracle import check_rule
-
-_spec = importlib.util.spec_from_file_location("oracle_rules", Path(__file__).with_name("oracle_rules.py"))
-oracle_rules = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle_rules)
 
 # Cases per op in the everyday run: every row comes at least once, the rest is a seeded choice.
 EVERYDAY = 10

@@ -3,15 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  torch's own name for it
+from described import rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_pointwise import gated, table
 
@@ -24,18 +19,8 @@ def meta(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def rows(op, *args, **kwargs):
-    rule = OPS[op]
-    values = [
-        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
-    schema = OpSchema.of(op, *values, static=rule.static, **kwargs)
-    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
-
-
 def printed(op, *args, **kwargs):
-    return [str(row).partition(": ")[2] for row in rows(op, *args, **kwargs)]
+    return [str(row).partition(": ")[2] for row in rows_of(op, *args, **kwargs)]
 
 
 def partials(op, *args, **kwargs):
@@ -118,9 +103,9 @@ def test_a_product_takes_one_partial_sum():
 
 
 def test_a_sum_takes_two_partial_sums_or_adds_the_other_once():
-    sums = {str(row) for row in rows(aten.add.Tensor, meta(3), meta(3)) if "P(sum)" in str(row) and not row.lowered}
+    sums = {str(row) for row in rows_of(aten.add.Tensor, meta(3), meta(3)) if "P(sum)" in str(row) and not row.lowered}
     assert sums == {"sum, sum -> sum: [P(sum), P(sum)] -> [P(sum)]"}
-    once = {row.name for row in rows(aten.add.Tensor, meta(3), meta(3)) if row.lowered}
+    once = {row.name for row in rows_of(aten.add.Tensor, meta(3), meta(3)) if row.lowered}
     assert once == {"sum, R -> sum", "R, sum -> sum"}
 
 

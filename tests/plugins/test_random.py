@@ -1,10 +1,9 @@
 """Random ops by place: the same numbers on one device and on any mesh, and the distributions that torch documents."""
 
-import importlib.util
 import math
 import warnings
-from pathlib import Path
 
+import oracle_rules
 import pytest
 import torch
 from torch import nn
@@ -22,10 +21,6 @@ from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
 from shardwise.tools.traffic import in_lowering
-
-_spec = importlib.util.spec_from_file_location("oracle_rules", Path(__file__).with_name("oracle_rules.py"))
-oracle_rules = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle_rules)
 
 UNSEEDED = torch.tensor([1, 0, 0, 0])
 

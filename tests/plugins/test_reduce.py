@@ -5,16 +5,11 @@ import math
 import pytest
 import torch
 from attrs import evolve
+from described import empty, rows_of
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import show_all
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.rule.authoring import einop, rule_from
 from shardwise.rule.lowering import LocalCall
 from shardwise.testing import RuleRefuted, check_rule, mesh
@@ -26,16 +21,6 @@ RULES = {op: rule for module in MODULES for rule in module.RULES for op in rule.
 F32, BF16, I32, I64, BOOL = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool
 
 
-def rows_of(op, *args, **kwargs):
-    rule = RULES[op]
-    whole = [
-        TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(a)) if isinstance(a, torch.Tensor) else a
-        for a in args
-    ]
-    schema = OpSchema.of(op, *whole, static=rule.static, **kwargs)
-    return rule.rows(make_call(rule, schema, output_metas(op, schema.values)))
-
-
 def rows(op, *args, **kwargs):
     """The rows of a call; ``*`` marks those that run a lowering."""
     return [f"{show_all(r.inputs)} -> {show_all(r.outputs)}{'*' * r.lowered}" for r in rows_of(op, *args, **kwargs)]
@@ -45,10 +30,6 @@ def kinds(op, *args, **kwargs):
     """The kinds of partial operand that a call takes."""
     found = (row.inputs[0] for row in rows_of(op, *args, **kwargs))
     return [p.reduce_op for p in found if isinstance(p, Partial)]
-
-
-def empty(*shape, dtype=F32):
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 # -- what rules say ----------------------------------------------------------------------------------------------

@@ -4,18 +4,13 @@ import math
 
 import pytest
 import torch
+from described import empty, rows_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import DeviceMismatchError
-from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_tensor import (
     copying,
@@ -37,39 +32,14 @@ FAMILIES = (copying, creating, gathering, indexing, joining, masking, putting, r
 RULES = tuple(rule for family in FAMILIES for rule in family.RULES)
 
 
-def rule_of(op):
-    return next(r for r in RULES if op in r.ops)
-
-
-def bound(op, *args, **kwargs):
-    rule = rule_of(op)
-    specs = [_spec(a) for a in args]
-    schema = OpSchema.of(op, *specs, static=rule.static, **{name: _spec(v) for name, v in kwargs.items()})
-    metas = output_metas(op, schema.values)
-    count = sum(r.is_tensor for r in schema.signature.results)
-    return rule.rows(make_call(rule, schema, (None,) * count if metas is None else metas))
-
-
-def _spec(value):
-    if isinstance(value, list):
-        return [_spec(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value))
-    return value
-
-
 def rows(op, *args, **kwargs):
     """The rows of a call as text, those with partial operands aside."""
-    return [str(r) for r in bound(op, *args, **kwargs) if not any(isinstance(p, Partial) for p in r.inputs)]
+    return [str(r) for r in rows_of(op, *args, **kwargs) if not any(isinstance(p, Partial) for p in r.inputs)]
 
 
 def partials(op, *args, **kwargs):
     """The rows of a call with partial operands, by name."""
-    return [r.name for r in bound(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return [r.name for r in rows_of(op, *args, **kwargs) if any(isinstance(p, Partial) for p in r.inputs)]
 
 
 def ints(*shape):

@@ -4,18 +4,13 @@ import math
 
 import pytest
 import torch
+from described import call_of, empty, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import InPlaceError, NoStrategyError, ViewError
-from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise_views import axes, reinterpret, shapes, strided
 from shardwise_views.regroup import regroup
@@ -24,32 +19,14 @@ aten = torch.ops.aten
 RULES = (*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES)
 
 
-def call_of(op, *args, **kwargs):
-    rule = next(r for r in RULES if op in r.ops)
-
-    def spec(value):
-        tensor = isinstance(value, torch.Tensor)
-        return TensorSpec(AbstractMesh((2,)), [Replicate()], TensorMeta.of(value)) if tensor else value
-
-    values = [spec(a) for a in args]
-    schema = OpSchema.of(op, *values, static=rule.static, **kwargs)
-    return rule, make_call(rule, schema, output_metas(op, schema.values))
-
-
 def rows(op, *args, **kwargs):
     """The rows of a call as text, partial ones aside."""
-    rule, call = call_of(op, *args, **kwargs)
-    return [str(row) for row in rule.rows(call) if "P(" not in str(row)]
+    return [str(row) for row in rows_of(op, *args, **kwargs) if "P(" not in str(row)]
 
 
 def kinds(op, *args, **kwargs):
     """The partial rows of a call, by name."""
-    rule, call = call_of(op, *args, **kwargs)
-    return [row.name for row in rule.rows(call) if "P(" in str(row)]
-
-
-def empty(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return [row.name for row in rows_of(op, *args, **kwargs) if "P(" in str(row)]
 
 
 # -- what rules say ----------------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from functools import cache
-from pathlib import Path
 
+import cuda_kernels
+import oracle_rules
 import torch
 
 from shardwise.testing.programs import Catalogue, check_program, draw, shrink
@@ -29,20 +28,11 @@ OF_EIGHT_BITS = {
 }
 
 
-def _module(name, folder):
-    path = Path(__file__).parents[1] / folder / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @cache
 def catalogue():
     """The sample calls of every first-party rule."""
-    oracle_rules = _module("oracle_rules", "plugins")
     oracle_rules.samples_file("shardwise-matmul")
-    only_here = {_overload(name) for name in sys.modules["cuda_kernels"].KERNELS}
+    only_here = {_overload(name) for name in cuda_kernels.KERNELS}
     made = Catalogue()
     for found in oracle_rules.first_party():
         rules, error = oracle_rules.rules_of(found)

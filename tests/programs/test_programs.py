@@ -6,21 +6,16 @@ it was: ``pytest -m slow tests/programs/test_programs.py -k 6-ranks-slice-3``.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections import Counter
-from pathlib import Path
 
+import made_programs
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shardwise.testing.programs import draw
 from shardwise.testing.strategies import mesh_shapes
-
-_spec = importlib.util.spec_from_file_location("made_programs", Path(__file__).with_name("made_programs.py"))
-made_programs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(made_programs)
 
 SLICE = 250
 SLICES = int(os.environ.get("SHARDWISE_PROGRAM_SLICES", "8"))

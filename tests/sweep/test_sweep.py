@@ -2,15 +2,10 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
 from attrs import evolve
 from click.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from database import BACKWARD, FORWARD, IN_PLACE, entries, family_of, has
 from libraries import LIBRARIES
 from run import main, measure

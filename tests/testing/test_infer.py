@@ -314,6 +314,20 @@ def test_an_op_that_writes_an_operand_and_returns_nothing():
     assert found.accepted
 
 
+def test_rounding_of_terms_that_cancel_refutes_no_row():
+    """Among the values that the oracle draws, 2**16 and -2**16 meet in one sum."""
+    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((7, 8, 10), (8,)))
+    found = infer(op_of(contract), [((x, y, "bcd,c->cd"), {})])
+    assert found.accepted, found.report.refuted
+
+
+def test_a_sum_that_has_one_sign_by_chance_gives_no_row():
+    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in (10, 5))
+    found = infer(op_of(contract), [((x, y, "d,a->d"), {})])
+    assert not {row for row in rows_of(found) if "P(max)" in row or "P(min)" in row}
+    assert found.accepted, found.report.refuted
+
+
 @settings(max_examples=6, deadline=None)
 @given(st.data())
 def test_a_contraction_has_one_row_per_letter(data):

@@ -117,7 +117,7 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
                     flat = torch.empty(0, dtype=tensor.dtype).set_(copy.untyped_storage())
                     used = torch.empty(flat.shape, dtype=torch.bool).fill_(False)
                     used.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(True)
-                    if tensor.is_floating_point() or tensor.is_complex():
+                    if _has_signs(tensor):
                         flat[used] = change(_new_floats(flat[used], scale, generator, keep_sign=keeps_sign), generator)
                     elif not keeps_integers:
                         flat[used] = _new_integers(flat[used], generator)
@@ -126,7 +126,15 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
             if trial is not None:
                 trials.append(trial)
                 break
+    # A row may hang on the sign of a sum, and that may be the same by chance in all draws.
+    mirrored = _legal_trial(first, [-t if t is not None and _has_signs(t) else t for t in first.operands])
+    if mirrored is not None:
+        trials.append(mirrored)
     return Draws(number, f"{number}: {first}", tuple(trials))
+
+
+def _has_signs(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _new_floats(tensor: Tensor, scale: float, generator: torch.Generator, *, keep_sign: bool) -> Tensor:
