@@ -18,6 +18,7 @@ aten = torch.ops.aten
 WRONG_ON_ONE_DEVICE = {
     aten.narrow_copy.out: "writes as if out= were contiguous",
     aten.lift.default: "returns its operand, whose gradient is then that of the result",
+    aten.lift_fresh.default: "as lift",
 }
 
 # Tensors of eight-bit floats do not travel between processes: pickle cannot load them.
