@@ -236,6 +236,24 @@ def test_a_layout_that_one_rank_knows_and_another_does_not_ends_both(pair: Worke
     assert "f32[6,2]" in caught.value.errors[BAD].message
 
 
+def slices_of_a_mesh_wait_apart() -> None:
+    """In each row of a mesh one rank is slow, and the rows have made other numbers of layouts."""
+    rank = torch.distributed.get_rank()
+    row = init_device_mesh("cpu", (2, 2), mesh_dim_names=("row", "column"))["column"]
+    for length in (3, 4, 5) if rank < 2 else (3,):
+        sw.MeshTensor.from_local(torch.ones(length), row, [Shard(0)])
+    if rank % 2:
+        time.sleep(5)
+    x = sw.MeshTensor.from_local(torch.ones(7), row, [Shard(0)])
+    assert x.sum().full_tensor() == 14
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_slow_rank_of_one_slice_fails_no_rank_of_another(pool: WorkerPool) -> None:
+    pool.run(slices_of_a_mesh_wait_apart)
+
+
 # -- processes that end ------------------------------------------------------------------------------------------------
 
 PROGRAM = """

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -102,8 +103,11 @@ class World:
                     notes[rank] = Note(**json.loads(text))
         return notes
 
-    def wait_for(self, key: str) -> None:
-        """Wait until a rank has set a key of the store, or a failure ends the wait; ``failure`` tells which."""
+    def wait_for(self, key: str, awaited: Sequence[int]) -> None:  # noqa: ARG002  # read from the stack
+        """Wait until one of some ranks has set a key of the store, or a failure ends the wait; ``failure`` tells which.
+
+        The thread that looks for failures reads ``awaited`` from the stack: notes of other ranks end no wait here.
+        """
         pause = _SHORTEST
         while self.failure is None and not self.store.check([key]):
             time.sleep(pause)

@@ -216,11 +216,12 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
     if world.store.add(f"{key}/all", 1) == len(ranks):
         world.store.set(f"{key}/verdict", str(world.store.add(same, 0) == len(ranks)))
     message = f"it compares {text}, and another rank does not"
-    world.raised[op] += 1
-    question = Note(world.rank, op, RankDisagreementError.__name__, message, op, world.raised[op], is_final=False)
+    about = f"{op} on {place}"
+    world.raised[about] += 1
+    question = Note(world.rank, op, RankDisagreementError.__name__, message, about, world.raised[about], is_final=False)
     world.question = question
     try:
-        world.wait_for(f"{key}/verdict")
+        world.wait_for(f"{key}/verdict", ranks)
     finally:
         if world.own is question:
             start_anew()

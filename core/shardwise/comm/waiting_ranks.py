@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -76,11 +76,11 @@ def _look(world: World, now: float) -> None:
     ranks: set[int] = set()
     for thread, frame in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing for it
         if frame.f_code.co_filename in _WAITING:
-            place, process_group = _waited_for(frame)
+            place, awaited = _waited_for(frame)
             known = world.waits.get(thread)
             waits[thread] = known if known is not None and known[0] == place else (place, now)
             if now - waits[thread][1] >= TICK:
-                ranks.update(range(world.size) if process_group is None else ranks_of(process_group))
+                ranks.update(range(world.size) if awaited is None else awaited)
     world.waits = waits
     if ranks and world.own is None and world.question is not None:
         world.write(world.question)
@@ -97,8 +97,8 @@ def _look(world: World, now: float) -> None:
             return
 
 
-def _waited_for(frame: FrameType) -> tuple[Any, Any]:
-    """What a thread waits for, to be compared with what it waits for later, and the process group."""
+def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
+    """What a thread waits for, to be compared with what it waits for later, and the ranks; ``None`` for any rank."""
     place: Any = (id(frame), frame.f_lasti)
     at: FrameType | None = frame
     for _ in range(3):
@@ -106,8 +106,10 @@ def _waited_for(frame: FrameType) -> tuple[Any, Any]:
             break
         waiter: Any = at.f_locals.get("self")
         if hasattr(waiter, "process_group"):  # an AsyncResult; the frames of two of them may have one address
-            return ref(waiter), waiter.process_group
+            return ref(waiter), None if waiter.process_group is None else ranks_of(waiter.process_group)
+        if at.f_locals.get("awaited") is not None:
+            return place, at.f_locals["awaited"]
         if at.f_locals.get("group") is not None:
-            return place, at.f_locals["group"]
+            return place, ranks_of(at.f_locals["group"])
         at = at.f_back
     return place, None
