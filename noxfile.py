@@ -38,6 +38,13 @@ def sample(session: nox.Session) -> None:
 
 
 @nox.session
+def zoo(session: nox.Session) -> None:
+    """Models of other packages, trained on one device and on a mesh: a table, and a JSON line each in build/."""
+    install(session, "test", "zoo")
+    session.run("python", "tests/zoo", *session.posargs)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Formatting and lint rules."""
     session.install("-c", "constraints.txt", "ruff")

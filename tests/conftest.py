@@ -54,8 +54,18 @@ def pytest_runtest_setup(item):
 
 
 @pytest.fixture(scope="session")
+def pool(request):
+    """The four ranks of most tests. Every day they are copies of one process that has torch and the plugins, so they
+    start at once; in .ci/run's sample they have hash seeds of their own, as the ranks of a program do.
+    """
+    every_day = request.config.option.markexpr == "not slow"
+    with WorkerPool(4, start_method="forkserver" if every_day else "spawn") as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
 def two_ranks():
-    """Two gloo workers, copies of one process that has torch: they start at once."""
+    """Two gloo workers, copies of one process that has torch and the plugins."""
     with WorkerPool(2, start_method="forkserver") as pool:
         yield pool
 

@@ -1,7 +1,7 @@
 """Distributions for tests: small wheels, and fresh virtual environments that pip installs them into.
 
-What shardwise depends on is linked into such an environment from the one that the tests run in, as it lies there, so
-that no test downloads torch. shardwise itself is built from the checkout as a wheel and installed by pip like the rest.
+The packages that shardwise depends on are links to those of the environment that the tests run in, so that no test
+downloads torch. shardwise itself is built from the checkout as a wheel and installed by pip like the rest.
 """
 
 import base64

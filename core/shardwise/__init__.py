@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise import random
 from shardwise.engine import shutdown
+from shardwise.engine.plain_tensors import plain
 from shardwise.engine.replication import replicate_unknown
 from shardwise.errors import ShardingError
 from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
@@ -14,7 +15,9 @@ from shardwise.tensor import dcp_state_dicts, optimizer_step
 from shardwise.tensor.distribute import distribute_module, distribute_tensor
 from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.on_mesh import on
 from shardwise.tensor.prefetch import prefetch
+from shardwise.tensor.sharing import sharing_views
 
 if TYPE_CHECKING:
     from shardwise.kernel.registry import Override
@@ -38,8 +41,10 @@ __all__ = [
     "explain",
     "full",
     "manual_seed",
+    "on",
     "ones",
     "override",
+    "plain",
     "prefetch",
     "rand",
     "randint",
@@ -47,6 +52,7 @@ __all__ = [
     "random",
     "randperm",
     "replicate_unknown",
+    "sharing_views",
     "zeros",
 ]
 

@@ -12,6 +12,9 @@ SHARDWISE_UNKNOWN_OPS      unknown-ops         ``refuse`` (unset), or ``replicat
                                                tensors on every rank
 SHARDWISE_RANDOM           random              how random ops draw: ``counter``, ``torch`` or ``local`` (unset: torch
                                                until ``shardwise.manual_seed`` is called, counter from then on)
+SHARDWISE_PLAIN            plain               plain tensors among operands: ``compare`` (unset), ``replicate`` or
+                                               ``refuse``
+SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors at every use
 ========================== =================== ================================================================
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
@@ -31,11 +34,12 @@ from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
-__all__ = ["RANDOM_MODES", "Settings", "normalised", "preferred", "read_settings"]
+__all__ = ["PLAIN_POLICIES", "RANDOM_MODES", "Settings", "normalised", "preferred", "read_settings"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 RANDOM_MODES = ("counter", "torch", "local")
+PLAIN_POLICIES = ("compare", "replicate", "refuse")
 
 
 def normalised(name: str) -> str:
@@ -54,6 +58,8 @@ class Settings:
     prefer: tuple[tuple[str, str], ...] = ()
     unknown_ops: str = "refuse"
     random: str | None = None
+    plain: str = "compare"
+    check_ranks: bool = False
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -156,6 +162,15 @@ def _random_mode(where: str, value: Any) -> str:
     return str(word)
 
 
+def _plain_policy(where: str, value: Any) -> str:
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word not in PLAIN_POLICIES:
+        raise _refusal(
+            where, f"{value!r} does not say what becomes of plain tensors", f"Write {', '.join(PLAIN_POLICIES)}."
+        )
+    return str(word)
+
+
 def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     pairs = value
     if isinstance(value, str):
@@ -187,4 +202,6 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "prefer": ("prefer", _pairs, "SHARDWISE_PREFER"),
     "unknown-ops": ("unknown_ops", _unknown_ops, "SHARDWISE_UNKNOWN_OPS"),
     "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
+    "plain": ("plain", _plain_policy, "SHARDWISE_PLAIN"),
+    "check-ranks": ("check_ranks", _flag, "SHARDWISE_CHECK_RANKS"),
 }

@@ -16,3 +16,4 @@ def shardwise_register(registry: Registrar) -> None:
     from shardwise_linalg import distances, factors, least_squares, solvers, spectra
 
     registry.add(*factors.RULES, *spectra.RULES, *solvers.RULES, *least_squares.RULES, *distances.RULES)
+    registry.add_compared(*distances.COMPARED)

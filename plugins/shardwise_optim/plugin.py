@@ -16,4 +16,5 @@ def shardwise_register(registry: Registrar) -> None:
     from shardwise_optim import foreach, fused, norms, scaling, steps
 
     registry.add(*foreach.RULES, *fused.RULES, *norms.RULES, *scaling.RULES)
+    registry.add_compared(*norms.COMPARED)
     registry.add_optimizers(*steps.ELEMENTWISE)

@@ -17,3 +17,4 @@ def shardwise_register(registry: Registrar) -> None:
 
     modules = (sums, extremes, moments, norms, positions, along, scans, largest)
     registry.add(*(rule for module in modules for rule in module.RULES))
+    registry.add_compared(*extremes.COMPARED, *norms.COMPARED, *along.COMPARED)

@@ -69,7 +69,21 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     return (x.unsqueeze(-1) == classes).to(torch.int64)
 
 
+def _lstm(*args: Any) -> Any:
+    """Without oneDNN, whose kernel for a whole layer hides the products that have rules."""
+    one_dnn: Any = torch.backends.mkldnn
+    if not one_dnn.enabled:
+        return NotImplemented
+    one_dnn.enabled = False
+    try:
+        return aten.lstm.input(*args) if isinstance(args[3], bool) else aten.lstm.data(*args)
+    finally:
+        one_dnn.enabled = True
+
+
 INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten.lstm.data: _lstm,
+    aten.lstm.input: _lstm,
     aten.mvlgamma.default: _mvlgamma,
     aten.one_hot.default: _one_hot,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,

@@ -32,6 +32,7 @@ def shardwise_register(registry: Registrar) -> None:
     moving = (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting)
     for family in (*moving, counting, segments):
         registry.add(*family.RULES)
+    registry.add_compared(*scattering.COMPARED, *segments.COMPARED)
     registry.add_composites(*composites.CREATING)
     for op, function in composites.INSTEAD.items():
         registry.add_composites(op, instead=function)

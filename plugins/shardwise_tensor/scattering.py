@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.rule import UNMOVED, Call, Flow, LocalCall, TensorMeta, dim_of, each, labels, replaced, rule_from
 from shardwise_tensor.owning import look_up
 
-__all__ = ["ADDED", "RULES"]
+__all__ = ["ADDED", "COMPARED", "RULES"]
 
 aten = torch.ops.aten
 
@@ -207,4 +207,11 @@ def PUT() -> Flow:
     return Flow([None], [None])
 
 
+# The gradient of a largest or smallest value goes to the elements that equal it.
+COMPARED = (
+    aten.scatter_reduce.two,
+    aten.scatter_reduce_.two,
+    aten.index_reduce.default,
+    aten.index_reduce_.default,
+)
 RULES = (SCATTER, SCATTER_VALUE, SCATTER_ADD, SCATTER_REDUCE, INDEX_ADD, INDEX_WRITE, INDEX_FILL, PUT)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_views import axes, memory, reinterpret, shapes, strided
+    from shardwise_views import axes, memory, reinterpret, shapes, strided, undo
 
     registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES, *memory.RULES)
+    for op, function in undo.UNDO.items():
+        registry.add_view(op, undo=function)

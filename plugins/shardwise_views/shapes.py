@@ -29,9 +29,20 @@ def _regrouped(call: Call) -> Flow:
     return regroup(before.shape, after.shape)
 
 
-@rule_from(
-    [aten.view.default, aten._reshape_copy.default, aten.view_copy.default, aten.view_copy.out], local_args=_local_size
-)
+def _copied_on_meta(x: torch.Tensor, size: Sequence[int], **out: torch.Tensor) -> torch.Tensor:
+    """Torch's kernels copy a tensor that cannot be viewed; its meta functions refuse it."""
+    contiguous = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    copied: torch.Tensor = (aten.view_copy.out if out else aten.view_copy.default)(contiguous, size, **out)
+    return copied
+
+
+@rule_from([aten.view_copy.default, aten.view_copy.out], local_args=_local_size, meta=_copied_on_meta)
+def VIEW_COPY(call: Call) -> Flow:
+    """As view."""
+    return _regrouped(call)
+
+
+@rule_from([aten.view.default, aten._reshape_copy.default], local_args=_local_size)
 def VIEW(call: Call) -> Flow:
     """Dims regrouped: (a b) -> a b and back; the leading factor of a compound dim may be sharded."""
     return _regrouped(call)
@@ -108,4 +119,4 @@ def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     return Flow([names], [[*filter(None, names)]], moves="self", lowered="*")
 
 
-RULES = (VIEW, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)
+RULES = (VIEW, VIEW_COPY, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)

@@ -50,10 +50,10 @@ def placements(layout, ndim, mesh_ndim, sharded, draw):
     """One operand's; "placed" keeps what its mesh has dims for."""
     if layout == RANDOM:
         return [draw.choice([Replicate(), *map(Shard, range(ndim))]) for _ in range(mesh_ndim)]
-    found = [Replicate()] * mesh_ndim
+    result = [Replicate()] * mesh_ndim
     if sharded is not None and sharded[0] < mesh_ndim:
-        found[sharded[0]] = Shard(sharded[1])
-    return found
+        result[sharded[0]] = Shard(sharded[1])
+    return result
 
 
 def operands(op, mesh, layout, draw):
@@ -76,19 +76,19 @@ def measure(op, mesh, layout, rounds, case_seconds, kinds):
         run(*operands(op, mesh, layout, draw)[DTENSOR])
     times = {kind: [] for kind in kinds}
     for _ in range(rounds):
-        found = operands(op, mesh, layout, draw)
+        drawn = operands(op, mesh, layout, draw)
         for kind in kinds:
             if not times[kind] or sum(times[kind]) < case_seconds * 1e3:
-                times[kind].append(seconds(lambda o=found[kind]: run(*o)) * 1e3)
+                times[kind].append(seconds(lambda o=drawn[kind]: run(*o)) * 1e3)
     return times
 
 
 def row(op, mesh_name, layout, times):
-    found = {"op": op, "mesh": mesh_name, "layout": layout}
+    line = {"op": op, "mesh": mesh_name, "layout": layout}
     for kind, values in times.items():
         if values:
-            found |= {kind: statistics.median(values), f"{kind} worst": max(values), f"{kind} calls": len(values)}
-    return found
+            line |= {kind: statistics.median(values), f"{kind} worst": max(values), f"{kind} calls": len(values)}
+    return line
 
 
 def sweep(op, rounds, case_seconds, meshes=tuple(MESHES)):
@@ -129,7 +129,7 @@ def attention(rounds):
             times["forward"].append((middle - start) * 1e3)
             times["forward and backward"].append((time.perf_counter() - start) * 1e3)
     # The first size also makes the handlers.
-    return [row(f"attention, {name}", "(2,2,2)", PLACED, {OURS: found[1:]}) for name, found in times.items()]
+    return [row(f"attention, {name}", "(2,2,2)", PLACED, {OURS: medians[1:]}) for name, medians in times.items()]
 
 
 # -- results -----------------------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ def lines(rows):
     beside = {(r["op"], r["mesh"]): r[DTENSOR] for r in rows if DTENSOR in r}
 
     def entry(work, op, mesh, limit):
-        found = [ours[op, mesh, layout] for layout in (PLACED, RANDOM) if (op, mesh, layout) in ours]
-        text = "; ".join(f"{r['layout']} {r[OURS]:,.2f} (worst {r[f'{OURS} worst']:,.2f})" for r in found)
+        rows_here = [ours[op, mesh, layout] for layout in (PLACED, RANDOM) if (op, mesh, layout) in ours]
+        text = "; ".join(f"{r['layout']} {r[OURS]:,.2f} (worst {r[f'{OURS} worst']:,.2f})" for r in rows_here)
         dtensor = f"{beside[op, mesh]:,.1f} ms" if (op, mesh) in beside else "not run"
-        met = all(r[OURS] <= limit for r in found)
+        met = all(r[OURS] <= limit for r in rows_here)
         return line(work, f"≤ {limit:g} ms", f"{text} ms", met=met, dtensor=dtensor)
 
     for name, limit in MM_LIMITS.items():
@@ -186,15 +186,15 @@ def plot(rows, file):
 
 
 def table(rows):
-    found = Table(
+    table = Table(
         "op", "mesh", "layout", title=f"first dispatch of fresh signatures: milliseconds, torch {torch.__version__}"
     )
     for head in (OURS, "worst", DTENSOR, "calls"):
-        found.add_column(head, justify="right")
+        table.add_column(head, justify="right")
     for r in rows:
         beside = (f"{r[DTENSOR]:,.1f}", str(r[f"{DTENSOR} calls"])) if DTENSOR in r else ("-", "-")
-        found.add_row(r["op"], r["mesh"], r["layout"], f"{r[OURS]:.2f}", f"{r[f'{OURS} worst']:.2f}", *beside)
-    return found
+        table.add_row(r["op"], r["mesh"], r["layout"], f"{r[OURS]:.2f}", f"{r[f'{OURS} worst']:.2f}", *beside)
+    return table
 
 
 @click.command()

@@ -70,13 +70,13 @@ def cases(shape):
 
 def on_rank(shape, rounds):
     """Calibrate and try every case; rank 0's rows are everyone's."""
-    found = mesh(shape)
-    calibrate(found, save=False)
+    device_mesh = mesh(shape)
+    calibrate(device_mesh, save=False)
     pairs = []
     for _, size, *both in cases(shape):
         meta = TensorMeta.contiguous(size, torch.float32)
-        pairs.append([TensorSpec(found, [parse_placement(w) for w in words.split()], meta) for words in both])
-    trials = time_redistributions(found, pairs, rounds)
+        pairs.append([TensorSpec(device_mesh, [parse_placement(w) for w in words.split()], meta) for words in both])
+    trials = time_redistributions(device_mesh, pairs, rounds)
     return [
         {
             "mesh": "x".join(map(str, shape)),
@@ -99,12 +99,12 @@ def rho(rows):
 
 def summary(rows):
     """The correlations, and the median of how far off a prediction is, as a factor."""
-    found = {"all": rho(rows), "communicating": rho([r for r in rows if is_communicating(r)])}
+    correlations = {"all": rho(rows), "communicating": rho([r for r in rows if is_communicating(r)])}
     for key in ("mesh", "bytes"):
         for value in dict.fromkeys(r[key] for r in rows):
-            found[f"{key} {value}"] = rho([r for r in rows if r[key] == value])
+            correlations[f"{key} {value}"] = rho([r for r in rows if r[key] == value])
     off = sorted(max(r["predicted"] / r["measured"], r["measured"] / r["predicted"]) for r in rows)
-    return {"transitions": len(rows), "rho": found, "median factor off": off[len(off) // 2]}
+    return {"transitions": len(rows), "rho": correlations, "median factor off": off[len(off) // 2]}
 
 
 def is_communicating(row):
@@ -141,9 +141,9 @@ def main(rounds, json_file):
     """Print a table of predicted and measured times, and how well their orders agree."""
     with WorkerPool(4) as pool:
         rows = [row for shape in PAIRS for row in pool.run(on_rank, shape, rounds, timeout=None)[0]]
-    found = summary(rows)
-    show(rows, found)
-    report(rows, lines(found), json_file, **found)
+    figures = summary(rows)
+    show(rows, figures)
+    report(rows, lines(figures), json_file, **figures)
 
 
 if __name__ == "__main__":

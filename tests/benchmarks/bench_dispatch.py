@@ -124,8 +124,8 @@ def operand_sets(mesh, requires_grad):
     for name, (whole, placements) in placed(mesh).items():
         wants = requires_grad and name not in NO_GRAD
         ours = sw.distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        made = {OURS: ours, DTENSOR: ours.to_dtensor(), PLAIN: ours.to_local()}
-        for kind, tensor in made.items():
+        by_kind = {OURS: ours, DTENSOR: ours.to_dtensor(), PLAIN: ours.to_local()}
+        for kind, tensor in by_kind.items():
             setattr(sets[kind], name, tensor.detach().clone().requires_grad_(wants))
     plain = sets[PLAIN]
     plain.rows = plain.x.shape[0]
@@ -165,8 +165,8 @@ def floor_set(run, plain, ours):
     operands = SimpleNamespace(**vars(ours))
     for name, tensor in vars(ours).items():
         if isinstance(tensor, torch.Tensor):
-            made = _new(floor, getattr(plain, name).detach(), tensor._spec, False)
-            setattr(operands, name, made.requires_grad_(tensor.requires_grad))
+            tensor_like = _new(floor, getattr(plain, name).detach(), tensor._spec, False)
+            setattr(operands, name, tensor_like.requires_grad_(tensor.requires_grad))
     return operands
 
 

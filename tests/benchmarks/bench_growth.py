@@ -122,14 +122,14 @@ def main(rounds, calls, json_file, child):
     if child:
         click.echo(json.dumps(figures(rounds, calls)))
         return
-    found = {"without": [], "with": []}
+    seconds = {"without": [], "with": []}
     with tempfile.TemporaryDirectory() as name:
         install(Path(name))
         fresh(1, calls, name)  # compiles the byte code
         for _ in range(rounds):
-            found["without"].append(fresh(rounds, calls))
-            found["with"].append(fresh(rounds, calls, name))
-    rows = [{"plugins installed": which, **_medians(answers)} for which, answers in found.items()]
+            seconds["without"].append(fresh(rounds, calls))
+            seconds["with"].append(fresh(rounds, calls, name))
+    rows = [{"plugins installed": which, **_medians(answers)} for which, answers in seconds.items()]
     extra = rows[1]["plugins"] - rows[0]["plugins"]
     assert extra == PLUGINS, f"{extra} of the {PLUGINS} plugins were loaded"
     table = Table(*rows[0], title="with and without generated plugins (microseconds; finding and loading in ms)")

@@ -46,9 +46,9 @@ def fresh(cache, *arguments):
 def medians(cache, rounds):
     """Median seconds of torch.distributed.tensor and of shardwise on top of it, and the plugins that came along."""
     fresh(cache, "-c", TIMED)
-    found = [fresh(cache, "-c", TIMED)[0].split() for _ in range(rounds)]
-    base, ours = (statistics.median(float(answer[at]) for answer in found) for at in (0, 1))
-    return base, ours, sorted({name for answer in found for name in answer[2:]})
+    runs = [fresh(cache, "-c", TIMED)[0].split() for _ in range(rounds)]
+    base, ours = (statistics.median(float(answer[at]) for answer in runs) for at in (0, 1))
+    return base, ours, sorted({name for answer in runs for name in answer[2:]})
 
 
 def modules(cache):

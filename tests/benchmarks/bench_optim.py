@@ -46,39 +46,43 @@ FEW = 200
 
 def parameters(mesh, count, layout):
     """Per library: ``count`` parameters with gradients, laid out in the pattern of ``layout``."""
-    made = {kind: [] for kind in KINDS}
+    optimizers = {kind: [] for kind in KINDS}
     pattern = LAYOUTS[layout]
     for i in range(count):
         shape, placement = pattern[i % len(pattern)]
         ours = sw.distribute_tensor(torch.randn(shape), mesh, [placement], src_data_rank=None)
         grad = sw.distribute_tensor(torch.randn(shape), mesh, [placement], src_data_rank=None)
         for kind, of in zip(KINDS, (lambda t: t, sw.MeshTensor.to_dtensor, sw.MeshTensor.to_local), strict=True):
-            made[kind].append(nn.Parameter(of(ours).detach().clone()))
-            made[kind][-1].grad = of(grad).detach().clone()
-    return made
+            optimizers[kind].append(nn.Parameter(of(ours).detach().clone()))
+            optimizers[kind][-1].grad = of(grad).detach().clone()
+    return optimizers
 
 
 def steps(mesh, count, layout, form):
     """One optimizer step per library."""
-    found = parameters(mesh, count, layout)
-    return {kind: torch.optim.AdamW(params, lr=1e-3, **FORMS[form]).step for kind, params in found.items()}
+    by_kind = parameters(mesh, count, layout)
+    return {kind: torch.optim.AdamW(params, lr=1e-3, **FORMS[form]).step for kind, params in by_kind.items()}
 
 
 def tensors(mesh, count, layout):
-    return {kind: [p.detach() for p in found] for kind, found in parameters(mesh, count, layout).items()}
+    return {kind: [p.detach() for p in params] for kind, params in parameters(mesh, count, layout).items()}
 
 
 def foreach_add(mesh, count, layout):
-    return {kind: partial(torch._foreach_add, found, found) for kind, found in tensors(mesh, count, layout).items()}
+    return {
+        kind: partial(torch._foreach_add, operands, operands) for kind, operands in tensors(mesh, count, layout).items()
+    }
 
 
 def foreach_mul_(mesh, count, layout):
-    return {kind: partial(torch._foreach_mul_, found, 1.0) for kind, found in tensors(mesh, count, layout).items()}
+    return {
+        kind: partial(torch._foreach_mul_, operands, 1.0) for kind, operands in tensors(mesh, count, layout).items()
+    }
 
 
 def clip_grad_norm_(mesh, count, layout):
-    found = parameters(mesh, count, layout)
-    return {kind: partial(nn.utils.clip_grad_norm_, params, 1.0) for kind, params in found.items()}
+    by_kind = parameters(mesh, count, layout)
+    return {kind: partial(nn.utils.clip_grad_norm_, params, 1.0) for kind, params in by_kind.items()}
 
 
 CALLS = {"_foreach_add": foreach_add, "_foreach_mul_": foreach_mul_, "clip_grad_norm_": clip_grad_norm_}

@@ -44,7 +44,7 @@ def timeline(size, rounds):
             elapsed, last[mode] = one_round(x, a, mode == "async")
             if number:  # the first warms up
                 seconds[mode].append(elapsed)
-    return {mode: statistics.median(found) for mode, found in seconds.items()}, last
+    return {mode: statistics.median(measured) for mode, measured in seconds.items()}, last
 
 
 def one_round(x, a, async_op):

@@ -66,11 +66,11 @@ def main(rounds, calls, json_file, size):
 
 
 def table(rows):
-    found = Table("ranks", "elements", "op", "dtype", PLAIN, *WAYS, title=f"microseconds, torch {torch.__version__}")
+    table = Table("ranks", "elements", "op", "dtype", PLAIN, *WAYS, title=f"microseconds, torch {torch.__version__}")
     for row in rows:
         times = (f"{row[kind] * 1e6:,.0f}" for kind in (PLAIN, *WAYS))
-        found.add_row(str(row["ranks"]), f"{row['elements']:,}", row["op"], row["dtype"], *times)
-    return found
+        table.add_row(str(row["ranks"]), f"{row['elements']:,}", row["op"], row["dtype"], *times)
+    return table
 
 
 def lines(rows, size):

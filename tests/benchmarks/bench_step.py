@@ -109,8 +109,8 @@ def check_losses(runs, settings):
     reference = training_step(single, *batch(settings), settings)
     expected = [reference() for _ in range(3)]
     for kind, run in runs.items():
-        found = [_whole(run()) for _ in range(3)]
-        assert_close(found, expected, rtol=1e-4, atol=1e-4, msg=lambda text, kind=kind: f"{kind}: {text}")
+        wholes = [_whole(run()) for _ in range(3)]
+        assert_close(wholes, expected, rtol=1e-4, atol=1e-4, msg=lambda text, kind=kind: f"{kind}: {text}")
 
 
 def _whole(loss):
@@ -186,14 +186,14 @@ MODES = {"fake": fake_rows, "gloo": gloo_rows, "compile": compile_rows}
 def main(rounds, calls, json_file, modes, layouts, layers, width, context, sequences):
     """Print a table of medians and ratios."""
     settings = gpt_settings(width, context, sequences, layers)
-    rows, found = [], []
+    rows, figures = [], []
     for mode in modes:
         # Compilation takes minutes; the layouts do not differ in what the compiler leaves to run-time.
         part = MODES[mode](settings, layouts[:1] if mode == "compile" else layouts, rounds, calls)
-        found += lines(mode, part)
+        figures += lines(mode, part)
         rows += [{"mode": mode, **row} for row in part]
         console().print(times_table("GPT training step", rows[-len(part) :], ("mode", "layout")))
-    report(rows, found, json_file, settings=settings.as_json())
+    report(rows, figures, json_file, settings=settings.as_json())
 
 
 if __name__ == "__main__":

@@ -63,8 +63,8 @@ def dtensor_model(settings, mesh, layout):
     model, like = written_out(settings), mesh_model(settings, mesh, FREE)
     for name, tensor in [*like.named_parameters(), *like.named_buffers()]:
         prefix, _, key = name.rpartition(".")
-        made = tensor.detach().to_dtensor()
-        setattr(model.get_submodule(prefix), key, nn.Parameter(made) if tensor.requires_grad else made)
+        dtensor = tensor.detach().to_dtensor()
+        setattr(model.get_submodule(prefix), key, nn.Parameter(dtensor) if tensor.requires_grad else dtensor)
     return pin(model) if layout == PINNED else model
 
 
@@ -153,8 +153,8 @@ class LocalEmbedding(nn.Module):
     def forward(self, ids):
         local = ids - self.first
         outside = (local < 0) | (local >= self.weight.shape[0])
-        found = functional.embedding(local.masked_fill(outside, 0), self.weight)
-        return Leave.apply(found.masked_fill(outside.unsqueeze(-1), 0.0))
+        result = functional.embedding(local.masked_fill(outside, 0), self.weight)
+        return Leave.apply(result.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
 def entering(module, inputs, output):

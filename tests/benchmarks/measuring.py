@@ -1,9 +1,9 @@
 """What the benchmarks share: fake worlds, interleaved rounds, tables, and the lines that docs/performance.md shows.
 
-Every script measures its kinds (shardwise, DTensor, plain local work) in one process, one after the other in each
-round, and gives medians over the rounds, so that a busy machine slows all kinds alike. Python's collector runs before
-each timed stretch and is off inside it: otherwise it would be charged to whichever kind happens to trip it. What the
-imports made is frozen out of it, or each run would walk all of torch.
+Every script measures its kinds (shardwise, DTensor, plain local work) in one process. Each round measures all of them,
+one after the other, and the figures are medians over the rounds: a busy machine slows all kinds. Python's collector
+runs before each timed stretch and is off inside it: otherwise it would be charged to whichever kind happens to trip it.
+What the imports made is frozen out of it, or each run would walk all of torch.
 """
 
 import gc
@@ -74,7 +74,7 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, calls: in
     for _ in range(rounds):
         for kind, run in runs.items():
             times[kind].append(seconds(run, calls))
-    return {kind: statistics.median(found) for kind, found in times.items()}
+    return {kind: statistics.median(measured) for kind, measured in times.items()}
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:
@@ -120,7 +120,7 @@ def report(rows: Sequence[Mapping], lines: Sequence[Mapping], json_file: str | N
     console().print(lines_table(lines))
     if json_file:
         script = Path(sys.argv[0]).name
-        found = {
+        figures = {
             "benchmark": script,
             "options": sys.argv[1:],
             "machine": machine(),
@@ -128,14 +128,14 @@ def report(rows: Sequence[Mapping], lines: Sequence[Mapping], json_file: str | N
             "lines": lines,
             **more,
         }
-        Path(json_file).write_text(json.dumps(found, indent=1) + "\n")
+        Path(json_file).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def lines_table(lines: Sequence[Mapping]) -> Table:
     table = Table("work", DTENSOR, "target", "ours", "", title=f"against the targets, torch {torch.__version__}")
     marks = {True: "[green]met", False: "[red]short", None: "-"}
-    for found in lines:
-        table.add_row(found["work"], found[DTENSOR], found["target"], found["ours"], marks[found["met"]])
+    for line in lines:
+        table.add_row(line["work"], line[DTENSOR], line["target"], line["ours"], marks[line["met"]])
     return table
 
 
@@ -154,8 +154,8 @@ def times_table(title: str, rows: Sequence[Mapping], heads: Sequence[str], kinds
 
 def console() -> Console:
     """The terminal, or wide enough for a table where there is none."""
-    found = Console()
-    return found if found.is_terminal else Console(width=WIDTH)
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
 # -- options -----------------------------------------------------------------------------------------------------

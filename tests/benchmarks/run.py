@@ -41,11 +41,11 @@ QUICKER = {
 
 
 def scripts(only):
-    found = sorted(path.stem for path in HERE.glob("bench_*.py"))
-    unknown = set(only) - set(found)
+    names = sorted(path.stem for path in HERE.glob("bench_*.py"))
+    unknown = set(only) - set(names)
     if unknown:
-        raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(found)}")
-    return [name for name in found if not only or name in only]
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    return [name for name in names if not only or name in only]
 
 
 def run_script(name, results, *, quick):
@@ -64,9 +64,9 @@ def run_script(name, results, *, quick):
 
 def generated(results):
     """The generated part of the page: machine, table, and what CUDA lines there are."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("bench_*.json"))}
-    found = {name: answer for name, answer in found.items() if "lines" in answer}
-    return "\n".join([BEGIN, "", *_cpu(found), "", *_cuda(found), END])
+    figures = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("bench_*.json"))}
+    figures = {name: answer for name, answer in figures.items() if "lines" in answer}
+    return "\n".join([BEGIN, "", *_cpu(figures), "", *_cuda(figures), END])
 
 
 def _cpu(found):

@@ -120,8 +120,8 @@ class Run:
         losses = []
         for step in range(first, first + number):
             batch = torch.randn(8, 7, generator=torch.Generator().manual_seed(step))
-            placed = batch if self.mesh is None else sw.distribute_tensor(batch, self.mesh, src_data_rank=None)
-            loss = self.model(placed).square().mean()
+            sharded = batch if self.mesh is None else sw.distribute_tensor(batch, self.mesh, src_data_rank=None)
+            loss = self.model(sharded).square().mean()
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()
@@ -179,8 +179,8 @@ def test_any_optimizer_between_layouts(pool, tmp_path, options, mesh_shape, plan
     pool.run(save_run, tmp_path, (2, 2), {"*.weight": [Shard(1), Shard(0)]}, options)
     single = Run(**options)
     single.steps(0, 3)
-    found = pool.run(load_run, tmp_path, mesh_shape, plan, options)[0]
-    assert found == pytest.approx(single.steps(3, 3), rel=1e-5)
+    answer = pool.run(load_run, tmp_path, mesh_shape, plan, options)[0]
+    assert answer == pytest.approx(single.steps(3, 3), rel=1e-5)
 
 
 # -- torch's own functions on MeshTensors ------------------------------------------------------------------------
@@ -205,8 +205,8 @@ def move(directory, before, after, as_dtensors):
     given = {n: t.to_dtensor() for n, t in state.items()} if "before" in as_dtensors else state
     dcp.save(given, checkpoint_id=directory)
     later = tensors(*after, make=torch.zeros)
-    taken = {n: t.to_dtensor() for n, t in later.items()} if "after" in as_dtensors else later
-    dcp.load(taken, checkpoint_id=directory)
+    adopted = {n: t.to_dtensor() for n, t in later.items()} if "after" in as_dtensors else later
+    dcp.load(adopted, checkpoint_id=directory)
     for name, shape in SHAPES.items():
         assert torch.equal(later[name].full_tensor(), numbers(shape)), name
 
@@ -235,7 +235,7 @@ def saved_once(directory):
         "half": sw.distribute_tensor(numbers((64, 4)), mesh((2, 2)), [Replicate(), Shard(0)]),
         "other": sw.distribute_tensor(numbers((64, 4)), mesh((2, 2)), [Shard(0), Replicate()]),
     }
-    found = dcp.save(state, checkpoint_id=directory)
+    metadata = dcp.save(state, checkpoint_id=directory)
     # Async: what is written after the call must not show.
     future = dcp.async_save(state, checkpoint_id=directory / "later")
     for tensor in state.values():
@@ -249,7 +249,7 @@ def saved_once(directory):
     assert torch.equal(state_x["x"].full_tensor(), numbers((64, 4)))
     with pytest.raises(dcp.api.CheckpointException, match="it is partial"):
         dcp.save({"p": MeshTensor.from_local(torch.ones(2), mesh((4,)), [Partial()])}, checkpoint_id=directory / "p")
-    return found
+    return metadata
 
 
 def test_copies_are_saved_once_and_async_saves_are_of_the_moment(pool, tmp_path):
@@ -509,9 +509,9 @@ def full_disk(self, plan, planner):
 
 
 def test_all_ranks_raise_what_one_rank_raises(pool, tmp_path):
-    found = pool.run(one_rank_fails, tmp_path)
-    assert found == [found[0]] * 4
-    assert [kind for kind, _ in found[0][:2]] == [CheckpointKeyError, CheckpointShapeError]
+    answers = pool.run(one_rank_fails, tmp_path)
+    assert answers == [answers[0]] * 4
+    assert [kind for kind, _ in answers[0][:2]] == [CheckpointKeyError, CheckpointShapeError]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"], "what failed leaves nothing behind"
 
 
@@ -593,9 +593,9 @@ def test_ranks_killed_at_any_moment_of_saving(tmp_path):
             with pytest.raises(WorkerError, match="SIGKILL"):
                 workers.run(save_for_ever, tmp_path, last + 2)
             killer.join()
-            found = workers.run(check_last, tmp_path)
-            assert len(set(found)) == 1
-            assert found[0] > last
-            last = found[0]
+            answers = workers.run(check_last, tmp_path)
+            assert len(set(answers)) == 1
+            assert answers[0] > last
+            last = answers[0]
     assert last > 0
     assert json.loads((folder.newest(tmp_path).path / "checkpoint.json").read_text())["step"] == last

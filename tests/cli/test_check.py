@@ -106,7 +106,7 @@ def run(*arguments):
     return CliRunner().invoke(main, ["plugins", "check", *map(str, arguments)])
 
 
-def found(*arguments, exit_code):
+def report_of(*arguments, exit_code):
     """The findings that are not ok, by check."""
     result = run(*arguments, "--json")
     assert result.exit_code == exit_code, result.output
@@ -135,13 +135,13 @@ def test_a_sound_checkout_passes(checkout, quick):
 
 def test_nothing_stays_imported(checkout, quick):
     path, modules = list(sys.path), set(sys.modules)
-    assert found(checkout(samples=SAMPLES), exit_code=0) == {}
+    assert report_of(checkout(samples=SAMPLES), exit_code=0) == {}
     assert sys.path == path
     assert not [name for name in set(sys.modules) - modules if name.startswith("acme")]
 
 
 def test_a_flat_checkout(checkout, quick):
-    assert found(checkout(samples=SAMPLES, root="."), exit_code=0) == {}
+    assert report_of(checkout(samples=SAMPLES, root="."), exit_code=0) == {}
 
 
 def test_a_checkout_that_hatch_finds_elsewhere(checkout, quick):
@@ -149,21 +149,21 @@ def test_a_checkout_that_hatch_finds_elsewhere(checkout, quick):
     (package,) = (folder / "python" / "lib").iterdir()
     with (folder / "pyproject.toml").open("a") as file:
         file.write(f'[tool.hatch.build.targets.wheel]\npackages = ["python/lib/{package.name}"]\n')
-    assert found(folder, exit_code=0) == {}
+    assert report_of(folder, exit_code=0) == {}
 
 
 def test_an_installed_plugin(install, source, quick):
     install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
-    told = found("acme-kernels", exit_code=0)
-    assert set(told) == {"oracle"}
-    assert told["oracle"].startswith("warning: ")
+    report = report_of("acme-kernels", exit_code=0)
+    assert set(report) == {"oracle"}
+    assert report["oracle"].startswith("warning: ")
 
 
 def test_a_first_party_plugin_with_its_samples(quick):
     from pathlib import Path
 
     samples = Path(__file__).parents[1] / "plugins" / "samples_embedding.py"
-    assert found("shardwise-embedding", "--samples", samples, "--cases", "4", exit_code=0) == {}
+    assert report_of("shardwise-embedding", "--samples", samples, "--cases", "4", exit_code=0) == {}
 
 
 def test_a_wheel(checkout, tmp_path, quick):
@@ -230,24 +230,24 @@ def test_what_is_no_plugin(tmp_path):
     ],
 )
 def test_metadata(checkout, quick, options, check, words):
-    told = found(checkout(samples=SAMPLES, **options), exit_code=int(words.startswith("failed")))
-    assert told[check].startswith(words), told
+    report = report_of(checkout(samples=SAMPLES, **options), exit_code=int(words.startswith("failed")))
+    assert report[check].startswith(words), report
 
 
 # -- imports -------------------------------------------------------------------------------------------------------
 
 
 def test_findings_on_imports(checkout, monkeypatch):
-    told = {"error": Imported(error="OSError: no libacme.so"), "elsewhere": Imported("/elsewhere/plugin.py")}
+    imported = {"error": Imported(error="OSError: no libacme.so"), "elsewhere": Imported("/elsewhere/plugin.py")}
     folder = checkout()
     for kind, words in (("error", "OSError: no libacme.so"), ("elsewhere", "comes from /elsewhere/plugin.py")):
-        monkeypatch.setattr(command, "probe", lambda modules, _, kind=kind: dict.fromkeys(modules, told[kind]))
-        assert words in found(folder, exit_code=1)["import"]
+        monkeypatch.setattr(command, "probe", lambda modules, _, kind=kind: dict.fromkeys(modules, imported[kind]))
+        assert words in report_of(folder, exit_code=1)["import"]
 
 
 def test_inner_modules_are_a_warning(checkout, quick):
     folder = checkout(imports="def later():\n        from shardwise.kernel import dispatcher", samples=SAMPLES)
-    assert "shardwise.kernel.dispatcher (plugin.py:" in found(folder, exit_code=0)["surface"]
+    assert "shardwise.kernel.dispatcher (plugin.py:" in report_of(folder, exit_code=0)["surface"]
     assert run(folder, "--strict").exit_code == 1
 
 
@@ -266,20 +266,20 @@ def test_inner_modules_are_a_warning(checkout, quick):
     ids=["misspelt hook", "no rule", "twice", "no such op", "notation"],
 )
 def test_hooks(checkout, quick, options, words):
-    told = found(checkout(**options), exit_code=1)["hook"]
-    assert told.startswith("failed: acme-kernels: ")
-    assert words in told
+    report = report_of(checkout(**options), exit_code=1)["hook"]
+    assert report.startswith("failed: acme-kernels: ")
+    assert words in report
 
 
 def test_a_hook_that_is_not_marked(checkout, quick):
     folder = checkout()
     (path,) = folder.glob("src/*/plugin.py")
     path.write_text(path.read_text().replace("@hookimpl", ""))
-    assert "implements no shardwise_register" in found(folder, exit_code=1)["hook"]
+    assert "implements no shardwise_register" in report_of(folder, exit_code=1)["hook"]
 
 
 def test_a_hook_that_registers_nothing(checkout, quick):
-    assert found(checkout(rules=""), exit_code=0) == {"hook": "warning: acme-kernels registers nothing"}
+    assert report_of(checkout(rules=""), exit_code=0) == {"hook": "warning: acme-kernels registers nothing"}
 
 
 MM = 'rule(torch.ops.aten.mm.default, "m k, k n -> m n", reduce=dict(k="sum"){more})'
@@ -291,32 +291,34 @@ MM_SAMPLES = """
 
 def test_a_conflict_with_first_party_rules(checkout, quick):
     folder = checkout(rules=MM.replace("{more}", ""), samples=MM_SAMPLES)
-    told = found(folder, exit_code=1)["conflicts"]
-    assert told.startswith("failed: shardwise-matmul (shardwise ")
-    assert "aten.mm.default" in told
+    report = report_of(folder, exit_code=1)["conflicts"]
+    assert report.startswith("failed: shardwise-matmul (shardwise ")
+    assert "aten.mm.default" in report
 
 
 def test_a_declared_replacement_is_no_conflict(checkout, quick):
-    assert found(checkout(rules=MM.replace("{more}", ', replaces="shardwise"'), samples=MM_SAMPLES), exit_code=0) == {}
+    assert (
+        report_of(checkout(rules=MM.replace("{more}", ', replaces="shardwise"'), samples=MM_SAMPLES), exit_code=0) == {}
+    )
 
 
 def test_a_replacement_of_nothing(checkout, quick):
     rules = 'rule(torch.ops.{package}.scaled.default, "... -> ...", replaces="shardwise")'
-    told = found(checkout(rules=rules, samples=SAMPLES), exit_code=0)
-    assert told["conflicts"].startswith("warning: replaces='shardwise', which has no rule for ")
+    report = report_of(checkout(rules=rules, samples=SAMPLES), exit_code=0)
+    assert report["conflicts"].startswith("warning: replaces='shardwise', which has no rule for ")
 
 
 def test_a_conflict_with_another_third_party_is_a_warning(checkout, install, source, quick):
     install("bolt-kernels", source())
     folder = checkout(rules='rule(torch.ops.aten._copy_from_and_resize.default, "R, R -> R")', samples="SAMPLES = {{}}")
-    told = found(folder, exit_code=0)["conflicts"]
-    assert told.startswith("warning: bolt-kernels 1.0 has rules for aten._copy_from_and_resize")
+    report = report_of(folder, exit_code=0)["conflicts"]
+    assert report.startswith("warning: bolt-kernels 1.0 has rules for aten._copy_from_and_resize")
 
 
 def test_an_installed_copy_of_itself_is_no_conflict(checkout, install, quick, source):
     install("acme-kernels", source())
     folder = checkout(rules='rule(torch.ops.aten._copy_from_and_resize.default, "R, R -> R")', samples="SAMPLES = {{}}")
-    assert "conflicts" not in found(folder, exit_code=0)
+    assert "conflicts" not in report_of(folder, exit_code=0)
 
 
 # -- the oracle ----------------------------------------------------------------------------------------------------
@@ -336,14 +338,14 @@ def test_a_wrong_row_fails_with_the_words_of_the_oracle(checkout, quick):
 def test_rows_that_no_sample_reaches_are_warnings(checkout, quick):
     rules = SCALED.replace(")", ', partial=["avg -> avg"])')
     folder = checkout(rules=rules, samples=SAMPLES.replace("torch.randn(5, 7)", "torch.arange(8).to(torch.int8)"))
-    told = found(folder, exit_code=0)["oracle"]
-    assert told.startswith("warning: ")
-    assert "no sample reaches the rows" in told
-    assert "avg -> avg" in told
-    row = told.partition("no sample reaches the rows ")[2]
+    report = report_of(folder, exit_code=0)["oracle"]
+    assert report.startswith("warning: ")
+    assert "no sample reaches the rows" in report
+    assert "avg -> avg" in report
+    row = report.partition("no sample reaches the rows ")[2]
     with (folder / "tests" / "samples.py").open("a") as file:
         file.write(f"UNEXERCISED = {{{row!r}: 'integers only'}}\n")
-    assert found(folder, exit_code=0) == {}
+    assert report_of(folder, exit_code=0) == {}
 
 
 def test_ops_without_samples_are_warnings(checkout, quick):
@@ -381,12 +383,12 @@ def test_samples_that_cannot_be_read(checkout, quick, samples, check, words):
 
 
 def test_a_checkout_without_samples_is_told_so(checkout, quick):
-    assert found(checkout(), exit_code=0)["samples"] == "warning: there is no tests/samples.py"
+    assert report_of(checkout(), exit_code=0)["samples"] == "warning: there is no tests/samples.py"
 
 
 def test_samples_for_other_ops_are_a_warning(checkout, quick):
-    told = found(checkout(samples=SAMPLES + "    SAMPLES[torch.ops.aten.mm.default] = list\n"), exit_code=0)
-    assert told["samples"] == "warning: the plugin has no rule for aten.mm.default"
+    report = report_of(checkout(samples=SAMPLES + "    SAMPLES[torch.ops.aten.mm.default] = list\n"), exit_code=0)
+    assert report["samples"] == "warning: the plugin has no rule for aten.mm.default"
 
 
 def test_how_many_cases(checkout, quick):
@@ -408,4 +410,4 @@ def test_a_finding_is_one_line_and_all_of_it_in_json(checkout, quick):
     output = run(folder).output
     assert "raise OSError: first" in output
     assert "second" not in output
-    assert "first\nsecond" in found(folder, exit_code=1)["oracle"]
+    assert "first\nsecond" in report_of(folder, exit_code=1)["oracle"]

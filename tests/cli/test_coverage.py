@@ -49,32 +49,32 @@ def dispatched_on_mesh(settings):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = sw.distribute_module(build(settings), mesh, TENSOR_PARALLEL, src_data_rank=None)
     ids = torch.zeros(settings.batch, settings.context, dtype=torch.long)
-    placed = sw.distribute_tensor(ids, mesh, [Shard(0), REPLICATE], src_data_rank=None)
+    distributed = sw.distribute_tensor(ids, mesh, [Shard(0), REPLICATE], src_data_rank=None)
     seen = set()
     with dispatcher.observe(lambda plan: seen.add(str(plan.schema.op))):
-        train(model, iter([(placed, placed)] * settings.steps), settings, lambda batch: batch, lambda _: None)
+        train(model, iter([(distributed, distributed)] * settings.steps), settings, lambda batch: batch, lambda _: None)
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.sample
 def test_the_ops_of_the_demo_are_those_that_ranks_dispatch(pool):
-    found = cover(lambda: train_on_one)
-    assert found.stopped == ""
+    coverage = cover(lambda: train_on_one)
+    assert coverage.stopped == ""
     # A MeshTensor answers item() itself; float() and bool() take the op.
-    assert [use.name for use in found.uses if use.data] == ["aten._local_scalar_dense.default"]
-    assert {use.name for use in found.uses if not use.data} == pool.run(dispatched_on_mesh, SMALL)[0]
-    assert found.is_complete
+    assert [use.name for use in coverage.uses if use.data] == ["aten._local_scalar_dense.default"]
+    assert {use.name for use in coverage.uses if not use.data} == pool.run(dispatched_on_mesh, SMALL)[0]
+    assert coverage.is_complete
 
 
 def foreach_on_mesh(settings):
     """As before with the loop over parameters that AdamW takes on CPUs by itself, and with inference."""
     mesh = init_device_mesh("cpu", (4,))
     model = sw.distribute_module(build(settings), mesh, {}, src_data_rank=None)
-    placed = sw.distribute_tensor(torch.zeros(4, 8, dtype=torch.long), mesh, [Shard(0)], src_data_rank=None)
+    distributed = sw.distribute_tensor(torch.zeros(4, 8, dtype=torch.long), mesh, [Shard(0)], src_data_rank=None)
     seen = set()
     with dispatcher.observe(lambda plan: seen.add(str(plan.schema.op))):
-        scores = model(placed)
+        scores = model(distributed)
         scores.backward(torch.ones_like(scores))
         torch.optim.AdamW(model.parameters()).step()
     return seen - {"aten.ones_like.default"}
@@ -85,13 +85,13 @@ def model_and_inputs():
 
 
 def test_a_model_with_inputs_is_trained_for_a_step(pool):
-    found = cover(lambda: model_and_inputs)
-    assert {use.name for use in found.uses} == pool.run(foreach_on_mesh, SMALL)[0]
-    phases = {use.name: use.phases for use in found.uses}
+    coverage = cover(lambda: model_and_inputs)
+    assert {use.name for use in coverage.uses} == pool.run(foreach_on_mesh, SMALL)[0]
+    phases = {use.name: use.phases for use in coverage.uses}
     assert phases["aten.embedding.default"] == {"forward"}
     assert phases["aten.mm.default"] == {"forward", "backward"}
     assert phases["aten.addcdiv_.default"] == {"optimizer"}
-    sites = {use.name: use.site.split(":")[0] for use in found.uses}
+    sites = {use.name: use.site.split(":")[0] for use in coverage.uses}
     assert sites["aten.addcdiv_.default"] == "-", "nobody wrote that line"
     assert sites["aten.gelu_backward.default"].endswith("demo/model.py"), "the line of the forward call"
 
@@ -105,8 +105,8 @@ def names(found):
 
 def test_a_large_model_takes_no_memory():
     large = evolve(SMALL, width=1 << 14, heads=64, layers=1)
-    found = cover(lambda: lambda: (build(large), torch.zeros(4, 8, dtype=torch.long)))
-    assert found.stopped == ""
+    coverage = cover(lambda: lambda: (build(large), torch.zeros(4, 8, dtype=torch.long)))
+    assert coverage.stopped == ""
 
 
 def test_building_and_initialising_a_model_is_left_out():
@@ -123,9 +123,9 @@ def test_a_program_without_modules_counts_from_its_start():
         x = torch.randn(4, requires_grad=True)
         return x.cos()
 
-    found = cover(lambda: program)
-    assert names(found)[0] == "aten.cos.default"
-    assert {use.name: use.phases for use in found.uses}["aten.sin.default"] == {"backward"}
+    coverage = cover(lambda: program)
+    assert names(coverage)[0] == "aten.cos.default"
+    assert {use.name: use.phases for use in coverage.uses}["aten.sin.default"] == {"backward"}
 
 
 def test_a_backward_pass_that_ran_is_not_run_again():
@@ -135,9 +135,9 @@ def test_a_backward_pass_that_ran_is_not_run_again():
         loss.backward()
         return loss
 
-    found = cover(lambda: program)
-    assert found.stopped == ""
-    assert {use.name: use.calls for use in found.uses}["aten.sin.default"] == 1
+    coverage = cover(lambda: program)
+    assert coverage.stopped == ""
+    assert {use.name: use.calls for use in coverage.uses}["aten.sin.default"] == 1
 
 
 def test_plain_numbers_need_no_rule():
@@ -174,9 +174,9 @@ def test_a_number_that_data_decides_gets_a_stand_in():
             return x.cos()
         return x.sin()
 
-    found = cover(lambda: program)
-    assert "aten.cos.default" in names(found)
-    assert [use.name for use in found.uses if use.data] == ["aten._local_scalar_dense.default"]
+    coverage = cover(lambda: program)
+    assert "aten.cos.default" in names(coverage)
+    assert [use.name for use in coverage.uses if use.data] == ["aten._local_scalar_dense.default"]
 
 
 def test_a_shape_that_data_decides_ends_the_run_with_what_was_seen():
@@ -184,12 +184,12 @@ def test_a_shape_that_data_decides_ends_the_run_with_what_was_seen():
         x = torch.randn(4, requires_grad=True)
         return x.cos().nonzero().tan()
 
-    found = cover(lambda: program)
-    assert found.stopped.startswith("aten.nonzero.default at ")
-    assert "test_coverage.py" in found.stopped
-    assert "depends on data" in found.stopped
-    assert names(found) == ["aten.cos.default", "aten.nonzero.default"]
-    assert not found.is_complete
+    coverage = cover(lambda: program)
+    assert coverage.stopped.startswith("aten.nonzero.default at ")
+    assert "test_coverage.py" in coverage.stopped
+    assert "depends on data" in coverage.stopped
+    assert names(coverage) == ["aten.cos.default", "aten.nonzero.default"]
+    assert not coverage.is_complete
 
 
 def test_what_the_program_raises_is_told_with_its_line():
@@ -197,11 +197,11 @@ def test_what_the_program_raises_is_told_with_its_line():
         torch.randn(4).cos()
         raise ValueError("no luck")
 
-    found = cover(lambda: program)
-    assert found.stopped.startswith("ValueError at ")
-    assert "test_coverage.py" in found.stopped
-    assert found.stopped.endswith("no luck")
-    assert names(found) == ["aten.cos.default"]
+    coverage = cover(lambda: program)
+    assert coverage.stopped.startswith("ValueError at ")
+    assert "test_coverage.py" in coverage.stopped
+    assert coverage.stopped.endswith("no luck")
+    assert names(coverage) == ["aten.cos.default"]
 
 
 def test_a_program_that_wants_a_mesh_is_told_to_leave_it_out(monkeypatch):
@@ -236,10 +236,10 @@ def test_nothing_is_left_behind():
 
 @pytest.mark.cuda
 def test_on_cuda_the_optimizer_and_attention_are_those_of_cuda():
-    found = cover(lambda: model_and_inputs, "cuda")
-    assert found.stopped == ""
-    assert "aten._foreach_lerp_.Scalar" in names(found)
-    assert any("attention" in name and not name.endswith("for_cpu.default") for name in names(found))
+    coverage = cover(lambda: model_and_inputs, "cuda")
+    assert coverage.stopped == ""
+    assert "aten._foreach_lerp_.Scalar" in names(coverage)
+    assert any("attention" in name and not name.endswith("for_cpu.default") for name in names(coverage))
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
@@ -304,11 +304,11 @@ def test_a_program_with_an_op_that_has_no_rule(script):
 def test_json_has_everything(script):
     result = run(f"{script}:uncovered", "--json")
     assert result.exit_code == 1
-    found = json.loads(result.output)
-    assert found["missing"] == ["acme_coverage.kernel.default"]
-    assert found["ops"][0]["op"] == "acme_coverage.kernel.default"
-    assert {row["op"] for row in found["ops"]} >= {"aten.sum.default", "aten.add.Tensor"}
-    assert found["stopped"] == ""
+    content = json.loads(result.output)
+    assert content["missing"] == ["acme_coverage.kernel.default"]
+    assert content["ops"][0]["op"] == "acme_coverage.kernel.default"
+    assert {row["op"] for row in content["ops"]} >= {"aten.sum.default", "aten.add.Tensor"}
+    assert content["stopped"] == ""
 
 
 def test_a_program_that_stops_early(script):

@@ -22,7 +22,7 @@ def run(*arguments):
     return CliRunner().invoke(main, ["explain", *arguments])
 
 
-def told(*arguments):
+def explained(*arguments):
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.output)
@@ -38,8 +38,8 @@ def test_a_product_as_a_person_reads_it():
     assert "costs  defaults for one host" in output
     assert "shardwise-matmul" in output
     assert "products.py:" in output
-    (taken,) = [line for line in output.splitlines() if line.endswith("taken")]
-    assert " ".join(taken.split()) == "> shard n | shard k R,S(1) S(1),S(0) S(1),P(sum) self 62.1 62.1 taken"
+    (chosen,) = [line for line in output.splitlines() if line.endswith("taken")]
+    assert " ".join(chosen.split()) == "> shard n | shard k R,S(1) S(1),S(0) S(1),P(sum) self 62.1 62.1 taken"
     assert "+2.4 µs for mat2" in output
     assert "on mesh dim 1: mat2 is S(0) there; to make it partial only puts communication off" in output
     (gather,) = [line for line in output.splitlines() if "all_gather" in line]
@@ -53,20 +53,20 @@ def test_a_product_fits_a_terminal_of_120_columns(monkeypatch):
 
 
 def test_a_product_as_a_program_reads_it():
-    found = told("mm", *MM)
-    (decision,) = found["decisions"]
+    explanation = explained("mm", *MM)
+    (decision,) = explanation["decisions"]
     strategies = decision["strategies"]
     assert [s["taken"] for s in strategies] == [True] + [False] * 23
     assert [s["cost"] for s in strategies] == sorted(s["cost"] for s in strategies)
     assert strategies[0]["inputs"] == [["R", "S(1)"], ["S(1)", "S(0)"]]
     assert strategies[0]["cost"] == sum(strategies[0]["costs"])
     assert decision["legal"] == 24
-    assert found["collectives"] == [
+    assert explanation["collectives"] == [
         {"kind": "all_gather", "mesh_dims": [0], "ranks": 2, "bytes": 128, "purpose": "self"}
     ]
-    assert [step["kind"] for step in found["moves"][0]["steps"]] == ["slice", "all_gather"]
-    assert found["results"] == [{"meta": "f32[8,32]", "placements": ["S(1)", "P(sum)"]}]
-    assert found["rule"]["plugin"] == "shardwise-matmul"
+    assert [step["kind"] for step in explanation["moves"][0]["steps"]] == ["slice", "all_gather"]
+    assert explanation["results"] == [{"meta": "f32[8,32]", "placements": ["S(1)", "P(sum)"]}]
+    assert explanation["rule"]["plugin"] == "shardwise-matmul"
 
 
 def test_top_says_how_many_are_listed():
@@ -75,7 +75,7 @@ def test_top_says_how_many_are_listed():
 
 
 def test_devices_and_wires_decide_the_costs():
-    by = {words: told("mm", *MM, *words)["decisions"][0]["strategies"][0]["cost"] for words in (
+    by = {words: explained("mm", *MM, *words)["decisions"][0]["strategies"][0]["cost"] for words in (
         (), ("--device", "cuda"), ("--wires", "ethernet,loopback"),
     )}  # fmt: skip
     assert by["--device", "cuda"] < by[()]
@@ -90,10 +90,10 @@ def test_measured_figures_decide_the_costs(tmp_path):
     slow = Connection.same(Link(start=1.0, latency=1.0, bandwidth=1e3))
     site = Site((2, 2), "cpu", "x86_64", "gloo", (1, 1))
     path.write_text(show([Calibration(site, Links((slow, slow), 1e-6, 1e9), "2.13", "2026-01-01")]))
-    found = told("mm", *MM, "--links", str(path))
-    assert found["decisions"][0]["strategies"][0]["cost"] > 1
-    assert "measured on 2x2 cpu" in found["figures"]
-    three = told(
+    explanation = explained("mm", *MM, "--links", str(path))
+    assert explanation["decisions"][0]["strategies"][0]["cost"] > 1
+    assert "measured on 2x2 cpu" in explanation["figures"]
+    three = explained(
         "mm", "--mesh", "2x2x2", "--input", "f32[8,8] S(0),R,R", "--input", "f32[8,8] S(1),R,R", "--links", str(path)
     )
     assert three["decisions"][0]["strategies"][0]["cost"] > 1
@@ -105,9 +105,9 @@ def test_measured_figures_decide_the_costs(tmp_path):
 
 
 def test_lists_are_given_by_name():
-    found = told("cat", "--mesh", "4", "--input", "tensors: f32[4] S(0)", "--input", "tensors: f32[2] R")
-    assert [i["name"] for i in found["inputs"]] == ["tensors[0]", "tensors[1]"]
-    assert [c["kind"] for c in found["collectives"]] == ["all_gather"]
+    explanation = explained("cat", "--mesh", "4", "--input", "tensors: f32[4] S(0)", "--input", "tensors: f32[2] R")
+    assert [i["name"] for i in explanation["inputs"]] == ["tensors[0]", "tensors[1]"]
+    assert [c["kind"] for c in explanation["collectives"]] == ["all_gather"]
     one_by_one = run(
         "_foreach_add.List", "--mesh", "2", "--input", "self: f32[8] S(0)", "--input", "other: f32[8] R",
         "--input", "self: f32[4] R", "--input", "other: f32[4] R",
@@ -117,21 +117,21 @@ def test_lists_are_given_by_name():
 
 
 def test_absent_operands_and_static_arguments():
-    found = told(
+    explanation = explained(
         "native_layer_norm", "--mesh", "2", "--input", "f32[8,16] S(0)", "--arg", "normalized_shape=[16]",
         "--input", "bias: -", "--arg", "eps=1e-5",
     )  # fmt: skip
-    assert [i["meta"] for i in found["inputs"]] == ["f32[8,16]", None, None]
-    assert found["arguments"] == {"normalized_shape": [16], "eps": 1e-5}
-    cast = told("_to_copy", "--mesh", "2", "--input", "f32[8] S(0)", "--arg", "dtype=bf16")
+    assert [i["meta"] for i in explanation["inputs"]] == ["f32[8,16]", None, None]
+    assert explanation["arguments"] == {"normalized_shape": [16], "eps": 1e-5}
+    cast = explained("_to_copy", "--mesh", "2", "--input", "f32[8] S(0)", "--arg", "dtype=bf16")
     assert cast["results"] == [{"meta": "bf16[8]", "placements": ["S(0)"]}]
-    scaled = told("mul.Tensor", "--mesh", "2", "--input", "f32[8] S(0)", "--arg", "other=2")
+    scaled = explained("mul.Tensor", "--mesh", "2", "--input", "f32[8] S(0)", "--arg", "other=2")
     assert scaled["results"] == [{"meta": "f32[8]", "placements": ["S(0)"]}]
 
 
 def test_a_lowering_tells_what_it_issues():
-    found = told("linalg_vector_norm", "--mesh", "4", "--input", "f32[8,8] S(0)")
-    assert [(c["kind"], c["purpose"]) for c in found["collectives"]] == [("all_reduce", "lowering")]
+    explanation = explained("linalg_vector_norm", "--mesh", "4", "--input", "f32[8,8] S(0)")
+    assert [(c["kind"], c["purpose"]) for c in explanation["collectives"]] == [("all_reduce", "lowering")]
 
 
 PLUGIN = """
@@ -171,9 +171,9 @@ def test_an_op_that_a_module_defines(tmp_path, monkeypatch):
     ],
 )
 def test_operands_are_read(text, name, dtype, shape, placements):
-    found = parse_operand(text, AbstractMesh((2, 2)))
-    assert found.name == name
-    assert (found.spec.dtype, tuple(found.spec.shape), found.spec.placements) == (dtype, shape, placements)
+    operand = parse_operand(text, AbstractMesh((2, 2)))
+    assert operand.name == name
+    assert (operand.spec.dtype, tuple(operand.spec.shape), operand.spec.placements) == (dtype, shape, placements)
 
 
 def test_strides_are_read():

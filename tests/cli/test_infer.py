@@ -107,9 +107,9 @@ def test_a_black_box_in_a_file(black_box):
 def test_json_holds_all_that_was_found_and_a_rule_that_runs():
     result = run("aten._softmax", "--sample", "f32[8,7], 1, False", "--sample", "f32[8,7], 0, False", "--json")
     assert result.exit_code == 0, result.output
-    (found,) = json.loads(result.stdout)
-    assert found["op"] == "aten._softmax.default"
-    rows = {row["row"]: row for row in found["rows"]}
+    (inferred,) = json.loads(result.stdout)
+    assert inferred["op"] == "aten._softmax.default"
+    rows = {row["row"]: row for row in inferred["rows"]}
     assert rows["[R] -> [R]"]["verdict"] == "all samples"
     assert rows["[S(0)] -> [S(0)]"] | {"ranks": []} == {
         "row": "[S(0)] -> [S(0)]",
@@ -121,10 +121,10 @@ def test_json_holds_all_that_was_found_and_a_rule_that_runs():
         "fails_for": [1],
         "ranks": [],
     }
-    assert found["accepted"]
-    assert found["cases"] > 5
+    assert inferred["accepted"]
+    assert inferred["cases"] > 5
     scope = {}
-    exec(found["rule"], scope)  # noqa: S102  the text under test
+    exec(inferred["rule"], scope)  # noqa: S102  the text under test
     assert isinstance(scope["SOFTMAX"], Rule)
 
 

@@ -56,11 +56,11 @@ def test_by_op_names_what_needs_a_collective(run):
 
 
 def test_json_has_everything(run):
-    found = json.loads(run("train.py:step", "--mesh", "2x4", "--names", "dp,tp", "--json", "--rank", "5").output)
-    assert (found["mesh"], found["names"], found["coordinate"]) == ([2, 4], ["dp", "tp"], [1, 1])
-    assert found["memory"]["parameters"] == found["parameter_bytes"] / 4 == 256
-    assert {"phase", "kind", "mesh_dims", "ranks", "op", "times", "bytes"} == set(found["collectives"][0])
-    assert found["ops"]["aten.mm.default"] == 5
+    content = json.loads(run("train.py:step", "--mesh", "2x4", "--names", "dp,tp", "--json", "--rank", "5").output)
+    assert (content["mesh"], content["names"], content["coordinate"]) == ([2, 4], ["dp", "tp"], [1, 1])
+    assert content["memory"]["parameters"] == content["parameter_bytes"] / 4 == 256
+    assert {"phase", "kind", "mesh_dims", "ranks", "op", "times", "bytes"} == set(content["collectives"][0])
+    assert content["ops"]["aten.mm.default"] == 5
 
 
 @pytest.mark.parametrize(

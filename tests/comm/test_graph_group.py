@@ -25,8 +25,8 @@ TWO = [([S0, S0], [R, R]), ([S0, S1], [S1, S0]), ([Partial("sum"), S0], [S0, R])
 
 
 def values(shape, dtype):
-    found = torch.arange(torch.Size(shape).numel()).view(shape) % 7 - 3
-    return found.to(dtype) * (1 + 1j) if dtype.is_complex else found.to(dtype)
+    result = torch.arange(torch.Size(shape).numel()).view(shape) % 7 - 3
+    return result.to(dtype) * (1 + 1j) if dtype.is_complex else result.to(dtype)
 
 
 def check(ranks, pairs, shape, dtype):
@@ -42,9 +42,9 @@ def check(ranks, pairs, shape, dtype):
 
     issued = []
     with events.observe(issued.append):
-        found = torch.compile(redistributed, backend="aot_eager", fullgraph=True)(sources)
+        result = torch.compile(redistributed, backend="aot_eager", fullgraph=True)(sources)
     assert issued == [], "a collective ran outside the graph"
-    for one, other, pair in zip(found, redistributed(sources), pairs, strict=True):
+    for one, other, pair in zip(result, redistributed(sources), pairs, strict=True):
         assert one.spec is other.spec, pair
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=0, msg=lambda m, p=pair: f"{p}: {m}")
 

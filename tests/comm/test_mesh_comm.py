@@ -13,8 +13,8 @@ RANK = torch.distributed.get_rank
 def several_shifts_at_once():
     comm = MeshComm(mesh((4,)))
     under_way = [comm.start_shift(torch.full((3,), 10.0 * RANK() + i), 0, by) for i, by in enumerate((1, 2, 3, 1, -1))]
-    found = [coming.wait().tolist() for coming in reversed(under_way)][::-1]
-    assert found == [[10.0 * ((RANK() - by) % 4) + i] * 3 for i, by in enumerate((1, 2, 3, 1, -1))]
+    received = [coming.wait().tolist() for coming in reversed(under_way)][::-1]
+    assert received == [[10.0 * ((RANK() - by) % 4) + i] * 3 for i, by in enumerate((1, 2, 3, 1, -1))]
     whole_round = torch.ones(2)
     assert comm.start_shift(whole_round, 0, 4).wait() is whole_round
 
@@ -28,9 +28,9 @@ def shifts_of_any_shape_and_dtype():
     before = (RANK() - 1) % 4
     for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64):
         sent = torch.ones(RANK(), 2, dtype=dtype)
-        found = comm.start_shift(sent, 0, 1, (before, 2)).wait()
-        assert found.dtype == dtype
-        assert torch.equal(found, torch.ones(before, 2, dtype=dtype))
+        shifted = comm.start_shift(sent, 0, 1, (before, 2)).wait()
+        assert shifted.dtype == dtype
+        assert torch.equal(shifted, torch.ones(before, 2, dtype=dtype))
     turned = torch.arange(6.0).view(2, 3).t() + RANK()
     assert torch.equal(comm.shift(turned, 0), turned - RANK() + before)
 

@@ -166,7 +166,7 @@ def test_a_rank_that_catches_its_error_and_stays_ends_the_others_too(pair: Worke
 
 
 def all_ranks_raise() -> list[Any]:
-    """Both ranks raise alike, in a lowering and beside one, and one of them is slow before and after."""
+    """Both ranks raise the same errors, in a lowering and outside of one. One rank is slow before and after."""
     rank = torch.distributed.get_rank()
     logits, target = sharded(torch.randn(4, 5)), sharded(torch.tensor([0, 1, 2, 11]))
     answers = []

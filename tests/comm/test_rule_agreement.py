@@ -56,9 +56,9 @@ def many(rank):
 
 
 def test_every_rank_raises_and_names_what_differs(pool):
-    found = pool.run(refusal, by_version)
-    assert len(set(found)) == 1
-    assert "plugin acme: acme 1 on ranks 0, 1, 2, acme 2 on rank 3" in found[0]
+    answers = pool.run(refusal, by_version)
+    assert len(set(answers)) == 1
+    assert "plugin acme: acme 1 on ranks 0, 1, 2, acme 2 on rank 3" in answers[0]
 
 
 def test_a_rule_that_reads_otherwise_in_one_version_differs(pool):

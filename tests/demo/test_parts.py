@@ -46,9 +46,9 @@ def test_the_model_is_causal():
 
 
 def test_training_lowers_the_loss_and_tells_every_step():
-    told = []
-    steps = train(build(SMALL), batches(SMALL), SMALL, lambda batch: batch, told.append)
-    assert told == steps
+    calls = []
+    steps = train(build(SMALL), batches(SMALL), SMALL, lambda batch: batch, calls.append)
+    assert calls == steps
     assert [step.number for step in steps] == list(range(1, 21))
     assert steps[0].loss > math.log(256) - 0.5
     assert steps[-1].loss < steps[0].loss - 1

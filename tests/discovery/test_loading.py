@@ -39,10 +39,10 @@ def test_a_disabled_first_party_plugin_takes_exactly_its_ops():
 
 
 def test_what_is_not_blocked_but_cannot_be_used_raises_when_strict():
-    found = discover(Settings(plugins=frozenset({"shardwise-matmul"})))
-    assert {f.origin.plugin for f in found if f.status == "ready"} == {"shardwise-matmul"}
-    assert {s.status for s in load(found, Registry(), strict=True)} == {"loaded", "blocked"}
-    refused = evolve(found[0], status="refused", reason="it needs shardwise>=99")
+    plugins = discover(Settings(plugins=frozenset({"shardwise-matmul"})))
+    assert {f.origin.plugin for f in plugins if f.status == "ready"} == {"shardwise-matmul"}
+    assert {s.status for s in load(plugins, Registry(), strict=True)} == {"loaded", "blocked"}
+    refused = evolve(plugins[0], status="refused", reason="it needs shardwise>=99")
     assert load([refused], Registry(), strict=False)[0].status == "refused"
     with pytest.raises(PluginLoadError, match="it needs shardwise>=99"):
         load([refused], Registry(), strict=True)

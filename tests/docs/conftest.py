@@ -44,14 +44,14 @@ class Block:
 
 
 def blocks(page):
-    found = []
+    page_blocks = []
     for number, part in enumerate(_PART.finditer(page.read_text()), 1):
         if part["setup"] is not None:
-            found.append(Block(page, number, "setup", part["where"] or "", part["setup"]))
+            page_blocks.append(Block(page, number, "setup", part["where"] or "", part["setup"]))
         else:
             text = "".join(line.removeprefix(part["indent"]) for line in part["text"].splitlines(keepends=True))
-            found.append(Block(page, number, part["language"], part["how"] or "", text))
-    return found
+            page_blocks.append(Block(page, number, part["language"], part["how"] or "", text))
+    return page_blocks
 
 
 def commands(text):

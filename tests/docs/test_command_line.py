@@ -82,9 +82,9 @@ def test_the_commands_print_what_the_page_shows(docs, folders):
             if command.startswith("cat "):
                 Path(command.removeprefix("cat ")).write_text(shown)
                 continue
-            found = timeless(docs.squeezed(printed(command, folders)))
+            printed_now = timeless(docs.squeezed(printed(command, folders)))
             if block.how != "output varies":
-                assert holds(timeless(docs.squeezed(shown)), found), "\n".join([command, *found])
+                assert holds(timeless(docs.squeezed(shown)), printed_now), "\n".join([command, *printed_now])
             done += 1
     assert done == 11
 

@@ -3,12 +3,16 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from shardwise.testing import PluginTests, check_plugin
 
 PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_the_examples_run(pool, registry, capsys):
     names = {"__name__": "testing_page"}
     for number, example in enumerate(PYTHON.findall(PAGE.read_text())):

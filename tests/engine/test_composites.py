@@ -1,15 +1,16 @@
-"""Composite ops: what they make on the way lies on the mesh, plain tensors pass by."""
+"""Composite ops: what they make on the way lies on the mesh, plain tensors are compared."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import one_hot
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.engine.composites import replicating
-from shardwise.errors import NoRuleError, PlainTensorError
+from shardwise.errors import NoRuleError, RankDisagreementError
 from shardwise.private_torch.ops import draws
 from shardwise.testing import mesh
 
@@ -60,8 +61,10 @@ def alone():
     """On every rank: what a composite op does with a plain operand, and with random numbers of its own."""
     grid = mesh((4,))
     x = sw.distribute_tensor(torch.ones(4, 4), grid, [Shard(0)])
-    with pytest.raises(PlainTensorError):
-        aten._scaled_dot_product_attention_math.default(x[None], x[None], torch.ones(1, 4, 4))
+    found, _ = aten._scaled_dot_product_attention_math.default(x[None], x[None], torch.ones(1, 4, 4))
+    assert torch.equal(found.full_tensor(), torch.ones(1, 4, 4))
+    with pytest.raises(RankDisagreementError):
+        aten._scaled_dot_product_attention_math.default(x[None], x[None], torch.full((1, 4, 4), dist.get_rank() + 1.0))
     with replicating(sw.MeshTensor, grid):
         made = torch.arange(4.0).view(2, 2)
         whole = torch.zeros(())
@@ -71,7 +74,7 @@ def alone():
     return type(made), made.placements, type(whole)
 
 
-def test_what_is_made_of_a_plain_operand_stays_plain_and_draws_are_refused(pool):
+def test_a_plain_operand_is_compared_and_draws_are_refused(pool):
     assert set(pool.run(alone)) == {(sw.MeshTensor, (Replicate(),), torch.Tensor)}
 
 

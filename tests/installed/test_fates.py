@@ -161,13 +161,13 @@ def broken(tmp_path_factory, shardwise_wheel, installed):
 @pytest.mark.slow
 @pytest.mark.sample
 def test_whatever_is_wrong_with_plugins_is_caught_for_each_and_the_next_one_loads(broken):
-    found = broken.answer(TOLD)
+    answer = broken.answer(TOLD)
     for i, (_, cause) in enumerate(BROKEN.values()):
-        status, reason = found["acme"][f"acme-{i}"]
+        status, reason = answer["acme"][f"acme-{i}"]
         assert status == "failed"
         assert cause in reason
-    assert found["acme"]["bolt-kernels"] == ["loaded", ""]
-    assert len(found["said"]) == len(BROKEN)
+    assert answer["acme"]["bolt-kernels"] == ["loaded", ""]
+    assert len(answer["said"]) == len(BROKEN)
 
 
 @pytest.mark.slow

@@ -87,11 +87,11 @@ def test_the_setting_that_a_conflict_names_resolves_it(rivals, conflict):
 
 
 def test_prefer_takes_names_without_overload_and_patterns_the_closest_first(rivals):
-    found = rivals.answer(ASK, SHARDWISE_PREFER="*=bolt-kernels, aten.m*=acme-kernels, aten.mm=shardwise")
-    assert found["_copy_from_and_resize"] == "bolt-kernels 2.1"
-    assert found["mm"].startswith("shardwise-matmul")
+    answer = rivals.answer(ASK, SHARDWISE_PREFER="*=bolt-kernels, aten.m*=acme-kernels, aten.mm=shardwise")
+    assert answer["_copy_from_and_resize"] == "bolt-kernels 2.1"
+    assert answer["mm"].startswith("shardwise-matmul")
     # a pattern says nothing of ops that its plugin does not have
-    assert found["add"].startswith("shardwise-pointwise")
+    assert answer["add"].startswith("shardwise-pointwise")
 
 
 def test_prefer_for_a_plugin_without_a_rule_for_the_op_is_no_silent_wish(rivals):
@@ -131,9 +131,9 @@ def test_replaces_goes_before_first_party_and_prefer_and_override_before_it(envi
         print(json.dumps([*found, holds()]))
     """
     preferred = "shardwise-matmul (shardwise "
-    found = env.answer(code, SHARDWISE_PREFER="aten.mm.default=shardwise-matmul")
-    found = [name.partition("0.")[0] for name in found]
-    assert found == [preferred, "override (this process -)", preferred, "override (this process -)", preferred]
+    answer = env.answer(code, SHARDWISE_PREFER="aten.mm.default=shardwise-matmul")
+    answer = [name.partition("0.")[0] for name in answer]
+    assert answer == [preferred, "override (this process -)", preferred, "override (this process -)", preferred]
 
 
 @pytest.mark.slow

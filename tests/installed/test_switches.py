@@ -49,8 +49,8 @@ def blocked(reason):
     ids=["unset", "empty allow-list", "allow-list", "disable list", "autoload off", "autoload off but named"],
 )
 def test_what_the_environment_says_of_each_plugin_and_what_is_imported(two, settings, expected):
-    found, imported = two.answer(FATES, **settings)
-    assert found == expected
+    fates, imported = two.answer(FATES, **settings)
+    assert fates == expected
     modules = ("acme_kernels_plugin", "bolt_kernels_plugin", "shardwise_conv.plugin")
     assert imported == [m for m, fate in zip(modules, expected, strict=True) if fate == LOADED]
 
@@ -68,8 +68,8 @@ def test_pyproject_of_a_folder_above_says_the_same_and_the_environment_goes_befo
     below = tmp_path / "deep" / "er"
     below.mkdir(parents=True)
     (below.parent / "pyproject.toml").write_text("[tool.other]\n")
-    found, _ = two.answer(FATES, cwd=below)
-    assert found[0] == blocked(f"in 'disable-plugins' in [tool.shardwise] of {tmp_path / 'pyproject.toml'}")
-    assert found[1:] == [LOADED, LOADED]
-    found, _ = two.answer(FATES, cwd=below, SHARDWISE_DISABLE_PLUGINS="bolt-kernels")
-    assert found == [LOADED, blocked("in SHARDWISE_DISABLE_PLUGINS"), LOADED]
+    fates, _ = two.answer(FATES, cwd=below)
+    assert fates[0] == blocked(f"in 'disable-plugins' in [tool.shardwise] of {tmp_path / 'pyproject.toml'}")
+    assert fates[1:] == [LOADED, LOADED]
+    fates, _ = two.answer(FATES, cwd=below, SHARDWISE_DISABLE_PLUGINS="bolt-kernels")
+    assert fates == [LOADED, blocked("in SHARDWISE_DISABLE_PLUGINS"), LOADED]

@@ -135,4 +135,4 @@ def test_a_plugin_module_is_light_each_first_party_one_pulls_in_itself_alone(env
     pulled = env.answer(code, ACME_LOG=str(log))
     assert len(pulled) == 14
     standard = {"__future__", "math"}
-    assert {name: set(found) - standard for name, found in pulled.items() if set(found) - standard} == {}
+    assert {name: set(modules) - standard for name, modules in pulled.items() if set(modules) - standard} == {}

@@ -59,20 +59,20 @@ def fits(kinds: set[str]) -> bool:
 
 @st.composite
 def specs(draw, mesh: AbstractMesh, shape: tuple[int, ...]):
-    found = draw(
+    draws = draw(
         st.lists(placements(len(shape)), min_size=mesh.ndim, max_size=mesh.ndim).filter(
             lambda ps: fits({p.reduce_op for p in ps if p.is_partial()})
         )
     )
-    return TensorSpec(mesh, found, TensorMeta.contiguous(shape, torch.float32))
+    return TensorSpec(mesh, draws, TensorMeta.contiguous(shape, torch.float32))
 
 
 meshes = st.sampled_from([(4,), (2, 2), (2, 3), (2, 1, 2), (2, 2, 2)]).map(AbstractMesh)
 
 
 def problem(rule_: Rule, schema: OpSchema) -> Problem:
-    (found,) = problems(rule_, schema, make_call(rule_, schema, schema_metas(schema)))
-    return found
+    (own_problem,) = problems(rule_, schema, make_call(rule_, schema, schema_metas(schema)))
+    return own_problem
 
 
 def best_by_exhaustion(found: Problem):
@@ -85,9 +85,9 @@ def test_the_choice_for_a_product_equals_exhaustive_search(data):
     mesh = data.draw(meshes)
     m, k, n = (data.draw(st.sampled_from([1, 5, 64, 1000, 4096])) for _ in range(3))
     schema = OpSchema.of(aten.mm.default, data.draw(specs(mesh, (m, k))), data.draw(specs(mesh, (k, n))))
-    found = problem(MM, schema)
-    choice, strategy = choose(found)
-    cost, first = best_by_exhaustion(found)
+    own_problem = problem(MM, schema)
+    choice, strategy = choose(own_problem)
+    cost, first = best_by_exhaustion(own_problem)
     assert strategy.cost == pytest.approx(cost, rel=1e-9, abs=0)
     assert choice == first
 
@@ -97,9 +97,9 @@ def test_the_choice_for_a_product_equals_exhaustive_search(data):
 def test_the_choice_for_a_broadcast_sum_equals_exhaustive_search(data):
     mesh = data.draw(meshes)
     schema = OpSchema.of(aten.add.Tensor, data.draw(specs(mesh, (6, 1, 8))), data.draw(specs(mesh, (7, 8))))
-    found = problem(ADD, schema)
-    choice, strategy = choose(found)
-    cost, first = best_by_exhaustion(found)
+    own_problem = problem(ADD, schema)
+    choice, strategy = choose(own_problem)
+    cost, first = best_by_exhaustion(own_problem)
     assert strategy.cost == pytest.approx(cost, rel=1e-9, abs=0)
     assert choice == first
 
@@ -110,9 +110,9 @@ def test_the_choice_for_a_biased_product_equals_exhaustive_search(data):
     mesh = data.draw(st.sampled_from([(4,), (2, 2)]).map(AbstractMesh))
     drawn = [data.draw(specs(mesh, shape)) for shape in [(9,), (8, 5), (5, 9)]]
     schema = OpSchema.of(aten.addmm.default, *drawn)
-    found = problem(ADDMM, schema)
-    choice, strategy = choose(found)
-    cost, first = best_by_exhaustion(found)
+    own_problem = problem(ADDMM, schema)
+    choice, strategy = choose(own_problem)
+    cost, first = best_by_exhaustion(own_problem)
     assert strategy.cost == pytest.approx(cost, rel=1e-9, abs=0)
     assert choice == first
 
@@ -136,8 +136,8 @@ def test_a_tie_goes_to_the_row_listed_first():
     second = Row((REPLICATE,), (shard(0),), "second")
     schema = OpSchema.of(aten.clone.default, spec((2, 2), (4,), REPLICATE, REPLICATE))
     for rows, name in (((first, second), "first"), ((second, first), "second")):
-        found = Problem(schema, rows, schema.specs, (schema.specs[0].tensor_meta,), (), (), (2, 2))
-        assert choose(found)[1].names == (name, name)
+        own_problem = Problem(schema, rows, schema.specs, (schema.specs[0].tensor_meta,), (), (), (2, 2))
+        assert choose(own_problem)[1].names == (name, name)
 
 
 def test_the_written_operand_never_moves():
@@ -162,8 +162,10 @@ def test_an_out_tensor_keeps_its_placements():
 
 
 def test_a_compound_dim_is_sharded_only_when_its_leading_factor_divides():
-    found = problem(split_rule, OpSchema.of(aten.view.default, spec((2, 2), (3, 8), shard(1), shard(1)), [3, 4, 2]))
-    assert choose(found)[1].output_specs[0].placements == (shard(1), shard(1))
+    own_problem = problem(
+        split_rule, OpSchema.of(aten.view.default, spec((2, 2), (3, 8), shard(1), shard(1)), [3, 4, 2])
+    )
+    assert choose(own_problem)[1].output_specs[0].placements == (shard(1), shard(1))
 
 
 def registry_of(*rules: Rule) -> Registry:
@@ -232,5 +234,5 @@ def test_no_rank_is_empty_where_a_row_needs_every_rank_to_hold_something():
     for size, fits_both in ((7, False), (6, True)):
         x = spec((2, 3), (size,), REPLICATE, REPLICATE)
         schema = OpSchema.of(aten.clone.default, x)
-        found = Problem(schema, (row,), (x,), (x.tensor_meta,), (), (), (2, 3))
-        assert (found.conflict((0, 0)) is None) is fits_both
+        own_problem = Problem(schema, (row,), (x,), (x.tensor_meta,), (), (), (2, 3))
+        assert (own_problem.conflict((0, 0)) is None) is fits_both

@@ -54,9 +54,9 @@ def test_an_entry_of_other_devices_serves_no_mesh(change):
 
 
 def test_mesh_dims_serve_meshes_of_another_shape():
-    found = links_for([ENTRY], Site((4, 1, 2), "cuda", "A100", "nccl", (1, 1, 2), 2))
-    assert (found.mesh_dims[0], found.mesh_dims[2]) == (connection(2), connection(1))
-    assert (found.memory_bandwidth, found.whole) == (7e11, None)
+    links = links_for([ENTRY], Site((4, 1, 2), "cuda", "A100", "nccl", (1, 1, 2), 2))
+    assert (links.mesh_dims[0], links.mesh_dims[2]) == (connection(2), connection(1))
+    assert (links.memory_bandwidth, links.whole) == (7e11, None)
 
 
 @pytest.mark.parametrize(("shape", "hosts"), [((2, 8), (2, 1)), ((4,), (4,)), ((2,), (1,)), ((3, 4), (2, 1))])

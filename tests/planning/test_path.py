@@ -27,8 +27,8 @@ def spec(mesh_shape, shape, text, dtype=torch.float32, device_type="cpu"):
 
 
 def steps(mesh_shape, shape, src, dst, **how):
-    found = shortest_path(spec(mesh_shape, shape, src, **how), spec(mesh_shape, shape, dst, **how))
-    return [(step.kind, step.mesh_dims) for step in found.steps]
+    path = shortest_path(spec(mesh_shape, shape, src, **how), spec(mesh_shape, shape, dst, **how))
+    return [(step.kind, step.mesh_dims) for step in path.steps]
 
 
 # -- golden: what is chosen -----------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def cheapest_without_estimate(src, dst):
             return cost
         if cost > best[layout]:
             continue
-        made = [edge for code in partials for edge in steps_of.fills(layout, (code,) * len(layout))]
-        for step, after, *_ in [*steps_of.edges(layout), *made]:
+        edges = [edge for code in partials for edge in steps_of.fills(layout, (code,) * len(layout))]
+        for step, after, *_ in [*steps_of.edges(layout), *edges]:
             if cost + step < best.get(after, math.inf):
                 best[after] = cost + step
                 heappush(heap, (cost + step, after))
@@ -258,16 +258,16 @@ def test_the_search_finds_the_cheapest_way_there_is(specs, data):
 @given(some_specs(2))
 def test_steps_lead_from_one_layout_to_the_next(specs):
     src, dst = specs
-    found = shortest_path(src, dst)
+    path = shortest_path(src, dst)
     at = src.placements
-    for step in found.steps:
+    for step in path.steps:
         assert step.source == at
         changed = [m for m in range(src.mesh.ndim) if step.source[m] != step.target[m]]
         assert changed == list(step.mesh_dims)
         assert step.cost > 0
         at = step.target
     assert at == dst.placements
-    assert found.cost == pytest.approx(sum(step.cost for step in found.steps))
+    assert path.cost == pytest.approx(sum(step.cost for step in path.steps))
 
 
 @settings(deadline=None)
@@ -295,13 +295,13 @@ def random_locals(at):
     generator = torch.Generator().manual_seed(0)
     settled = at.with_placements([REPLICATE if isinstance(p, Partial) else p for p in at.placements])
     parts = {}
-    found = {}
+    locals_ = {}
     for c in at.mesh.coordinates():
         key = tuple(c[m] for m in at.reductions)
         if key not in parts:
             parts[key] = torch.randint(-3, 4, at.shape, generator=generator).to(at.dtype)
-        found[c] = scatter_local(parts[key], settled, c)
-    return found
+        locals_[c] = scatter_local(parts[key], settled, c)
+    return locals_
 
 
 def joined(pieces, placement):
@@ -313,7 +313,7 @@ def joined(pieces, placement):
 def simulate(step, parts, at):
     """The step by its definition: what each group holds together, placed anew."""
     after = at.with_placements(step.target)
-    found = {}
+    locals_ = {}
     for c in parts:
         members = {}
         for along in itertools.product(*(range(at.mesh_shape[m]) for m in step.mesh_dims)):
@@ -328,9 +328,9 @@ def simulate(step, parts, at):
         whole = TensorMeta.of(members[()])
         mesh = AbstractMesh([at.mesh_shape[m] for m in step.mesh_dims])
         inner = TensorSpec(mesh, [step.target[m] for m in step.mesh_dims], whole)
-        found[c] = scatter_local(members[()], inner, [c[m] for m in step.mesh_dims])
-        assert tuple(found[c].shape) == after.local_shape(c)
-    return found
+        locals_[c] = scatter_local(members[()], inner, [c[m] for m in step.mesh_dims])
+        assert tuple(locals_[c].shape) == after.local_shape(c)
+    return locals_
 
 
 @settings(max_examples=150, deadline=None)

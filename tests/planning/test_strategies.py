@@ -35,10 +35,10 @@ def test_results_that_depend_on_data_have_no_metas():
 
 
 def test_rows_do_not_depend_on_where_operands_lie():
-    found = rows(MM, SCHEMA)
-    assert [row.name for row in found] == ["shard m", "shard k", "shard n", "R"]
+    listed = rows(MM, SCHEMA)
+    assert [row.name for row in listed] == ["shard m", "shard k", "shard n", "R"]
     whole = OpSchema.of(aten.mm.default, spec((8, 6), REPLICATE, REPLICATE), spec((6, 4), REPLICATE, REPLICATE))
-    assert rows(MM, whole) == found
+    assert rows(MM, whole) == listed
 
 
 def test_a_strategy_has_the_cost_of_moving_each_operand():

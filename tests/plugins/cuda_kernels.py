@@ -15,15 +15,15 @@ BLOCK = 32
 
 def scores(q, k, bias, causal, scale):
     grouped = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    found = q @ grouped.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    found = found if bias is None else found + bias
-    return found.masked_fill(torch.ones_like(found).tril().logical_not(), float("-inf")) if causal else found
+    result = q @ grouped.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    result = result if bias is None else result + bias
+    return result.masked_fill(torch.ones_like(result).tril().logical_not(), float("-inf")) if causal else result
 
 
 def forward(q, k, v, bias, causal, scale):
-    found = scores(q, k, bias, causal, scale)
-    lse = found.logsumexp(-1)
-    weights = (found - lse[..., None]).exp()
+    attention = scores(q, k, bias, causal, scale)
+    lse = attention.logsumexp(-1)
+    weights = (attention - lse[..., None]).exp()
     return weights @ v.repeat_interleave(q.shape[1] // v.shape[1], 1), lse.float()
 
 
@@ -67,8 +67,8 @@ def efficient(q, k, v, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=F
 def efficient_backward(
     grad, q, k, v, bias, out, lse, _seed, _offset, dropout_p, grad_input_mask, is_causal=False, *, scale=None
 ):
-    found = backward(grad, q, k, v, bias, lse[..., : q.shape[2]], is_causal, scale)
-    return tuple(x if wanted else None for x, wanted in zip(found, grad_input_mask, strict=True))
+    result = backward(grad, q, k, v, bias, lse[..., : q.shape[2]], is_causal, scale)
+    return tuple(x if wanted else None for x, wanted in zip(result, grad_input_mask, strict=True))
 
 
 def cudnn(

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 
 def first_party():
-    return [found for found in discover() if found.first_party]
+    return [plugin for plugin in discover() if plugin.first_party]
 
 
 def rules_of(found):

@@ -36,24 +36,24 @@ def _made(x, w, bias, *rest, dtype=torch.float32):
 
 
 def convolutions():
-    found = []
+    samples = []
     for setting in CONVOLUTIONS:
         x, w, b, rest = _made(*setting)
-        found.append(((x, w, b, *rest), {}))
+        samples.append(((x, w, b, *rest), {}))
     x, w, b, rest = _made(*CONVOLUTIONS[1], dtype=BF16)
     wide = made((5, 3, 6, 4)).contiguous(memory_format=torch.channels_last)
-    return [*found, ((x, w, b, *rest), {}), ((wide, *found[1][0][1:]), {})]
+    return [*samples, ((x, w, b, *rest), {}), ((wide, *samples[1][0][1:]), {})]
 
 
 def convolution_backwards():
-    found = []
+    samples = []
     for setting, mask in zip([*CONVOLUTIONS, *CONVOLUTIONS], cycle(MASKS), strict=False):
         x, w, b, rest = _made(*setting)
         result = aten.convolution(x, w, b, *rest)
         sizes = [result.shape[1]]
         wanted = mask if b is not None else [*mask[:2], False]
-        found.append(((made(result.shape, seed=3), x, w, sizes if b is not None else None, *rest, wanted), {}))
-    return found
+        samples.append(((made(result.shape, seed=3), x, w, sizes if b is not None else None, *rest, wanted), {}))
+    return samples
 
 
 PLANES = {
@@ -68,12 +68,12 @@ def over(positions, *settings, dtypes=(torch.float32,), unbatched=True):
 
     def make():
         shapes = PLANES[positions] if unbatched else [s for s in PLANES[positions] if len(s) == positions + 2]
-        found = [((made(s, d), *args), {}) for s in shapes for args in settings for d in dtypes]
+        samples = [((made(s, d), *args), {}) for s in shapes for args in settings for d in dtypes]
         if positions == 2:
-            found += [
+            samples += [
                 ((made((4, 6, 6, 8)).contiguous(memory_format=torch.channels_last), *args), {}) for args in settings
             ]
-        return found
+        return samples
 
     return make
 
@@ -82,14 +82,14 @@ def after(forward, calls, *, keeps_input=True, indices=False):
     """The backward of each call: gradient, the input where it is an operand, the settings, then the indices."""
 
     def make():
-        found = []
+        samples = []
         for (x, *args), _ in calls():
             result = forward(x, *args)
             output = result[0] if indices else result
             tail = [result[1]] if indices else []
             operands = [made(output.shape, x.dtype, 5), *([x] if keeps_input else [])]
-            found.append(((*operands, *args, *tail), {}))
-        return found
+            samples.append(((*operands, *args, *tail), {}))
+        return samples
 
     return make
 
@@ -131,11 +131,11 @@ def interpolated(forward, backward, n, *corners):
         return [((made(s), size, *corner, *scales), {}) for s, corner in zip(shapes, cycle(corners), strict=False)]
 
     def backwards():
-        found = []
+        samples = []
         for (x, *args), _ in forwards():
             gradient = made(forward(x, *args).shape, seed=5)
-            found.append(((gradient, args[0], list(x.shape), *args[1:]), {}))
-        return found
+            samples.append(((gradient, args[0], list(x.shape), *args[1:]), {}))
+        return samples
 
     return {forward.default: forwards, backward.default: backwards}
 
@@ -153,20 +153,20 @@ def padded(kind, n):
 def points(n):
     """Pictures and grids of points in them, and a little outside."""
     shapes = PLANES[n][:2] if n == 2 else PLANES[n][:1]
-    found = []
+    samples = []
     for s in shapes:
         grid = made((s[0], *(4, 5, 3)[:n], n), seed=2).tanh() * 1.2
-        found += [((made(s), grid, mode, pad, False), {}) for mode, pad in ((0, 0), (1, 1), (0, 2))]
-    return found
+        samples += [((made(s), grid, mode, pad, False), {}) for mode, pad in ((0, 0), (1, 1), (0, 2))]
+    return samples
 
 
 def points_back(n, forward):
-    found = []
+    samples = []
     for (x, grid, *modes), _ in points(n):
         output = forward(x, grid, *modes)
-        found.append(((made(output.shape, seed=5), x, grid, *modes, [True, True]), {}))
-        found.append(((made(output.shape, seed=5), x, grid, *modes, [False, True]), {}))
-    return found
+        samples.append(((made(output.shape, seed=5), x, grid, *modes, [True, True]), {}))
+        samples.append(((made(output.shape, seed=5), x, grid, *modes, [False, True]), {}))
+    return samples
 
 
 def shuffles():
@@ -189,40 +189,40 @@ def unfolds():
 
 
 def folds():
-    found = []
+    samples = []
     for (x, *window), _ in unfolds():
         columns = aten.im2col(x, *window)
-        found.append(((made(columns.shape, seed=1), list(x.shape[-2:]), *window), {}))
-    return found
+        samples.append(((made(columns.shape, seed=1), list(x.shape[-2:]), *window), {}))
+    return samples
 
 
 def unpools(n):
     """Values and their places in larger planes."""
     pool = (aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)[n - 2]
-    found = []
+    samples = []
     for shape in PLANES[n]:
         values, places = pool(made(shape), [2] * n, [2] * n)
-        found.append(((values, places, list(shape[-n:]), *([[2] * n, [0] * n] if n > 2 else [])), {}))
-    return found
+        samples.append(((values, places, list(shape[-n:]), *([[2] * n, [0] * n] if n > 2 else [])), {}))
+    return samples
 
 
 def fractional(n):
     """Two places a line at random, with random numbers for each channel of each picture."""
-    found = []
+    samples = []
     for shape in PLANES[n]:
         batch = shape[0] if len(shape) == n + 2 else 1
         numbers = made((batch, shape[-n - 1], n), seed=6).sigmoid()
-        found.append(((made(shape), [1] * n if n > 2 else [2] * n, [2] * n, numbers), {}))
-    return found
+        samples.append(((made(shape), [1] * n if n > 2 else [2] * n, [2] * n, numbers), {}))
+    return samples
 
 
 def fractional_backs(n):
     pool = (aten.fractional_max_pool2d, aten.fractional_max_pool3d)[n - 2]
-    found = []
+    samples = []
     for (x, window, size, numbers), _ in fractional(n):
         values, places = pool(x, window, size, numbers)
-        found.append(((made(values.shape, seed=5), x, window, size, places), {}))
-    return found
+        samples.append(((made(values.shape, seed=5), x, window, size, places), {}))
+    return samples
 
 
 MAX_2, MAX_3, MEAN_2, MEAN_3 = max_pools(2), max_pools(3), average_pools(2), average_pools(3)

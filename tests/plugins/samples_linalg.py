@@ -154,12 +154,12 @@ def triangular_solve():
 
 
 def reflect():
-    found = []
+    samples = []
     for i, (batch, n) in enumerate([((8,), 4), ((5,), 2), ((), 8), ((0,), 2)]):
         a, tau = torch.geqrf(general((*batch, 4, 3), i))
         other = general((*batch, 4, n), i + 1)
-        found += [([a, tau, other], {}), ([a, tau, other.mT.contiguous(), False, True], {})]
-    return found
+        samples += [([a, tau, other], {}), ([a, tau, other.mT.contiguous(), False, True], {})]
+    return samples
 
 
 def least_squares():
@@ -198,12 +198,12 @@ def cdist():
 
 
 def cdist_backward():
-    found = []
+    samples = []
     for a, b in points()[:5]:
         for p in (2.0, 1.0):
             d = torch.cdist(a, b, p)
-            found.append(([general(d.shape, 7), a.expand(*d.shape[:-2], *a.shape[-2:]), b, p, d], {}))
-    return found
+            samples.append(([general(d.shape, 7), a.expand(*d.shape[:-2], *a.shape[-2:]), b, p, d], {}))
+    return samples
 
 
 def euclidean():

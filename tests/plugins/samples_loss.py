@@ -23,19 +23,19 @@ SOFTMAX = [
 
 
 def softmaxes(*more):
-    found = [((made(s), d, *more), {}) for s, d in SOFTMAX]
+    samples = [((made(s), d, *more), {}) for s, d in SOFTMAX]
     low = torch.tensor([[1.0, -float("inf"), 2.0], [-1.0, 0.0, 3.0], [5.0, 5.0, -float("inf")]])
-    return [*found, ((made((5, 7), BF16), 1, *more), {}), ((made((7, 5)).t(), 1, *more), {}), ((low, 1, *more), {})]
+    return [*samples, ((made((5, 7), BF16), 1, *more), {}), ((made((7, 5)).t(), 1, *more), {}), ((low, 1, *more), {})]
 
 
 def softmax_backwards(op):
     def make():
-        found = []
+        samples = []
         for shape, dim in SOFTMAX:
             output = op(made(shape), dim, False)
-            found.append(((made(shape, seed=1), output, dim, torch.float32), {}))
+            samples.append(((made(shape, seed=1), output, dim, torch.float32), {}))
         narrow = op(made((5, 7), BF16), 1, False)
-        return [*found, ((made((5, 7), BF16, 1), narrow, 1, BF16), {})]
+        return [*samples, ((made((5, 7), BF16, 1), narrow, 1, BF16), {})]
 
     return make
 
@@ -48,8 +48,8 @@ PICTURES = [(4, 3, 2, 2), (5, 3, 3, 2), (2, 4, 5, 1), (1, 3, 2, 3)]
 def targets(shape, classes):
     """Classes, some of them negative: the ignored ones."""
     generator = torch.Generator().manual_seed(7)
-    found = torch.randint(classes, shape, generator=generator)
-    return torch.where(torch.rand(shape, generator=generator) < 0.3, -100, found)
+    result = torch.randint(classes, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.3, -100, result)
 
 
 def _one_dim(shape):
@@ -58,33 +58,33 @@ def _one_dim(shape):
 
 def likelihoods(shapes):
     def make():
-        found = []
+        samples = []
         for i, shape in enumerate(shapes):
             for r in REDUCTIONS:
                 weight = made((shape[1],), seed=2).abs() + 0.1 if (i + r) % 2 else None
-                found.append(((made(shape), _one_dim(shape), weight, r, -100), {}))
+                samples.append(((made(shape), _one_dim(shape), weight, r, -100), {}))
         shape = shapes[1]
         everything = torch.full((shape[0], *shape[2:]), -100)
         clean = _one_dim(shape).clamp(min=0)
-        found += [((made(shape), everything, None, r, -100), {}) for r in REDUCTIONS]
-        found += [((made(shape), clean, None, r, 1), {}) for r in REDUCTIONS]
+        samples += [((made(shape), everything, None, r, -100), {}) for r in REDUCTIONS]
+        samples += [((made(shape), clean, None, r, 1), {}) for r in REDUCTIONS]
         # The ignored samples are all on some ranks and none on others.
         lopsided = clean.clone()
         lopsided[: shape[0] // 2 + 1] = -100
-        found += [((made(shape), lopsided, None, r, -100), {}) for r in REDUCTIONS]
-        return [*found, ((made(shape, BF16), clean, None, MEAN, -100), {})]
+        samples += [((made(shape), lopsided, None, r, -100), {}) for r in REDUCTIONS]
+        return [*samples, ((made(shape, BF16), clean, None, MEAN, -100), {})]
 
     return make
 
 
 def likelihood_backwards(shapes, forward):
     def make():
-        found = []
+        samples = []
         for (scores, target, weight, r, ignored), _ in likelihoods(shapes)():
             output, total = forward(scores, target, weight, r, ignored)
             gradient = made(output.shape, scores.dtype, seed=3)
-            found.append(((gradient, scores, target, weight, r, ignored, total), {}))
-        return found
+            samples.append(((gradient, scores, target, weight, r, ignored, total), {}))
+        return samples
 
     return make
 
@@ -99,15 +99,15 @@ SHAPES = [(8, 6), (5, 7), (4, 1, 3), (9,), (1, 2), (), (0, 3)]
 
 def pairs(signs=False, unit=False, named=True):
     """(self, target) for each reduction."""
-    found = []
+    samples = []
     for shape in SHAPES:
         x, y = made(shape), made(shape, seed=1)
         if unit:
             x, y = x.sigmoid(), y.sigmoid()
         y = y.sign() if signs else y
-        found += [((x, y), {"reduction": r}) if named else (x, y, r) for r in REDUCTIONS]
+        samples += [((x, y), {"reduction": r}) if named else (x, y, r) for r in REDUCTIONS]
     turned = (made((6, 8)).t().sigmoid(), made((8, 6), seed=1).sigmoid())
-    return [*found, (turned, {"reduction": MEAN}) if named else (*turned, MEAN)]
+    return [*samples, (turned, {"reduction": MEAN}) if named else (*turned, MEAN)]
 
 
 def narrow_pairs():
@@ -121,76 +121,76 @@ def plain():
 
 
 def weighted(logits=False):
-    found = []
+    samples = []
     for (x, y), options in pairs(unit=True):
-        found.append(((x, y), options))
+        samples.append(((x, y), options))
         weights = [made(x.shape, seed=2).abs()]
         weights += [weights[0][:1]] if x.ndim > 1 else []
-        found += [((x, y, w), options) for w in weights]
+        samples += [((x, y, w), options) for w in weights]
         if logits and x.ndim:
-            found.append(((x, y, None, made(x.shape[-1:], seed=4).abs()), options))
-    return found
+            samples.append(((x, y, None, made(x.shape[-1:], seed=4).abs()), options))
+    return samples
 
 
 def backwards(calls, *more):
     """The backward of each forward call, with a gradient of the result's shape."""
 
     def make():
-        found = []
+        samples = []
         for (x, y, *rest), options in calls():
             r = options["reduction"]
             gradient = made(x.shape if r == NONE else (), x.dtype, seed=5)
             # On the meta device the mean over nothing divides by zero.
             if x.shape == y.shape and x.numel():
-                found.append(((gradient, x, y, *rest, r, *more), {}))
-        return found
+                samples.append(((gradient, x, y, *rest, r, *more), {}))
+        return samples
 
     return make
 
 
 def weighted_backwards():
-    found = []
+    samples = []
     for (x, y, *weight), options in weighted():
         if not x.numel():
             continue
         r = options["reduction"]
         gradient = made(x.shape if r == NONE else (), seed=5)
-        found.append(((gradient, x, y, *(weight or [None]), r), {}))
-    return found
+        samples.append(((gradient, x, y, *(weight or [None]), r), {}))
+    return samples
 
 
 def multi_margins():
-    found = []
+    samples = []
     for shape in [*SCORES[:5], (4,)]:
         target = targets((shape[0],), shape[1]).clamp(min=0) if len(shape) > 1 else torch.tensor([1])
-        found += [((made(shape), target, 1, 1.0, None, r), {}) for r in REDUCTIONS]
+        samples += [((made(shape), target, 1, 1.0, None, r), {}) for r in REDUCTIONS]
     weight = made((7,), seed=2).abs()
-    return [*found, ((made((5, 7)), targets((5,), 7).clamp(min=0), 2, 0.5, weight, MEAN), {})]
+    return [*samples, ((made((5, 7)), targets((5,), 7).clamp(min=0), 2, 0.5, weight, MEAN), {})]
 
 
 def multi_margin_backwards():
-    found = []
+    samples = []
     for (x, target, p, margin, weight, r), _ in multi_margins():
         gradient = made(aten.multi_margin_loss(x, target, p, margin, weight, r).shape, seed=5)
-        found.append(((gradient, x, target, p, margin, weight, r), {}))
-    return found
+        samples.append(((gradient, x, target, p, margin, weight, r), {}))
+    return samples
 
 
 def multilabel_margins():
-    found = []
+    samples = []
     for shape in SCORES[:5]:
         rows = torch.arange(shape[-1]).expand(shape).clone()
         rows[..., shape[-1] // 2 :] = -1
-        found += [((made(shape), rows, r), {}) for r in REDUCTIONS]
-    return found
+        samples += [((made(shape), rows, r), {}) for r in REDUCTIONS]
+    return samples
 
 
 def multilabel_margin_backwards():
-    found = []
+    samples = []
     for (x, target, r), _ in multilabel_margins():
         output, is_target = aten.multilabel_margin_loss_forward(x, target, r)
-        found.append(((made(output.shape, seed=5), x, target, r, is_target), {}))
-    return found
+        samples.append(((made(output.shape, seed=5), x, target, r, is_target), {}))
+    return samples
 
 
 def with_out(calls, name, result):
@@ -203,37 +203,37 @@ ALIGNED = [(4, 6, 5, 2), (5, 7, 4, 3), (2, 5, 3, 1)]
 
 
 def alignments():
-    found = []
+    samples = []
     for count, steps, symbols, length in ALIGNED:
         scores = made((steps, count, symbols)).log_softmax(2)
         targets = (torch.arange(count * length) % (symbols - 1) + 1).view(count, length)
         lengths = [steps] * count, [length] * count
-        found.append(((scores, targets, *lengths, 0, False), {}))
-        found.append(((scores, targets.flatten(), *lengths, 0, True), {}))
-    return found
+        samples.append(((scores, targets, *lengths, 0, False), {}))
+        samples.append(((scores, targets.flatten(), *lengths, 0, True), {}))
+    return samples
 
 
 def alignment_backwards():
-    found = []
+    samples = []
     for (scores, targets, inputs, lengths, blank, zero), _ in alignments():
         losses, table = aten._ctc_loss(scores, targets, inputs, lengths, blank, zero)
         gradient = made(losses.shape, seed=5)
-        found.append(((gradient, scores, targets, inputs, lengths, losses, table, blank, zero), {}))
-    return found
+        samples.append(((gradient, scores, targets, inputs, lengths, losses, table, blank, zero), {}))
+    return samples
 
 
 def in_tensors(calls):
     """The calls with their lengths in tensors."""
 
     def make():
-        found = [[torch.tensor(a) if isinstance(a, list) else a for a in args] for args, _ in calls()[:2]]
-        return [(tuple(args), {}) for args in found]
+        samples = [[torch.tensor(a) if isinstance(a, list) else a for a in args] for args, _ in calls()[:2]]
+        return [(tuple(args), {}) for args in samples]
 
     return make
 
 
 def projected(reductions):
-    found = []
+    samples = []
     for count, width, classes in ((8, 3, 5), (5, 4, 7)):
         x, table, target = made((count, width)), made((classes, width), seed=1), targets((count,), classes)
         for i, reduction in enumerate(reductions):
@@ -241,8 +241,8 @@ def projected(reductions):
             common = (x, table, target, bias, weight if count == 5 else None)
             wanted = (i != 1, True, bias is not None)
             more = (reduction, -100, 0.0, 2, "keep", torch.float32, True, *wanted)
-            found.append(((*common, *(more if reduction else (-100, 2, "keep", torch.float32))), {}))
-    return found
+            samples.append(((*common, *(more if reduction else (-100, 2, "keep", torch.float32))), {}))
+    return samples
 
 
 def masked_softmaxes():
@@ -251,10 +251,10 @@ def masked_softmaxes():
 
 
 def masked_softmax_backwards():
-    found = []
+    samples = []
     for (x, mask, dim, _), _ in masked_softmaxes():
-        found.append(((made(x.shape, seed=5), aten._masked_softmax(x, mask, dim, 2), mask, dim), {}))
-    return found
+        samples.append(((made(x.shape, seed=5), aten._masked_softmax(x, mask, dim, 2), mask, dim), {}))
+    return samples
 
 
 SAMPLES = {

@@ -341,20 +341,20 @@ def projections(width):
 
 
 def layers():
-    found = []
+    samples = []
     for batch, first in ((4, True), (5, False)):
         norms = [made((6,), seed=i + 7) for i in range(4)]
         inner = [made((8, 6), seed=12) / 3, made((8,), seed=13), made((6, 8), seed=14) / 3, made((6,), seed=15)]
-        found.append(([made((batch, 3, 6)), 6, 2, *projections(6), False, first, 1e-5, *norms, *inner], {}))
+        samples.append(([made((batch, 3, 6)), 6, 2, *projections(6), False, first, 1e-5, *norms, *inner], {}))
     padding = torch.tensor([[False, False, True]] * 5)
-    return [*found, ([*found[1][0], padding, 1], {})]
+    return [*samples, ([*samples[1][0], padding, 1], {})]
 
 
 def many_headed():
-    x, found = made((5, 3, 6)), []
+    x, samples = made((5, 3, 6)), []
     for wanted, average in ((True, True), (True, False), (False, True)):
-        found.append(([x, x, x, 6, 2, *projections(6), None, wanted, average], {}))
-    return found
+        samples.append(([x, x, x, 6, 2, *projections(6), None, wanted, average], {}))
+    return samples
 
 
 SAMPLES = {

@@ -25,35 +25,35 @@ def weights(size, seed=1):
 
 
 def layer_norms():
-    found = [((made(s), n, weights(n), weights(n, 2), 1e-5), {}) for s, n in LAYERS]
-    found += [((made(s), n, None, None, 1e-5), {}) for s, n in LAYERS[:2]]
-    found += [((made((5, 7)), [7], weights([7]), None, 1e-5), {})]
-    return [*found, ((made((7, 5)).t(), [7], weights([7]), weights([7], 2), 1e-5), {})]
+    samples = [((made(s), n, weights(n), weights(n, 2), 1e-5), {}) for s, n in LAYERS]
+    samples += [((made(s), n, None, None, 1e-5), {}) for s, n in LAYERS[:2]]
+    samples += [((made((5, 7)), [7], weights([7]), None, 1e-5), {})]
+    return [*samples, ((made((7, 5)).t(), [7], weights([7]), weights([7], 2), 1e-5), {})]
 
 
 def layer_norm_backwards():
-    found = []
+    samples = []
     for i, (shape, size) in enumerate([*LAYERS, *LAYERS]):
         x, w, b = made(shape), weights(size), weights(size, 2)
         _, mean, rstd = aten.native_layer_norm(x, size, w, b, 1e-5)
-        found.append(((made(shape, seed=3), x, size, mean, rstd, w, b, MASKS[i % 4]), {}))
+        samples.append(((made(shape, seed=3), x, size, mean, rstd, w, b, MASKS[i % 4]), {}))
     x = made((5, 7))
     _, mean, rstd = aten.native_layer_norm(x, [7], None, None, 1e-5)
-    return [*found, ((made((5, 7), seed=3), x, [7], mean, rstd, None, None, [True, False, False]), {})]
+    return [*samples, ((made((5, 7), seed=3), x, [7], mean, rstd, None, None, [True, False, False]), {})]
 
 
 def rms_norms():
-    found = [((made(s), n, weights(n), 1e-5), {}) for s, n in LAYERS]
-    return [*found, ((made((5, 7)), [7], None, None), {})]
+    samples = [((made(s), n, weights(n), 1e-5), {}) for s, n in LAYERS]
+    return [*samples, ((made((5, 7)), [7], None, None), {})]
 
 
 def rms_norm_backwards():
-    found = []
+    samples = []
     for i, (shape, size) in enumerate(LAYERS):
         x, w = made(shape), weights(size)
         _, rstd = aten._fused_rms_norm(x, size, w, 1e-5)
-        found.append(((made(shape, seed=3), x, size, rstd, w, [i % 3 != 2, i % 2 == 0]), {}))
-    return found
+        samples.append(((made(shape, seed=3), x, size, rstd, w, [i % 3 != 2, i % 2 == 0]), {}))
+    return samples
 
 
 def rms_norm_backward(grad_out, x, normalized_shape, rstd, weight, output_mask):
@@ -75,17 +75,17 @@ def _sizes(shape, groups):
 
 
 def group_norms():
-    found = [((made(s), weights([s[1]]), weights([s[1]], 2), *_sizes(s, g), 1e-5), {}) for s, g in GROUPS]
-    return [*found, ((made((5, 6, 4)), None, None, 5, 6, 4, 3, 1e-5), {})]
+    samples = [((made(s), weights([s[1]]), weights([s[1]], 2), *_sizes(s, g), 1e-5), {}) for s, g in GROUPS]
+    return [*samples, ((made((5, 6, 4)), None, None, 5, 6, 4, 3, 1e-5), {})]
 
 
 def group_norm_backwards():
-    found = []
+    samples = []
     for i, (shape, groups) in enumerate([*GROUPS, *GROUPS]):
         x, w, b = made(shape), weights([shape[1]]), weights([shape[1]], 2)
         _, mean, rstd = aten.native_group_norm(x, w, b, *_sizes(shape, groups), 1e-5)
-        found.append(((made(shape, seed=3), x, mean, rstd, w, *_sizes(shape, groups), MASKS[i % 4]), {}))
-    return found
+        samples.append(((made(shape, seed=3), x, mean, rstd, w, *_sizes(shape, groups), MASKS[i % 4]), {}))
+    return samples
 
 
 BATCHES = [(8, 6), (5, 3, 4), (4, 4, 3, 3), (2, 8, 5), (3, 5, 2, 2), (1, 4, 6)]
@@ -96,11 +96,11 @@ def running(channels):
 
 
 def batch_norms(stats=True, training=True):
-    found = []
+    samples = []
     for i, s in enumerate(BATCHES):
         w, b = (weights([s[1]]), weights([s[1]], 2)) if i % 3 else (None, None)
-        found.append(((made(s) + 3, w, b, *(running(s[1]) if stats else ()), training, 0.1 + 0.2 * i, 1e-5), {}))
-    return found
+        samples.append(((made(s) + 3, w, b, *(running(s[1]) if stats else ()), training, 0.1 + 0.2 * i, 1e-5), {}))
+    return samples
 
 
 def native_batch_norms():
@@ -120,12 +120,12 @@ def both(calls):
 
 
 def batch_norm_backwards():
-    found = []
+    samples = []
     for i, s in enumerate([*BATCHES, *BATCHES]):
         x, w, stats, train = made(s) + 3, weights([s[1]]), running(s[1]), i % 3 != 2
         _, mean, invstd = aten.native_batch_norm(x, w, None, *(t.clone() for t in stats), train, 0.1, 1e-5)
         mask = [*MASKS[:2], [False, True, True]][i % 3]
-        found.append(
+        samples.append(
             (
                 (
                     made(s, seed=3),
@@ -141,45 +141,45 @@ def batch_norm_backwards():
                 {},
             )
         )
-    return found
+    return samples
 
 
 def without_flag(training):
     """Calls of the ops whose name says whether they train; torch plans them only with a weight."""
-    found = batch_norms(training=training)
-    return lambda: [((*args[:5], *args[6:]), kwargs) for args, kwargs in found if args[1] is not None]
+    samples = batch_norms(training=training)
+    return lambda: [((*args[:5], *args[6:]), kwargs) for args, kwargs in samples if args[1] is not None]
 
 
 def few_backwards():
     """With a reserve, as the newer op takes it; its weight is there always."""
     reserve = torch.empty(0, dtype=torch.uint8)
-    found = [args for args, _ in batch_norm_backwards() if args[2] is not None and args[9] == MASKS[0]]
-    return [((*args, reserve), {}) for args in found]
+    samples = [args for args, _ in batch_norm_backwards() if args[2] is not None and args[9] == MASKS[0]]
+    return [((*args, reserve), {}) for args in samples]
 
 
 def cudnn_batch_norms(stats=False, training=True):
-    found = []
+    samples = []
     for i, s in enumerate(BATCHES):
         w, b = weights([s[1]]), weights([s[1]], 2)
         both = running(s[1]) if stats else (None, None)
-        found.append(((made(s) + 3, w, b, *both, training, 0.1 + 0.2 * i, 1e-5), {}))
-    return found
+        samples.append(((made(s) + 3, w, b, *both, training, 0.1 + 0.2 * i, 1e-5), {}))
+    return samples
 
 
 def cudnn_batch_norm_backwards():
-    found = []
+    samples = []
     for s in BATCHES:
         x, w, stats = made(s) + 3, weights([s[1]]), running(s[1])
         _, mean, invstd = aten.native_batch_norm(x, w, None, None, None, True, 0.1, 1e-5)
         reserve = torch.empty(0, dtype=torch.uint8)
-        found.append(((x, made(s, seed=3), w, *stats, mean, invstd, 1e-5, reserve), {}))
-    return found
+        samples.append(((x, made(s, seed=3), w, *stats, mean, invstd, 1e-5, reserve), {}))
+    return samples
 
 
 def cudnn_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, epsilon):
     """What cudnn computes, but for the reserve."""
-    found = aten.native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, epsilon)
-    return (*found, torch.empty(0, dtype=torch.uint8))
+    result = aten.native_batch_norm(x, weight, bias, running_mean, running_var, training, momentum, epsilon)
+    return (*result, torch.empty(0, dtype=torch.uint8))
 
 
 def cudnn_batch_norm_backward(x, grad_output, weight, running_mean, running_var, save_mean, save_var, epsilon, _):
@@ -196,11 +196,11 @@ def weight_norms():
 
 
 def weight_norm_backwards():
-    found = []
+    samples = []
     for (v, g, dim), _ in weight_norms():
         _, norms = aten._weight_norm_interface(v, g, dim)
-        found.append(((made(v.shape, seed=3), v, g, norms, dim), {}))
-    return found
+        samples.append(((made(v.shape, seed=3), v, g, norms, dim), {}))
+    return samples
 
 
 SAMPLES = {

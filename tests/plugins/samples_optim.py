@@ -46,15 +46,15 @@ def into(calls, op):
 
 def norms():
     orders = (2, 1, 0, 3, 0.5, math.inf)
-    found = [((listed(LISTS[0], dtype), order), {}) for dtype in (F32, BF16) for order in (*orders, -math.inf, -2)]
-    found += [((listed(shapes), order), {}) for shapes in LISTS[1:] for order in orders[:5]]
-    found += [
+    samples = [((listed(LISTS[0], dtype), order), {}) for dtype in (F32, BF16) for order in (*orders, -math.inf, -2)]
+    samples += [((listed(shapes), order), {}) for shapes in LISTS[1:] for order in orders[:5]]
+    samples += [
         ((listed(((5, 7), (3,)), C64), 2), {}),
         ((listed(LISTS[0], BF16), 2, F32), {}),
         ((listed(LISTS[0], F64),), {}),
     ]
     # The squares of these are no single-precision numbers.
-    return [*found, (([made((6, 3)) * 1e18, made((5,), seed=1) * 1e-18],), {})]
+    return [*samples, (([made((6, 3)) * 1e18, made((5,), seed=1) * 1e-18],), {})]
 
 
 def maxima():
@@ -77,40 +77,40 @@ def steps(count):
 
 def scaled():
     """No loss scale, a scale, and a scale with an overflow, which skips the step."""
-    found = ((None, None), (2.0, 0.0), (2.0, 1.0))
+    samples = ((None, None), (2.0, 0.0), (2.0, 1.0))
     return [
-        {"grad_scale": s and torch.tensor(s), "found_inf": None if f is None else torch.tensor(f)} for s, f in found
+        {"grad_scale": s and torch.tensor(s), "found_inf": None if f is None else torch.tensor(f)} for s, f in samples
     ]
 
 
 def adam(lr):
     options = {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1, "eps": 1e-6, "maximize": False}
-    found = []
+    samples = []
     for shapes, amsgrad, scale in product(LISTS, (False, True), scaled()):
         lists = [listed(shapes), listed(shapes, seed=3), listed(shapes, seed=6)]
         squares = [[t.square() for t in listed(shapes, seed=9 + i)] for i in range(2)]
         states = [*lists, squares[0], squares[1] if amsgrad else [], steps(len(shapes))]
-        found.append((states, {"lr": lr, "amsgrad": amsgrad, **options, **scale}))
-    return found
+        samples.append((states, {"lr": lr, "amsgrad": amsgrad, **options, **scale}))
+    return samples
 
 
 def sgd(lr):
     options = {"weight_decay": 0.1, "lr": lr, "dampening": 0.0, "maximize": False}
-    found = []
+    samples = []
     for shapes, momentum, scale in product(LISTS, (0.0, 0.9), scaled()):
         states = [listed(shapes), listed(shapes, seed=3), listed(shapes, seed=6) if momentum else []]
         named = {"momentum": momentum, "nesterov": momentum > 0, "is_first_step": False}
-        found.append((states, {**named, **options, **scale}))
-    return found
+        samples.append((states, {**named, **options, **scale}))
+    return samples
 
 
 def adagrad(lr):
     options = {"lr": lr, "lr_decay": 0.1, "weight_decay": 0.1, "eps": 1e-6, "maximize": False}
-    found = []
+    samples = []
     for shapes in LISTS:
         sums = [t.square() for t in listed(shapes, seed=6)]
-        found.append(([listed(shapes), listed(shapes, seed=3), sums, steps(len(shapes))], options))
-    return found
+        samples.append(([listed(shapes), listed(shapes, seed=3), sums, steps(len(shapes))], options))
+    return samples
 
 
 # -- loss scaling ------------------------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ def adagrad(lr):
 
 def checked():
     """Clean gradients, and one overflow in the last tensor."""
-    found = []
+    samples = []
     for shapes, overflow, before in product(LISTS, (False, True), (0.0, 1.0)):
         grads = listed(shapes)
         if overflow:
             grads[-1].view(-1)[-1] = math.inf
-        found.append(((grads, torch.tensor(before), torch.tensor(0.5)), {}))
-    return found
+        samples.append(((grads, torch.tensor(before), torch.tensor(0.5)), {}))
+    return samples
 
 
 def updated():

@@ -107,11 +107,11 @@ def rounded(samples):
 
 def with_out(samples, dtype):
     """The same calls with an ``out=`` of the right shape in a dtype that the generic samples do not try."""
-    found = []
+    calls = []
     for args, named in samples:
         shape = torch.broadcast_shapes(*(a.shape for a in args if isinstance(a, torch.Tensor)))
-        found.append((args, {**named, "out": torch.full(shape, 3, dtype=dtype)}))
-    return found
+        calls.append((args, {**named, "out": torch.full(shape, 3, dtype=dtype)}))
+    return calls
 
 
 def fractions():

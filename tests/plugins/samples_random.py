@@ -10,8 +10,8 @@ SHAPES = [(8, 6), (5, 7), (24,), (3,), (1, 4), (0, 3), (), (4, 3, 5)]
 
 
 def floats():
-    found = [made(shape, torch.float32) for shape in SHAPES]
-    return [*found, made((6, 5), torch.float32).t(), made((6, 8), torch.bfloat16)]
+    samples = [made(shape, torch.float32) for shape in SHAPES]
+    return [*samples, made((6, 5), torch.float32).t(), made((6, 8), torch.bfloat16)]
 
 
 def probabilities(shape=(5, 7)):

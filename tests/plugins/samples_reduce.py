@@ -16,8 +16,10 @@ def turned(shape, dtype=torch.float32):
 
 def wholes(dtypes=(BF16, I64), empty=True):
     """Tensors to reduce altogether."""
-    found = [made(s) for s in ((8, 6), (5, 7), (9,), (1, 2), ())] + [made((5, 7), d) for d in dtypes] + [turned((6, 8))]
-    return found + [made((0, 3))] * empty
+    samples = (
+        [made(s) for s in ((8, 6), (5, 7), (9,), (1, 2), ())] + [made((5, 7), d) for d in dtypes] + [turned((6, 8))]
+    )
+    return samples + [made((0, 3))] * empty
 
 
 def with_nan(shape):
@@ -47,10 +49,10 @@ def lists(more=(), dtypes=(BF16, I64), empty=((0, 3), [1]), **options):
     """Calls with a list of dims, every second one keeping them."""
 
     def make():
-        found = [((made(shape), dims, i % 2 == 1), dict(options)) for i, (shape, dims) in enumerate(DIMS)]
-        found += [((made((5, 7), dtype), [0], True), dict(options)) for dtype in dtypes]
-        found += [((turned((6, 8)), [1]), dict(options)), ((made(empty[0]), empty[1]), dict(options))]
-        return found + list(more)
+        samples = [((made(shape), dims, i % 2 == 1), dict(options)) for i, (shape, dims) in enumerate(DIMS)]
+        samples += [((made((5, 7), dtype), [0], True), dict(options)) for dtype in dtypes]
+        samples += [((turned((6, 8)), [1]), dict(options)), ((made(empty[0]), empty[1]), dict(options))]
+        return samples + list(more)
 
     return make
 
@@ -69,9 +71,9 @@ def ints(dtypes=(BF16, I64), keepdim=True, more=()):
             ((), 0),
             ((0, 3), 1),
         ]
-        found = [(made(shape), dim) for shape, dim in shapes]
-        found += [(made((5, 7), dtype), 0) for dtype in dtypes] + [(turned((6, 8)), 1)]
-        return [((*args, True) if keepdim and i % 2 else args, {}) for i, args in enumerate(found)] + list(more)
+        samples = [(made(shape), dim) for shape, dim in shapes]
+        samples += [(made((5, 7), dtype), 0) for dtype in dtypes] + [(turned((6, 8)), 1)]
+        return [((*args, True) if keepdim and i % 2 else args, {}) for i, args in enumerate(samples)] + list(more)
 
     return make
 
@@ -110,23 +112,25 @@ SPARSE = [((made((9, 7), I64) > 3, 0), {}), ((torch.zeros(5, 7), 1, True), {}), 
 
 
 def moments():
-    found = [
+    samples = [
         ((made(shape), dims), {"correction": i % 3, "keepdim": i % 2 == 1}) for i, (shape, dims) in enumerate(DIMS)
     ]
-    found += [((made((5, 7), dtype), [0]), {}) for dtype in (BF16, F64, C64)]
-    found += [((made((5, 7)) + 1000,), {}), ((made((5, 7)), None), {"correction": 0.5}), ((turned((6, 8)), [1]), {})]
-    return [*found, ((made((1, 5)), [0]), {"correction": 1}), ((made((5, 7)), []), {})]
+    samples += [((made((5, 7), dtype), [0]), {}) for dtype in (BF16, F64, C64)]
+    samples += [((made((5, 7)) + 1000,), {}), ((made((5, 7)), None), {"correction": 0.5}), ((turned((6, 8)), [1]), {})]
+    return [*samples, ((made((1, 5)), [0]), {"correction": 1}), ((made((5, 7)), []), {})]
 
 
 ORDERS = (2, 1, 3, 0.5, 0, -1, float("inf"), -float("inf"))
 
 
 def vector_norms():
-    found = [((made(shape), p, dims, i % 2 == 1), {}) for i, p in enumerate(ORDERS) for shape, dims in DIMS[i % 2 :: 2]]
-    found += [((made((5, 7), BF16), p, [0]), {}) for p in ORDERS[:3]] + [((made((5, 7), C64), 2, [1]), {})]
-    found += [((made((9,)), p), {}) for p in ORDERS] + [((made((5, 7), BF16), 2, None), {"dtype": torch.float32})]
+    samples = [
+        ((made(shape), p, dims, i % 2 == 1), {}) for i, p in enumerate(ORDERS) for shape, dims in DIMS[i % 2 :: 2]
+    ]
+    samples += [((made((5, 7), BF16), p, [0]), {}) for p in ORDERS[:3]] + [((made((5, 7), C64), 2, [1]), {})]
+    samples += [((made((9,)), p), {}) for p in ORDERS] + [((made((5, 7), BF16), 2, None), {"dtype": torch.float32})]
     return [
-        *found,
+        *samples,
         ((made((0, 3)), 2, [0]), {}),
         ((turned((6, 8)), 2), {}),
         ((NAN, 2, [0]), {}),
@@ -138,8 +142,8 @@ def old_norms(dims=True, dtype=None):
     options = {} if dtype is None else {"dtype": dtype}
     if not dims:
         return lambda: [((made(s), p), options) for p in ORDERS for s in ((5, 7), (9,), (8, 6))]
-    found = lambda p, i: [((made(shape), p, dims_, i % 2 == 1), options) for shape, dims_ in DIMS[i % 2 :: 2]]
-    return lambda: [call for i, p in enumerate((None, *ORDERS)) for call in found(p, i)]
+    samples = lambda p, i: [((made(shape), p, dims_, i % 2 == 1), options) for shape, dims_ in DIMS[i % 2 :: 2]]
+    return lambda: [call for i, p in enumerate((None, *ORDERS)) for call in samples(p, i)]
 
 
 def sums_of_exponents():
@@ -152,9 +156,9 @@ def sums_of_exponents():
 def positions(dims):
     more = [((TIES, 1), {}), ((NAN, 0), {}), ((NAN, 1), {}), ((LOW, 0), {}), ((made((9, 4), BOOL), 0), {})]
     everything = [((made((5, 7)),), {}), ((TIES, None, True), {})] if not dims else []
-    found = ints((BF16, I64), more=more)()
+    samples = ints((BF16, I64), more=more)()
     # An empty dim has no position; the op refuses (0, 3) along dim 0 and takes it along dim 1.
-    return [*found, *everything]
+    return [*samples, *everything]
 
 
 def ranked(**options):
@@ -164,9 +168,9 @@ def ranked(**options):
 def topk():
     shapes = [((8, 6), 3, 0), ((5, 7), 2, -1), ((4, 5, 6), 5, 1), ((9,), 9, 0), ((5, 7), 0, 1)]
     few = [((4, 17), 3, 1), ((9,), 2, 0), ((9, 3), 1, 0), ((3, 8), 2, -1)]
-    found = [((made(s), k, d, i % 2 == 0), {}) for i, (s, k, d) in enumerate(shapes + few)]
+    samples = [((made(s), k, d, i % 2 == 0), {}) for i, (s, k, d) in enumerate(shapes + few)]
     equal = [((x, 1, 1), {}) for x in (TIES, NAN, LOW.t().contiguous())] + [((TIES.t(), 1, 0, False), {})]
-    return [*found, *equal, ((made((5, 7), I64), 2, 0, False, True), {}), ((made((9,)), 2, 0, True, False), {})]
+    return [*samples, *equal, ((made((5, 7), I64), 2, 0, False, True), {}), ((made((9,)), 2, 0, True, False), {})]
 
 
 def kth():

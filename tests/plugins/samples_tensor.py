@@ -14,9 +14,9 @@ OTHER_DTYPES = (torch.bfloat16, torch.int64, torch.bool)
 
 def tensors():
     """One tensor per shape in float32, one in each other dtype, and one that is not contiguous."""
-    found = [made(shape, seed=i) for i, shape in enumerate(SHAPES)]
-    found += [made((5, 7), dtype, 11) for dtype in OTHER_DTYPES]
-    return [*found, made((6, 8), seed=12).t(), made((4, 6, 5), seed=13).transpose(0, 2)]
+    samples = [made(shape, seed=i) for i, shape in enumerate(SHAPES)]
+    samples += [made((5, 7), dtype, 11) for dtype in OTHER_DTYPES]
+    return [*samples, made((6, 8), seed=12).t(), made((4, 6, 5), seed=13).transpose(0, 2)]
 
 
 def index(shape, below, seed=0, low=0):
@@ -55,26 +55,26 @@ def casts():
 
 
 def copies():
-    found = [((x, made(x.shape, x.dtype, 5)), {}) for x in tensors()]
-    found += [((made((5, 7)), made((5, 7), dtype, 4)), {}) for dtype in OTHER_DTYPES]
-    found += [((made((5, 7), dtype), made((5, 7), seed=4)), {}) for dtype in OTHER_DTYPES]
-    found += [((made((5, 7)), made(shape, seed=6)), {}) for shape in ((7,), (5, 1), (), (1, 7))]
-    found.append(((made((5, 7), torch.float64), made((5, 7), torch.float32, 4)), {}))
-    return [*found, ((made((0, 3)), made((1, 3))), {})]
+    samples = [((x, made(x.shape, x.dtype, 5)), {}) for x in tensors()]
+    samples += [((made((5, 7)), made((5, 7), dtype, 4)), {}) for dtype in OTHER_DTYPES]
+    samples += [((made((5, 7), dtype), made((5, 7), seed=4)), {}) for dtype in OTHER_DTYPES]
+    samples += [((made((5, 7)), made(shape, seed=6)), {}) for shape in ((7,), (5, 1), (), (1, 7))]
+    samples.append(((made((5, 7), torch.float64), made((5, 7), torch.float32, 4)), {}))
+    return [*samples, ((made((0, 3)), made((1, 3))), {})]
 
 
 def fills_from():
-    found = [((x, made((), x.dtype, 7)), {}) for x in tensors()]
-    return [*found, ((made((5, 7)), made((), torch.int64, 3)), {})]
+    samples = [((x, made((), x.dtype, 7)), {}) for x in tensors()]
+    return [*samples, ((made((5, 7)), made((), torch.int64, 3)), {})]
 
 
 def questions():
-    found = [((x, x.clone()), {}) for x in tensors()]
+    samples = [((x, x.clone()), {}) for x in tensors()]
     for x in (made((8, 6)), made((5, 7)), made((9,))):
         changed = x.clone()
         changed.view(-1)[-1] += 1
-        found.append(((x, changed), {}))
-    return [*found, ((made((5, 7)), made((7, 5))), {}), ((made((8, 6)), made((8,))), {}), ((made(()), made(())), {})]
+        samples.append(((x, changed), {}))
+    return [*samples, ((made((5, 7)), made((7, 5))), {}), ((made((8, 6)), made((8,))), {}), ((made(()), made(())), {})]
 
 
 SAMPLES |= {
@@ -134,28 +134,28 @@ SLICES = ((0,), (0, 0, 99), (0, 1), (-1, None, -1), (1, 0, 4, 2), (0, -3, 7), (1
 
 
 def slice_backwards():
-    found = []
+    samples = []
     for shape in SHAPES:
         for dim, start, end, step in ((0, 0, 99, 1), (0, 1, 4, 1), (len(shape) - 1, 0, 99, 2), (-1, 0, 2**63 - 1, 1)):
             grad = aten.slice.Tensor(made(shape, seed=1), dim, start, end, step).clone()
-            found.append(((grad, list(shape), dim, start, end, step), {}))
-    return found
+            samples.append(((grad, list(shape), dim, start, end, step), {}))
+    return samples
 
 
 def select_backwards():
-    found = []
+    samples = []
     for shape in ((8, 6), (5, 7), (4, 1, 3), (9,)):
-        found += [((made(shape).select(d, i).clone(), list(shape), d, i), {}) for d, i in ((0, 2), (-1, -1))]
-    return found
+        samples += [((made(shape).select(d, i).clone(), list(shape), d, i), {}) for d, i in ((0, 2), (-1, -1))]
+    return samples
 
 
 def slice_scatters():
-    found = []
+    samples = []
     for x in (made((5, 7)), made((8, 6)), made((4, 1, 3)), made((0, 3)), made((5, 7), torch.int64)):
         for where in SLICES:
             part = aten.slice.Tensor(x, *where)
-            found.append(((x, made(part.shape, x.dtype, 5), *where), {}))
-    return [*found, ((made((5, 7)), made((2, 7), torch.int64), 0, 1, 3), {})]
+            samples.append(((x, made(part.shape, x.dtype, 5), *where), {}))
+    return [*samples, ((made((5, 7)), made((2, 7), torch.int64), 0, 1, 3), {})]
 
 
 def select_scatters():
@@ -170,13 +170,13 @@ def diagonal_scatters():
 
 def splits_into(op, *calls):
     def samples():
-        found = []
+        sample_calls = []
         for args in calls:
             for shape in ((8, 6), (5, 7), (4, 5, 3)):
                 x = made(shape)
                 if sum(args[0] if isinstance(args[0], list) else []) in (0, x.shape[args[-1]]):
-                    found.append(((x, *args), {"out": [torch.zeros_like(part) for part in op(x, *args)]}))
-        return found
+                    sample_calls.append(((x, *args), {"out": [torch.zeros_like(part) for part in op(x, *args)]}))
+        return sample_calls
 
     return samples
 
@@ -224,15 +224,15 @@ def cats():
         ([(0,), (0,)], 0),
         ([(3, 1, 6)], 1),
     ]
-    found = [(([made(s, seed=i) for i, s in enumerate(shapes)], dim), {}) for shapes, dim in lists]
-    found += [(([made((5, 7), dtype), made((2, 7), dtype, 1)],), {}) for dtype in OTHER_DTYPES]
-    return [*found, (([made((5, 6)), made((3, 6), torch.bfloat16), made((2, 6), torch.int64)],), {})]
+    samples = [(([made(s, seed=i) for i, s in enumerate(shapes)], dim), {}) for shapes, dim in lists]
+    samples += [(([made((5, 7), dtype), made((2, 7), dtype, 1)],), {}) for dtype in OTHER_DTYPES]
+    return [*samples, (([made((5, 6)), made((3, 6), torch.bfloat16), made((2, 6), torch.int64)],), {})]
 
 
 def stacks():
-    found = [(([made(s, seed=i) for i in range(3)], d), {}) for s in ((5, 7), (4, 1, 3), (0, 3)) for d in (0, 1, -1)]
-    found += [(([made((8, 6)), made((8, 6), torch.int64)], 2), {}), (([made(()), made((), seed=2)],), {})]
-    return [*found, (([made((5, 7), torch.int64), made((5, 7), torch.int64, 4)], -2), {})]
+    samples = [(([made(s, seed=i) for i in range(3)], d), {}) for s in ((5, 7), (4, 1, 3), (0, 3)) for d in (0, 1, -1)]
+    samples += [(([made((8, 6)), made((8, 6), torch.int64)], 2), {}), (([made(()), made((), seed=2)],), {})]
+    return [*samples, (([made((5, 7), torch.int64), made((5, 7), torch.int64, 4)], -2), {})]
 
 
 SAMPLES |= {aten.cat.default: cats, aten.stack.default: stacks}
@@ -242,22 +242,22 @@ SAMPLES |= {aten.cat.default: cats, aten.stack.default: stacks}
 
 def masked_fills(values):
     def samples():
-        found = [((x, made(x.shape, torch.bool, 5), value), {}) for x in tensors() for value in values(x.dtype)]
+        calls = [((x, made(x.shape, torch.bool, 5), value), {}) for x in tensors() for value in values(x.dtype)]
         narrow = [((5, 7), mask) for mask in ((7,), (5, 1), ())]
         for x, mask in (*narrow, ((5, 1), (5, 7)), ((6,), (4, 6)), ((1, 7), (5, 1))):
-            found += [((made(x), made(mask, torch.bool, 3), value), {}) for value in values(torch.float32)]
-        return found
+            calls += [((made(x), made(mask, torch.bool, 3), value), {}) for value in values(torch.float32)]
+        return calls
 
     return samples
 
 
 def searches():
     rows = made((6,)).sort().values
-    found = [((rows, made(shape, seed=3)), {}) for shape in ((5, 7), (9,), (0, 3), ())]
+    samples = [((rows, made(shape, seed=3)), {}) for shape in ((5, 7), (9,), (0, 3), ())]
     many = made((5, 6)).sort(-1).values
-    found += [((many, made((5, n), seed=3)), {"right": True}) for n in (4, 7)]
+    samples += [((many, made((5, n), seed=3)), {"right": True}) for n in (4, 7)]
     loose = made((5, 6), seed=8)
-    return [*found, ((loose, made((5, 3), seed=3)), {"sorter": loose.argsort(-1)})]
+    return [*samples, ((loose, made((5, 3), seed=3)), {"sorter": loose.argsort(-1)})]
 
 
 def masked_scatters():
@@ -329,8 +329,8 @@ def size_of(shape, dim):
 
 
 def gathers():
-    found = [((made(s), d, index(i, size_of(s, d))), {}) for s, d, i in ALONG]
-    return found + [((made((5, 7), dtype), 0, index((6, 7), 5)), {}) for dtype in OTHER_DTYPES]
+    samples = [((made(s), d, index(i, size_of(s, d))), {}) for s, d, i in ALONG]
+    return samples + [((made((5, 7), dtype), 0, index((6, 7), 5)), {}) for dtype in OTHER_DTYPES]
 
 
 def scatters(value, *more, dtypes=OTHER_DTYPES, unique=True):
@@ -339,13 +339,13 @@ def scatters(value, *more, dtypes=OTHER_DTYPES, unique=True):
     def samples():
         calls = [(s, d, i, torch.float32) for s, d, i in ALONG]
         calls += [((5, 7), 0, (4, 7), dtype) for dtype in dtypes]
-        found = []
+        sample_calls = []
         for shape, dim, at, dtype in calls:
             if unique and at and at[dim] > size_of(shape, dim):
                 continue
             where = unique_index(at, dim, size_of(shape, dim)) if unique else index(at, size_of(shape, dim))
-            found += [((made(shape, dtype), dim, where, source, *more), {}) for source in value(at, dtype)]
-        return found
+            sample_calls += [((made(shape, dtype), dim, where, source, *more), {}) for source in value(at, dtype)]
+        return sample_calls
 
     return samples
 
@@ -366,12 +366,12 @@ def sources(shape, dtype):
 
 
 def scatter_reduces():
-    found = []
+    samples = []
     for reduce, include in product(("sum", "prod", "mean", "amax", "amin"), (True, False)):
         for shape, dim, at in ALONG:
             args = (made(shape), dim, index(at, size_of(shape, dim)), made(at, seed=4), reduce)
-            found.append((args, {"include_self": include}))
-    return found
+            samples.append((args, {"include_self": include}))
+    return samples
 
 
 def scatter_operations(value):
@@ -380,21 +380,21 @@ def scatter_operations(value):
 
 
 def selects():
-    found = [((made(s), d, index(i, s[d])), {}) for s, d, i in PICKS]
-    found += [((made((5, 7), dtype), 1, index((6,), 7)), {}) for dtype in OTHER_DTYPES]
-    return [*found, ((made((5, 7)), 0, torch.tensor(3)), {}), ((made(()), 0, torch.tensor([0])), {})]
+    samples = [((made(s), d, index(i, s[d])), {}) for s, d, i in PICKS]
+    samples += [((made((5, 7), dtype), 1, index((6,), 7)), {}) for dtype in OTHER_DTYPES]
+    return [*samples, ((made((5, 7)), 0, torch.tensor(3)), {}), ((made(()), 0, torch.tensor([0])), {})]
 
 
 def slice_writes(*more, unique, dtypes=(torch.int64, torch.bfloat16), **named):
     def samples():
-        found = []
+        calls = []
         for dtype, (shape, dim, (count,)) in product((torch.float32, *dtypes), PICKS):
             if unique and count > shape[dim]:
                 continue
             where = torch.randperm(shape[dim])[:count] if unique else index((count,), shape[dim])
             source = made((*shape[: dim % len(shape)], count, *shape[dim % len(shape) + 1 :]), dtype, 5)
-            found.append(((made(shape, dtype), dim, where, source, *more), dict(named)))
-        return [*found, ((made((5,)), 0, torch.tensor(2), made((), seed=3), *more), dict(named))]
+            calls.append(((made(shape, dtype), dim, where, source, *more), dict(named)))
+        return [*calls, ((made((5,)), 0, torch.tensor(2), made((), seed=3), *more), dict(named))]
 
     return samples
 
@@ -467,37 +467,37 @@ def indexings():
 
 
 def index_calls():
-    found = [((made(shape), indices), {}) for shape, indices in indexings()]
-    found += [((made((5, 7), dtype), [None, index((4,), 7)]), {}) for dtype in OTHER_DTYPES]
-    found += [((made((6, 8)).t(), [index((4,), 8)]), {}), ((made((5, 7)), [index((3,), 5).to(torch.int32)]), {})]
-    return found + [((made((5, 7)), [made(mask, torch.bool, 2)]), {}) for mask in ((5, 7), (5,))]
+    samples = [((made(shape), indices), {}) for shape, indices in indexings()]
+    samples += [((made((5, 7), dtype), [None, index((4,), 7)]), {}) for dtype in OTHER_DTYPES]
+    samples += [((made((6, 8)).t(), [index((4,), 8)]), {}), ((made((5, 7)), [index((3,), 5).to(torch.int32)]), {})]
+    return samples + [((made((5, 7)), [made(mask, torch.bool, 2)]), {}) for mask in ((5, 7), (5,))]
 
 
 def puts():
-    found = []
+    samples = []
     for shape, indices in indexings():
         x = made(shape)
         picked = aten.index.Tensor(x, indices)
         # Values of all dims, of the last, of none; equal ones where they are not added, as duplicates have no order.
         for values in (made(picked.shape, seed=4), made(picked.shape[-1:], seed=4), made((), seed=4)):
-            found.append(((x, indices, values, True), {}))
-            found.append(((x, indices, torch.full_like(values, 3), False), {}))
+            samples.append(((x, indices, values, True), {}))
+            samples.append(((x, indices, torch.full_like(values, 3), False), {}))
     apart = [torch.randperm(5)[:4], torch.randperm(7)[:4]]
-    found += [((made((5, 7), dtype), apart, made((4,), dtype, 5)), {}) for dtype in (torch.float32, torch.int64)]
-    found.append(((made((4, 6, 5)), [None, torch.tensor([5, 0, 2]), None], made((4, 3, 5), seed=5)), {}))
-    return found + masked_puts()
+    samples += [((made((5, 7), dtype), apart, made((4,), dtype, 5)), {}) for dtype in (torch.float32, torch.int64)]
+    samples.append(((made((4, 6, 5)), [None, torch.tensor([5, 0, 2]), None], made((4, 3, 5), seed=5)), {}))
+    return samples + masked_puts()
 
 
 def masked_puts():
-    found = []
+    samples = []
     for accumulate in (False, True):
-        found += [((made((5, 7)), [made((5, 7), torch.bool, 2)], made((), seed=3), accumulate), {})]
+        samples += [((made((5, 7)), [made((5, 7), torch.bool, 2)], made((), seed=3), accumulate), {})]
         rows = [made((8,), torch.bool, 2)]
-        found += [((made((8, 6)), rows, made(s, seed=3), accumulate), {}) for s in ((6,), (1, 6), (1,))]
-        found += [((made((4, 6, 5)), [None, made((6,), torch.bool, 2)], made((4, 1, 5), seed=3), accumulate), {})]
+        samples += [((made((8, 6)), rows, made(s, seed=3), accumulate), {}) for s in ((6,), (1, 6), (1,))]
+        samples += [((made((4, 6, 5)), [None, made((6,), torch.bool, 2)], made((4, 1, 5), seed=3), accumulate), {})]
         mask = made((5, 7), torch.bool, 2)
-        found += [((made((5, 7)), [mask], made((int(mask.sum()),), seed=3), accumulate), {})]
-    return found
+        samples += [((made((5, 7)), [mask], made((int(mask.sum()),), seed=3), accumulate), {})]
+    return samples
 
 
 SAMPLES |= {
@@ -510,11 +510,11 @@ SAMPLES |= {
 
 
 def masked_indexings():
-    found = []
+    samples = []
     for shape, indices in indexings():
         picked = aten.index.Tensor(made(shape), indices)
-        found.append((made(shape), made(picked.shape, torch.bool, 3), indices, picked.shape))
-    return found
+        samples.append((made(shape), made(picked.shape, torch.bool, 3), indices, picked.shape))
+    return samples
 
 
 SAMPLES |= {
@@ -534,16 +534,16 @@ def chunked():
 
 def segmented():
     lengths, offsets = torch.tensor([2, 0, 3]), torch.tensor([0, 2, 2, 5])
-    found = [((made((5, 7)), kind), {"lengths": lengths, "initial": 1}) for kind in ("sum", "mean", "max")]
-    return [*found, ((made((5, 7, 3)), "min"), {"offsets": offsets, "initial": 9})]
+    samples = [((made((5, 7)), kind), {"lengths": lengths, "initial": 1}) for kind in ("sum", "mean", "max")]
+    return [*samples, ((made((5, 7, 3)), "min"), {"offsets": offsets, "initial": 9})]
 
 
 def segments_undone():
-    found = []
+    samples = []
     for (data, kind), named in segmented():
         reduced = aten.segment_reduce(data, kind, **named)
-        found.append(((made(reduced.shape, seed=4), reduced, data, kind), named))
-    return found
+        samples.append(((made(reduced.shape, seed=4), reduced, data, kind), named))
+    return samples
 
 
 POINTS = lambda: [made((9, 2)), made((5, 2))]

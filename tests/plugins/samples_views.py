@@ -198,10 +198,10 @@ def in_memory(is_view=True):
     Scattered, such a tensor may lie otherwise than on one device, and a view of it is then refused.
     """
     geometries = [((3, 3), (1, 2), None), ((2, 2, 2), (7, 0, 1), 3), ((), (), 5), ((0, 3), (1, 1), 2), ((35,), (1,), 0)]
-    found = [
+    samples = [
         ([x, *geometry], {}) for x in (made((5, 7)), turned((7, 5)).clone())[: 2 - is_view] for geometry in geometries
     ]
-    return [*found, ([made((4, 1, 6), I64), (3, 4), (1, 6)], {}), ([made(()), (2,), (0,)], {})]
+    return [*samples, ([made((4, 1, 6), I64), (3, 4), (1, 6)], {}), ([made(()), (2,), (0,)], {})]
 
 
 def scattered_in_memory():

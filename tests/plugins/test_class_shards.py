@@ -18,9 +18,9 @@ def numbers(*shape):
 
 
 def targets():
-    found = torch.arange(SAMPLES) * 131 % CLASSES
-    found[IGNORED] = -100
-    return found
+    result = torch.arange(SAMPLES) * 131 % CLASSES
+    result[IGNORED] = -100
+    return result
 
 
 WEIGHT = numbers(CLASSES).abs()
@@ -81,10 +81,10 @@ def softmaxes():
         for dim in (0, 1, -1):
             whole = lines.clone().requires_grad_()
             x = sw.distribute_tensor(lines, mesh((4,)), [Shard(dim % 3)]).requires_grad_()
-            found, expected = op(x, dim=dim), op(whole, dim=dim)
-            assert found.placements == (Shard(dim % 3),)
-            torch.testing.assert_close(found.full_tensor(), expected, equal_nan=True)
-            (found * found).sum().backward()
+            result, expected = op(x, dim=dim), op(whole, dim=dim)
+            assert result.placements == (Shard(dim % 3),)
+            torch.testing.assert_close(result.full_tensor(), expected, equal_nan=True)
+            (result * result).sum().backward()
             (expected * expected).sum().backward()
             torch.testing.assert_close(x.grad.full_tensor(), whole.grad, equal_nan=True)
 

@@ -35,8 +35,8 @@ def legal_rows(op, *args):
 
 def sharded(op, *args):
     """The placements of the rows that shard an operand, without their names."""
-    found = [row for row in legal_rows(op, *args) if any(isinstance(p, Shard) for p in row.inputs)]
-    return [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in found]
+    legal = [row for row in legal_rows(op, *args) if any(isinstance(p, Shard) for p in row.inputs)]
+    return [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in legal]
 
 
 def partials(op, *args):
@@ -144,14 +144,14 @@ def differentiated(call, tensors, on=None, placements=None):
     leaves = [t.detach().requires_grad_() for t in tensors]
     result = call(*leaves)
     (result * result).sum().backward()
-    found = [result, *(leaf.grad for leaf in leaves)]
-    return found if on is None else [t.full_tensor() for t in found]
+    results = [result, *(leaf.grad for leaf in leaves)]
+    return results if on is None else [t.full_tensor() for t in results]
 
 
 def compare(call, tensors, shape, placements):
     expected = differentiated(call, tensors)
-    found = differentiated(call, tensors, mesh(shape), placements)
-    for one, other in zip(found, expected, strict=True):
+    results = differentiated(call, tensors, mesh(shape), placements)
+    for one, other in zip(results, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
@@ -233,10 +233,10 @@ def without_gradients():
     on = mesh((4,))
     with torch.inference_mode():
         expected = functional.max_pool2d(functional.conv2d(x, weight, padding="same"), 2)
-        placed = sw.distribute_tensor(x, on, [Shard(0)]), sw.distribute_tensor(weight, on, [Replicate()])
-        found = functional.max_pool2d(functional.conv2d(*placed, padding="same"), 2)
-        torch.testing.assert_close(found.full_tensor(), expected)
-        assert found.placements == (Shard(0),)
+        operands = sw.distribute_tensor(x, on, [Shard(0)]), sw.distribute_tensor(weight, on, [Replicate()])
+        result = functional.max_pool2d(functional.conv2d(*operands, padding="same"), 2)
+        torch.testing.assert_close(result.full_tensor(), expected)
+        assert result.placements == (Shard(0),)
 
 
 def test_in_inference_mode_composite_ops_come_apart(pool):

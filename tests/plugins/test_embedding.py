@@ -47,7 +47,7 @@ def test_rows_of_a_look_up():
 
 
 def test_rows_of_the_gradient():
-    found = rows(aten.embedding_dense_backward.default, empty(4, 5, 6), INDICES, 10, -1, False)
+    listed = rows(aten.embedding_dense_backward.default, empty(4, 5, 6), INDICES, 10, -1, False)
     assert {
         "[S(0), S(0)] -> [P(sum)]",
         "[S(1), S(1)] -> [P(sum)]",
@@ -55,24 +55,24 @@ def test_rows_of_the_gradient():
         "[P(sum), R] -> [P(sum)]",
         "[P(avg), R] -> [P(avg)]",
         "[R, R] -> [R]",
-    } <= set(found)
+    } <= set(listed)
 
 
 # -- traps -------------------------------------------------------------------------------------------------------
 
 
 def test_a_gradient_scaled_by_frequency_needs_all_indices():
-    found = rows(aten.embedding_dense_backward.default, empty(4, 5, 6), INDICES, 10, -1, True)
-    assert "[S(2), R] -> [S(1)]" in found
-    assert not [row for row in found if ", R]" not in row]
+    listed = rows(aten.embedding_dense_backward.default, empty(4, 5, 6), INDICES, 10, -1, True)
+    assert "[S(2), R] -> [S(1)]" in listed
+    assert not [row for row in listed if ", R]" not in row]
 
 
 def test_the_gradient_of_a_replicated_table_is_not_sharded_to_be_gathered_again():
     on = AbstractMesh((4,))
     whole = [TensorSpec(on, [Replicate()], TensorMeta.of(x)) for x in (empty(4, 5, 6), INDICES)]
     schema = OpSchema.of(aten.embedding_dense_backward.default, *whole, 10, -1, False)
-    found = propagated(default_registry(), schema).output_spec
-    assert found.placements == (Replicate(),)
+    output = propagated(default_registry(), schema).output_spec
+    assert output.placements == (Replicate(),)
 
 
 def without_a_mask(local, weight, indices, *rest):
@@ -110,9 +110,9 @@ def look_up_and_train(place_table, place_indices, shape, options):
     weights = torch.linspace(-1, 1, expected.numel()).view_as(expected)
     (expected * weights).sum().backward()
     weight = sw.distribute_tensor(table, on, place_table).requires_grad_()
-    found = torch.nn.functional.embedding(sw.distribute_tensor(indices, on, place_indices), weight, **options)
-    (found * sw.distribute_tensor(weights, on, [Replicate()] * on.ndim)).sum().backward()
-    torch.testing.assert_close(found.full_tensor(), expected)
+    result = torch.nn.functional.embedding(sw.distribute_tensor(indices, on, place_indices), weight, **options)
+    (result * sw.distribute_tensor(weights, on, [Replicate()] * on.ndim)).sum().backward()
+    torch.testing.assert_close(result.full_tensor(), expected)
     torch.testing.assert_close(weight.grad.full_tensor(), plain.grad)
     assert weight.grad.placements == tuple(place_table)
 
@@ -140,8 +140,8 @@ def test_a_look_up_and_its_gradient(pool, layout, options):
 def row_sharded_look_up_stays_partial():
     table, indices = table_and_indices()
     weight = sw.distribute_tensor(table, mesh((4,)), [Shard(0)])
-    found = torch.nn.functional.embedding(sw.distribute_tensor(indices, mesh((4,)), [Replicate()]), weight)
-    assert found.placements == (Partial("sum"),)
+    result = torch.nn.functional.embedding(sw.distribute_tensor(indices, mesh((4,)), [Replicate()]), weight)
+    assert result.placements == (Partial("sum"),)
 
 
 def test_a_row_sharded_look_up_moves_no_table(pool):
@@ -168,8 +168,8 @@ def limited_norms():
     for placement in (Shard(0), Replicate()):
         plain, weight = table.clone(), sw.distribute_tensor(table, on, [placement])
         expected = torch.nn.functional.embedding(indices, plain, max_norm=1.0)
-        found = torch.nn.functional.embedding(sw.distribute_tensor(indices, on, [Replicate()]), weight, max_norm=1.0)
-        torch.testing.assert_close(found.full_tensor(), expected)
+        result = torch.nn.functional.embedding(sw.distribute_tensor(indices, on, [Replicate()]), weight, max_norm=1.0)
+        torch.testing.assert_close(result.full_tensor(), expected)
         torch.testing.assert_close(weight.full_tensor(), plain)
 
 

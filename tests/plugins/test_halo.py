@@ -28,8 +28,8 @@ def test_runs_share_positions():
     [(-1, 3, (Run(0, 3), 1, 0)), (6, 9, (Run(6, 8), 0, 1)), (-3, -1, (Run(0, 0), 2, 0)), (9, 12, (Run(8, 8), 0, 3))],
 )
 def test_what_is_reached_beyond_the_input_is_filled_up(first, last, expected):
-    found = reached(first, last, 8)
-    assert (found.inside, found.before, found.after) == expected
+    windows = reached(first, last, 8)
+    assert (windows.inside, windows.before, windows.after) == expected
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
@@ -40,17 +40,17 @@ def compared(call, tensors, shape, placements):
     whole = [t.clone().requires_grad_() for t in tensors]
     expected = call(*whole)
     expected.sum().backward()
-    placed = [placements, *[[R] * len(shape)] * (len(tensors) - 1)]
-    put = [sw.distribute_tensor(t, mesh(shape), p).requires_grad_() for t, p in zip(tensors, placed, strict=True)]
+    layouts = [placements, *[[R] * len(shape)] * (len(tensors) - 1)]
+    put = [sw.distribute_tensor(t, mesh(shape), p).requires_grad_() for t, p in zip(tensors, layouts, strict=True)]
     events = []
     with observe(events.append):
-        found = call(*put)
-        found.sum().backward()
-    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-4, atol=1e-4)
+        result = call(*put)
+        result.sum().backward()
+    torch.testing.assert_close(result.full_tensor(), expected, rtol=1e-4, atol=1e-4)
     for one, other in zip(put, whole, strict=True):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-4)
     assert put[0].grad.placements == tuple(placements)
-    return found.placements, [event.nbytes for event in events]
+    return result.placements, [event.nbytes for event in events]
 
 
 def padded(x, weight, bias):
@@ -76,8 +76,8 @@ LAYOUTS = [
 @pytest.mark.parametrize("call", [padded, strided, turned])
 def test_a_convolution_of_sharded_positions(pool, call):
     for shape, placements in LAYOUTS:
-        found, _ = pool.run(compared, call, [made(2, 3, 9, 6), made(4, 3, 3, 3), made(4)], shape, placements)[0]
-        assert found == tuple(placements)
+        result, _ = pool.run(compared, call, [made(2, 3, 9, 6), made(4, 3, 3, 3), made(4)], shape, placements)[0]
+        assert result == tuple(placements)
 
 
 def test_a_convolution_moves_edges_only(pool):

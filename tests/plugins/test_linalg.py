@@ -53,9 +53,9 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("op", "args", "expected"), GOLDEN)
 def test_rows(op, args, expected):
-    found = rows(op, *args)
-    assert found[:-1] == expected
-    assert "S(" not in found[-1]
+    listed = rows(op, *args)
+    assert listed[:-1] == expected
+    assert "S(" not in listed[-1]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,12 @@ def least_squares_of(batch, m, n, columns, driver):
 def test_metas_of_least_squares_are_those_of_the_kernel(batch, m, n, columns, driver):
     a, b, expected = least_squares_of(batch, m, n, columns, driver)
     try:
-        found = least_squares._on_meta(a.to("meta"), b.to("meta"), driver=driver)
+        metas = least_squares._on_meta(a.to("meta"), b.to("meta"), driver=driver)
     except NotImplementedError:
         assert driver in ("gelsd", "gelss")
         assert m > n
         return
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    assert [(x.shape, x.dtype) for x in metas] == [(x.shape, x.dtype) for x in expected]
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
@@ -108,16 +108,16 @@ def errors_of_one_matrix():
     bad = whole(8, 3, 3)
     bad = bad + bad.mT + 10 * torch.eye(3, dtype=torch.float64)
     bad[7] = float("nan")
-    found = []
+    outcomes = []
     for op in (torch.linalg.eigvalsh, torch.linalg.svdvals, torch.linalg.cholesky):
         x = sw.distribute_tensor(bad, mesh((4,)), [Shard(0)])
         try:
             op(x)
         except RuntimeError as error:
-            found.append(f"{type(error).__name__}: {error}")
+            outcomes.append(f"{type(error).__name__}: {error}")
         else:
-            found.append("nothing")
-    return found
+            outcomes.append("nothing")
+    return outcomes
 
 
 def test_all_ranks_raise_for_a_matrix_of_one(pool):
@@ -147,10 +147,10 @@ def gradients(whole_a, whole_b, place):
 def differentiate(placements):
     a, b = whole(5, 3, 3), whole(5, 3, 2, seed=1)
     expected = gradients(a, b, torch.clone)
-    found = gradients(a, b, lambda x: sw.distribute_tensor(x, mesh((4,)), placements))
-    for ours, theirs in zip(found, expected, strict=True):
+    computed = gradients(a, b, lambda x: sw.distribute_tensor(x, mesh((4,)), placements))
+    for ours, theirs in zip(computed, expected, strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
-    return [x.placements for x in found]
+    return [x.placements for x in computed]
 
 
 def test_gradients_of_a_batch_stay_where_it_is(pool):
@@ -162,8 +162,8 @@ def distances_of_many_rows():
     x = whole(30, 3)
     y = x + 1e-9
     expected = torch.cdist(x, y)
-    found = torch.cdist(sw.distribute_tensor(x, mesh((4,)), [Shard(0)]), sw.distribute_tensor(y, mesh((4,))))
-    return found.placements, torch.equal(found.full_tensor() > 0, expected > 0)
+    result = torch.cdist(sw.distribute_tensor(x, mesh((4,)), [Shard(0)]), sw.distribute_tensor(y, mesh((4,))))
+    return result.placements, torch.equal(result.full_tensor() > 0, expected > 0)
 
 
 def test_shards_take_the_way_of_the_whole(pool):

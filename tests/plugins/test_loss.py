@@ -61,13 +61,15 @@ def test_rows_of_likelihood(reduction, expected):
 
 
 def test_rows_of_likelihood_of_pictures():
-    found = rows(aten.nll_loss2d_forward.default, empty(4, 3, 2, 2), empty(4, 2, 2, dtype=torch.int64), None, SUM, -100)
-    assert [row.partition(",")[0] for row in found] == ["[S(0)", "[S(1)", "[S(2)", "[S(3)", "[R"]
+    listed = rows(
+        aten.nll_loss2d_forward.default, empty(4, 3, 2, 2), empty(4, 2, 2, dtype=torch.int64), None, SUM, -100
+    )
+    assert [row.partition(",")[0] for row in listed] == ["[S(0)", "[S(1)", "[S(2)", "[S(3)", "[R"]
 
 
 def test_the_gradient_of_a_mean_is_divided_by_the_total_weight_that_it_is_given():
-    found = rows(aten.nll_loss_backward.default, empty(), SCORES, TARGET, None, MEAN, -100, empty())
-    assert found[0] == "[R, S(0), S(0), -, R] -> [S(0)]"
+    listed = rows(aten.nll_loss_backward.default, empty(), SCORES, TARGET, None, MEAN, -100, empty())
+    assert listed[0] == "[R, S(0), S(0), -, R] -> [S(0)]"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ def compare(loss, *operands):
         full = operands[0].clone().requires_grad_()
         x = sw.distribute_tensor(operands[0], mesh(shape), layout).requires_grad_()
         others = [sw.distribute_tensor(t, mesh(shape), batch) for t in operands[1:]]
-        found, expected = loss(x, *others), loss(full, *operands[1:])
-        torch.testing.assert_close(found.full_tensor(), expected)
-        (found * found).sum().backward()
+        result, expected = loss(x, *others), loss(full, *operands[1:])
+        torch.testing.assert_close(result.full_tensor(), expected)
+        (result * result).sum().backward()
         (expected * expected).sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), full.grad)
         assert x.grad.placements == tuple(layout)
@@ -166,8 +168,8 @@ def weighted_cross_entropy():
         x = sw.distribute_tensor(numbers(7, 3), mesh(shape), layout)
         y = sw.distribute_tensor(UNEVEN, mesh(shape), layout)
         w = sw.distribute_tensor(weight, mesh(shape), [Replicate()] * len(shape))
-        found = functional.cross_entropy(x, y, w)
-        torch.testing.assert_close(found.full_tensor(), functional.cross_entropy(numbers(7, 3), UNEVEN, weight))
+        result = functional.cross_entropy(x, y, w)
+        torch.testing.assert_close(result.full_tensor(), functional.cross_entropy(numbers(7, 3), UNEVEN, weight))
 
 
 def comparisons():
@@ -190,8 +192,8 @@ def square_roots_of_partial_sums():
     """Of features in shards, cosine similarity takes the root of a sum in place."""
     x, y, sign = numbers(5, 6), numbers(5, 6).flip(0), torch.tensor([1, -1, 1, 1, -1])
     put = [sw.distribute_tensor(t, mesh((4,)), [Shard(1)]) for t in (x, y)]
-    found = functional.cosine_embedding_loss(*put, sw.distribute_tensor(sign, mesh((4,)), [Replicate()]))
-    torch.testing.assert_close(found.full_tensor(), functional.cosine_embedding_loss(x, y, sign))
+    result = functional.cosine_embedding_loss(*put, sw.distribute_tensor(sign, mesh((4,)), [Replicate()]))
+    torch.testing.assert_close(result.full_tensor(), functional.cosine_embedding_loss(x, y, sign))
 
 
 def alignments():
@@ -201,10 +203,10 @@ def alignments():
     whole = scores.clone().requires_grad_()
     x = sw.distribute_tensor(scores, mesh((4,)), [Shard(1)]).requires_grad_()
     y = sw.distribute_tensor(targets, mesh((4,)), [Shard(0)])
-    found = functional.ctc_loss(x, y, *(n.tolist() for n in lengths), reduction="sum")
+    result = functional.ctc_loss(x, y, *(n.tolist() for n in lengths), reduction="sum")
     expected = functional.ctc_loss(whole, targets, *lengths, reduction="sum")
-    torch.testing.assert_close(found.full_tensor(), expected)
-    found.backward()
+    torch.testing.assert_close(result.full_tensor(), expected)
+    result.backward()
     expected.backward()
     torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
     assert x.grad.placements == (Shard(1),)

@@ -63,8 +63,8 @@ def test_one_partial_operand_at_a_time():
     ],
 )
 def test_rows_of_matmul(left, right, expected):
-    found = [row.partition(": ")[2] for row in rows(aten.matmul.default, empty(*left), empty(*right))]
-    assert found == [*expected, "[R, R] -> [R]"]
+    listed = [row.partition(": ")[2] for row in rows(aten.matmul.default, empty(*left), empty(*right))]
+    assert listed == [*expected, "[R, R] -> [R]"]
 
 
 # -- the bias trap: a whole addend is added once, not once a rank ------------------------------------------------
@@ -80,12 +80,12 @@ def test_rows_of_addmm():
 
 
 def test_a_bias_that_is_whole_goes_through_the_lowering_and_a_partial_one_does_not():
-    found = {row.name: row.lowered for row in rows_of(aten.addmm.default, empty(3), empty(6, 4), empty(4, 3))}
-    assert found["R, sum, R -> sum"]
-    assert found["R, R, sum -> sum"]
-    assert not found["sum, k, k -> sum"]
-    assert not found["avg, R, R -> avg"]
-    assert "sum, R, R -> sum" not in found
+    lowered = {row.name: row.lowered for row in rows_of(aten.addmm.default, empty(3), empty(6, 4), empty(4, 3))}
+    assert lowered["R, sum, R -> sum"]
+    assert lowered["R, R, sum -> sum"]
+    assert not lowered["sum, k, k -> sum"]
+    assert not lowered["avg, R, R -> avg"]
+    assert "sum, R, R -> sum" not in lowered
 
 
 def test_an_addend_that_addmv_would_broadcast_is_left_whole():
@@ -94,8 +94,8 @@ def test_an_addend_that_addmv_would_broadcast_is_left_whole():
 
 
 def test_nothing_partial_goes_through_an_activation():
-    found = rows_of(aten._addmm_activation.default, empty(3), empty(6, 4), empty(4, 3))
-    assert not any(isinstance(p, Partial) for row in found for p in (*row.inputs, *row.outputs))
+    listed = rows_of(aten._addmm_activation.default, empty(3), empty(6, 4), empty(4, 3))
+    assert not any(isinstance(p, Partial) for row in listed for p in (*row.inputs, *row.outputs))
 
 
 # -- padding -----------------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def test_rows_of_constant_pad():
 
 @pytest.mark.parametrize(("value", "more"), [(0, {"sum", "product"}), (1, {"product"}), (-2.0, set())])
 def test_a_partial_tensor_is_padded_where_copies_of_the_value_reduce_to_it(value, more):
-    found = {name.partition(" ")[0] for name in kinds(aten.constant_pad_nd.default, empty(5), [1, 1], value)}
-    assert found == {"avg", "max", "min"} | more
+    names = {name.partition(" ")[0] for name in kinds(aten.constant_pad_nd.default, empty(5), [1, 1], value)}
+    assert names == {"avg", "max", "min"} | more
 
 
 # -- attention ---------------------------------------------------------------------------------------------------
@@ -149,14 +149,14 @@ def test_a_causal_mask_keeps_the_query_sequence_whole():
 
 def test_the_key_sequence_is_whole():
     for mask in (None, empty(6, 5)):
-        found = rows_of(FOR_CPU, *qkv(), attn_mask=mask)
-        assert not any(p in row.inputs[1:3] for row in found for p in (Shard(2), Shard(3)))
-        assert Shard(1) not in [row.inputs[3] for row in found]
+        listed = rows_of(FOR_CPU, *qkv(), attn_mask=mask)
+        assert not any(p in row.inputs[1:3] for row in listed for p in (Shard(2), Shard(3)))
+        assert Shard(1) not in [row.inputs[3] for row in listed]
 
 
 def test_a_mask_follows_where_it_is_not_broadcast():
-    found = [row.partition(": ")[2] for row in plain(rows(FOR_CPU, *qkv(), attn_mask=empty(4, 1, 6, 5)))]
-    assert found == [
+    listed = [row.partition(": ")[2] for row in plain(rows(FOR_CPU, *qkv(), attn_mask=empty(4, 1, 6, 5)))]
+    assert listed == [
         "[S(0), S(0), S(0), S(0)] -> [S(0), S(0)]",
         "[S(1), S(1), S(1), R] -> [S(1), S(1)]",
         "[S(2), R, R, S(2)] -> [S(2), S(2)]",
@@ -182,8 +182,8 @@ def test_dropout_leaves_only_the_whole_row():
 
 def test_gradients_of_what_every_shard_used_are_partial_sums():
     q, k, v = qkv(few=1)
-    found = plain(rows(FOR_CPU_BACKWARD, q, q, k, v, q, empty(4, 8, 6), 0.0, False))
-    assert [row.partition(" -> ")[2] for row in found] == [
+    listed = plain(rows(FOR_CPU_BACKWARD, q, q, k, v, q, empty(4, 8, 6), 0.0, False))
+    assert [row.partition(" -> ")[2] for row in listed] == [
         "[S(0), S(0), S(0)]",
         "[S(1), P(sum), P(sum)]",
         "[S(2), P(sum), P(sum)]",
@@ -197,9 +197,9 @@ def test_lengths_and_seeds_are_whole():
 
 @pytest.mark.parametrize(("length", "divides"), [(128, ((0, 2, 4),)), (32, None), (100, None)])
 def test_a_padded_logsumexp_is_cut_only_between_blocks(length, divides):
-    found = [row for row in rows_of(EFFICIENT, *qkv(length=length), None, True) if row.name == "shard q"]
-    assert [row.divides[0] for row in found] == ([] if divides is None else list(divides) * len(found))
-    assert bool(found) == (divides is not None)
+    listed = [row for row in rows_of(EFFICIENT, *qkv(length=length), None, True) if row.name == "shard q"]
+    assert [row.divides[0] for row in listed] == ([] if divides is None else list(divides) * len(listed))
+    assert bool(listed) == (divides is not None)
 
 
 @pytest.mark.cuda
@@ -237,19 +237,19 @@ def two_layers(x_layout, up, bias_layout, down):
     grid = mesh((2, 2))
     full = [made(5, 8), made(6, 8, seed=1), made(6, seed=2), made(4, 6, seed=3), made(4, seed=4)]
     layouts = (x_layout, up, bias_layout, down, [Replicate()] * 2)
-    placed = [sw.distribute_tensor(t, grid, p) for t, p in zip(full, layouts, strict=True)]
-    for tensors in (full, placed):
+    operands = [sw.distribute_tensor(t, grid, p) for t, p in zip(full, layouts, strict=True)]
+    for tensors in (full, operands):
         for t in tensors:
             t.requires_grad_()
 
     def program(x, w1, b1, w2, b2):
         return functional.linear(functional.linear(x, w1, b1), w2, b2)
 
-    y, expected = program(*placed), program(*full)
+    y, expected = program(*operands), program(*full)
     same(y, expected)
     y.sum().backward()
     expected.sum().backward()
-    for t, f in zip(placed, full, strict=True):
+    for t, f in zip(operands, full, strict=True):
         assert t.grad.placements == t.placements
         same(t.grad, f.grad)
 
@@ -263,18 +263,18 @@ def test_linear_layers(pool, batch):
 def attend(shape, layout, sizes, causal):
     batch, heads, few, length = sizes
     full = [made(batch, n, length, 8, seed=i) for i, n in enumerate((heads, few, few))]
-    placed = [sw.distribute_tensor(t, mesh(shape), layout) for t in full]
-    for t in (*full, *placed):
+    operands = [sw.distribute_tensor(t, mesh(shape), layout) for t in full]
+    for t in (*full, *operands):
         t.requires_grad_()
 
     def program(q, k, v):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != few)
 
-    y, expected = program(*placed), program(*full)
+    y, expected = program(*operands), program(*full)
     same(y, expected)
     (y * y).sum().backward()
     (expected * expected).sum().backward()
-    for t, f in zip(placed, full, strict=True):
+    for t, f in zip(operands, full, strict=True):
         same(t.grad, f.grad)
 
 
@@ -310,14 +310,14 @@ def grouped_products(where, experts, tokens):
     expected = aten._grouped_mm.default(*alone, offs)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
-    placed = [sw.distribute_tensor(t, mesh(where), p).requires_grad_() for t, p in ((x, tokens), (w, experts))]
+    operands = [sw.distribute_tensor(t, mesh(where), p).requires_grad_() for t, p in ((x, tokens), (w, experts))]
     whole_offs = sw.distribute_tensor(offs, mesh(where))
-    found = aten._grouped_mm.default(*placed, whole_offs)
-    torch.testing.assert_close(found.full_tensor(), expected.detach())
-    (found * sw.distribute_tensor(weights, mesh(where))).sum().backward()
-    for ours, theirs in zip(placed, alone, strict=True):
+    result = aten._grouped_mm.default(*operands, whole_offs)
+    torch.testing.assert_close(result.full_tensor(), expected.detach())
+    (result * sw.distribute_tensor(weights, mesh(where))).sum().backward()
+    for ours, theirs in zip(operands, alone, strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-    return [t.grad.placements for t in placed]
+    return [t.grad.placements for t in operands]
 
 
 @pytest.mark.parametrize(
@@ -339,8 +339,8 @@ def dropped_attention():
     for layout in ([Shard(0), Shard(1)], [Shard(2), Replicate()], [Replicate(), Shard(3)]):
         sw.manual_seed(2)
         x = sw.distribute_tensor(q, m, layout)
-        found = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
-        torch.testing.assert_close(found.full_tensor(), expected)
+        result = functional.scaled_dot_product_attention(x, x, x, dropout_p=0.4)
+        torch.testing.assert_close(result.full_tensor(), expected)
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 
 

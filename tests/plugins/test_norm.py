@@ -98,15 +98,15 @@ def test_rows_of_batch_norm_in_training():
 
 
 def test_rows_of_batch_norm_in_inference():
-    found = rows(aten.native_batch_norm.default, empty(4, 6), W, W, W, W, False, 0.1, 1e-5)
+    listed = rows(aten.native_batch_norm.default, empty(4, 6), W, W, W, W, False, 0.1, 1e-5)
     plain = [
         "[S(0), R, R, R, R] -> [S(0), R, R]",
         "[S(1), S(0), S(0), S(0), S(0)] -> [S(1), R, R]",
         "[R, R, R, R, R] -> [R, R, R]",
     ]
-    assert [row for row in found if not row.endswith("*")] == plain
+    assert [row for row in listed if not row.endswith("*")] == plain
     # Where a shard is empty, and where the running statistics lie otherwise.
-    assert {f"{plain[0]}*", f"{plain[1]}*", "[S(0), R, R, S(0), S(0)] -> [S(0), R, R]*"} <= set(found)
+    assert {f"{plain[0]}*", f"{plain[1]}*", "[S(0), R, R, S(0), S(0)] -> [S(0), R, R]*"} <= set(listed)
 
 
 def test_running_statistics_stay_where_they_are():
@@ -127,9 +127,9 @@ def test_running_statistics_stay_where_they_are():
 
 
 def test_every_row_of_cudnn_batch_norm_makes_its_own_reserve():
-    found = rows(aten.cudnn_batch_norm.default, empty(4, 6), W, W, None, None, True, 0.1, 1e-5)
-    assert found
-    assert all(row.endswith("*") for row in found)
+    listed = rows(aten.cudnn_batch_norm.default, empty(4, 6), W, W, None, None, True, 0.1, 1e-5)
+    assert listed
+    assert all(row.endswith("*") for row in listed)
 
 
 # -- traps -------------------------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def compare(norm, x, size):
         parts = [sw.distribute_tensor(t, mesh(shape), layout if i == 0 else whole) for i, t in enumerate(full)]
         for t in (*full, *parts):
             t.requires_grad_()
-        found, expected = norm(*parts), norm(*full)
-        torch.testing.assert_close(found.full_tensor(), expected)
-        found.sin().sum().backward()
+        result, expected = norm(*parts), norm(*full)
+        torch.testing.assert_close(result.full_tensor(), expected)
+        result.sin().sum().backward()
         expected.sin().sum().backward()
         for part, one in zip(parts, full, strict=True):
             if one.grad is None:
@@ -217,9 +217,9 @@ def train_with_running_statistics():
             for step in range(3):
                 full = numbers(5, 8, 3, 2) * (step + 1) + step
                 x = sw.distribute_tensor(full, mesh(shape), layout)
-                found, expected = ours(x), one(full)
-                torch.testing.assert_close(found.full_tensor(), expected)
-                (found * found).sum().backward()
+                result, expected = ours(x), one(full)
+                torch.testing.assert_close(result.full_tensor(), expected)
+                (result * result).sum().backward()
                 (expected * expected).sum().backward()
             for name in ("running_mean", "running_var"):
                 held = getattr(ours, name)
@@ -232,9 +232,9 @@ def train_with_running_statistics():
 def compare_inference(ours, one, shape, layout):
     full = numbers(5, 8, 3, 2).requires_grad_()
     x = sw.distribute_tensor(numbers(5, 8, 3, 2), mesh(shape), layout).requires_grad_()
-    found, expected = ours(x), one(full)
-    torch.testing.assert_close(found.full_tensor(), expected)
-    found.sin().sum().backward()
+    result, expected = ours(x), one(full)
+    torch.testing.assert_close(result.full_tensor(), expected)
+    result.sin().sum().backward()
     expected.sin().sum().backward()
     torch.testing.assert_close(x.grad.full_tensor(), full.grad)
 

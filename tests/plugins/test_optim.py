@@ -163,9 +163,9 @@ def test_norms_of_many_tensors_take_one_all_reduce_per_set_of_mesh_dims():
     results = tuple(spec(meta()) for _ in inputs)
     comm = CountingComm()
     call = call_of(aten._foreach_norm.Scalar, [meta(*shape) for shape in shapes])
-    found = norms.norms(LocalCall(call, inputs, results, (0, 0), comm), tensors, 2)
+    result = norms.norms(LocalCall(call, inputs, results, (0, 0), comm), tensors, 2)
     assert comm.asked == [((3,), "sum", (0, 1)), ((1,), "sum", (1,))]
-    assert [float(n) for n in found] == pytest.approx([math.sqrt(n) for n in (24, 36, 0, 5, 18)])
+    assert [float(n) for n in result] == pytest.approx([math.sqrt(n) for n in (24, 36, 0, 5, 18)])
 
 
 def test_a_norm_whose_power_is_no_float_is_found():
@@ -177,8 +177,8 @@ def test_a_norm_whose_power_is_no_float_is_found():
         (0, 0),
         CountingComm(),
     )
-    (found,) = norms.norms(local, [torch.tensor([3e18, 4e18])], 2)
-    assert float(found) == pytest.approx(5e18 * math.sqrt(6))
+    (norm,) = norms.norms(local, [torch.tensor([3e18, 4e18])], 2)
+    assert float(norm) == pytest.approx(5e18 * math.sqrt(6))
 
 
 # -- on real ranks -----------------------------------------------------------------------------------------------
@@ -243,8 +243,8 @@ def clip_by_every_norm():
             for params in (plain, laid):
                 sum((p**3).sum() for p in params).backward()
             expected = torch.nn.utils.clip_grad_norm_(plain, 0.5, norm_type=order, foreach=True)
-            found = torch.nn.utils.clip_grad_norm_(laid, 0.5, norm_type=order, foreach=True)
-            assert torch.allclose(found.full_tensor(), expected)
+            norm = torch.nn.utils.clip_grad_norm_(laid, 0.5, norm_type=order, foreach=True)
+            assert torch.allclose(norm.full_tensor(), expected)
             assert all(torch.allclose(p.grad.full_tensor(), q.grad) for p, q in zip(laid, plain, strict=True))
 
 
@@ -253,9 +253,9 @@ def an_overflow_on_one_rank_is_found_on_all():
         grad = torch.ones(5)
         grad[place] = math.inf
         grads = [sw.distribute_tensor(g, mesh((4,)), [Shard(0)]) for g in (grad, torch.ones(3))]
-        found = torch.zeros(())
-        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
-        assert found == 1
+        result = torch.zeros(())
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, result, torch.tensor(0.5))
+        assert result == 1
         assert grads[1].full_tensor().tolist() == [0.5] * 3
 
 

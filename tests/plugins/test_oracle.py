@@ -14,9 +14,9 @@ EVERYDAY = 10
 
 
 def _rules():
-    for found in oracle_rules.first_party():
-        plugin = found.origin.plugin
-        rules, error = oracle_rules.rules_of(found)
+    for package in oracle_rules.first_party():
+        plugin = package.origin.plugin
+        rules, error = oracle_rules.rules_of(package)
         if error is not None:
             yield pytest.param(plugin, error, id=f"{plugin.removeprefix('shardwise-')}-loads")
         for rule in rules:

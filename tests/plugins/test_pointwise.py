@@ -90,9 +90,9 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("op", "args", "expected"), GOLDEN, ids=[str(op) for op, *_ in GOLDEN])
 def test_partial_rows(op, args, expected):
-    found = partials(op, *args)
-    assert found >= expected
-    assert bool(found) == bool(expected)
+    listed = partials(op, *args)
+    assert listed >= expected
+    assert bool(listed) == bool(expected)
 
 
 def test_a_product_takes_one_partial_sum():

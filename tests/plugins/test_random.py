@@ -36,8 +36,8 @@ def unseeded():
 
 
 def _rules():
-    (found,) = [f for f in oracle_rules.first_party() if f.origin.plugin == "shardwise-random"]
-    rules, error = oracle_rules.rules_of(found)
+    (plugin,) = [f for f in oracle_rules.first_party() if f.origin.plugin == "shardwise-random"]
+    rules, error = oracle_rules.rules_of(plugin)
     assert error is None
     return [pytest.param(rule, id=oracle_rules.rule_id("shardwise-random", rule)) for rule in rules]
 
@@ -148,8 +148,8 @@ def same_numbers(name, layouts):
         state = sw.random.get_state()
         sw.manual_seed(42)
         where = {"device_mesh": m, "placements": layout}
-        found = factories(**where) if name == "factories" else PROGRAMS[name](sw.distribute_tensor(x, m, layout))
-        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+        result = factories(**where) if name == "factories" else PROGRAMS[name](sw.distribute_tensor(x, m, layout))
+        for i, (one, other) in enumerate(zip(result, expected, strict=True)):
             torch.testing.assert_close(one.full_tensor(), other, msg=f"{name} {i} on {mesh_shape} {layout}")
         assert torch.equal(sw.random.get_state(), state)
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
@@ -316,8 +316,8 @@ def test_draws_of_whole_numbers_follow_theirs():
     for k in range(1, 6):
         p = 0.25 * 0.75 ** (k - 1)
         assert abs(float((trials == k).double().mean()) - p) < 4 * math.sqrt(p / MANY)
-    for found, n in ((drawn, MANY), (firsts[:, 0], MANY // 10)):
-        shares = found.bincount(minlength=4) / n
+    for sample, n in ((drawn, MANY), (firsts[:, 0], MANY // 10)):
+        shares = sample.bincount(minlength=4) / n
         assert shares[1] == 0
         torch.testing.assert_close(shares, torch.tensor([0.1, 0.0, 0.6, 0.3]), rtol=0, atol=4 * math.sqrt(0.25 / n))
     assert (firsts.sort(-1).values == torch.tensor([0, 2, 3])).all()
@@ -327,10 +327,10 @@ def test_draws_of_whole_numbers_follow_theirs():
 def test_whole_numbers_have_the_range_that_torch_gives_a_dtype(dtype):
     sw.manual_seed(1)
     with sw.random.on_one_device():
-        found = torch.empty(4000, dtype=dtype).random_().double()
+        values = torch.empty(4000, dtype=dtype).random_().double()
     plain = torch.empty(4000, dtype=dtype).random_().double()
-    assert 0 <= found.min() <= max(plain.max() / 100, 1)
-    assert plain.max() * 0.99 <= found.max() <= plain.max() * 1.01
+    assert 0 <= values.min() <= max(plain.max() / 100, 1)
+    assert plain.max() * 0.99 <= values.max() <= plain.max() * 1.01
 
 
 def test_rounding_never_reaches_an_open_end():
@@ -347,7 +347,7 @@ def test_what_torchs_way_gathers_is_told_ahead():
     mesh_of_four = AbstractMesh((4,))
     op = torch.ops.aten.bernoulli.default
     spec = TensorSpec(mesh_of_four, [Shard(0)], TensorMeta.contiguous((8, 3), torch.float32))
-    for chosen, told in (("torch", ["all_gather", "all_to_all"]), ("counter", [])):
+    for chosen, kinds in (("torch", ["all_gather", "all_to_all"]), ("counter", [])):
         with sw.random.using(chosen):
             entry = default_registry().lookup(op)
             schema = OpSchema.of(op, spec)
@@ -355,4 +355,4 @@ def test_what_torchs_way_gathers_is_told_ahead():
             call = make_call(entry.rule, schema, metas)
             issued = in_lowering(entry, schema, schema.values, call, [spec], [spec])
         assert issued.complete
-        assert [c.kind for c in issued.collectives] == told
+        assert [c.kind for c in issued.collectives] == kinds

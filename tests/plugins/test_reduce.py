@@ -28,8 +28,8 @@ def rows(op, *args, **kwargs):
 
 def kinds(op, *args, **kwargs):
     """The kinds of partial operand that a call takes."""
-    found = (row.inputs[0] for row in rows_of(op, *args, **kwargs))
-    return [p.reduce_op for p in found if isinstance(p, Partial)]
+    inputs = (row.inputs[0] for row in rows_of(op, *args, **kwargs))
+    return [p.reduce_op for p in inputs if isinstance(p, Partial)]
 
 
 # -- what rules say ----------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ def test_topk_of_few_sends_candidates_and_of_many_the_whole():
 
 
 def test_out_lies_as_the_result():
-    found = rows(aten.sum.IntList_out, empty(4, 5), [1], out=empty(4))
-    assert found[:2] == ["[S(0), S(0)] -> [S(0)]", "[S(1), P(sum)] -> [P(sum)]"]
+    listed = rows(aten.sum.IntList_out, empty(4, 5), [1], out=empty(4))
+    assert listed[:2] == ["[S(0), S(0)] -> [S(0)]", "[S(1), P(sum)] -> [P(sum)]"]
 
 
 # -- traps: what may stay partial --------------------------------------------------------------------------------
@@ -222,9 +222,9 @@ def differentiable():
         for at, program in enumerate(programs):
             full = values(5, 7).requires_grad_()
             x = sw.distribute_tensor(values(5, 7), mesh(shape), layout).requires_grad_()
-            found, expected = program(x), program(full)
-            torch.testing.assert_close(found.full_tensor(), expected, msg=f"program {at} on {layout}")
-            (found * found).sum().backward()
+            result, expected = program(x), program(full)
+            torch.testing.assert_close(result.full_tensor(), expected, msg=f"program {at} on {layout}")
+            (result * result).sum().backward()
             (expected * expected).sum().backward()
             torch.testing.assert_close(x.grad.full_tensor(), full.grad, msg=f"gradient {at} on {layout}")
             assert x.grad.placements == tuple(layout)
@@ -248,10 +248,10 @@ def answers():
     for shape, layout in LAYOUTS:
         for at, program in enumerate(programs):
             x = sw.distribute_tensor(values(5, 7), mesh(shape), layout)
-            found, expected = program(x).full_tensor(), program(values(5, 7))
+            result, expected = program(x).full_tensor(), program(values(5, 7))
             # The shares of a mean in bf16 are rounded before they are added up.
             loose = {"atol": 2e-2, "rtol": 0} if expected.dtype == BF16 else {}
-            torch.testing.assert_close(found, expected, **loose, msg=f"program {at} on {layout}")
+            torch.testing.assert_close(result, expected, **loose, msg=f"program {at} on {layout}")
 
 
 def written_out():

@@ -41,11 +41,11 @@ def on_ranks(layout):
     x = torch.randn(5, 6, 8)
     expected = x.clone().requires_grad_()
     filtered(expected).pow(2).sum().backward()
-    found = sw.distribute_tensor(x, mesh((4,)), layout).requires_grad_()
-    y = filtered(found)
+    sharded = sw.distribute_tensor(x, mesh((4,)), layout).requires_grad_()
+    y = filtered(sharded)
     y.pow(2).sum().backward()
     torch.testing.assert_close(y.full_tensor(), filtered(x))
-    torch.testing.assert_close(found.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sharded.grad.full_tensor(), expected.grad, rtol=1e-4, atol=1e-4)
     return y.placements
 
 

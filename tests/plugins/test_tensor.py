@@ -142,8 +142,8 @@ GOLDEN = [
 
 @pytest.mark.parametrize(("call", "expected"), GOLDEN, ids=lambda v: str(v[0]) if isinstance(v, tuple) else "")
 def test_rows(call, expected):
-    *found, whole = rows(*call)
-    assert found == expected
+    *x, whole = rows(*call)
+    assert x == expected
     assert whole.startswith("R: ")
 
 
@@ -220,8 +220,8 @@ def test_a_maximum_without_the_old_values_is_not_taken_in_parts():
 
 
 def test_added_values_reach_a_partial_sum_once():
-    found = partials(aten.index_add.default, empty(4, 6), 0, ints(3), empty(3, 6))
-    assert found == ["sum, R, sum -> sum", "avg, R, avg -> avg", "avg, R, R -> avg", "sum, picked, picked -> sum"]
+    listed = partials(aten.index_add.default, empty(4, 6), 0, ints(3), empty(3, 6))
+    assert listed == ["sum, R, sum -> sum", "avg, R, avg -> avg", "avg, R, R -> avg", "sum, picked, picked -> sum"]
 
 
 # -- traps: shapes -----------------------------------------------------------------------------------------------
@@ -259,8 +259,8 @@ def indexed(draw):
     shape = draw(st.lists(st.integers(2, 5), min_size=1, max_size=4))
     block = draw(st.lists(st.integers(1, 4), max_size=2))
     shapes = st.integers(0, len(block)).map(lambda n: block[n:])
-    found = draw(st.lists(st.none() | shapes, min_size=1, max_size=len(shape)))
-    return shape, found
+    draws = draw(st.lists(st.none() | shapes, min_size=1, max_size=len(shape)))
+    return shape, draws
 
 
 @given(indexed())
@@ -371,7 +371,7 @@ def partial_stays_partial():
     local = whole(5, 7) * (torch.distributed.get_rank() + 1)
     x = sw.MeshTensor.from_local(local, mesh((4,)), [Partial("sum")])
     expected = whole(5, 7) * 10
-    for found, wanted in (
+    for result, wanted in (
         (x.clone(), expected),
         (x[1:3], expected[1:3]),
         (torch.cat([x, x]), torch.cat([expected, expected])),
@@ -379,8 +379,8 @@ def partial_stays_partial():
         (x.to(torch.float64), expected.to(torch.float64)),
         (x.tril(), expected.tril()),
     ):
-        assert found.placements == (Partial("sum"),)
-        assert torch.equal(found.full_tensor(), wanted)
+        assert result.placements == (Partial("sum"),)
+        assert torch.equal(result.full_tensor(), wanted)
     assert x.to(torch.bfloat16).placements != (Partial("sum"),)
     assert torch.equal(x.to(torch.bfloat16).full_tensor(), expected.bfloat16())
     assert x.fill_(3).placements == (Partial("sum"),)
@@ -418,12 +418,12 @@ def test_on_ranks(pool, program):
 
 
 def classes_that_do_not_exist(layout, classes, num_classes):
-    placed = sw.distribute_tensor(torch.tensor(classes), mesh((4,)), layout)
+    distributed = sw.distribute_tensor(torch.tensor(classes), mesh((4,)), layout)
     with pytest.raises(RuntimeError) as expected:
         torch.nn.functional.one_hot(torch.tensor(classes), num_classes)
     with pytest.raises(RuntimeError, match=str(expected.value)):
-        torch.nn.functional.one_hot(placed, num_classes)
-    assert placed.sum().item() == sum(classes)  # the ranks are in step
+        torch.nn.functional.one_hot(distributed, num_classes)
+    assert distributed.sum().item() == sum(classes)  # the ranks are in step
 
 
 @pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)]])

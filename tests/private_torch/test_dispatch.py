@@ -35,19 +35,24 @@ class Wrapper(torch.Tensor):
 def test_a_wrapper_has_the_global_meta_and_the_local_tensor(make):
     local = torch.ones(2, 3, dtype=torch.bfloat16)
     spec = TensorSpec(AbstractMesh((2,)), [REPLICATE], TensorMeta((4, 3), (1, 4), torch.bfloat16))
-    made = make(Wrapper, local, spec, False)
-    assert type(made) is Wrapper
-    assert (made.shape, made.stride(), made.dtype, made.device) == ((4, 3), (1, 4), torch.bfloat16, local.device)
-    assert made._local_tensor is local
-    assert made._spec is spec
-    assert not made.requires_grad
+    wrapper = make(Wrapper, local, spec, False)
+    assert type(wrapper) is Wrapper
+    assert (wrapper.shape, wrapper.stride(), wrapper.dtype, wrapper.device) == (
+        (4, 3),
+        (1, 4),
+        torch.bfloat16,
+        local.device,
+    )
+    assert wrapper._local_tensor is local
+    assert wrapper._spec is spec
+    assert not wrapper.requires_grad
     assert make(Wrapper, local, spec, True).requires_grad
 
 
 def test_torch_function_is_off_and_torch_dispatch_is_on():
-    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    wrapper = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
     Wrapper.seen.clear()
-    torch.neg(made)
+    torch.neg(wrapper)
     assert Wrapper.seen == [aten.neg.default]
 
 
@@ -105,29 +110,29 @@ nudge = torch.library.custom_op("private_torch_test::nudge", _nudge, mutates_arg
 
 @pytest.mark.parametrize("op", [aten.neg.default, torch.ops.private_torch_test.nudge.default], ids=str)
 def test_a_handler_is_called_as_long_as_its_library_lives(op):
-    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    wrapper = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
     for answer in ("first", "second"):
         library = dispatch.put_before_dispatch(op, Wrapper, lambda *_, found=answer, **__: torch.tensor(len(found)))
-        assert int(op(made)) == len(answer)
+        assert int(op(wrapper)) == len(answer)
         del library
     Wrapper.seen.clear()
-    op(made)
+    op(wrapper)
     assert Wrapper.seen == [op]
 
 
 def test_a_backward_op_knows_its_forward_call():
     seen = []
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        found = torch.ones(2, requires_grad=True).cos()
-    found.grad_fn.register_prehook(lambda _: seen.append(dispatch.forward_traceback()))
-    found.sum().backward()
+        result = torch.ones(2, requires_grad=True).cos()
+    result.grad_fn.register_prehook(lambda _: seen.append(dispatch.forward_traceback()))
+    result.sum().backward()
     (lines,) = seen
     assert any("test_a_backward_op_knows_its_forward_call" in line for line in lines)
     assert dispatch.forward_traceback() == []
 
 
 def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
-    made = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
+    wrapper = dispatch.new_wrapper(Wrapper, torch.ones(2), Holder(TensorMeta.of(torch.ones(2))), False)
     seen, stand_in = [], torch.zeros(3)
 
     def run(below, args, kwargs):
@@ -137,7 +142,7 @@ def test_a_composite_op_can_be_taken_over_above_autograd_for_subclasses_alone():
     library = dispatch.put_above_autograd(aten.vander.default, run)
     torch.vander(torch.ones(2), 2)
     assert seen == []
-    assert torch.equal(torch.vander(made, 2), stand_in)
+    assert torch.equal(torch.vander(wrapper, 2), stand_in)
     assert seen == [(2, {}, (2, 2))]
     del library
 

@@ -60,12 +60,12 @@ def collectives_of_a_graph():
 
 
 def test_collectives_of_a_graph_do_what_their_names_say(pool):
-    found = pool.run(collectives_of_a_graph)
-    assert [f[0] for f in found] == [[0, 10, 1, 11, 2, 12, 3, 13]] * 4
-    assert [f[1] for f in found] == [[6, 46]] * 4
-    assert [f[2] for f in found] == [[4 * i + 6] for i in range(4)]
-    assert [f[3] for f in found] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
-    assert [f[4] for f in found] == [[i, i + 10] for i in range(4)]
+    answers = pool.run(collectives_of_a_graph)
+    assert [f[0] for f in answers] == [[0, 10, 1, 11, 2, 12, 3, 13]] * 4
+    assert [f[1] for f in answers] == [[6, 46]] * 4
+    assert [f[2] for f in answers] == [[4 * i + 6] for i in range(4)]
+    assert [f[3] for f in answers] == [[i, 10 + i, 20 + i, 30 + i] for i in range(4)]
+    assert [f[4] for f in answers] == [[i, i + 10] for i in range(4)]
 
 
 def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():

@@ -59,16 +59,16 @@ def test_a_custom_op_is_made_again_from_its_parts():
     source.register_autograd(lambda *given: (5 * given[-1], None))
     parts = ops.parts_of(source)
     assert (parts.name, parts.written, parts.module) == ("private_torch_test::source", (), __name__)
-    made = ops.make_custom_op(evolve(parts, name="private_torch_test::copy"))
+    copy = ops.make_custom_op(evolve(parts, name="private_torch_test::copy"))
     x = torch.ones(2, requires_grad=True)
-    made(x, 2.0).sum().backward()
+    copy(x, 2.0).sum().backward()
     assert x.grad.tolist() == [5, 5]
     assert torch.ops.private_torch_test.copy(torch.empty(3, device="meta")).shape == (3,)
 
 
 def test_parts_of_an_op_with_several_kernels_have_no_kernel():
-    made = torch.library.custom_op("private_torch_test::kernels", _bump, mutates_args=(), device_types="cpu")
-    assert ops.parts_of(made).kernel is None
+    custom = torch.library.custom_op("private_torch_test::kernels", _bump, mutates_args=(), device_types="cpu")
+    assert ops.parts_of(custom).kernel is None
 
 
 def test_every_op_can_be_watched_and_taken_apart():
@@ -79,15 +79,15 @@ def test_every_op_can_be_watched_and_taken_apart():
         return op(*args, **kwargs)
 
     with dispatch.watching(run, ops.is_composite), torch.inference_mode():
-        found = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
-    assert torch.equal(found, torch.full((2, 4), 3.0))
+        result = torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert torch.equal(result, torch.full((2, 4), 3.0))
     assert seen[-1] is aten.mm.default
     assert aten.linear.default not in seen
 
 
 def test_torch_decomposes_by_a_python_function_or_a_composite_kernel():
-    found = ops.python_decomposition(aten.addcmul.default)
-    assert torch.equal(found(torch.ones(2), torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
+    decomposition = ops.python_decomposition(aten.addcmul.default)
+    assert torch.equal(decomposition(torch.ones(2), torch.ones(2), torch.ones(2)), torch.full((2,), 2.0))
     assert ops.python_decomposition(torch.ops.prims.exp.default) is not None
     assert ops.python_decomposition(aten.mm.default) is None
     kernel = ops.composite_kernel(aten._foreach_neg.default)

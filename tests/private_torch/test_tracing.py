@@ -87,8 +87,8 @@ def test_what_a_symbol_stands_for():
 def test_tensors_of_other_sizes_in_one_trace():
     whole, (n, m) = symbols(8, 6)
     assert not any(map(tracing.is_open, (n, 8)))
-    found = tracing.retraced(whole, (n // 2, m), (m, 1))
-    assert tracing.same_symbol(found.shape[0], n // 2)
+    result = tracing.retraced(whole, (n // 2, m), (m, 1))
+    assert tracing.same_symbol(result.shape[0], n // 2)
     with tracing.without_data(whole):
         assert tracing.is_traced(torch.empty(3))
     tracing.make_known(whole.shape)  # nothing writes a graph here

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import MeshTensor, Replicate, Shard
+from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm import events
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.kernel import dispatcher
@@ -76,10 +76,10 @@ def train(model, ids, target, loss=loss_of):
     losses = []
     for _ in range(STEPS):
         steps.zero_grad()
-        found = loss(model, ids, target)
-        found.backward()
+        result = loss(model, ids, target)
+        result.backward()
         steps.step()
-        losses.append(found.detach())
+        losses.append(result.detach())
     return losses, [p.grad for p in model.parameters()], [p.detach() for p in model.parameters()]
 
 
@@ -99,17 +99,17 @@ def compare(make, mesh_of, partition, data, backend, batch, hook=None, dtype=tor
     for model in (eager, spread):
         if hook is not None:
             hook(model)
-    placed = [sw.distribute_tensor(t, m, data) for t in (ids, target)]
-    seen = train(eager, *placed)
+    operands = [sw.distribute_tensor(t, m, data) for t in (ids, target)]
+    seen = train(eager, *operands)
     issued = []
     compiled = torch.compile(loss_of, backend=backend, fullgraph=True, dynamic=False)
     with events.observe(issued.append):
-        found = train(spread, *placed, compiled)
+        losses = train(spread, *operands, compiled)
     # AdamW moves nothing, so every collective of the step lies in a graph.
     assert issued == []
     tolerance = TIGHT if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(whole(found), whole(expected), **tolerance)
-    for one, other in zip(seen, found, strict=True):
+    torch.testing.assert_close(whole(losses), whole(expected), **tolerance)
+    for one, other in zip(seen, losses, strict=True):
         assert [t.spec for t in one] == [t.spec for t in other]
         torch.testing.assert_close([t.to_local() for t in one], [t.to_local() for t in other], **tolerance)
 
@@ -221,8 +221,8 @@ def by_layout(x, w):
 
 def made_inside(x, w):
     m = x.device_mesh
-    made = sw.zeros(7, 12, device_mesh=m, placements=[Shard(0)]) + sw.full((7, 12), 2.5, device_mesh=m)
-    return x @ w + made + sw.distribute_tensor(torch.ones(7, 12), m, [Shard(0)], src_data_rank=None)
+    result = sw.zeros(7, 12, device_mesh=m, placements=[Shard(0)]) + sw.full((7, 12), 2.5, device_mesh=m)
+    return x @ w + result + sw.distribute_tensor(torch.ones(7, 12), m, [Shard(0)], src_data_rank=None)
 
 
 def viewed(x, w):
@@ -272,11 +272,11 @@ def operands(m, requires_grad=True):
 
 def outcome(program, x, w):
     """Results and the gradient of ``w``, each with its spec."""
-    found = program(x, w)
-    found = found if isinstance(found, tuple) else (found,)
-    total = sum(t.square().sum() for t in found if t.requires_grad)
+    result = program(x, w)
+    result = result if isinstance(result, tuple) else (result,)
+    total = sum(t.square().sum() for t in result if t.requires_grad)
     (total.full_tensor() if isinstance(total, MeshTensor) else total).backward()
-    parts = [t.detach() for t in found] + [w.grad]
+    parts = [t.detach() for t in result] + [w.grad]
     return [(getattr(t, "spec", None), t.to_local() if isinstance(t, MeshTensor) else t) for t in parts]
 
 
@@ -284,9 +284,9 @@ def run_both(program, backend):
     torch._dynamo.reset()
     m = one_dim()
     expected = outcome(program, *operands(m))
-    found = outcome(torch.compile(program, backend=backend, fullgraph=True), *operands(m))
-    assert [spec for spec, _ in found] == [spec for spec, _ in expected]
-    torch.testing.assert_close([t for _, t in found], [t for _, t in expected])
+    result = outcome(torch.compile(program, backend=backend, fullgraph=True), *operands(m))
+    assert [spec for spec, _ in result] == [spec for spec, _ in expected]
+    torch.testing.assert_close([t for _, t in result], [t for _, t in expected])
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
@@ -323,17 +323,17 @@ def graphs_for(dynamic, *layouts):
     """How many graphs one compiled function needs for inputs of these shapes and placements."""
     torch._dynamo.reset()
     m = one_dim()
-    made = []
+    graphs = []
 
     def backend(graph, _):
-        made.append(graph)
+        graphs.append(graph)
         return graph.forward
 
     compiled = torch.compile(lambda x: x.relu() * 2, backend=backend, fullgraph=True, dynamic=dynamic)
     for shape, placements in layouts:
         x = sw.distribute_tensor(torch.arange(float(torch.Size(shape).numel())).view(shape), m, placements)
         torch.testing.assert_close(compiled(x).full_tensor(), x.full_tensor().relu() * 2)
-    return len(made)
+    return len(graphs)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -453,9 +453,40 @@ def test_a_view_that_needs_data_from_elsewhere_is_refused_in_compiled_code_too(r
     assert all("redistribute the tensor first" in text for text in said)
 
 
+def refuse_plain():
+    with sw.plain("refuse"):
+        return refused(lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
+
+
 def test_a_plain_tensor_is_refused_in_compiled_code_too(ranks):
-    said = ranks.run(refused, lambda x, w: x @ w + torch.ones(7, 12), PlainTensorError)
-    assert all("distribute_tensor" in text for text in said)
+    assert all("distribute_tensor" in text for text in ranks.run(refuse_plain))
+
+
+def plain_compiled(backend, dynamic):
+    """Plain tensors in a graph: made there, an input, and an input that ranks do not have in common."""
+    torch._dynamo.reset()
+    here = one_dim()
+    whole_x, plain = torch.linspace(-1, 1, 48).view(8, 6), torch.arange(6.0)
+    x = sw.distribute_tensor(whole_x, here, [Shard(0)])
+
+    def program(x, p):
+        return ((x + p) * torch.arange(6.0)).sum(0) + torch.ones(6, 6).triu().sum(1)
+
+    compiled = torch.compile(program, backend=backend, fullgraph=True, dynamic=dynamic)
+    for p in (plain, plain + 1):
+        torch.testing.assert_close(compiled(x, p).full_tensor(), program(whole_x, p))
+    weight, wanted = plain.clone().requires_grad_(), plain.clone().requires_grad_()
+    compiled(x, weight).square().sum().backward()
+    program(whole_x, wanted).square().sum().backward()
+    assert type(weight.grad) is torch.Tensor
+    torch.testing.assert_close(weight.grad, wanted.grad)
+    with pytest.raises(RuntimeError, match=r"test_compile\.py:\d+.*'other'.*ranks do not have the same"):
+        compiled(x, plain + here.get_local_rank())
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_plain_tensors_in_compiled_code_are_compared_when_it_runs(ranks, dynamic):
+    ranks.run(plain_compiled, "aot_eager", dynamic)
 
 
 class TwosBehind(torch.autograd.Function):
@@ -473,11 +504,14 @@ class TwosBehind(torch.autograd.Function):
 def plain_gradient(backend):
     torch._dynamo.reset()
     program = torch.compile(lambda x, w: TwosBehind.apply(x @ w).sum(), backend=backend, fullgraph=True)
-    with pytest.raises(RuntimeError, match="a plain tensor met a MeshTensor"):
-        program(*operands(one_dim())).backward()
+    x, w = operands(one_dim())
+    program(x, w).backward()
+    whole_x, whole_w = x.full_tensor().detach(), w.full_tensor().detach().requires_grad_()
+    TwosBehind.apply(whole_x @ whole_w).sum().backward()
+    torch.testing.assert_close(w.grad.full_tensor(), whole_w.grad)
 
 
-def test_a_plain_gradient_is_refused_when_the_graph_runs(ranks):
+def test_a_plain_gradient_counts_as_whole_in_compiled_code_too(ranks):
     ranks.run(plain_gradient, "aot_eager")
 
 
@@ -514,3 +548,28 @@ def test_a_compiled_optimizer_step(ranks):
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD"])
 def test_every_compiled_optimizer_step(two_ranks, name):
     two_ranks.run(step_compiled, name)
+
+
+def parts_of_larger_memory():
+    device_mesh = mesh((2,))
+    memory = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
+    part = memory[device_mesh.get_rank()]
+    expected = memory.sum(0)
+
+    def largest(x):
+        return x.amax(0).sum() + torch.dist(x, x * 0.5, float("inf")) + x.median()
+
+    gradients = []
+    for run in (largest, torch.compile(largest, backend="aot_eager", fullgraph=True)):
+        x = MeshTensor.from_local(part, device_mesh, [Partial()]).requires_grad_()
+        run(x).backward()
+        gradients.append(x.grad.full_tensor())
+    whole = expected.requires_grad_()
+    largest(whole).backward()
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, whole.grad)
+
+
+def test_a_part_with_a_storage_offset_compiles(two_ranks):
+    # Torch gave its stand-in the offset by a method that MeshTensor refuses. The op's partial operand is reduced once.
+    two_ranks.run(parts_of_larger_memory)

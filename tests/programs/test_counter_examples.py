@@ -82,3 +82,35 @@ def test_the_bag_of_each_index_is_what_the_forward_told(pool):
         ),
     )
     assert counts(pool, program)["call ran"] == 1
+
+
+def test_a_tensor_that_cannot_be_viewed_is_copied(pool):
+    # Torch's meta function refuses what its kernels copy.
+    turned = torch.arange(120.0).view(4, 6, 5).transpose(0, 1)
+    program = Program(
+        (4,),
+        (
+            Leaf(0, turned, (Shard(2),)),
+            Call((1,), "aten.view_copy.default", (Value(0), (4, 6, 5))),
+            drawn(2, (4, 30), torch.float32, (Replicate(),)),
+            Call((3,), "aten.view_copy.out", (Value(0), (4, 30)), {"out": Value(2)}),
+        ),
+    )
+    assert counts(pool, program)["call ran"] == 2
+
+
+def test_one_partial_tensor_may_be_both_running_statistics(pool):
+    # Each was reduced by itself, and written back over the other.
+    program = Program(
+        (4,),
+        (
+            drawn(0, (4, 6, 5), torch.float32, (Shard(0),)),
+            Leaf(1, torch.linspace(0.5, 1, 6), (Partial("sum"),)),
+            Call(
+                (2, 3, 4),
+                "aten.native_batch_norm.default",
+                (Value(0), None, None, Value(1), Value(1), True, 0.1, 1e-5),
+            ),
+        ),
+    )
+    assert counts(pool, program)["call ran"] == 1

@@ -98,18 +98,18 @@ def run(make, mesh_of, partition, placements, batches, backend="aot_eager", dyna
     issued, counts = [], []
     for batch in batches:
         whole = data(reference, batch, dtype)
-        placed = [sw.distribute_tensor(t, m, placements) for t in whole]
+        operands = [sw.distribute_tensor(t, m, placements) for t in whole]
         if mark:
-            for t in placed:
+            for t in operands:
                 torch._dynamo.mark_dynamic(t, 0)
         reference.zero_grad()
         model.zero_grad()
         expected = loss_of(reference, *whole)
         expected.backward()
         with events.observe(issued.append):
-            found = compiled(model, *placed)
-            found.backward()
-        torch.testing.assert_close(found.full_tensor(), expected, **tolerance)
+            result = compiled(model, *operands)
+            result.backward()
+        torch.testing.assert_close(result.full_tensor(), expected, **tolerance)
         for one, other in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(one.grad.full_tensor(), other.grad, **tolerance)
         counts.append(counter.frame_count)
@@ -131,8 +131,8 @@ def test_a_second_batch_size_makes_one_graph_more_and_a_third_none(ranks):
 @pytest.mark.slow
 @pytest.mark.sample
 def test_a_batch_that_does_not_divide_makes_a_graph_for_its_like(pool):
-    found = pool.run(run, MLP, ONE, OVER_DATA, ROWS, (8, 12, 11, 15, 7, 16), timeout=240)
-    assert found == [[1, 2, 3, 3, 4, 4]] * 4
+    answers = pool.run(run, MLP, ONE, OVER_DATA, ROWS, (8, 12, 11, 15, 7, 16), timeout=240)
+    assert answers == [[1, 2, 3, 3, 4, 4]] * 4
 
 
 SLOW = {

@@ -62,7 +62,7 @@ def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
     else:
         x = x.contiguous(memory_format=torch.channels_last)
     m = mesh(mesh_shape)
-    placed = sw.distribute_tensor(x, m, layout).requires_grad_()
+    sharded = sw.distribute_tensor(x, m, layout).requires_grad_()
     x.requires_grad_()
     whole = net(x)
     torch.manual_seed(1)
@@ -71,17 +71,19 @@ def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
     expected = {name: p.grad.clone() for name, p in net.named_parameters()}
     net.zero_grad()
     sw.distribute_module(net, m)
-    result = net(placed)
+    result = net(sharded)
     torch.testing.assert_close(result.full_tensor(), whole, rtol=1e-4, atol=1e-4)
     assert result.stride() == whole.stride()
     (result * sw.distribute_tensor(direction, m)).sum().backward()
     close = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(placed.grad.full_tensor(), x.grad, **close)
+    torch.testing.assert_close(sharded.grad.full_tensor(), x.grad, **close)
     for parameter, p in net.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[parameter], **close)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float64, marks=[pytest.mark.slow, pytest.mark.sample])]
+)
 @pytest.mark.parametrize(("mesh_shape", "layout"), LAYOUTS)
 @pytest.mark.parametrize("name", AFTER)
 def test_what_follows_a_convolution_of_channels_last(pool, name, mesh_shape, layout, dtype):
@@ -112,11 +114,11 @@ def test_parts_that_are_not_contiguous_with_a_global_shape(pool, strides_given):
 def expanded():
     whole = torch.arange(3.0)[:, None].expand(3, 8)
     device_mesh = mesh((4,))
-    made = sw.distribute_tensor(whole, device_mesh, [Shard(1)])
+    distributed = sw.distribute_tensor(whole, device_mesh, [Shard(1)])
     expanded_here = sw.distribute_tensor(whole[:, :1], device_mesh, [Replicate()]).expand(3, 8)
     assert (expanded_here.stride(), expanded_here.to_local().stride()) == ((1, 0), (1, 0))
     given = sw.MeshTensor.from_local(torch.ones(3, 2), device_mesh, [Shard(1)], shape=(3, 8), stride=(1, 0))
-    for x in (made, given, expanded_here.redistribute(placements=[Shard(1)])):
+    for x in (distributed, given, expanded_here.redistribute(placements=[Shard(1)])):
         assert x.stride() == (8, 1)
         column = x.redistribute(placements=[Replicate()]).unbind(1)[3]
         assert column.stride() == column.to_local().stride() == (8,)

@@ -266,7 +266,8 @@ def copies_are_freed():
     m = mesh((4,), ("dp",))
     model = sw.distribute_module(Layers(6, 8, []).double(), m, {"*": [Shard(0)]})
     model = sw.prefetch(model, "dp", units=list(model.layers))
-    (schedule,) = {hook.__self__.schedule for hook in model._forward_pre_hooks.values()}
+    owners = [hook.__self__ for hook in model._forward_pre_hooks.values()]
+    (schedule,) = {owner.schedule for owner in owners if hasattr(owner, "schedule")}
 
     def gathered():
         return [i for i, u in enumerate(schedule.units) if any(c._result is not None for c in u.copies.values())]

@@ -119,8 +119,8 @@ def compare(mesh_shape, shapes, steps, numbers):
         sw.distribute_tensor(t, m, layouts(numbers[i:] + numbers, t.ndim, m.ndim)).requires_grad_()
         for i, t in enumerate(full)
     ]
-    found = run_program(leaves, steps, spread)
-    for mine, whole in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+    results = run_program(leaves, steps, spread)
+    for mine, whole in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         if whole is None:
             assert mine is None
         else:

@@ -125,12 +125,12 @@ def compare(make, x, target, mesh_of, partition, data, optimizer, hook=None, cli
     before = {n: p.placements for n, p in spread.named_parameters()}
     if hook is not None:
         hook(spread)
-    found = train(
+    losses = train(
         spread, sw.distribute_tensor(x, m, data), sw.distribute_tensor(target, m, data[: m.ndim]), optimizer, clip
     )
-    torch.testing.assert_close([loss.full_tensor() for loss in found[0]], expected[0], **TIGHT)
-    torch.testing.assert_close(gathered(found[2]), expected[2], **TIGHT)
-    torch.testing.assert_close(gathered(found[1]), expected[1], **TIGHT)
+    torch.testing.assert_close([loss.full_tensor() for loss in losses[0]], expected[0], **TIGHT)
+    torch.testing.assert_close(gathered(losses[2]), expected[2], **TIGHT)
+    torch.testing.assert_close(gathered(losses[1]), expected[1], **TIGHT)
     for name, parameter in spread.named_parameters():
         assert parameter.placements == parameter.grad.placements == before[name], name
 

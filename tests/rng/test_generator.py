@@ -152,8 +152,8 @@ def recomputed(mesh_shape, layout):
     operands = sw.distribute_tensor(x, m, layout), sw.distribute_tensor(w, m, [Replicate()] * (m.ndim - 1) + [Shard(1)])
     for use in (None, False, True):
         # What a rank draws alone from torch's generator does not matter.
-        found = seeded_step(*operands, use=use, alone=torch.distributed.get_rank() == 1)
-        torch.testing.assert_close(tuple(t.full_tensor() for t in found), expected)
+        drawn = seeded_step(*operands, use=use, alone=torch.distributed.get_rank() == 1)
+        torch.testing.assert_close(tuple(t.full_tensor() for t in drawn), expected)
 
 
 @pytest.mark.parametrize(("mesh_shape", "layout"), [((4,), [Shard(0)]), ((2, 2), [Shard(1), Replicate()])])
@@ -192,9 +192,9 @@ def first_draw_agrees():
     rank = torch.distributed.get_rank()
     sw.manual_seed(10 + rank)
     turned = torch.distributed.device_mesh.DeviceMesh("cpu", [[2, 3], [1, 0]])
-    found = sw.rand(9, device_mesh=turned, placements=[Shard(0), Shard(0)]).full_tensor()
+    result = sw.rand(9, device_mesh=turned, placements=[Shard(0), Shard(0)]).full_tensor()
     sw.manual_seed(12)
-    assert torch.equal(found, one_device(9))
+    assert torch.equal(result, one_device(9))
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 
 
@@ -226,17 +226,17 @@ def fast():
     m = mesh((2, 2))
     with sw.random.using("local"):
         sw.manual_seed(1)
-        made = sw.rand(8, 6, device_mesh=m, placements=[Shard(0), Replicate()])
+        drawn = sw.rand(8, 6, device_mesh=m, placements=[Shard(0), Replicate()])
         dropped = functional.dropout(sw.ones(8, 6, device_mesh=m, placements=[Replicate(), Shard(1)]))
-        sampled = torch.multinomial(made, 2)
-        normal = torch.normal(made, made)
+        sampled = torch.multinomial(drawn, 2)
+        normal = torch.normal(drawn, drawn)
         order = sw.randperm(9, device_mesh=m, placements=[Shard(0), Replicate()])
         sw.manual_seed(1)
         again = sw.rand(8, 6, device_mesh=m, placements=[Shard(0), Replicate()])
-    assert torch.equal(again.to_local(), made.to_local())
+    assert torch.equal(again.to_local(), drawn.to_local())
     assert sorted(order.full_tensor().tolist()) == list(range(9))
-    for tensor in (made, dropped, sampled, normal):
-        # Ranks that hold the same part drew it alike, and others drew otherwise.
+    for tensor in (drawn, dropped, sampled, normal):
+        # Ranks that hold the same part drew the same values, and other ranks drew others.
         sw.MeshTensor.from_local(tensor.to_local(), m, tensor.placements, shape=tensor.shape, run_check=True)
         full = tensor.full_tensor()
         dim = next(p.dim for p in tensor.placements if isinstance(p, Shard))
@@ -273,8 +273,8 @@ def compiled():
         assert "TracingError" in str(caught.value) or isinstance(caught.value, TracingError), name
         with sw.random.using("torch"):
             torch._dynamo.reset()
-            made = torch.compile(program, backend="aot_eager", fullgraph=True)
-            assert not torch.equal(made(x).full_tensor(), made(x).full_tensor())
+            result = torch.compile(program, backend="aot_eager", fullgraph=True)
+            assert not torch.equal(result(x).full_tensor(), result(x).full_tensor())
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 
 

@@ -47,10 +47,10 @@ def test_a_region_holds_its_part_of_the_whole(region, kind, tile):
     whole = KINDS[kind](Region.whole(region.shape))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sampling._TILE, "cpu", tile)
-        found = KINDS[kind](region)
+        drawn = KINDS[kind](region)
     part = whole[tuple(slice(o, o + n) for o, n in zip(region.offset, region.size, strict=True))]
-    assert torch.equal(found, part)
-    assert found.is_contiguous()
+    assert torch.equal(drawn, part)
+    assert drawn.is_contiguous()
 
 
 def test_a_draw_is_what_it_was():
@@ -64,8 +64,8 @@ def test_a_draw_is_what_it_was():
 
 
 def test_seeds_numbers_and_elements_make_other_values():
-    found = [Draw(s, n).bits(Region.whole((50,)), CPU) for s in (0, 1, 1 << 32, (1 << 64) - 1) for n in (0, 1, 1 << 40)]
-    assert len(torch.stack(found).unique()) == len(found) * 50
+    drawn = [Draw(s, n).bits(Region.whole((50,)), CPU) for s in (0, 1, 1 << 32, (1 << 64) - 1) for n in (0, 1, 1 << 40)]
+    assert len(torch.stack(drawn).unique()) == len(drawn) * 50
 
 
 def test_elements_beyond_32_bits_have_counters_of_their_own():
@@ -75,10 +75,10 @@ def test_elements_beyond_32_bits_have_counters_of_their_own():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_uniform_values_are_below_one(dtype):
-    found = DRAW.uniform(Region.whole((MANY,)), dtype, CPU)
-    assert found.dtype == dtype
-    assert found.min() >= 0
-    assert found.max() < 1
+    drawn = DRAW.uniform(Region.whole((MANY,)), dtype, CPU)
+    assert drawn.dtype == dtype
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
     open_ = DRAW.positive(Region.whole((MANY,)), dtype, CPU)
     assert open_.min() > 0
     assert open_.max() < 1
@@ -86,9 +86,9 @@ def test_uniform_values_are_below_one(dtype):
 
 def test_the_extreme_words_stay_in_range():
     ends = torch.tensor([[0, 0xFFFFFFFF], [0xFFFFFFFF, 0]])
-    for found in (sampling._open(ends), sampling._open_wide(ends, ends)):
-        assert 0 < found.min() < found.max() < 1
-        assert found.log().max() < 0
+    for opened in (sampling._open(ends), sampling._open_wide(ends, ends)):
+        assert 0 < opened.min() < opened.max() < 1
+        assert opened.log().max() < 0
 
 
 def ks(values, cdf):
@@ -118,10 +118,10 @@ def test_integers_are_uniform_on_any_range():
     assert float(((counts[3:] - MANY / 10) ** 2 / (MANY / 10)).sum()) < 28  # chi-squared with 9 degrees: one in a 1000
     lowest, highest = -(1 << 63), (1 << 63) - 1
     for low, high in [(lowest, highest), (lowest, highest + 1), (0, highest), (lowest, 0), (-5, highest), (-1, 0)]:
-        found = DRAW.integers(Region.whole((1000,)), low, high, CPU).tolist()
-        assert low <= min(found)
-        assert max(found) < high
-        middle = sum(value >= (low + high) // 2 for value in found)
+        drawn = DRAW.integers(Region.whole((1000,)), low, high, CPU).tolist()
+        assert low <= min(drawn)
+        assert max(drawn) < high
+        middle = sum(value >= (low + high) // 2 for value in drawn)
         assert middle == 1000 if high - low == 1 else 400 < middle < 600
 
 
@@ -135,11 +135,11 @@ def test_probabilities_may_be_numbers_or_tensors():
 
 
 def test_a_permutation_has_each_number_once():
-    found = DRAW.permutation(1000, CPU)
-    assert sorted(found.tolist()) == list(range(1000))
-    assert not torch.equal(found, torch.arange(1000))
+    drawn = DRAW.permutation(1000, CPU)
+    assert sorted(drawn.tolist()) == list(range(1000))
+    assert not torch.equal(drawn, torch.arange(1000))
     # Where a number comes to lie is anywhere: the mean place of the first half is that of all.
-    assert abs(float(found[:500].double().mean()) - 499.5) < 50
+    assert abs(float(drawn[:500].double().mean()) - 499.5) < 50
 
 
 def test_generators_of_torch_are_seeded_by_draw_and_place():

@@ -111,14 +111,14 @@ def test_the_rows_of_one_position_of_zipped_lists():
 
 
 def test_a_named_operand_with_fewer_dims_is_aligned_to_the_right():
-    made = rule(aten.addmm.default, {"self": "m n", "mat1": "m k", "mat2": "k n", "->": "m n"}, replicate=["k"])
-    found = rows(made, aten.addmm.default, meta(8), meta(4, 6), meta(6, 8), outputs=[meta(4, 8)])
-    assert found[:2] == ["shard n: [S(0), R, S(1)] -> [S(1)]", "shard m: [R, S(0), R] -> [S(0)]"]
+    own_rule = rule(aten.addmm.default, {"self": "m n", "mat1": "m k", "mat2": "k n", "->": "m n"}, replicate=["k"])
+    listed = rows(own_rule, aten.addmm.default, meta(8), meta(4, 6), meta(6, 8), outputs=[meta(4, 8)])
+    assert listed[:2] == ["shard n: [S(0), R, S(1)] -> [S(1)]", "shard m: [R, S(0), R] -> [S(0)]"]
 
 
 def test_a_compound_dim_takes_its_size_from_the_other_tensors():
-    made = rule(aten.view.default, "(h d) -> h d")
-    (heads, _) = made.rows(call(made, aten.view.default, meta(12), [4, 3], outputs=[meta(4, 3)]))
+    own_rule = rule(aten.view.default, "(h d) -> h d")
+    (heads, _) = own_rule.rows(call(own_rule, aten.view.default, meta(12), [4, 3], outputs=[meta(4, 3)]))
     assert (str(heads), heads.divides) == ("shard h: [S(0)] -> [S(0)]", ((0, 0, 4),))
 
 
@@ -141,8 +141,8 @@ def test_a_function_takes_arguments_by_position_keyword_only_ones_by_name_and_th
         seen.update(x=x, over=over, keep=keep, dtype=dtype, outputs=call.outputs)
         return Rows((Row((REPLICATE,), (REPLICATE,), "R"),))
 
-    found = rows(reduces, aten.sum.dim_IntList, meta(4, 6), [0], True, dtype=torch.float64, outputs=[meta(1, 6)])
-    assert found == ["R: [R] -> [R]"]
+    listed = rows(reduces, aten.sum.dim_IntList, meta(4, 6), [0], True, dtype=torch.float64, outputs=[meta(1, 6)])
+    assert listed == ["R: [R] -> [R]"]
     assert seen == {"x": meta(4, 6), "over": [0], "keep": True, "dtype": torch.float64, "outputs": (meta(1, 6),)}
 
 
@@ -158,8 +158,8 @@ def test_a_value_keyed_by_type_is_readable_only_when_static():
 
 
 def test_by_type_hides_values_but_not_their_absence():
-    made = rule(aten.clamp.default, "... -> ...")
-    shown = by_type(made, [meta(4), 0.5, None], aten.clamp.default)
+    own_rule = rule(aten.clamp.default, "... -> ...")
+    shown = by_type(own_rule, [meta(4), 0.5, None], aten.clamp.default)
     assert shown == {"self": meta(4), "min": ByType("min", float), "max": None}
 
 
@@ -245,26 +245,26 @@ def test_something_that_is_no_op_is_refused(ops):
 
 
 def test_a_rule_that_does_not_fit_a_call_says_so():
-    made = rule(aten.relu.default, "a b -> a b")
+    own_rule = rule(aten.relu.default, "a b -> a b")
     with pytest.raises(RuleError, match=r"writes 'a b' for a tensor of 3 dims: f32\[2,3,4\]"):
-        rows(made, aten.relu.default, meta(2, 3, 4), outputs=[meta(2, 3, 4)])
+        rows(own_rule, aten.relu.default, meta(2, 3, 4), outputs=[meta(2, 3, 4)])
 
 
 def test_a_compound_dim_that_does_not_follow_is_refused():
-    made = rule(aten.view.default, "(h d) -> h d")
+    own_rule = rule(aten.view.default, "(h d) -> h d")
     with pytest.raises(RuleError, match="does not follow from"):
-        rows(made, aten.view.default, meta(13), [4, 3], outputs=[meta(4, 3)])
+        rows(own_rule, aten.view.default, meta(13), [4, 3], outputs=[meta(4, 3)])
 
 
 def test_making_a_rule_does_not_register_it():
-    made = full_mesh_rule(aten.mm.default)(lambda *_: None)
-    assert str(made) == "aten.mm.default: function of the full mesh"
-    assert (made.zip_lists, made.static) == (False, frozenset())
+    own_rule = full_mesh_rule(aten.mm.default)(lambda *_: None)
+    assert str(own_rule) == "aten.mm.default: function of the full mesh"
+    assert (own_rule.zip_lists, own_rule.static) == (False, frozenset())
 
 
 def test_a_flow_of_a_function_is_bound_to_the_call():
-    made = rule_from(aten.t.default)(lambda **_: Flow([("a", "b")], [("b", "a")]))
-    first = made.rows(call(made, aten.t.default, meta(2, 3), outputs=[meta(3, 2)]))[0]
+    own_rule = rule_from(aten.t.default)(lambda **_: Flow([("a", "b")], [("b", "a")]))
+    first = own_rule.rows(call(own_rule, aten.t.default, meta(2, 3), outputs=[meta(3, 2)]))[0]
     assert first == Row((shard(0),), (shard(1),), "shard a")
 
 
@@ -276,11 +276,11 @@ def test_a_mapping_describes_one_operand_per_name():
 def test_a_row_that_asks_something_of_an_absent_operand_alone_is_no_row():
     """Without the bias `R, R, sum -> sum` would count the product once per rank."""
     partials = ["R, R, sum -> sum", "R, sum, sum -> sum"]
-    made = rule(aten.linear.default, "b k, n k, n -> b n", replicate=["k"], partial=partials)
+    own_rule = rule(aten.linear.default, "b k, n k, n -> b n", replicate=["k"], partial=partials)
     x, weight, bias = meta(4, 3), meta(5, 3), meta(5)
 
     def names(*operands):
-        return [row.partition(":")[0] for row in rows(made, aten.linear.default, *operands, outputs=[meta(4, 5)])]
+        return [row.partition(":")[0] for row in rows(own_rule, aten.linear.default, *operands, outputs=[meta(4, 5)])]
 
     assert names(x, weight, bias) == ["shard b", "shard n", *partials, "R"]
     assert names(x, weight) == ["shard b", "shard n", "R, sum, sum -> sum", "R"]

@@ -93,9 +93,9 @@ def test_a_number_in_place_of_a_tensor_takes_part_in_no_fact():
 
 
 def test_one_operand_may_have_a_name_per_op():
-    made = rule([aten.dot.default, aten.vdot.default], "k, k -> ()", reduce={"k": "sum"}, linear="tensor|other")
-    for op in made.ops:
-        assert "R, sum -> sum" in [row.name for row in made.rows(call(op, X, X, outputs=(meta(),)))]
+    own_rule = rule([aten.dot.default, aten.vdot.default], "k, k -> ()", reduce={"k": "sum"}, linear="tensor|other")
+    for op in own_rule.ops:
+        assert "R, sum -> sum" in [row.name for row in own_rule.rows(call(op, X, X, outputs=(meta(),)))]
 
 
 def test_einop_takes_facts_too():
@@ -104,8 +104,10 @@ def test_einop_takes_facts_too():
 
 
 def test_a_rule_says_its_facts():
-    made = rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "sum"}, linear=("self", "mat2"), affine="self mat2")
-    assert made.partial == ("linear in self, linear in mat2, affine in self with mat2",)
+    own_rule = rule(
+        aten.mm.default, "m k, k n -> m n", reduce={"k": "sum"}, linear=("self", "mat2"), affine="self mat2"
+    )
+    assert own_rule.partial == ("linear in self, linear in mat2, affine in self with mat2",)
 
 
 # -- refused -----------------------------------------------------------------------------------------------------
@@ -160,8 +162,10 @@ def test_a_lowering_runs_the_rows_that_it_is_attached_to():
 
 def test_a_row_that_a_lowering_is_attached_to_need_not_be_written_twice():
     bound = call(aten.add.Tensor, X, X)
-    made = rule(aten.add.Tensor, "..., ... -> ...", lowering={("R, sum -> sum", linear("self")): run}, affine="other")
-    assert [(row.name, row.lowered) for row in made.rows(bound)] == [
+    own_rule = rule(
+        aten.add.Tensor, "..., ... -> ...", lowering={("R, sum -> sum", linear("self")): run}, affine="other"
+    )
+    assert [(row.name, row.lowered) for row in own_rule.rows(bound)] == [
         ("shard ...1", False),
         ("R, avg -> avg", False),
         ("R, sum -> sum", True),

@@ -44,11 +44,11 @@ def test_blanks_do_not_matter(notation):
 @given(st.text(alphabet="abk1_R.(),-> ", max_size=12))
 def test_any_text_is_read_or_refused_with_the_text_in_the_message(text):
     try:
-        found = parse(text)
+        calibrations = parse(text)
     except NotationError as error:
         refused = error
     else:
-        assert parse(str(found)) == found
+        assert parse(str(calibrations)) == calibrations
         return
     assert repr(text) in str(refused)
     assert refused.notation == text

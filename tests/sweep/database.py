@@ -80,13 +80,13 @@ def entries(pattern=""):
     """The operators whose name matches, in the order of the databases."""
     from torch.testing._internal import common_methods_invocations as known  # takes seconds
 
-    found = []
+    entries = []
     for database in DATABASES:
         for record in getattr(known, database):
             name = record.name + (f".{record.variant_test_name}" if record.variant_test_name else "")
             if re.search(pattern, name):
-                found.append(Entry(name, family_of(name), record))
-    return found
+                entries.append(Entry(name, family_of(name), record))
+    return entries
 
 
 def family_of(name):
@@ -115,5 +115,5 @@ def samples(record, direction, *, limit):
     more = {"num_input_tensors": [3]} if record.name.startswith("_foreach") else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = list(record.sample_inputs("cpu", dtype, requires_grad=direction == BACKWARD, **more))
-    return found[:: max(1, -(-len(found) // limit))]
+        inputs = list(record.sample_inputs("cpu", dtype, requires_grad=direction == BACKWARD, **more))
+    return inputs[:: max(1, -(-len(inputs) // limit))]

@@ -1,4 +1,4 @@
-"""The two libraries, seen alike: how a tensor gets onto a mesh and back, and what a refusal looks like."""
+"""The two libraries behind one interface: how a tensor gets onto a mesh and back, and what a refusal looks like."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Library:
 
     def scatter(self, whole, mesh, placements):
         """A leaf on the mesh, of a plain tensor that is the same on all ranks."""
-        found = self.distribute(whole.detach(), mesh, placements)
-        return found.requires_grad_(whole.requires_grad)
+        distributed = self.distribute(whole.detach(), mesh, placements)
+        return distributed.requires_grad_(whole.requires_grad)
 
     def whole(self, value):
         return value.full_tensor() if isinstance(value, self.tensor) else value

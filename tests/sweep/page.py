@@ -16,11 +16,11 @@ def write(path, lines):
 
 
 def _counts(lines, by):
-    found = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for line in lines:
         if line.outcome != "no sample":
-            found[by(line)][line.outcome] += 1
-    return found
+            counts[by(line)][line.outcome] += 1
+    return counts
 
 
 def _share(counted):
@@ -54,12 +54,12 @@ def _families(lines):
 
 def _failures(lines):
     """Every operator of ours that does not pass somewhere, with its first failing case."""
-    found = defaultdict(dict)
+    cells = defaultdict(dict)
     for line in lines:
         if line.library == "shardwise" and line.outcome not in ("pass", "no sample"):
-            found[line.name].setdefault(line.outcome, line)
+            cells[line.name].setdefault(line.outcome, line)
     rows = ["| operator | where | outcome | its first failing case |", "|---|---|---|---|"]
-    for name, outcomes in sorted(found.items()):
+    for name, outcomes in sorted(cells.items()):
         for outcome, line in outcomes.items():
             shown = line.example.split(". ")[0][:160].replace("|", "/").replace("<", "&lt;")
             rows.append(f"| `{name}` | {line.mesh}, {line.direction} | {outcome} | `{shown}` |")

@@ -46,17 +46,17 @@ class Line:
 def measure(pool, entry, trial):
     """Run every case of an operator on all ranks."""
     try:
-        found = pool.run(check, trial, timeout=TIMEOUT)[0]
+        answer = pool.run(check, trial, timeout=TIMEOUT)[0]
     except WorkerError as error:
         pool.close()
-        found = [("hang", -1, "", " ".join(str(error).split())[:300])]
+        answer = [("hang", -1, "", " ".join(str(error).split())[:300])]
     where = (entry.name, entry.family, trial.library, "x".join(map(str, trial.shape)), trial.direction)
-    if not found:
+    if not answer:
         return Line(*where, "no sample", 0, 0, "")
-    worst = min(found, key=lambda case: ORDER.index(case[0]))
-    passed = sum(case[0] == "pass" for case in found)
+    worst = min(answer, key=lambda case: ORDER.index(case[0]))
+    passed = sum(case[0] == "pass" for case in answer)
     example = "" if worst[0] == "pass" else f"sample {worst[1]}, {worst[2]}: {worst[3]}"
-    return Line(*where, worst[0], len(found), passed, example)
+    return Line(*where, worst[0], len(answer), passed, example)
 
 
 def totals(lines, by):

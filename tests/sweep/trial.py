@@ -46,16 +46,16 @@ def check(trial):
     """Every case of one operator: a list of (outcome, sample number, placements, message)."""
     (entry,) = [e for e in entries() if e.name == trial.name]
     warnings.simplefilter("ignore")
-    found = []
+    results = []
     for number, sample in enumerate(samples(entry.record, trial.direction, limit=trial.limit)):
         expected = _expected(entry.record, sample, trial.direction)
         if expected is None:
             continue
         leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
-        for placed in placings(leaves, trial, number):
-            outcome, message = _agreed(*_case(trial, entry.record, sample, leaves, tree, placed, expected))
-            found.append((outcome, number, _written(placed), message))
-    return found
+        for placing in placings(leaves, trial, number):
+            outcome, message = _agreed(*_case(trial, entry.record, sample, leaves, tree, placing, expected))
+            results.append((outcome, number, _written(placing), message))
+    return results
 
 
 # -- where the operands lie ------------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ def placings(leaves, trial, number):
     mesh_ndim = len(trial.shape)
     tensors = [leaf if is_tensor(leaf) else None for leaf in leaves]
     whole = [None if t is None else (Replicate(),) * mesh_ndim for t in tensors]
-    found = [whole]
+    splits = [whole]
     for dim, over in product(range(max((t.ndim for t in tensors if t is not None), default=0)), {mesh_ndim, 1}):
         cut = (Replicate(),) * (mesh_ndim - over) + (Shard(dim),) * over
-        found += [[w if w is None or t.ndim <= dim else cut for t, w in zip(tensors, whole, strict=True)]]
+        splits += [[w if w is None or t.ndim <= dim else cut for t, w in zip(tensors, whole, strict=True)]]
     draw = random.Random(zlib.crc32(f"{trial.seed}/{trial.name}/{number}".encode()))  # noqa: S311
-    found += [
+    splits += [
         [None if t is None else tuple(_drawn(draw, t, trial.partials) for _ in range(mesh_ndim)) for t in tensors]
         for _ in range(trial.draws)
     ]
-    return list({repr(p): p for p in found}.values())
+    return list({repr(p): p for p in splits}.values())
 
 
 def _drawn(draw, tensor, partials):

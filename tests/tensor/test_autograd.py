@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.errors import PlainTensorError
+from shardwise.errors import PlainTensorError, RankDisagreementError
 from shardwise.testing import mesh
 
 LAYOUTS = [
@@ -251,10 +252,32 @@ class WritesPlain(torch.autograd.Function):
 
 def writing_a_plain_tensor():
     x = sw.distribute_tensor(torch.ones(4, 4), mesh((4,)), [Replicate()]).requires_grad_()
-    with pytest.raises(PlainTensorError, match="'out'"):
+    WritesPlain.apply(x).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), torch.full((4, 4), 4.0))
+    with sw.plain("refuse"), pytest.raises(PlainTensorError, match="'out'"):
         WritesPlain.apply(x).sum().backward()
 
 
-def test_a_plain_tensor_of_zeros_is_not_written_in_a_backward(pool):
-    """Fresh memory is zeros on some ranks and not on others, which would then go on alone."""
+def test_a_plain_tensor_is_written_in_a_backward(pool):
+    """Where plain tensors are refused: fresh memory is zeros on some ranks and not on others, and all refuse it."""
     pool.run(writing_a_plain_tensor)
+
+
+class DifferentBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x * 1
+
+    @staticmethod
+    def backward(_, grad):
+        return torch.full(grad.shape, float(dist.get_rank()))
+
+
+def different_gradients():
+    x = sw.distribute_tensor(torch.ones(4, 4), mesh((4,)), [Replicate()]).requires_grad_()
+    with pytest.raises(RankDisagreementError, match=r"gradient of a MeshTensor.*on rank 3"):
+        DifferentBackward.apply(x).sum().backward()
+
+
+def test_a_plain_gradient_that_differs_between_ranks_is_an_error(pool):
+    pool.run(different_gradients)

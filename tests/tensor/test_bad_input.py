@@ -81,13 +81,18 @@ def no_rule():
 
 
 def in_place_of_a_copy():
-    x = on([Shard(0)], 4, 3)[1:3]
+    x = on([Shard(0)], 4, 3).unfold(0, 2, 1)
     return [x], lambda: torch.ops.aten.exp_.default(x)
 
 
 def view_across_ranks():
     x = on([Shard(1)], 4, 6)
-    return [x], lambda: x.view(24)
+
+    def view():
+        with sw.sharing_views():
+            x.view(24)
+
+    return [x], view
 
 
 def item_of_many():
@@ -128,7 +133,12 @@ def fused_of_unequal_length():
 
 def plain_tensor():
     x = on([Shard(0)], 4, 3)
-    return [x], lambda: x + torch.ones(4, 3)
+
+    def refused():
+        with sw.plain("refuse"):
+            return x + torch.ones(4, 3)
+
+    return [x], refused
 
 
 def local_that_does_not_fit():
@@ -167,7 +177,7 @@ CASES = [
     (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),
     (another_device_type, errors.DeviceMismatchError, "cuda"),
     (no_rule, errors.NoRuleError, "_values_copy"),
-    (in_place_of_a_copy, errors.InPlaceError, "self = f32[2,3]"),
+    (in_place_of_a_copy, errors.InPlaceError, "aten.unfold.default"),
     (view_across_ranks, errors.ViewError, "data from another rank"),
     (item_of_many, errors.ItemError, "12 elements"),
     (float_of_many, errors.ItemError, "12 elements"),

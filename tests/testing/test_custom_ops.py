@@ -72,8 +72,8 @@ halves.register_autograd(
 
 @custom_op("kit::total", mutates_args=())
 def total(xs: Sequence[Tensor], bias: Tensor | None, *, scale: float | None = None) -> Tensor:
-    found = sum(xs) if bias is None else sum(xs) + bias
-    return found * (1.0 if scale is None else scale)
+    result = sum(xs) if bias is None else sum(xs) + bias
+    return result * (1.0 if scale is None else scale)
 
 
 total.register_fake(lambda xs, bias, *, scale=None: torch.empty_like(xs[0]))
@@ -217,9 +217,8 @@ def test_a_wrong_rule_of_the_forward_is_refused(pool):
     assert "planted" in refused.value.rows
 
 
-def test_a_backward_that_makes_a_plain_tensor_is_told_how_to_make_another(pool):
-    with pytest.raises(GradientRefuted, match=r"PlainTensorError.*It was made in a backward.*zeros_like\(grad\)"):
-        check_gradients(plain_backward, pool=pool, rules=rule(plain_backward, "... -> ..."), cases=4)
+def test_a_backward_may_make_a_plain_tensor(pool):
+    check_gradients(plain_backward, pool=pool, rules=rule(plain_backward, "... -> ..."), cases=4)
 
 
 def test_a_rule_that_refuses_every_case_is_refused(pool):

@@ -71,9 +71,9 @@ def test_tensors_are_even_uneven_small_empty_and_without_dims():
 
 
 def test_what_an_op_happens_to_broadcast_is_kept_only_where_its_fake_agrees():
-    found = shapes(samples_from_schema(gated))
-    assert ((5, 7), (7,)) in found
-    assert ((5,), (4, 5)) not in found  # the op takes it, and its fake says that the result is like x
+    guessed = shapes(samples_from_schema(gated))
+    assert ((5, 7), (7,)) in guessed
+    assert ((5,), (4, 5)) not in guessed  # the op takes it, and its fake says that the result is like x
     assert all(a == b for a, b in shapes(samples_from_schema(gated, one_shape=True)))
 
 

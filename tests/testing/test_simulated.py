@@ -30,24 +30,24 @@ def test_ranks_are_in_row_major_order():
     ],
 )
 def test_all_reduce(kind, mesh_dims, expected):
-    found = run_ranks((2, 3), lambda at, comm: comm.all_reduce(numbered(at), kind, mesh_dims).item())
-    assert {at: found[at] for at in expected} == expected
+    answers = run_ranks((2, 3), lambda at, comm: comm.all_reduce(numbered(at), kind, mesh_dims).item())
+    assert {at: answers[at] for at in expected} == expected
 
 
 def test_all_gather_takes_different_shapes():
-    found = run_ranks((2, 3), lambda at, comm: comm.all_gather(torch.full((at[1],), float(at[0])), 1))
-    assert [t.tolist() for t in found[1, 0]] == [[], [1.0], [1.0, 1.0]]
+    answers = run_ranks((2, 3), lambda at, comm: comm.all_gather(torch.full((at[1],), float(at[0])), 1))
+    assert [t.tolist() for t in answers[1, 0]] == [[], [1.0], [1.0, 1.0]]
 
 
 def test_all_to_all_sends_piece_i_to_rank_i():
-    found = run_ranks((3,), lambda at, comm: comm.all_to_all([torch.tensor([at[0], i]) for i in range(3)], 0))
-    assert [t.tolist() for t in found[1,]] == [[0, 1], [1, 1], [2, 1]]
+    answers = run_ranks((3,), lambda at, comm: comm.all_to_all([torch.tensor([at[0], i]) for i in range(3)], 0))
+    assert [t.tolist() for t in answers[1,]] == [[0, 1], [1, 1], [2, 1]]
 
 
 @pytest.mark.parametrize(("by", "expected"), [(1, [2, 0, 1]), (-1, [1, 2, 0]), (4, [2, 0, 1])])
 def test_shift_wraps_round(by, expected):
-    found = run_ranks((3,), lambda at, comm: comm.shift(torch.tensor(at[0]), 0, by).item())
-    assert list(found.values()) == expected
+    answers = run_ranks((3,), lambda at, comm: comm.shift(torch.tensor(at[0]), 0, by).item())
+    assert list(answers.values()) == expected
 
 
 def test_shifts_that_are_started_bring_any_shape():
@@ -61,13 +61,13 @@ def test_shifts_that_are_started_bring_any_shape():
 
 
 def test_several_mesh_dims_make_one_line_in_the_order_given():
-    found = run_ranks((2, 3), lambda at, comm: comm.shift(numbered(at), (0, 1)).item())
-    assert [found[at] for at in coordinates((2, 3))] == [12.0, 0.0, 1.0, 2.0, 10.0, 11.0]
-    found = run_ranks((2, 3), lambda at, comm: [int(t) for t in comm.all_gather(numbered(at), (1, 0))])
-    assert found[0, 2] == [0, 10, 1, 11, 2, 12]
+    answers = run_ranks((2, 3), lambda at, comm: comm.shift(numbered(at), (0, 1)).item())
+    assert [answers[at] for at in coordinates((2, 3))] == [12.0, 0.0, 1.0, 2.0, 10.0, 11.0]
+    answers = run_ranks((2, 3), lambda at, comm: [int(t) for t in comm.all_gather(numbered(at), (1, 0))])
+    assert answers[0, 2] == [0, 10, 1, 11, 2, 12]
     sent = lambda at: [torch.full((i,), at[0]) for i in range(4)]
-    found = run_ranks((2, 2), lambda at, comm: comm.all_to_all(sent(at), (0, 1), [(2 * at[0] + at[1],)] * 4))
-    assert [t.tolist() for t in found[1, 0]] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    answers = run_ranks((2, 2), lambda at, comm: comm.all_to_all(sent(at), (0, 1), [(2 * at[0] + at[1],)] * 4))
+    assert [t.tolist() for t in answers[1, 0]] == [[0, 0], [0, 0], [1, 1], [1, 1]]
 
 
 def test_collectives_follow_each_other_and_leave_their_inputs():
@@ -81,8 +81,8 @@ def test_collectives_follow_each_other_and_leave_their_inputs():
 
 
 def test_the_groups_of_a_collective_may_have_different_shapes():
-    found = run_ranks((2, 2), lambda at, comm: comm.all_reduce(torch.ones(2 - at[1]), "sum", (0,)).tolist())
-    assert found == {(0, 0): [2.0, 2.0], (0, 1): [2.0], (1, 0): [2.0, 2.0], (1, 1): [2.0]}
+    answers = run_ranks((2, 2), lambda at, comm: comm.all_reduce(torch.ones(2 - at[1]), "sum", (0,)).tolist())
+    assert answers == {(0, 0): [2.0, 2.0], (0, 1): [2.0], (1, 0): [2.0, 2.0], (1, 1): [2.0]}
 
 
 def test_groups_may_communicate_more_or_less():
@@ -108,8 +108,8 @@ def test_all_ranks_draw_the_same_numbers_as_one_device():
     torch.manual_seed(3)
     expected = torch.rand(2).tolist()
     torch.manual_seed(3)
-    found = run_ranks((3,), lambda _, comm: [*torch.rand(1), *comm.all_gather(torch.rand(1), 0)[2]])
-    assert all([float(x) for x in numbers] == expected for numbers in found.values())
+    answers = run_ranks((3,), lambda _, comm: [*torch.rand(1), *comm.all_gather(torch.rand(1), 0)[2]])
+    assert all([float(x) for x in numbers] == expected for numbers in answers.values())
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------------

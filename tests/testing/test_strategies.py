@@ -35,8 +35,8 @@ def test_meshes_have_their_ranks(some, eight):
 
 @given(st.data(), sst.shapes(), st.integers(1, 3))
 def test_placements_fit_their_tensor(data, shape, ndim):
-    placed = data.draw(sst.placements(shape, ndim))
-    assert check_placements(placed, ndim, len(shape)) == placed
+    draws = data.draw(sst.placements(shape, ndim))
+    assert check_placements(draws, ndim, len(shape)) == draws
     integers = data.draw(sst.placements(shape, ndim, dtype=torch.int8, kinds=("avg",)))
     assert partial("avg") not in integers
 

@@ -25,11 +25,11 @@ SMALL = {"largest": 1 << 15, "rounds": 1}
 
 
 def measured(shape, path=None):
-    found = init_device_mesh("cpu", shape)
+    device_mesh = init_device_mesh("cpu", shape)
     heard = []
     try:
-        calibration = calibrate(found, path, **SMALL, save=path is not None, tell=lambda *how: heard.append(how))
-        return calibration, links_of(found), heard
+        calibration = calibrate(device_mesh, path, **SMALL, save=path is not None, tell=lambda *how: heard.append(how))
+        return calibration, links_of(device_mesh), heard
     finally:
         forget()
 
@@ -81,10 +81,10 @@ def test_calibrate_is_public():
 
 
 def tried():
-    found = mesh((2, 2))
+    device_mesh = mesh((2, 2))
     return [
         ([s.kind for s in trial.planned.steps], trial.predicted, trial.seconds)
-        for trial in time_redistributions(found, typical_pairs(found, 4096), rounds=1)
+        for trial in time_redistributions(device_mesh, typical_pairs(device_mesh, 4096), rounds=1)
     ]
 
 
@@ -117,8 +117,8 @@ CASES = [
 
 def executed(shape, size, src, dst):
     """The steps of a redistribution, and the collectives that running it issues, as this rank sees them."""
-    found, meta = mesh(shape), TensorMeta.contiguous(size, torch.float32)
-    before, after = (TensorSpec(found, [parse_placement(w) for w in words.split()], meta) for words in (src, dst))
+    device_mesh, meta = mesh(shape), TensorMeta.contiguous(size, torch.float32)
+    before, after = (TensorSpec(device_mesh, [parse_placement(w) for w in words.split()], meta) for words in (src, dst))
     local = torch.ones(before.local_shape())
     runner(before, after)(local)  # groups are made
     events = []

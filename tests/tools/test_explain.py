@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.cli.call_text import find_op
 from shardwise.comm import events
 from shardwise.discovery.process import default_registry, use_registry
-from shardwise.errors import CallError, InPlaceError, MeshMismatchError, NoRuleError
+from shardwise.errors import CallError, MeshMismatchError, NoRuleError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
 from shardwise.kernel.precedence import Origin
@@ -34,15 +34,15 @@ aten = torch.ops.aten
 
 
 def spec(mesh, shape, words, dtype=torch.float32):
-    placed = [parse_placement(word) for word in words.split()]
-    return TensorSpec(mesh, placed, TensorMeta.contiguous(shape, dtype))
+    placements = [parse_placement(word) for word in words.split()]
+    return TensorSpec(mesh, placements, TensorMeta.contiguous(shape, dtype))
 
 
 @st.composite
 def specs(draw, mesh, shape):
     kinds = st.sampled_from([REPLICATE, partial("sum"), *map(shard, range(len(shape)))])
-    placed = draw(st.lists(kinds, min_size=mesh.ndim, max_size=mesh.ndim))
-    return TensorSpec(mesh, placed, TensorMeta.contiguous(shape, torch.float32))
+    draws = draw(st.lists(kinds, min_size=mesh.ndim, max_size=mesh.ndim))
+    return TensorSpec(mesh, draws, TensorMeta.contiguous(shape, torch.float32))
 
 
 CALLS = {
@@ -57,16 +57,16 @@ CALLS = {
 @pytest.mark.parametrize("op", CALLS, ids=str)
 def test_what_is_taken_is_the_planners_choice_and_the_cheapest(op, data):
     mesh = data.draw(st.sampled_from([(4,), (2, 2), (2, 3), (2, 2, 2)]).map(AbstractMesh))
-    found = explain(op, *(data.draw(specs(mesh, shape)) for shape in CALLS[op]))
-    (decision,) = found.decisions
+    explanation = explain(op, *(data.draw(specs(mesh, shape)) for shape in CALLS[op]))
+    (decision,) = explanation.decisions
     entry = default_registry().lookup(op)
-    call = make_call(entry.rule, found.schema, schema_metas(found.schema))
-    assert [decision.chosen] == cheapest(entry.rule, found.schema, call)
+    call = make_call(entry.rule, explanation.schema, schema_metas(explanation.schema))
+    assert [decision.chosen] == cheapest(entry.rule, explanation.schema, call)
     costs = [c.strategy.cost for c in decision.ranked]
     assert costs == sorted(costs)
     assert decision.ranked[0].reason == ""
     assert all(c.reason for c in decision.ranked[1:])
-    paid = sum(r.path.cost for r in found.redistributions)
+    paid = sum(r.path.cost for r in explanation.redistributions)
     assert paid == pytest.approx(decision.chosen.cost, rel=1e-9, abs=0)
 
 
@@ -75,10 +75,12 @@ def test_what_is_taken_is_the_planners_choice_and_the_cheapest(op, data):
 def test_the_list_is_what_exhaustive_search_finds(data):
     mesh = data.draw(st.sampled_from([(4,), (2, 2), (3, 2)]).map(AbstractMesh))
     op = data.draw(st.sampled_from(list(CALLS)))
-    found = explain_call(op, [data.draw(specs(mesh, shape)) for shape in CALLS[op]], {}, limit=None)
-    (decision,) = found.decisions
-    rule_ = found.entry.rule
-    (problem,) = problems(rule_, found.schema, make_call(rule_, found.schema, schema_metas(found.schema)))
+    explanation = explain_call(op, [data.draw(specs(mesh, shape)) for shape in CALLS[op]], {}, limit=None)
+    (decision,) = explanation.decisions
+    rule_ = explanation.entry.rule
+    (problem,) = problems(
+        rule_, explanation.schema, make_call(rule_, explanation.schema, schema_metas(explanation.schema))
+    )
     every = {choice: strategy.cost for choice, strategy in exhaustive(problem)}
     ranked = list(Chooser(problem).ranked())
     assert len(ranked) == len(set(ranked)) == decision.legal == len(decision.ranked)
@@ -132,11 +134,11 @@ def test_combinations_that_do_not_go_together_are_counted_with_their_reason():
 def test_positions_of_lists_are_explained_one_by_one():
     mesh = AbstractMesh((2,))
     a, b = spec(mesh, (8,), "S(0)"), spec(mesh, (4,), "R")
-    found = explain(aten._foreach_add.List, [a, a, b], [a.with_placements([REPLICATE])] * 2 + [b])
-    assert [d.positions for d in found.decisions] == [(0, 1), (2,)]
-    assert [d.operands for d in found.decisions] == [("self", "other")] * 2
-    assert [r.operand for r in found.redistributions] == ["other[0]", "other[1]"]
-    assert [r.placements for r in found.results] == [(shard(0),), (shard(0),), (REPLICATE,)]
+    explanation = explain(aten._foreach_add.List, [a, a, b], [a.with_placements([REPLICATE])] * 2 + [b])
+    assert [d.positions for d in explanation.decisions] == [(0, 1), (2,)]
+    assert [d.operands for d in explanation.decisions] == [("self", "other")] * 2
+    assert [r.operand for r in explanation.redistributions] == ["other[0]", "other[1]"]
+    assert [r.placements for r in explanation.results] == [(shard(0),), (shard(0),), (REPLICATE,)]
 
 
 def test_a_rule_of_the_full_mesh_is_explained():
@@ -169,11 +171,11 @@ def test_other_rules_for_the_op_are_named():
     undo = default_registry().override(rule(aten.mm.default, "m k, k n -> m n", replicate=["k"]))
     try:
         x = spec(AbstractMesh((2,)), (4, 4), "R")
-        found = explain(aten.mm.default, x, x)
+        explanation = explain(aten.mm.default, x, x)
     finally:
         undo()
-    assert found.entry.origin.plugin == "override"
-    assert [e.origin.plugin for e in found.others] == ["shardwise-matmul"]
+    assert explanation.entry.origin.plugin == "override"
+    assert [e.origin.plugin for e in explanation.others] == ["shardwise-matmul"]
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -182,8 +184,6 @@ def test_other_rules_for_the_op_are_named():
 def test_what_the_call_would_raise_is_raised():
     mesh = AbstractMesh((4,))
     x = spec(mesh, (8, 8), "R")
-    with pytest.raises(InPlaceError, match="no longer shares the memory"):
-        explain(aten.add_.Tensor, TensorSpec(mesh, [REPLICATE], x.tensor_meta, True), x)
     with pytest.raises(NoRuleError), use_registry(Registry()):
         explain(aten.mm.default, x, x)
     with pytest.raises(MeshMismatchError):
@@ -268,14 +268,14 @@ def issued(number):
         whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
         return sw.distribute_tensor(whole, device_mesh, [parse_placement(w) for w in words.split()])
 
-    found = [each(arg, distributed) for arg in args]
-    told = sw.explain(op, *found)
-    op(*found)  # with the agreements of a first call
+    operands = [each(arg, distributed) for arg in args]
+    explanation = sw.explain(op, *operands)
+    op(*operands)  # with the agreements of a first call
     seen = []
     with events.observe(seen.append):
-        op(*found)
-    assert told.lowering is None or told.lowering.complete
-    expected = [(c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in told.collectives]
+        op(*operands)
+    assert explanation.lowering is None or explanation.lowering.complete
+    expected = [(c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in explanation.collectives]
     return [(e.kind, e.mesh_dims, e.group_size, e.nbytes) for e in seen], expected
 
 
@@ -306,7 +306,7 @@ def all_kinds_of_communication():
         x = sw.distribute_tensor(torch.ones(8, 6), worker_mesh((2, 2)), [shard(0), shard(1)])
         op(x)
         before = torch.get_rng_state()
-        told = explain(op, x)
+        explanation = explain(op, x)
         assert torch.equal(before, torch.get_rng_state())
         seen = []
         with events.observe(seen.append):
@@ -314,22 +314,22 @@ def all_kinds_of_communication():
     finally:
         undo()
     return [(e.kind, e.mesh_dims, e.group_size, e.nbytes) for e in seen], [
-        (c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in told.collectives
+        (c.kind, c.mesh_dims, c.ranks, c.nbytes) for c in explanation.collectives
     ]
 
 
 def test_every_way_of_communicating_in_a_lowering_is_told(pool):
-    seen, told = pool.run(all_kinds_of_communication)[0]
-    assert told == seen
+    seen, heard = pool.run(all_kinds_of_communication)[0]
+    assert heard == seen
     kinds = ["all_reduce", "all_gather", "all_to_all", "all_to_all", "all_to_all", "shift"]
     assert [kind for kind, *_ in seen] == kinds
 
 
 def test_a_lowering_that_data_decides_is_told_as_such():
     mesh = AbstractMesh((2,))
-    found = explain(aten.equal.default, spec(mesh, (4,), "S(0)"), spec(mesh, (4,), "S(0)"))
-    assert found.lowering is not None
-    assert not found.lowering.complete
+    explanation = explain(aten.equal.default, spec(mesh, (4,), "S(0)"), spec(mesh, (4,), "S(0)"))
+    assert explanation.lowering is not None
+    assert not explanation.lowering.complete
 
 
 def test_an_op_without_a_rule_is_explained_by_the_calls_that_it_runs_as():
@@ -340,11 +340,15 @@ def test_an_op_without_a_rule_is_explained_by_the_calls_that_it_runs_as():
         registrar._by_op[op] = default_registry().lookup(op)
     registry.accept(registrar)
     with use_registry(registry):
-        found = explain(aten.addcmul.default, a, b, b)
+        explanation = explain(aten.addcmul.default, a, b, b)
         with pytest.raises(NoRuleError, match=r"no rule for aten\.div\.Tensor"):
             explain(aten.addcdiv.default, a, b, b)
-    assert found.entry.rule.text == "decomposed into aten.mul.Tensor, aten.add.Tensor (torch's decomposition)"
-    assert [str(part.schema.op) for part in found.parts] == ["aten.mul.Tensor", "aten.mul.Tensor", "aten.add.Tensor"]
-    assert found.results == found.parts[-1].results
-    assert found.results[0].placements == (shard(0),)
-    assert found.collectives == []
+    assert explanation.entry.rule.text == "decomposed into aten.mul.Tensor, aten.add.Tensor (torch's decomposition)"
+    assert [str(part.schema.op) for part in explanation.parts] == [
+        "aten.mul.Tensor",
+        "aten.mul.Tensor",
+        "aten.add.Tensor",
+    ]
+    assert explanation.results == explanation.parts[-1].results
+    assert explanation.results[0].placements == (shard(0),)
+    assert explanation.collectives == []

@@ -57,10 +57,10 @@ def test_twice_too_much_is_as_wrong_as_half():
 def times(costs, dims, n):
     """Points of every kind over one group, by the model."""
     pieces = [size // 4 for size in SIZES]
-    found = {("all_reduce", dims): [(2 * (n - 1) * p, costs.all_reduce(dims, n * p)) for p in pieces]}
+    points = {("all_reduce", dims): [(2 * (n - 1) * p, costs.all_reduce(dims, n * p)) for p in pieces]}
     for kind in ("all_gather", "reduce_scatter", "all_to_all"):
-        found[kind, dims] = [((n - 1) * p, getattr(costs, kind)(dims, p)) for p in pieces]
-    return found
+        points[kind, dims] = [((n - 1) * p, getattr(costs, kind)(dims, p)) for p in pieces]
+    return points
 
 
 def alike(one, other, rel):
@@ -85,11 +85,11 @@ def test_the_figures_of_a_mesh_are_found_again():
 def test_the_figures_of_one_mesh_dim_share_the_start():
     figures = Connection.same(Link(2e-5, 2e-5, 1e9))
     costs = step_costs((2,), Links((figures,), 1e-6, 1e10))
-    found = fit_links((2,), times(costs, (0,), 2), [(x, costs.copy(x)) for x in SIZES])
+    links = fit_links((2,), times(costs, (0,), 2), [(x, costs.copy(x)) for x in SIZES])
     # Half of what precedes the first byte is the start; an all-reduce has two latencies in it.
-    alike(found.mesh_dims[0], Connection(*[figures.all_gather] * 4), rel=0.5)
-    assert found.whole is None
-    again = step_costs((2,), found)
+    alike(links.mesh_dims[0], Connection(*[figures.all_gather] * 4), rel=0.5)
+    assert links.whole is None
+    again = step_costs((2,), links)
     for kind in KINDS:
         for nbytes in SIZES:
             assert getattr(again, kind)((0,), nbytes) == pytest.approx(getattr(costs, kind)((0,), nbytes), rel=1e-3)

@@ -38,12 +38,12 @@ def linear(mesh, rows=6, columns=10, placements=ROWS):
 
 
 def test_what_a_rank_holds_is_its_part_of_each_tensor():
-    found = rehearse(linear, (4,))
+    rehearsal = rehearse(linear, (4,))
     # Six rows over four ranks: two for the first.
-    assert (found.whole_parameters, found.memory.parameters) == (60, 2 * 10 * 4)
-    assert found.memory.gradients == 2 * 10 * 4
+    assert (rehearsal.whole_parameters, rehearsal.memory.parameters) == (60, 2 * 10 * 4)
+    assert rehearsal.memory.gradients == 2 * 10 * 4
     # Two moments, and a step counter that AdamW keeps in float32.
-    assert found.memory.optimizer == 2 * (2 * 10 * 4) + 4
+    assert rehearsal.memory.optimizer == 2 * (2 * 10 * 4) + 4
 
 
 def test_the_parts_of_all_ranks_make_up_the_whole():
@@ -88,10 +88,10 @@ def test_a_collective_is_named_by_the_op_that_needs_it():
         y = x.redistribute(placements=[Replicate()])
         return (x.softmax(1) + y).sum(), y
 
-    found = rehearse(step, (4,))
-    assert {use.op for use in found.counts if use.phase == "forward"} == {NO_OP, "aten._softmax.default"}
+    rehearsal = rehearse(step, (4,))
+    assert {use.op for use in rehearsal.counts if use.phase == "forward"} == {NO_OP, "aten._softmax.default"}
     # All four ranks' two columns of float32.
-    assert [size for use, _, size in found.by_op if use.op == NO_OP] == [4 * 2 * 4]
+    assert [size for use, _, size in rehearsal.by_op if use.op == NO_OP] == [4 * 2 * 4]
 
 
 def test_memory_is_followed_through_the_phases(small):

@@ -139,17 +139,15 @@ def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
     """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints."""
     directory = partial.parent
     contents = {"format": FORMAT, "step": step, "files": {name: list(sums) for name, sums in sorted(files.items())}}
-    _write(partial / CONTENTS, json.dumps(contents, indent=1) + "\n")
+    with (partial / CONTENTS).open("w") as file:
+        file.write(json.dumps(contents, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
     _sync(partial)
     again = max((c.again + 1 for c in checkpoints_in(directory) if c.step == step), default=0)
     final = directory / (f"step-{step:08d}.{again}" if again else f"step-{step:08d}")
     partial.rename(final)
     _sync(directory)
-    _prune(directory, keep)
-    return Checkpoint(step, again, final)
-
-
-def _prune(directory: Path, keep: int) -> None:
     there = checkpoints_in(directory)
     good = [checkpoint for checkpoint in there if not damage(checkpoint)]
     by_step = {checkpoint.step: checkpoint for checkpoint in good}  # of one step the last
@@ -159,13 +157,7 @@ def _prune(directory: Path, keep: int) -> None:
             removed = checkpoint.path.with_name(f".{checkpoint.path.name}{_REMOVED}")
             checkpoint.path.rename(removed)
             shutil.rmtree(removed)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    return Checkpoint(step, again, final)
 
 
 def _sync(directory: Path) -> None:

@@ -18,7 +18,6 @@ from shardwise.kernel.placements import Placement, show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.planning.exclusion import Exclusion
 from shardwise.tools.explain import Decision, Explanation
 from shardwise.tools.traffic import Collective
 
@@ -119,10 +118,15 @@ def _decision_part(decision: Decision, *, alone: bool) -> RenderableType:
     ]
     if decision.exclusions:
         parts.append(Text("\nnot considered:"))
-        parts += [
-            Padding(Text(_exclusion_text(excluded, exact=decision.counted)), (0, 0, 0, 2))
-            for excluded in decision.exclusions
-        ]
+        least = "" if decision.counted else "at least "
+        for excluded in decision.exclusions:
+            if excluded.mesh_dim is not None:
+                what = f"{'; '.join(excluded.rows)} on mesh dim {excluded.mesh_dim}"
+            else:
+                example = f", such as {' | '.join(excluded.rows)}" if excluded.rows else ""
+                noun = "combination" if excluded.count == 1 else "combinations"
+                what = f"{least}{excluded.count:,} {noun}{example}"
+            parts.append(Padding(Text(f"{what}: {excluded.reason}"), (0, 0, 0, 2)))
     return Group(*parts)
 
 
@@ -157,16 +161,6 @@ def _strategy_table(decision: Decision) -> Table:
 
 def _microseconds(seconds: float) -> str:
     return "no path" if math.isinf(seconds) else f"{seconds * 1e6:,.1f}"
-
-
-def _exclusion_text(excluded: Exclusion, *, exact: bool) -> str:
-    if excluded.mesh_dim is not None:
-        rows = "; ".join(excluded.rows)
-        return f"{rows} on mesh dim {excluded.mesh_dim}: {excluded.reason}"
-    noun = "combination" if excluded.count == 1 else "combinations"
-    least = "" if exact else "at least "
-    example = f", such as {' | '.join(excluded.rows)}" if excluded.rows else ""
-    return f"{least}{excluded.count:,} {noun}{example}: {excluded.reason}"
 
 
 # -- what is issued --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from shardwise.cli.sample_text import read_sample
 from shardwise.errors import CallError
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.signature import Kind, Op, op_name, signature
-from shardwise.testing.inference import Finding, Inferred
+from shardwise.testing.inference import Inferred
 from shardwise.testing.inference import infer as infer_rule
 from shardwise.testing.values import Sample
 from shardwise.tools.explain import bind_call
@@ -49,9 +49,16 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     else:
         for name in inferred.samples:
             click.echo(f"sample {name}")
-        rows: list[dict[str, object]] = [
-            {"operands": f.form, "row": str(f), "verdict": _verdict_text(f)} for f in inferred.findings
-        ]
+        rows: list[dict[str, object]] = []
+        for finding in inferred.findings:
+            meshes, holds, fails = map(_numbers_text, (finding.meshes, finding.holds_for, finding.fails_for))
+            verdict = {
+                "all samples": "all samples",
+                "even shards only": f"even shards only: {meshes} ranks",
+                "some meshes": f"some meshes only: {meshes} ranks",
+                "some samples": f"some samples: {holds}; not {fails}",
+            }[finding.verdict]
+            rows.append({"operands": finding.form, "row": str(finding), "verdict": verdict})
         print_rows(rows, COLUMNS)
         click.echo(f"\n{inferred.text}")
         for row in inferred.unsaid:
@@ -78,16 +85,6 @@ def _takes_samples(op: Op, samples: Sequence[Sample]) -> bool:
 
 
 # -- what is printed -------------------------------------------------------------------------------------------------
-
-
-def _verdict_text(finding: Finding) -> str:
-    words = {
-        "all samples": "all samples",
-        "even shards only": f"even shards only: {_numbers_text(finding.meshes)} ranks",
-        "some meshes": f"some meshes only: {_numbers_text(finding.meshes)} ranks",
-        "some samples": f"some samples: {_numbers_text(finding.holds_for)}; not {_numbers_text(finding.fails_for)}",
-    }
-    return words[finding.verdict]
 
 
 def _numbers_text(numbers: Sequence[int]) -> str:

@@ -59,21 +59,23 @@ def _settings() -> Iterator[Finding]:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", error.do)
         return
     for name, where in settings.sources.items():
-        yield Finding("settings", OK, f"{name} = {_value_text(getattr(settings, name))}, from {where}")
+        value: object = getattr(settings, name)
+        if isinstance(value, frozenset):
+            text = ", ".join(sorted(value)) or "none"
+        elif isinstance(value, tuple):
+            text = ", ".join(f"{op} = {plugin}" for op, plugin in value) or "none"
+        else:
+            text = "on" if value is True else "off" if value is False else str(value)
+        yield Finding("settings", OK, f"{name} = {text}, from {where}")
     if not settings.sources:
         yield Finding("settings", OK, "none are set")
+    often = "at every use" if settings.check_ranks else "when they are new or were written"
+    meaning = {"compare": f"ranks compare them {often}", "replicate": "believed to be alike", "refuse": "an error"}
+    yield Finding("plain tensors", OK, f"{settings.plain}: {meaning[settings.plain]}")
     try:
         discover(settings)
     except SettingsError as error:
         yield Finding("settings", FAILED, f"{error.asked}: {error.found}", f"{do} {error.do}")
-
-
-def _value_text(value: object) -> str:
-    if isinstance(value, frozenset):
-        return ", ".join(sorted(value)) or "none"
-    if isinstance(value, tuple):
-        return ", ".join(f"{op} = {plugin}" for op, plugin in value) or "none"
-    return "on" if value is True else "off" if value is False else str(value)
 
 
 def _links() -> Iterator[Finding]:

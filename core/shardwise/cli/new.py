@@ -70,7 +70,18 @@ def new(*, name: str, parent: Path, author: str | None) -> None:
         ),
         "year": str(datetime.now(UTC).year),
     }
-    _write(folder, values)
+    templates = files("shardwise.cli") / "template"
+    try:
+        folder.mkdir(parents=True)
+        for file, template in FILES.items():
+            path = folder / file.format(**values)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = "" if template is None else (templates / f"{template}.tmpl").read_text(encoding="utf-8")
+            path.write_text(Template(text).substitute(values), encoding="utf-8")
+    except FileExistsError as error:
+        raise click.ClickException(f"{folder} exists already; name another, or move it away") from error
+    except OSError as error:
+        raise click.ClickException(f"cannot write {folder}: {error}") from error
     click.echo(f"made {folder}:")
     for file in FILES:
         click.echo(f"  {file.format(**values)}")
@@ -108,18 +119,3 @@ def _git_user() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
-
-
-def _write(folder: Path, values: dict[str, str]) -> None:
-    templates = files("shardwise.cli") / "template"
-    try:
-        folder.mkdir(parents=True)
-        for name, template in FILES.items():
-            path = folder / name.format(**values)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            text = "" if template is None else (templates / f"{template}.tmpl").read_text(encoding="utf-8")
-            path.write_text(Template(text).substitute(values), encoding="utf-8")
-    except FileExistsError as error:
-        raise click.ClickException(f"{folder} exists already; name another, or move it away") from error
-    except OSError as error:
-        raise click.ClickException(f"cannot write {folder}: {error}") from error

@@ -33,7 +33,20 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
     if markdown:
         click.echo(rule_table(default_registry(), pattern, plugin), nl=False)
         return
-    rows = [_row(entry) for entry in entries]
+    rows: list[dict[str, object]] = [
+        {
+            "op": op_name(entry.op),
+            "plugin": entry.origin.plugin,
+            "distribution": entry.origin.distribution,
+            "version": entry.origin.version,
+            "rule": entry.rule.text,
+            "form": form_of(entry.rule),
+            "static": ", ".join(sorted(entry.rule.static)),
+            "partial": list(getattr(entry.rule, "partial", ())),
+            "source": entry.rule.source,
+        }
+        for entry in entries
+    ]
     if as_json:
         print_json(rows)
     elif rows:
@@ -86,18 +99,3 @@ def form_of(rule: AnyRule) -> str:
         "results": rule.results is not None,
     }
     return ", ".join([rule.form, *(name for name, there in beside.items() if there)])
-
-
-def _row(entry: Entry) -> dict[str, object]:
-    rule = entry.rule
-    return {
-        "op": op_name(entry.op),
-        "plugin": entry.origin.plugin,
-        "distribution": entry.origin.distribution,
-        "version": entry.origin.version,
-        "rule": rule.text,
-        "form": form_of(rule),
-        "static": ", ".join(sorted(rule.static)),
-        "partial": list(getattr(rule, "partial", ())),
-        "source": rule.source,
-    }

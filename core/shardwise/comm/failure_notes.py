@@ -122,7 +122,15 @@ class World:
         self.failure = note
         self.write(evolve(note, is_final=True))
         for process_group in list(self.process_groups):
-            _close(process_group)
+            backends = str(dist.get_backend_config(process_group))
+            with suppress(Exception):
+                if "gloo" in backends:
+                    # A receive that is not answered in time closes all connections of the group.
+                    other = int(dist.get_rank(process_group) == 0)
+                    process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
+            with suppress(Exception):
+                if "nccl" in backends:
+                    process_group.abort()
 
 
 @define(eq=False)
@@ -150,16 +158,3 @@ def current_world() -> World | None:
 def ranks_of(process_group: Any) -> list[int]:
     """The ranks of a process group, as numbers in the default one."""
     return list(dist.get_process_group_ranks(process_group))
-
-
-def _close(process_group: Any) -> None:
-    """End what waits for a process group, here and on its other ranks. It cannot be used afterwards."""
-    backends = str(dist.get_backend_config(process_group))
-    with suppress(Exception):
-        if "gloo" in backends:
-            # A receive that is not answered in time closes all connections of the group.
-            other = int(dist.get_rank(process_group) == 0)
-            process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
-    with suppress(Exception):
-        if "nccl" in backends:
-            process_group.abort()

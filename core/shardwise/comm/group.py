@@ -53,7 +53,9 @@ class Group(Collectives):
             return
         self.in_graph = GraphGroup(process_group, size, position, mesh_dims, order, not self.is_gloo)
         # torch has all_gather_single from 2.13 on; earlier releases have the coalesced form.
-        self._gather: Callable[..., Any] = getattr(process_group, "all_gather_single", None) or self._gather_coalesced
+        self._gather: Callable[..., Any] = getattr(process_group, "all_gather_single", None) or (
+            lambda out, piece: process_group.allgather_into_tensor_coalesced([out], [piece])
+        )
         self._sum_options = {kind: _options(dist.AllreduceOptions, op) for kind, op in REDUCE_OP_OF.items()}
         self._scatter_options = {kind: _options(dist.ReduceScatterOptions, op) for kind, op in REDUCE_OP_OF.items()}
 
@@ -225,9 +227,6 @@ class Group(Collectives):
             peer = dist.get_global_rank(self.process_group, rank)
             ops.append(dist.P2POp(call, tensor, peer=peer, group=self.process_group))
         return SendReceive(dist.batch_isend_irecv(ops))
-
-    def _gather_coalesced(self, out: Tensor, piece: Tensor) -> Any:
-        return self.process_group.allgather_into_tensor_coalesced([out], [piece])
 
     def _exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncResult:
         out = flat.new_empty(sum(received))

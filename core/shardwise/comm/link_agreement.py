@@ -45,8 +45,8 @@ _agreed: set[DeviceMesh] = set()
 def agree_on_links(mesh: Mesh) -> None:
     """Give all ranks of a mesh the same figures, once. Every rank must call this.
 
-    Nothing is sent on an abstract mesh, on a mesh of one rank or of fake ranks, by a rank that is not part of the mesh,
-    or where the program has set the figures. Raises :class:`LinksFileError`, :class:`LinksVersionError` or
+    Nothing is sent if the mesh is abstract, has one rank or has fake ranks, if this rank is not part of it, or if the
+    program has set the figures. Raises :class:`LinksFileError`, :class:`LinksVersionError` or
     :class:`LinksFitError` on every rank when the first rank's file cannot be used.
     """
     if not isinstance(mesh, DeviceMesh) or mesh in _per_world.now():
@@ -55,7 +55,15 @@ def agree_on_links(mesh: Mesh) -> None:
     if has_others and not are_chosen(mesh):
         # Meshes are first used under tracing too, where a tensor made here would not be real.
         with outside_modes():
-            agree_to(mesh, _links_of_file(locate(mesh, _read_file()), mesh))
+            path, named = chosen_file()
+            text, error = None, ""
+            if path is not None and (named or path.exists()):  # a default file need not exist
+                try:
+                    text = path.read_text()
+                except (OSError, UnicodeDecodeError) as caught:
+                    error = str(caught)
+            facts = {"source": str(path), "named": named, "text": text, "error": error}
+            agree_to(mesh, _links_of_file(locate(mesh, facts), mesh))
     else:
         _agreed.add(mesh)
 
@@ -99,18 +107,6 @@ def _links_of_file(ground: Ground, mesh: DeviceMesh) -> Links:
             site=str(ground.site),
         )
     return links or default_links(mesh, ground.wires)
-
-
-def _read_file() -> dict[str, Any]:
-    """The text of this rank's file, or why it cannot be read. A default file that does not exist is not an error."""
-    path, named = chosen_file()
-    text, error = None, ""
-    if path is not None and (named or path.exists()):
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as caught:
-            error = str(caught)
-    return {"source": str(path), "named": named, "text": text, "error": error}
 
 
 # -- the site of a mesh ----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.tracing import outside_modes
+from shardwise.settings import read_settings
 
 __all__ = [
     "agree_on_asking",
@@ -113,11 +114,16 @@ def summary(registry: Registry) -> Summary:
     for resolution in map(registry.resolve, {entry.op for entry in registry.ops()}):
         winner = resolution.winner
         rules[op_name(resolution.op)] = "conflict" if winner is None else f"{winner.origin}: {winner.rule.text}"
+    settings = read_settings()
     plugins = {o.plugin: f"{o.distribution} {o.version}" for o in registry.origins}
     plugins |= {f.origin.plugin: f"{f.origin.distribution} {f.origin.version}, failed" for f in registry.failures}
     return {
         "version": {"shardwise": version("shardwise"), "torch": torch.__version__},
-        "setting": {"unknown-ops": registry.unknown_ops},
+        "setting": {
+            "unknown-ops": registry.unknown_ops,
+            "plain": settings.plain,
+            "check-ranks": "on" if settings.check_ranks else "off",
+        },
         "plugin": plugins,
         "rule": rules,
     }

@@ -38,7 +38,14 @@ def progress(title: str, settings: RunSettings, *, shown: bool) -> Iterator[Call
     else:
         every = max(1, settings.steps // PLAIN_LINES)
         lines = {1, *range(every, settings.steps + 1, every)}
-        yield lambda step: _line(console, title, settings, step) if step.number in lines else None
+
+        def tell(step: Step) -> None:
+            if step.number in lines:
+                speed = f"{_speed(settings, step)} tokens/s" if step.seconds else "from the checkpoint"
+                line = f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {speed}"
+                console.print(line, highlight=False, soft_wrap=True)
+
+        yield tell
 
 
 def tokens_per_second(settings: RunSettings, steps: list[Step]) -> float:
@@ -48,15 +55,6 @@ def tokens_per_second(settings: RunSettings, steps: list[Step]) -> float:
     own = [step for step in steps if step.seconds]
     timed = own[1:] or own
     return len(timed) * settings.tokens_per_step / sum(step.seconds for step in timed) if timed else 0.0
-
-
-def _line(console: Console, title: str, settings: RunSettings, step: Step) -> None:
-    speed = f"{_speed(settings, step)} tokens/s" if step.seconds else "from the checkpoint"
-    console.print(
-        f"{title}: step {step.number}/{settings.steps}, loss {step.loss:.4f}, {speed}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _speed(settings: RunSettings, step: Step) -> str:

@@ -8,8 +8,6 @@ from attrs import asdict
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.demo.comparison import Comparison
-from shardwise.demo.observation import Observed
 from shardwise.demo.progress import tokens_per_second
 from shardwise.demo.run import RunResult
 
@@ -18,16 +16,33 @@ __all__ = ["as_json", "print_report"]
 
 def print_report(result: RunResult, console: Console) -> None:
     """Print what ran, what was communicated, and the verdict."""
-    console.print(_operators(result.observed))
+    names, observed = result.settings.mesh_names, result.observed
+    table = Table("plugin", "operator", "strategy", title="Operators (on rank 0)")
+    table.add_column("times", justify="right")
+    before = ("", "")
+    for ran, times in sorted(observed.operators.items()):
+        plugin = ran.plugin if ran.plugin != before[0] else ""
+        name = ran.operator if (ran.plugin, ran.operator) != before else ""
+        # rich reads [S(0), R] as markup unless the bracket is escaped.
+        table.add_row(plugin, name, ran.strategy.replace("[", r"\["), f"{times:,}", end_section=False)
+        before = (ran.plugin, ran.operator)
+    console.print(table)
     table = Table("collective", "mesh dims", title="Collectives (on rank 0)")
     for heading in ("ranks", "times", "bytes"):
         table.add_column(heading, justify="right")
-    names, observed = result.settings.mesh_names, result.observed
     for use, times in sorted(observed.collectives.items()):
         dims = ", ".join(names[dim] for dim in use.mesh_dims)
         table.add_row(use.kind, dims, str(use.group_size), f"{times:,}", f"{observed.nbytes[use]:,}")
     console.print(table)
-    console.print(_differences(result.comparison))
+    table = Table("largest difference in", "where", title="Mesh against one device")
+    for heading in ("difference", "tolerance"):
+        table.add_column(heading, justify="right")
+    table.add_column("verdict")
+    for difference in result.comparison.differences:
+        within = "[green]within" if difference.within else "[red]BEYOND"
+        figures = (f"{difference.value:.2e}", f"{difference.tolerance:.0e}")
+        table.add_row(difference.what, difference.where, *figures, within)
+    console.print(table)
     settings = result.settings
     for where, steps in (
         (f"mesh {settings.mesh_text} ({settings.device}, {result.backend})", result.steps),
@@ -66,28 +81,3 @@ def _run_json(result: RunResult, *, on_mesh: bool) -> dict[str, Any]:
         "gradient_norms": [step.norm for step in steps],
         "tokens_per_second": tokens_per_second(result.settings, steps),
     }
-
-
-def _operators(observed: Observed) -> Table:
-    table = Table("plugin", "operator", "strategy", title="Operators (on rank 0)")
-    table.add_column("times", justify="right")
-    before = ("", "")
-    for use, times in sorted(observed.operators.items()):
-        plugin = use.plugin if use.plugin != before[0] else ""
-        operator = use.operator if (use.plugin, use.operator) != before else ""
-        # rich reads [S(0), R] as markup unless the bracket is escaped.
-        table.add_row(plugin, operator, use.strategy.replace("[", r"\["), f"{times:,}", end_section=False)
-        before = (use.plugin, use.operator)
-    return table
-
-
-def _differences(comparison: Comparison) -> Table:
-    table = Table("largest difference in", "where", title="Mesh against one device")
-    for heading in ("difference", "tolerance"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
-    for difference in comparison.differences:
-        verdict = "[green]within" if difference.within else "[red]BEYOND"
-        figures = (f"{difference.value:.2e}", f"{difference.tolerance:.0e}")
-        table.add_row(difference.what, difference.where, *figures, verdict)
-    return table

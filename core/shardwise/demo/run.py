@@ -57,8 +57,10 @@ def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> R
     steps, parameters, observed = _train_on_mesh(settings, mesh, checkpoints, shown=rank == 0)
     if rank != 0:
         return None
-    single_steps, single_parameters = _train_on_one(settings)
-    comparison = compare(settings, (steps, parameters), (single_steps, single_parameters))
+    model = build(settings).to(settings.device)
+    with progress("one device", settings, shown=True) as tell:
+        single_steps = train(model, batches(settings), settings, lambda batch: batch.to(settings.device), tell)
+    comparison = compare(settings, (steps, parameters), (single_steps, _whole_parameters(model)))
     return RunResult(settings, dist.get_backend(), steps, single_steps, observed, comparison)
 
 
@@ -76,13 +78,6 @@ def _train_on_mesh(
     with observing() as observed, progress(title, settings, shown=shown) as tell:
         steps = train(model, batches(settings), settings, place, tell, checkpoints)
     return steps, _whole_parameters(model), observed
-
-
-def _train_on_one(settings: RunSettings) -> tuple[list[Step], dict[str, Tensor]]:
-    model = build(settings).to(settings.device)
-    with progress("one device", settings, shown=True) as tell:
-        steps = train(model, batches(settings), settings, lambda batch: batch.to(settings.device), tell)
-    return steps, _whole_parameters(model)
 
 
 def _whole_parameters(model: nn.Module) -> dict[str, Tensor]:

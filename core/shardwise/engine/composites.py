@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.plain_tensors import plain_operands
 from shardwise.errors import NoRuleError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
@@ -77,13 +78,16 @@ def intercept(op: Op, tensor_class: type, composites: Callable[[], Mapping[Op, C
         tensors = list(tensors_in([args, kwargs]))
         first: Any = next((t for t in tensors if isinstance(t, tensor_class)), None)
         in_force = composites()
-        # A plain operand may differ between ranks, and so may a tensor that is made from it.
-        plain = any(t.dim() and not isinstance(t, tensor_class) for t in tensors)
-        if first is None or plain or op not in in_force:
+        if first is None or op not in in_force:
             return below(*args, **kwargs)
+        # Once compared, a plain operand is the same on every rank, and so is what is made from it.
+        plain = {f"tensor {i}": t for i, t in enumerate(tensors) if not isinstance(t, tensor_class)}
+        if plain:
+            plain_operands(tensor_class, op, plain, args, kwargs, written=False)
         instead = in_force[op]
-        if instead is not None:
-            return instead(*args, **kwargs)
+        result = NotImplemented if instead is None else instead(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         with replicating(tensor_class, first._spec.mesh):
             return below(*args, **kwargs)
 

@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from attrs import define, field
 
 from shardwise.comm.meeting import meet
 from shardwise.comm.rank_failures import tell
 from shardwise.comm.rule_agreement import at_first_use
 from shardwise.discovery.process import default_registry
+from shardwise.engine.compared_operands import reduce_first
 from shardwise.engine.composites import intercept
 from shardwise.engine.no_rule import UnknownOp
+from shardwise.engine.plain_tensors import plain_operands
 from shardwise.engine.plan_call import plan_call
 from shardwise.engine.plan_symbolic import forget_choices, plan_symbolic_call
+from shardwise.engine.view_copies import after_write, link
 from shardwise.kernel.dispatcher import Handler, clear_plans, listen
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plan import Plan
@@ -50,6 +54,9 @@ class PlanningEngine:
             for op in registry.composites:
                 if op not in self._intercepted:
                     self._intercepted[op] = intercept(op, self.tensor_class, lambda: self.registry().composites)
+            for op in registry.compared:
+                if op not in self._intercepted:
+                    self._intercepted[op] = reduce_first(op, self.tensor_class, lambda: self.registry().compared)
             registry.on_change(clear_plans)
             for observer in registry.observers:
                 listen(observer)
@@ -69,9 +76,28 @@ class PlanningEngine:
         """The plan of one call with symbols for sizes."""
         return plan_symbolic_call(self.tensor_class, entry, info, args, kwargs)
 
+    def plain_operands(
+        self,
+        op: Op,
+        operands: Mapping[str, torch.Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        written: bool,
+    ) -> Sequence[Any]:
+        """The key parts of plain tensors among the operands of a call, after the ranks have compared them."""
+        return plain_operands(self.tensor_class, op, operands, args, kwargs, written)
+
     def without_rule(self, op: Op) -> Handler:
         """The handler of an op for which no plugin has a rule."""
         return UnknownOp(op, self.registry(), self.tensor_class)
+
+    def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Note what the results of a view op are copies of."""
+        link(self.tensor_class, self.registry().views.get(plan.schema.op), plan, results, args, kwargs)
+
+    def after_write(self, tensors: Sequence[Any]) -> None:
+        """Bring what an op has written to the bases of copies."""
+        after_write(self.tensor_class, tensors)
 
     def raised(self, op: Op, error: Exception) -> None:
         """Tell the other ranks, which may wait for this one."""

@@ -14,6 +14,7 @@ from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
 from shardwise.engine.kernel_dtypes import refuse_dtypes
 from shardwise.engine.partial_writes import reduced_writes, writing_parts
+from shardwise.engine.view_copies import writable
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -23,6 +24,7 @@ from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.view_copies import fresh
 from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call, draws
 from shardwise.rule.lowering import LocalCall
@@ -118,12 +120,13 @@ def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs
 
 def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
     """:attr:`Plan.redistributes` of a call whose operands are redistributed to ``inputs``."""
-    if all(src is dst for src, dst in zip(schema.specs, inputs, strict=True)):
+    moves = [
+        None if src is None or dst is None else _move(schema, i, src, dst)
+        for i, (src, dst) in enumerate(zip(schema.specs, inputs, strict=True))
+    ]
+    if all(move is None for move in moves):
         return None
-    flat = iter(
-        None if src is None or dst is None or src is dst else runner(src, dst)
-        for src, dst in zip(schema.specs, inputs, strict=True)
-    )
+    flat = iter(moves)
     redistributes: list[Any] = []
     for arg, value in zip(schema.signature.args, schema.values, strict=True):
         if arg.kind is Kind.TENSOR:
@@ -132,6 +135,17 @@ def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tup
             pairs = [(i, move) for i in range(len(value or ())) if (move := next(flat)) is not None]
             redistributes.append(pairs or None)
     return tuple(redistributes)
+
+
+def _move(schema: OpSchema, i: int, src: TensorSpec, dst: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How an operand gets to the layout that the op needs; a copy of a view is brought up to date first."""
+    if not src.is_copy:
+        return None if src is dst else runner(src, dst)
+    first = writable(schema.op) if i in schema.written else fresh
+    if src is dst:
+        return first
+    run = runner(src, dst)
+    return lambda local: run(first(local))
 
 
 def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
@@ -193,16 +207,7 @@ def is_joined(before: TensorSpec | None, results: Sequence[TensorSpec | None]) -
 
 
 def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
-    """Raise :class:`InPlaceError` when the op writes a view's copy or changes the global shape of an operand."""
-    for i in schema.written:
-        spec = schema.specs[i]
-        if spec is not None and spec.is_copy:
-            raise InPlaceError(
-                asked=f"run {op_name(schema.op)} in place on {schema.operand_names[i]} = {spec}",
-                found="it is a view whose base was redistributed for it, so it no longer shares the memory of its base",
-                do="Write to the base itself, or clone() the view first.",
-                op=op_name(schema.op),
-            )
+    """Raise :class:`InPlaceError` when the op changes the global shape of an operand."""
     tensor_results = [r for r in schema.signature.results if r.is_tensor]
     for result, meta in zip(tensor_results, metas, strict=False):
         if result.written and result.alias is not None and not result.is_list:

@@ -28,6 +28,7 @@ from shardwise.kernel.schema import OpSchema, OpStrategy, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import new_wrapper
 from shardwise.private_torch.ops import draws
 from shardwise.private_torch.tracing import outside_modes
@@ -83,9 +84,9 @@ class UnknownOp:
         parts: list[Any] = []
         for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
             if arg.kind is Kind.TENSOR:
-                parts.append(self._key_part(arg.name, value))
+                parts.append(self._key_part(arg.name, value, args, kwargs))
             elif arg.kind is Kind.TENSORS:
-                parts.append(None if value is None else tuple(self._key_part(arg.name, v) for v in value))
+                parts.append(None if value is None else tuple(self._key_part(arg.name, v, args, kwargs) for v in value))
             else:
                 parts.append(_typed(value))
         key = tuple(parts)
@@ -109,14 +110,14 @@ class UnknownOp:
         else:
             result = decomposition.formula.run(*args, **kwargs)
         result = answered(self.op, args, kwargs, result)
-        return self._finished(result, outcome, iter(decomposition.metas or ()))
+        return self._finished(result, outcome, iter(decomposition.metas or ()), (args, kwargs))
 
     # -- decomposed --
 
-    def _key_part(self, name: str, value: Any) -> Any:
+    def _key_part(self, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if type(value) is self.tensor_class:
             return value._spec  # type: ignore[attr-defined]
-        part, _ = operand_of(self.op, name, value)
+        part, _ = operand_of(self.op, False, name, value, args, kwargs)
         return part if isinstance(value, torch.Tensor) else (part, value)
 
     def _decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
@@ -137,14 +138,18 @@ class UnknownOp:
         entry = replicated_entry(self.op)
         return describe_call(self.tensor_class, entry, RuntimeSchemaInfo.of(self.op), mesh, values)[0]
 
-    def _finished(self, result: Any, plan: DecomposedPlan, metas: Iterator[TensorMeta | None]) -> Any:
+    def _finished(
+        self, result: Any, plan: DecomposedPlan, metas: Iterator[TensorMeta | None], plain: tuple[Any, ...]
+    ) -> Any:
         """The results as MeshTensors with the op's own strides."""
         if isinstance(result, (tuple, list)):
-            return type(result)(self._finished(part, plan, metas) for part in result)
+            return type(result)(self._finished(part, plan, metas, plain) for part in result)
         meta = next(metas, None)
         if not isinstance(result, torch.Tensor):
             return result
         if not isinstance(result, self.tensor_class):
+            if any(result is t for t in tensors_in(plain)):
+                return result
             return replicated_tensor(self.tensor_class, plan.schema.mesh, result)
         spec: TensorSpec = result._spec  # type: ignore[attr-defined]
         if meta is None or spec.tensor_meta.stride == meta.stride or spec.tensor_meta.is_symbolic:
@@ -181,7 +186,7 @@ class UnknownOp:
                 if isinstance(tensor, self.tensor_class) and not tensor._spec.is_replicated:  # type: ignore[attr-defined]
                     spec: TensorSpec = tensor._spec  # type: ignore[attr-defined]
                     whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
-                    local = runner(spec, whole)(tensor._local_tensor)  # type: ignore[attr-defined]
+                    local = runner(spec, whole)(fresh(tensor._local_tensor))  # type: ignore[attr-defined]
                     gathered[id(tensor)] = tensor, new_wrapper(type(tensor), local, whole, False)
         if not gathered:
             return handle(None, self.op, (), args, kwargs)

@@ -60,9 +60,12 @@ def _write(k: int, i: int | None, part: TensorSpec | None, whole: TensorSpec | N
 def _run(signature: Signature, call: Callable[..., Any], writes: Sequence[Write], *args: Any, **kwargs: Any) -> Any:
     values = signature.bind(args, kwargs)
     back = []
+    reduced: dict[int, torch.Tensor] = {}  # one tensor may be given twice, and is one tensor then, too
     for k, i, reduce, keep_part in writes:
         local = values[k] if i is None else values[k][i]
-        whole = reduce(local)
+        if id(local) not in reduced:
+            reduced[id(local)] = reduce(local)
+        whole = reduced[id(local)]
         if i is None:
             values[k] = whole
         else:

@@ -11,6 +11,7 @@ import torch
 from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
+from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, plan_of_lists
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.dispatcher import NUMBERS
@@ -46,6 +47,7 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
             return put_in_order(plan_of_lists(lists, schema, plans))
     mesh = mesh_of(cls, values)
     assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
+    compare_on(cls, op, values, mesh)
     plan = _plan_on(cls, entry, info, mesh, values)
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))

@@ -7,15 +7,11 @@ happens only on request.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from types import FrameType
 
-import torch
-
+from shardwise.engine.call_site import users_line
 from shardwise.errors import UnknownOpWarning
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
@@ -81,10 +77,7 @@ def _replicated_strategy(mesh: Mesh, schema: OpSchema) -> OpStrategy:
 
 def warn_once(schema: OpSchema) -> None:
     """Warn of an op that runs replicated, once for each line of the program that calls it."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
-    file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+    file, line = users_line()
     site = op_name(schema.op), file, line
     if site in _warned:
         return
@@ -97,8 +90,3 @@ def warn_once(schema: OpSchema) -> None:
         file,
         line,
     )
-
-
-_CORE = Path(__file__).parents[1]
-_INNER = ("kernel", "rng", "rule", "discovery", "planning", "comm", "engine", "tensor", "private_torch", "random.py")
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), *(str(_CORE / part) for part in _INNER), "<shardwise")

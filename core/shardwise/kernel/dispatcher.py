@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch
 
 from shardwise.errors import PlainTensorError, ViewError
 from shardwise.kernel.handlers import defaults, handler_source
+from shardwise.kernel.known_tensors import known_without_mesh
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import comparable, freeze
 from shardwise.kernel.placements import REPLICATE
@@ -19,20 +21,21 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
-from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.private_torch.dispatch import in_backward, new_wrapper, put_before_dispatch, set_data
+from shardwise.kernel.view_copies import watched
+from shardwise.private_torch.dispatch import OpMode, new_wrapper, put_before_dispatch, put_before_mode, set_data
 from shardwise.private_torch.ops import is_composite
-from shardwise.private_torch.tracing import assert_when_run, is_traced, is_without_data, outside_modes
+from shardwise.private_torch.tracing import outside_modes
 
 __all__ = [
     "PLANS_PER_OP",
     "at_next_dispatch",
     "clear_plans",
     "dispatch",
+    "dispatch_under_mode",
     "is_observed",
-    "is_zeros_or_ones",
     "listen",
     "observe",
     "rules_version",
@@ -69,8 +72,24 @@ class Engine(Protocol):
     ) -> Plan:
         """The plan of one call with symbols for sizes."""
 
+    def plain_operands(
+        self,
+        op: Op,
+        operands: Mapping[str, torch.Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        written: bool,
+    ) -> Sequence[Any]:
+        """The key parts of plain tensors among the operands of a call."""
+
     def without_rule(self, op: Op) -> Handler:
         """The handler of an op for which no plugin has a rule."""
+
+    def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Take note of what the results of a view op are copies of."""
+
+    def after_write(self, tensors: Sequence[Any]) -> None:
+        """Bring what an op has written to the bases of copies."""
 
     def raised(self, op: Op, error: Exception) -> None:
         """Take note of what a call raised."""
@@ -91,6 +110,8 @@ class _State:
         self.handlers: dict[Any, Handler] = {}
         # By op, the library that holds its first handler. Dropping it removes the handler from torch.
         self.libraries: dict[int, torch.library.Library] = {}
+        # The same for handlers that are called while a mode is on.
+        self.under_modes: dict[tuple[type, int], Any] = {}
         self.stores: list[_PlanStore] = []
         self.observers: list[Callable[[Plan], None]] = []
         self.rules_version = 0
@@ -138,6 +159,15 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
         # From now on torch calls it for exactly a MeshTensor; calls with a subclass still reach this function.
         _state.libraries[id(op)] = put_before_dispatch(op, _state.tensor_class, handle)
     return handle(None, op, (), args, kwargs)
+
+
+def dispatch_under_mode(mode: type[OpMode], op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """:func:`dispatch` of a call that reached a mode. From now on its op reaches the handler without the mode."""
+    result = dispatch(op, args, kwargs)
+    handle = _state.handlers.get((id(op), len(args), *kwargs))
+    if (mode, id(op)) not in _state.under_modes and handle is not None:
+        _state.under_modes[mode, id(op)] = put_before_mode(op, _state.tensor_class, mode, handle)
+    return result
 
 
 def _decompose(_cls: Any, op: Op, _types: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -223,6 +253,14 @@ def _new_normal(*parts: Any) -> Any:
         return new_wrapper(*parts)
 
 
+def _link(plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    _state.engine.link(plan, results, args, kwargs)
+
+
+def _after_write(tensors: Sequence[Any]) -> None:
+    _state.engine.after_write(tensors)
+
+
 def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor another view of its memory, as ``x.t_()`` does."""
     # Torch's setter changes sizes and strides, which torch holds, and leaves autograd's state alone.
@@ -246,7 +284,11 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "plans": store.hot,
         "miss": store.miss,
         "symbolic": store.symbolic,
-        "other": lambda name, value: operand_of(op, name, value),
+        "known_tensors": known_without_mesh,
+        "other": partial(operand_of, op, False),
+        "other_written": partial(operand_of, op, True),
+        "others": partial(operands_of, op, False),
+        "others_written": partial(operands_of, op, True),
         "guard": _guard,
         "inference": torch.is_inference_mode_enabled,
         "new_view_of": _new_view_of,
@@ -257,6 +299,9 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
         "raised": lambda error: _state.engine.raised(op, error),
         "reseat": _reseat,
+        "watched": watched,
+        "after_write": _after_write,
+        "link": _link,
         "wrap_results": _wrap_results,
         "wrap_unknown": _wrap_unknown,
         **defaults(op),
@@ -269,57 +314,44 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
 
 
 _PLAIN = frozenset({*NUMBERS, type(None)})
-_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
-def operand_of(op: Op, name: str, value: Any) -> tuple[Any, Any]:
+def operand_of(
+    op: Op, written: bool, name: str, value: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Any, Any]:
     """Key part and local tensor of an operand that is not exactly a MeshTensor: a number, a subclass, a plain tensor.
 
-    Raises :class:`PlainTensorError` for a plain tensor with dims.
+    Raises :class:`PlainTensorError` for anything else.
     """
+    if isinstance(value, torch.Tensor) and not isinstance(value, _state.tensor_class):
+        return _state.engine.plain_operands(op, {name: value}, args, kwargs, written)[0], value
+    return _other_operand(op, name, value)
+
+
+def operands_of(
+    op: Op, written: bool, name: str, values: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Key part and local tensors of a list in which not all are MeshTensors; see :func:`operand_of`."""
+    is_plain = [isinstance(v, torch.Tensor) and not isinstance(v, _state.tensor_class) for v in values]
+    plain = {f"{name}[{i}]": v for i, v in enumerate(values) if is_plain[i]}
+    keys = iter(_state.engine.plain_operands(op, plain, args, kwargs, written) if plain else ())
+    pairs = [(next(keys), v) if is_plain[i] else _other_operand(op, f"{name}[{i}]", v) for i, v in enumerate(values)]
+    return tuple([key for key, _ in pairs]), [local for _, local in pairs]
+
+
+def _other_operand(op: Op, name: str, value: Any) -> tuple[Any, Any]:
     if value is None or isinstance(value, NUMBERS):
         return type(value), value
     if isinstance(value, _state.tensor_class):
         return value._spec, value._local_tensor  # type: ignore[attr-defined]
-    if isinstance(value, torch.Tensor):
-        if value.dim() == 0 and (type(value) in _TENSORS or is_without_data(value)):
-            return value.dtype, value
-        # Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod). They are the same
-        # on every rank. An operand that the op writes may hold zeros on some ranks only.
-        is_written = any(arg.written for arg in signature(op).args if arg.name == name.partition("[")[0])
-        if in_backward() and not is_written and is_zeros_or_ones(value):
-            return TensorMeta.of(value), value
-    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     raise PlainTensorError(
         asked=f"run {op_name(op)} on MeshTensors",
-        found=f"its argument {name!r} is a {type(value).__name__}"
-        + (f" of shape {shape}" if shape is not None else ""),
-        do=(_IN_BACKWARD if in_backward() else _MAKE_ONE),
+        found=f"its argument {name!r} is a {type(value).__name__}",
+        do="Pass a tensor there.",
         op=op_name(op),
         argument=name,
-        shape=shape,
+        shape=None,
     )
-
-
-_MAKE_ONE = (
-    "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
-    "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
-)
-_IN_BACKWARD = (
-    "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
-    "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
-)
-
-
-def is_zeros_or_ones(value: torch.Tensor) -> bool:
-    """Whether all elements are 0 or all are 1. While a graph is traced: True, and the graph asserts it when it runs."""
-    if is_traced(value):
-        is_either = (value == 0).all() | (value == 1).all()
-        assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
-        return True
-    if is_without_data(value):
-        return True
-    return not value.any() or bool((value == 1).all())
 
 
 def _wrap_results(plan: Plan, out: Sequence[Any]) -> tuple[Any, ...]:
@@ -367,6 +399,7 @@ def clear_plans() -> None:
     """Forget all plans and handlers: some rule changed."""
     _state.handlers.clear()
     _state.libraries.clear()
+    _state.under_modes.clear()
     for store in _state.stores:
         store.clear()
     _state.stores.clear()

@@ -7,9 +7,12 @@
 The text is compiled once per call shape, as attrs and dataclasses do for their methods. Names in it:
 
 - ``MT`` the tensor class, ``new`` its constructor, ``plans`` the op's plans by key
-- ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument
+- ``known_tensors`` the plain tensors that are known to be the same on every rank
+- ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument, ``others`` that for a list
+  (``other_written`` and ``others_written`` for arguments that the op writes)
 - ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
 - ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
+- ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keeps the two alike
 - ``elsewhere`` the function that finds the handler of another call shape
 - ``raised`` the function that is told of an error, which other ranks may have to know
 """
@@ -52,10 +55,11 @@ def handler_source(op: Op, positional: int, keywords: Sequence[str], info: Runti
         "def handle(cls, op, types, args=(), kwargs=None):",
     ]
     lines += _indented(_unpack(variables, positional, len(keywords)))
-    lines += _indented(line for v in variables if v.passed for line in _read(v))
+    lines += _indented(line for v in variables if v.passed for line in _read(v, info))
     # Nothing is raised on most calls, and then this costs nothing.
     lines += ["    try:", *_indented([*_find_plan(variables, info), *_call(variables, info)], 2)]
     lines += ["    except Exception as error:", "        raised(error)", "        raise"]
+    lines += _indented(_after_write(variables, info))
     lines += _indented(_wrap_results(signature(op).results, variables))
     return "\n".join(lines) + "\n"
 
@@ -81,17 +85,20 @@ def _unpack(variables: Sequence[_Variable], positional: int, keywords: int) -> l
     ]
 
 
-def _read(v: _Variable) -> list[str]:
+def _read(v: _Variable, info: RuntimeSchemaInfo) -> list[str]:
     """Key part and local tensor of one argument."""
     n = v.var[1:]
+    is_written = _is_written(v.arg, info)
+    other, others = ("other_written", "others_written") if is_written else ("other", "others")
     if v.arg.kind is Kind.TENSOR:
         return [
             f"if type({v.var}) is MT:",
             f"    k{n} = {v.var}._spec; l{n} = {v.var}._local_tensor",
             f"elif type({v.var}) in PLAIN:",
             f"    k{n} = type({v.var}); l{n} = {v.var}",
+            *([] if is_written else _if_known(v.var)),
             "else:",
-            f"    k{n}, l{n} = other({v.arg.name!r}, {v.var})",
+            f"    k{n}, l{n} = {other}({v.arg.name!r}, {v.var}, args, kwargs)",
         ]
     if v.arg.kind is Kind.TENSORS:
         name = v.arg.name
@@ -102,10 +109,19 @@ def _read(v: _Variable) -> list[str]:
             "    try:",
             f"        k{n} = tuple(map(spec_of, {v.var})); l{n} = list(map(local_of, {v.var}))",
             "    except AttributeError:",
-            f"        pairs = [(t._spec, t._local_tensor) if type(t) is MT else other({name!r}, t) for t in {v.var}]",
-            f"        k{n} = tuple([p[0] for p in pairs]); l{n} = [p[1] for p in pairs]",
+            f"        k{n}, l{n} = {others}({name!r}, {v.var}, args, kwargs)",
         ]
     return []
+
+
+def _if_known(var: str) -> list[str]:
+    """A plain tensor that is known to be the same on every rank: ``KnownTensor.holds``, written out."""
+    n = var[1:]
+    is_same = f"known.tensor() is {var} and known.version == {var}._version and known.address == {var}.data_ptr()"
+    return [
+        f"elif (known := known_tensors.get(id({var}))) is not None and {is_same}:",
+        f"    k{n} = known.key; l{n} = {var}",
+    ]
 
 
 def _find_plan(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
@@ -170,6 +186,18 @@ def _call(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
     return [*direct, "else:", *_indented(lines)]
 
 
+def _after_write(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
+    """Tell of a write to a copy of a view, or to what such a copy was made of; most programs have none."""
+    written = [v.var for v in variables if v.passed and v.is_tensor and _is_written(v.arg, info)]
+    if not written:
+        return []
+    return ["if plan.writes_copy or watched:", f"    after_write(({', '.join(written)},))"]
+
+
+def _is_written(arg: Arg, info: RuntimeSchemaInfo) -> bool:
+    return arg.written or arg.is_out or arg.name in info.writes
+
+
 def _arguments(variables: Sequence[_Variable]) -> str:
     """The argument list of a local call: local tensors in place of tensors, defaults for what was not passed."""
     arguments = []
@@ -181,6 +209,16 @@ def _arguments(variables: Sequence[_Variable]) -> str:
 
 
 def _wrap_results(results: Sequence[Result], variables: Sequence[_Variable]) -> list[str]:
+    """Wrap the results, and link those that are copies in place of views to their base."""
+    lines = _wrapped(results, variables)
+    if not any(r.alias is not None and not r.written and not r.reseats for r in results):
+        return lines
+    assert lines[-1].startswith("return ")
+    lines[-1] = "wrapped = " + lines[-1].removeprefix("return ")
+    return [*lines, "if plan.links:", "    link(plan, wrapped, args, kwargs)", "return wrapped"]
+
+
+def _wrapped(results: Sequence[Result], variables: Sequence[_Variable]) -> list[str]:
     """Wrap what the local op returned. A spec of ``outs`` is None only for a shape that depends on data."""
     if not results:
         return ["return None"]

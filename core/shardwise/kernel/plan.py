@@ -9,6 +9,7 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.view_copies import fresh
 
 __all__ = ["Plan"]
 
@@ -22,7 +23,8 @@ class Plan:
     ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
     ``call`` where no operand is redistributed and ``call`` takes the arguments as they were passed, else ``None``.
     ``outs`` holds the specs of the tensor results, flat, and ``out`` the spec of a single one. ``copies`` says that a
-    result is a view's copy, because its operand is redistributed.
+    result is a view's copy, because its operand is redistributed; ``links`` that a result is such a copy, or a view of
+    one; ``writes_copy`` that the op writes one.
     """
 
     __slots__ = (
@@ -31,12 +33,14 @@ class Plan:
         "direct",
         "entry",
         "full",
+        "links",
         "out",
         "outs",
         "redistributes",
         "schema",
         "static",
         "strategies",
+        "writes_copy",
     )
 
     def __init__(
@@ -60,7 +64,14 @@ class Plan:
         self.direct = call if redistributes is None and not full else None
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
-        self.copies = redistributes is not None and any(spec is not None and spec.is_copy for spec in outs)
+        # A copy that is only brought up to date stays where it is, and so does a view of it.
+        moves = any(move is not None and move is not fresh for move in redistributes or ())
+        self.copies = moves and any(spec is not None and spec.is_copy for spec in outs)
+
+        declared = [r for r in schema.signature.results if r.is_tensor]
+        is_view = any(r.alias is not None and not r.written and not r.reseats for r in declared)
+        self.links = is_view and any(spec is not None and spec.is_copy for spec in outs)
+        self.writes_copy = any((spec := schema.specs[i]) is not None and spec.is_copy for i in schema.written)
 
     def run_by(self, call: Callable[..., Any]) -> None:
         """Run the local op by another callable that takes the same arguments."""

@@ -41,11 +41,12 @@ def reduce_pieces(pieces: Sequence[Tensor], kind: str) -> Tensor:
 def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
     """As :func:`reduce_pieces`, for pieces that are stacked along dim 0."""
     dtype = stacked.dtype
+    _refuse_unless(reducible(kind, dtype), kind, dtype)
+    if dtype in (torch.uint16, torch.uint32, torch.uint64):
+        return _reduce_unsigned(stacked, kind)
     if dtype == torch.bool:
-        _refuse_unless(kind != "avg", kind, dtype)
         return stacked.any(0) if kind in ("sum", "max") else stacked.all(0)
     if kind in ("max", "min"):
-        _refuse_unless(not dtype.is_complex, kind, dtype)
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
     wide = torch.float64 if dtype.is_floating_point else dtype
     if kind == "product":
@@ -60,6 +61,17 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
         rounding = "trunc" if exact else None
         total = torch.div(total, len(stacked), rounding_mode=rounding)
     return total.to(dtype)
+
+
+def _reduce_unsigned(stacked: Tensor, kind: str) -> Tensor:
+    """Torch has no reductions of these dtypes. As int64 the narrow ones have room, and 64 bits wrap around in the same
+    way. They compare in the same way with their first bit flipped.
+    """
+    if stacked.dtype != torch.uint64:
+        return reduce_stacked(stacked.long(), kind).to(stacked.dtype)
+    flip = torch.iinfo(torch.int64).min if kind in ("max", "min") else 0
+    reduced: Tensor = reduce_stacked(stacked.view(torch.int64) ^ flip, kind) ^ flip
+    return reduced.view(stacked.dtype)
 
 
 def _refuse_unless(legal: bool, kind: str, dtype: torch.dtype) -> None:
@@ -105,8 +117,8 @@ def commute(kind: str, other: str, dtype: torch.dtype) -> bool:
 
 
 def reducible(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a dtype has a reduction. Bools have no average, and complex numbers have no max or min."""
-    if dtype == torch.bool:
+    """Whether a dtype has a reduction. Bools and uint64 have no average, and complex numbers have no max or min."""
+    if dtype in (torch.bool, torch.uint64):
         return kind != "avg"
     return not (dtype.is_complex and kind in ("max", "min"))
 

@@ -40,6 +40,8 @@ class Registrar:
         self._by_op: dict[Op, Entry] = {}
         self.optimizers: list[type[torch.optim.Optimizer]] = []
         self.composites: dict[Op, Instead] = {}
+        self.compared: list[Op] = []
+        self.views: dict[Op, Callable[..., Any]] = {}
         self.observers: list[Observer] = []
         self.links: list[LinkSupplier] = []
         #: By the name of an op that does not exist yet (``acme::swish``), the function that makes its rule.
@@ -109,17 +111,38 @@ class Registrar:
 
         Such a tensor is the same on every rank, so it is replicated on the mesh. ``instead`` runs in place of the ops,
         above autograd, with their arguments: for an op whose kernel or gradient formula cannot run on a mesh. It must
-        give the same numbers. Raises :class:`RuleError` for anything but an op.
+        give the same numbers; where it returns ``NotImplemented``, torch's own kernel runs. Raises :class:`RuleError`
+        for anything but an op.
         """
-        for one in ops:
-            op = as_op(one)
+        self.composites |= dict.fromkeys(self._overloads(ops, "a composite op"), instead)
+
+    def add_compared(self, *ops: OpLike) -> None:
+        """Name ops whose gradient compares an operand with the result, as that of a maximum does.
+
+        If a gradient will be computed, their partial operands are reduced before autograd sees them: forward and
+        backward then compare the same numbers, and not two roundings of them. Raises :class:`RuleError` for anything
+        but an op.
+        """
+        self.compared += self._overloads(ops, "an op")
+
+    def add_view(self, *ops: OpLike, undo: Callable[..., Any]) -> None:
+        """Say how a write to the result of a view op reaches its base, where the view had to be a copy.
+
+        ``undo(base, value, index, *args)`` returns the whole new base: ``value`` is what the result number ``index``
+        holds now, and ``args`` are the op's arguments after the base. Raises :class:`RuleError` for anything but an op.
+        """
+        self.views |= dict.fromkeys(self._overloads(ops, "a view op"), undo)
+
+    def _overloads(self, ops: Sequence[OpLike], what: str) -> list[Op]:
+        overloads = [as_op(one) for one in ops]
+        for one, op in zip(ops, overloads, strict=True):
             if op is None:
                 raise RuleError(
-                    asked=f"register a composite op of {self.origin}",
+                    asked=f"register {what} of {self.origin}",
                     found=f"{one!r} is not one op overload",
                     do="Name overloads, as in torch.ops.acme.mix.default.",
                 )
-            self.composites[op] = instead
+        return [op for op in overloads if op is not None]
 
 
 class Override:
@@ -158,6 +181,8 @@ class Registry:
         self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
+        self.compared: set[Op] = set()
+        self.views: dict[Op, Callable[..., Any]] = {}
         self.observers: list[Observer] = []
         self.links: list[tuple[Origin, LinkSupplier]] = []
         self.origins: list[Origin] = []
@@ -170,6 +195,8 @@ class Registry:
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
         self.composites.update(registrar.composites)
+        self.compared.update(registrar.compared)
+        self.views.update(registrar.views)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
         self._later |= {name: (registrar.origin, make) for name, make in registrar.later.items()}

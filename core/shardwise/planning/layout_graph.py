@@ -256,8 +256,8 @@ class LayoutGraph:
         Between two sums of [P(sum), R, P(sum)], for example, the middle one may become a sum: one all-reduce over all
         three mesh dims then costs less than two.
 
-        To fill a whole tensor costs its copy. To fill a shard costs as much as to gather it first: a partial shard only
-        puts the gather off. So no reduction becomes cheaper because a shard was made part of it.
+        To fill a whole tensor costs its copy. To fill a shard costs as much as to gather it first, because
+        a partial shard still has to be gathered later. So no reduction becomes cheaper by taking in a shard.
         """
         partials = [code for code in layout if code < 0]
         if len(partials) == len(set(partials)) and min(target, default=0) >= 0:

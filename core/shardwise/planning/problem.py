@@ -32,7 +32,15 @@ class Table:
     """Rows in codes (see ``layout_graph``), and which of them exclude each other whatever the tensors are."""
 
     def __init__(self, rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> None:
-        self.inputs = tuple(_input_codes(row, ndims) for row in rows)
+        inputs = []
+        for row in rows:
+            codes: list[int | None] = []
+            for p, ndim in zip(row.inputs, ndims, strict=True):
+                # Rows that a plugin wrote by hand may count a dim from the end.
+                from_end = isinstance(p, Shard) and p.dim < 0
+                codes.append(None if p is None else encode(p) + (ndim or 0) if from_end else encode(p))
+            inputs.append(tuple(codes))
+        self.inputs = tuple(inputs)
         reductions = [[_reduction_class(p) for p in (*row.inputs, *row.outputs)] for row in rows]
         #: Per row, the rows that it excludes, as bits: their reductions do not commute on some tensor.
         self.barred = tuple(
@@ -45,15 +53,6 @@ class Table:
         )
         #: Whether the legality of a choice depends on sizes.
         self.divides = any(row.divides or row.nonempty for row in rows)
-
-
-def _input_codes(row: Row, ndims: Sequence[int | None]) -> tuple[int | None, ...]:
-    codes: list[int | None] = []
-    for p, ndim in zip(row.inputs, ndims, strict=True):
-        # Rows that a plugin wrote by hand may count a dim from the end.
-        from_end = isinstance(p, Shard) and p.dim < 0
-        codes.append(None if p is None else encode(p) + (ndim or 0) if from_end else encode(p))
-    return tuple(codes)
 
 
 def _reduction_class(placement: Placement | None) -> int:

@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.private_torch.ops import custom_op_of, qualified_name
 
 __all__ = [
+    "OpMode",
+    "base_of",
     "disabled_torch_function",
     "forward_traceback",
     "get_data",
@@ -26,6 +28,7 @@ __all__ = [
     "new_wrapper",
     "put_above_autograd",
     "put_before_dispatch",
+    "put_before_mode",
     "recorded_ops",
     "set_data",
     "support_foreach",
@@ -48,6 +51,21 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
         register: Any = library._register_torch_dispatch_rule
         register(qualified_name(op).partition("::")[2], cls, handler)
     return library
+
+
+def put_before_mode(op: OpOverload, cls: type, mode: type[OpMode], handler: Callable[..., Any]) -> Any:
+    """Have torch call a handler for calls on a tensor class while a mode is on, for as long as the result lives.
+
+    Without it torch calls the mode, and the mode the handler: several times the cost of an op.
+    """
+    alone = (cls,)
+
+    def handle(on: OpMode, op: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if types == alone:
+            return handler(None, op, types, args, kwargs)
+        return on.run(op, types, args, kwargs or {})
+
+    return put_before_dispatch(op, mode, handle)
 
 
 def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library.Library:
@@ -135,6 +153,27 @@ def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> Abst
     return _Watcher(run, decomposes)
 
 
+class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+    """Calls :meth:`run` for each op that reaches the dispatcher, with the mode off.
+
+    Compiled code takes no notice of it: torch would run such code eagerly under a mode that sees into it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def run(self, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run one op; ``types`` are those of its operands that are no plain tensors."""
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run(func, types, args, kwargs or {})
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """An identity of a tensor's memory. An address does not serve: tensors without data have none."""
     identity: int = torch.Tensor.untyped_storage(tensor)._cdata
@@ -205,6 +244,11 @@ def _item_slot(cls: type) -> ctypes.c_void_p:
     sequence = ctypes.c_void_p.from_address(id(cls) + head + 10 * pointer).value
     assert sequence is not None, "a class made by Python code has these slots"
     return ctypes.c_void_p.from_address(sequence + 3 * pointer)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view was taken of. Torch documents the attribute in its notes on autograd only."""
+    return tensor._base
 
 
 def version_of(tensor: torch.Tensor) -> int:

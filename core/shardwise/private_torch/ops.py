@@ -28,6 +28,8 @@ __all__ = [
     "known_custom_op",
     "make_custom_op",
     "overload_of",
+    "overwritten_arg",
+    "packet_name",
     "parts_of",
     "python_decomposition",
     "schema_of",
@@ -71,6 +73,11 @@ def qualified_name(op: OpOverload) -> str:
     """``aten::add.Tensor``."""
     name: str = op.name()  # type: ignore[no-untyped-call]
     return name
+
+
+def packet_name(op: OpOverload) -> str:
+    """``add`` for ``aten::add.Tensor``."""
+    return qualified_name(op).partition("::")[2].partition(".")[0]
 
 
 @frozen
@@ -200,3 +207,15 @@ def is_view_in_place(op: OpOverload) -> bool:
 def draws(op: OpOverload) -> bool:
     """Whether an op draws from a generator. Its tags are documented, but have only this private name."""
     return torch.Tag.nondeterministic_seeded in op.tags
+
+
+_OVERWRITING = {
+    *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_"),
+    *("log_normal_", "normal_", "random_", "uniform_", "zero_"),
+}
+
+
+def overwritten_arg(op: OpOverload) -> bool:
+    """Whether an op replaces all elements of what it writes, and reads none of them. No schema says so."""
+    name = packet_name(op)
+    return op.namespace == "aten" and (name in _OVERWRITING or any(a.is_out for a in op._schema.arguments))

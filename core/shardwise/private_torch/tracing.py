@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
@@ -28,6 +28,7 @@ __all__ = [
     "is_without_data",
     "let_vary",
     "make_known",
+    "may_vary_between_ranks",
     "outside_modes",
     "retraced",
     "same_symbol",
@@ -107,6 +108,11 @@ def retraced(part: torch.Tensor, shape: Sequence[Any], stride: Sequence[Any]) ->
             fresh[:] = [s for s in fresh if s not in size.node.expr.free_symbols]
     with _outside_modes(), mode:
         replacement = torch.empty_strided(shape, stride, dtype=part.dtype, device=part.device)
+    offset = part.storage_offset()
+    if isinstance(offset, torch.SymInt) or offset:
+        # As torch itself does for inputs that lie so.
+        with torch.no_grad(), in_kernel_invocation_manager(mode):
+            replacement.set_(replacement.untyped_storage(), offset, tuple(shape), tuple(stride))
     # Torch refers weakly to what stands for a tensor. Whatever reads the tensor again, as an optimizer's step does with
     # the gradient of a parameter, would make new symbols if this one were gone.
     replacement.shardwise_replaces = part  # type: ignore[attr-defined]
@@ -159,6 +165,36 @@ _left = _Left()
 def _tracer() -> Any:
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     return _left.tracer if mode is None else mode.tracer
+
+
+def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor may have another value on another rank: it depends on an input of the graph that is being
+    made, or on random numbers. False as well in a first pass that makes no graph. Torch has no API to ask a trace.
+    """
+    tracer = _tracer()
+    if tracer is None:
+        return False
+    # Imported here, because loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    inner = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+    sync: Any = torch._sync  # type: ignore[attr-defined]
+    sync(tensor)
+    slot = get_proxy_slot(inner, tracer, None)
+    if slot is None:
+        return True
+    waiting, seen = [slot.proxy.node], set()
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return True
+        waiting += node.all_input_nodes
+    return False
 
 
 def make_known(sizes: Iterable[Any]) -> None:

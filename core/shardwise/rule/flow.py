@@ -190,18 +190,6 @@ class Flow:
                 divides.append((i, at, size))
             if name in self.nonempty:
                 nonempty.append((i, at))
-        outputs = self._dim_outputs(name)
-        sharded = next(((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard)), None)
-        if outputs is None or sharded is None:
-            return None
-        factored = [label for labels in self.outputs for label in labels or () if isinstance(label, tuple)]
-        if not divides and any(name in _factor_names(label) for label in factored):
-            divides.append((*sharded, size))
-        lowered = self._is_lowered(name)
-        return Row(tuple(inputs), outputs, f"shard {name}", lowered, tuple(divides), tuple(nonempty))
-
-    def _dim_outputs(self, name: str) -> tuple[Placement, ...] | None:
-        """How the results lie where ``name`` is sharded; ``None`` where one of them forbids it."""
         outputs: list[Placement] = []
         for labels in self.outputs:
             at = _find(labels, name)
@@ -211,7 +199,14 @@ class Flow:
                 outputs.append(shard(at))
             else:
                 outputs.append(REPLICATE if self.reduce[name] == "R" else partial(self.reduce[name]))
-        return tuple(outputs)
+        sharded = next(((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard)), None)
+        if sharded is None:
+            return None
+        factored = [label for labels in self.outputs for label in labels or () if isinstance(label, tuple)]
+        if not divides and any(name in _factor_names(label) for label in factored):
+            divides.append((*sharded, size))
+        lowered = self._is_lowered(name)
+        return Row(tuple(inputs), tuple(outputs), f"shard {name}", lowered, tuple(divides), tuple(nonempty))
 
     def _explicit_rows(self, text: str, operands: Sequence[TensorMeta | None], *, lowered: bool) -> Iterator[Row]:
         left, right = split_row(text)

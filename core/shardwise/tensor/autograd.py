@@ -22,12 +22,15 @@ from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
 from shardwise.comm.redistribute import route, runner
 from shardwise.comm.run_step import StepRunner
+from shardwise.engine.plain_tensors import accept
+from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError
-from shardwise.kernel.dispatcher import at_next_dispatch, is_zeros_or_ones, tensor_class, wrap
+from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import is_batched
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
@@ -116,10 +119,13 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 
 
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
-    local = tensor._local_tensor
+    local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        return wrap(local.view_as(local), target)
+        same = wrap(local.view_as(local), target)
+        if tensor._spec.is_copy:
+            link_view(tensor, same)
+        return same
     if async_op and steps.start is not None and not is_traced(local):
         return waiting(steps.start(local).keep(tensor, local), target, local.device)
     return wrap(steps.run(local), target)
@@ -150,6 +156,8 @@ class _ToLocal(torch.autograd.Function):
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
+    if tensor._spec.is_copy:
+        fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
         local: torch.Tensor = tensor._local_tensor
         return local.view_as(local)
@@ -324,11 +332,11 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
 
 def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
     """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where no gradient flows back, for example
-    through a comparison in place. These zeros are the same on every rank.
+    through a comparison in place, and a backward of the program may make others.
     """
     if isinstance(grad, tensor_class()):
         return grad
-    if grad.shape == spec.shape and is_zeros_or_ones(grad):
+    if grad.shape == spec.shape and accept(grad, spec.mesh, asked):
         return wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
     raise LayoutError(
         asked=asked,

@@ -21,6 +21,7 @@ from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.autograd import check_device
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.on_mesh import enter_in_forward
 from shardwise.tensor.shards import scatter_local
 from shardwise.tensor.traceable import traceable
 
@@ -86,7 +87,8 @@ def distribute_module(
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
     Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it. Tied
-    parameters stay tied. Raises :class:`PlacementError` for a pattern that matches nothing.
+    parameters stay tied. Tensors that the forward pass makes lie on the mesh (:func:`shardwise.on`). Raises
+    :class:`PlacementError` for a pattern that matches nothing.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if callable(partition):
@@ -104,6 +106,7 @@ def distribute_module(
                 pattern=pattern,
             )
     _replace_tensors(module, mesh, patterns, src_data_rank)
+    enter_in_forward(module, mesh)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
     if output_fn is not None:

@@ -20,6 +20,7 @@ from shardwise.kernel.dispatcher import tensor_class
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import get_data, new_wrapper, set_data
 from shardwise.private_torch.tracing import is_compiled_now, is_traced
 
@@ -79,7 +80,7 @@ def copied(tensor: Any, memo: dict[int, Any]) -> tuple[torch.Tensor, TensorSpec]
     """Local tensor and spec of a tensor's deep copy, as torch copies: a parameter becomes dense and alone. Other
     tensors keep their strides, and two that share memory are copied to two that do.
     """
-    local = tensor._local_tensor  # first, because a waiting tensor changes its type at its first use
+    local = fresh(tensor._local_tensor)  # first, because a waiting tensor changes its type at its first use
     spec = _unmarked(tensor._spec)
     if not isinstance(tensor, torch.nn.Parameter):
         return copy.deepcopy(local, memo), spec

@@ -20,6 +20,7 @@ from shardwise.kernel.dispatcher import dispatch, rules_version, start, views
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
     guard_memory,
@@ -30,6 +31,7 @@ from shardwise.private_torch.dispatch import (
 from shardwise.private_torch.tracing import is_compiled_now, is_traced, take_plain_tangents
 from shardwise.tensor import autograd, dcp_chunks, memory_access, open_sizes
 from shardwise.tensor.memory_access import refusing
+from shardwise.tensor.sharing import is_sharing_asked_for
 
 __all__ = ["MeshTensor"]
 
@@ -231,11 +233,14 @@ class MeshTensor(torch.Tensor):
 
     # -- views --
     def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
-        """A view of another shape or dtype, which shares memory with this tensor on every rank.
+        """A view of another shape or dtype.
 
-        Raises :class:`ViewError` if the view would need data from another rank. ``reshape`` redistributes then.
+        If it needs data from another rank, it is a copy that follows its base, and that its base follows: see
+        docs/dispatch.md. Raises :class:`ViewError` instead under :func:`shardwise.sharing_views` and in compiled code.
         """
-        before, views.must_share = views.must_share, True
+        # A tensor of another class waits for its data, which no tensor of a graph does.
+        in_graph = type(self) is MeshTensor and is_traced(self._local_tensor)
+        before, views.must_share = views.must_share, in_graph or is_sharing_asked_for()
         try:
             viewed: Any = torch.Tensor.view(self, *size, **kwargs)
             return viewed  # type: ignore[no-any-return]
@@ -308,8 +313,11 @@ class MeshTensor(torch.Tensor):
         return complex(self._only("complex()"))
 
     def __format__(self, format_spec: str) -> str:
-        # Without a format it does not communicate, because printing on one rank alone must not hang.
-        return format(self.item() if self.dim() == 0 else self, format_spec) if format_spec else repr(self)
+        # Without a format it does not communicate, because printing on one rank alone must not hang. A number that is
+        # on every rank is written as torch writes it: programs make names of such numbers.
+        if self.dim() == 0 and (format_spec or self._spec.is_replicated):
+            return format(self.item(), format_spec)
+        return torch.Tensor.__format__(self, format_spec) if format_spec else repr(self)  # type: ignore[no-untyped-call]
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists, by communication."""
@@ -341,13 +349,13 @@ class MeshTensor(torch.Tensor):
 
     # -- torch.distributed.checkpoint: its protocol for tensors of other classes --
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  # torch's signature
-        return dcp_chunks.write_items_of(fqn, self._spec, self._local_tensor)
+        return dcp_chunks.write_items_of(fqn, self._spec, fresh(self._local_tensor))
 
     def __create_chunk_list__(self) -> list[Any]:
         return dcp_chunks.chunks_of(self._spec)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # a rank has one chunk at most
-        return self._local_tensor
+        return fresh(self._local_tensor)
 
     # -- copies --
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -380,7 +388,7 @@ class MeshTensor(torch.Tensor):
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
         where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None
-        return _rebuild, (self._local_tensor, *parts, self.requires_grad, attributes, where and tuple(where))
+        return _rebuild, (fresh(self._local_tensor), *parts, self.requires_grad, attributes, where and tuple(where))
 
     def __repr__(self) -> str:  # type: ignore[override]
         mesh = self._spec.mesh

@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from shardwise.discovery.process import default_registry
 from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.view_copies import note_write, watched
 from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["install"]
@@ -132,6 +133,9 @@ class _Twin:
         for local in self.locals:
             local.grad = None
         increment_version(self.versioned)  # as a write to the parameters does
+        if watched:
+            for local in self.seen:
+                note_write(local)
         if _same(list(_values(self.local_states.values())), self.local_tensors):
             return
         for parameter, local in zip(self.parameters, self.locals, strict=True):

@@ -37,7 +37,13 @@ def judge(
 
     Without ``signs`` the sign of a zero does not matter.
     """
-    piecewise = _is_piecewise(case, before)
+    # Where some operand is a partial sum with more than one zero, additions decide which zero a result has.
+    piecewise = any(
+        spec is not None
+        and not {"sum", "avg"}.isdisjoint(spec.reductions.values())
+        and any(bool((ts[i] != 0).any()) for ts in before.values() if ts[i] is not None)  # type: ignore[union-attr]
+        for i, spec in enumerate(case.inputs)
+    )
     rounding = trial.rounding(case, before, piecewise=piecewise)
     # Pieces of both signs times infinity are NaN, and so are infinities of both signs in the parts of a sum. A factor
     # that is one number can be looked at; tensors are not.
@@ -48,16 +54,6 @@ def judge(
         _judge_results(trial, case, answers, rounding, compare)
         or _judge_operands(trial, case, before, answers, rounding, compare)
         or _judge_views(trial, case, answers)
-    )
-
-
-def _is_piecewise(case: Case, before: Mapping[Coordinate, tuple[Tensor | None, ...]]) -> bool:
-    """Whether some operand is a partial sum with more than one zero: then additions decide which zero a result has."""
-    return any(
-        spec is not None
-        and not {"sum", "avg"}.isdisjoint(spec.reductions.values())
-        and any(bool((ts[i] != 0).any()) for ts in before.values() if ts[i] is not None)  # type: ignore[union-attr]
-        for i, spec in enumerate(case.inputs)
     )
 
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -81,20 +80,19 @@ def probe(modules: Sequence[str], roots: Sequence[Path] = ()) -> dict[str, Impor
         last = done.stderr.strip().rpartition("\n")[2]
         error = f"importing it ends the process with {done.returncode} {last}".rstrip()
         return dict.fromkeys(modules, Imported(error=error, traceback=done.stderr))
-    return {name: _imported(name, answer) for name, answer in answers.items()}
-
-
-def _imported(name: str, answer: dict[str, Any]) -> Imported:
-    own = name.partition(".")[0]
-    pulled: list[str] = []
-    for module in answer.pop("modules"):
-        top = module.partition(".")[0]
-        heavy = next((h for h in _HEAVY_TORCH if f"{module}.".startswith(f"{h}.")), None)
-        if heavy is not None:
-            pulled.append(heavy)
-        elif top not in (own, "torch", "shardwise") and top not in sys.stdlib_module_names and not top.startswith("_"):
-            pulled.append(top)
-    return Imported(pulled=tuple(dict.fromkeys(pulled)), **answer)
+    imported: dict[str, Imported] = {}
+    for name, answer in answers.items():
+        own = name.partition(".")[0]
+        pulled: list[str] = []
+        for module in answer.pop("modules"):
+            top = module.partition(".")[0]
+            heavy = next((h for h in _HEAVY_TORCH if f"{module}.".startswith(f"{h}.")), None)
+            if heavy is not None:
+                pulled.append(heavy)
+            elif top not in (own, "torch", "shardwise", *sys.stdlib_module_names) and not top.startswith("_"):
+                pulled.append(top)
+        imported[name] = Imported(pulled=tuple(dict.fromkeys(pulled)), **answer)
+    return imported
 
 
 def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:

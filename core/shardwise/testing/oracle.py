@@ -148,7 +148,10 @@ class _Hearing:
     def run(self, calls: Sequence[Sample]) -> Report:
         rng = random.Random(self.settings.seed + crc32(op_name(self.op).encode()))  # noqa: S311  chance, no secret
         limit = self.settings.cases
-        calls = [*calls, *self._special(calls, rng)]
+        special = special_samples(self.op, calls, _SPECIAL if limit is None else 1)
+        if limit is not None:  # one for each few cases
+            special = rng.sample(special, min(len(special), 1 + limit // _FEW_SPECIAL))
+        calls = [*calls, *special]
         trials = [trial for trial in self._trials(calls) if self._takes(trial)]
         most = _ALL if limit is None else max(_FEW, 2 * limit // max(1, len(trials)))
         meshes = [AbstractMesh(shape) for shape in self.settings.meshes]
@@ -180,14 +183,6 @@ class _Hearing:
             unsampled=() if trials or self.refuted else (op_name(self.op),),
             refuted=tuple(self.refuted.values()),
         )
-
-    def _special(self, calls: Sequence[Sample], rng: random.Random) -> Sequence[Sample]:
-        """Calls with special values; with a limit of cases one for each few of them."""
-        limit = self.settings.cases
-        if limit is None:
-            return special_samples(self.op, calls, _SPECIAL)
-        several = special_samples(self.op, calls, 1)
-        return rng.sample(several, min(len(several), 1 + limit // _FEW_SPECIAL))
 
     def _trials(self, calls: Sequence[Sample]) -> Iterator[Trial]:
         run = self.settings.stand_ins.get(self.op, self.op)

@@ -12,9 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from shardwise.kernel.placements import Partial, Shard
+from shardwise.kernel.placements import Partial, Placement, Shard
+from shardwise.kernel.reductions import LINEAR
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk
+from shardwise.testing.exact_parts import exact_pieces, steps
 from shardwise.testing.simulated import Coordinate
 
 __all__ = ["can_be_partial", "pieces", "place"]
@@ -25,22 +27,43 @@ def place(
     spec: TensorSpec,
     generator: torch.Generator,
     memory_format: torch.memory_format = torch.preserve_format,
+    *,
+    exact: bool = False,
 ) -> dict[Coordinate, Tensor]:
-    """Local tensors by coordinate that together are ``full`` under ``spec``; each owns its memory."""
-    parts: dict[Coordinate, Tensor] = {(): full}
+    """Local tensors by coordinate that together are ``full`` under ``spec``; each owns its memory.
+
+    With ``exact``, a sum or an average of them is ``full`` without a rounding, which must have
+    :func:`~shardwise.testing.exact_parts.few_digits`.
+    """
+    step = steps(full, spec.mesh.size()) if exact else None
+    parts: dict[Coordinate, tuple[Tensor, Tensor | None]] = {(): (full, step)}
     for placement, size in zip(spec.placements, spec.mesh_shape, strict=True):
-        split: dict[Coordinate, Tensor] = {}
-        for head, part in parts.items():
-            if isinstance(placement, Partial):
-                shares = pieces(part, placement.reduce_op, size, generator)
-            elif isinstance(placement, Shard):
-                bounds = [chunk(part.shape[placement.dim], size, i) for i in range(size)]
-                shares = [part.narrow(placement.dim, start, length) for length, start in bounds]
-            else:
-                shares = [part] * size
-            split.update({(*head, i): piece for i, piece in enumerate(shares)})
-        parts = split
-    return {at: part.clone(memory_format=memory_format) for at, part in parts.items()}
+        parts = {
+            (*head, i): share
+            for head, part in parts.items()
+            for i, share in enumerate(_shares(*part, placement, size, generator))
+        }
+    return {at: part.clone(memory_format=memory_format) for at, (part, _) in parts.items()}
+
+
+def _shares(
+    part: Tensor, step: Tensor | None, placement: Placement, size: int, generator: torch.Generator
+) -> list[tuple[Tensor, Tensor | None]]:
+    """What the ranks of one mesh dim have of a part, each with the steps of its elements."""
+    if isinstance(placement, Shard):
+        bounds = [chunk(part.shape[placement.dim], size, i) for i in range(size)]
+        return [
+            (
+                part.narrow(placement.dim, start, length),
+                None if step is None else step.narrow(placement.dim, start, length),
+            )
+            for length, start in bounds
+        ]
+    if not isinstance(placement, Partial):
+        return [(part, step)] * size
+    if step is not None and placement.reduce_op in LINEAR:
+        return [(piece, step) for piece in exact_pieces(part, placement.reduce_op, size, generator, step)]
+    return [(piece, step) for piece in pieces(part, placement.reduce_op, size, generator)]
 
 
 def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
@@ -149,7 +172,12 @@ def _product(value: Tensor, count: int, generator: torch.Generator) -> list[Tens
     shape = (count - 1, *value.shape)
     signs = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     if value.is_floating_point() or value.is_complex():
-        factors = (signs * torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, shape, generator=generator)]).to(value.dtype)
+        sizes = torch.tensor([0.5, 1.0, 2.0])[torch.randint(3, shape, generator=generator)]
+        # Beside the largest and the smallest numbers only the sign has room.
+        limits = torch.finfo(value.dtype)
+        room = 2.0**count
+        sizes = torch.where((value.abs() <= limits.max / room) & (value.abs() >= limits.tiny * room), sizes, 1.0)
+        factors = (signs * sizes).to(value.dtype)
         return _shuffled([*factors, value / factors.prod(0)], generator)
     factors = (torch.ones_like(signs) if value.dtype == torch.uint8 else signs).to(value.dtype)
     return _shuffled([*factors, value * factors.prod(0, dtype=value.dtype)], generator)

@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,6 +33,9 @@ START_TIMEOUT = 120.0
 
 GRACE = 5.0
 """Seconds that the other ranks have after one rank has failed; those still busy wait for it in a collective."""
+
+PRELOADED = "shardwise.testing.preloaded"
+"""The module that a fork server imports."""
 
 STACK_TIMEOUT = 2.0
 """Seconds that a hung worker has to write its stack, which takes milliseconds where the process can run at all."""
@@ -60,7 +63,8 @@ class WorkerPool:
     workers are ended, and the next run starts fresh ones.
 
     With ``start_method="forkserver"`` the workers of all such pools are copies of one process that has imported torch
-    already. They start faster, have the same hash seed, and see the environment variables of the first such pool.
+    and the plugins already. They start faster, have the same hash seed, and see the environment variables of the first
+    such pool.
     """
 
     def __init__(
@@ -129,26 +133,25 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-pool-")
         # The parent hosts the store: the port is surely free, and the store outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context: Any = mp.get_context(self.start_method)
+        if self.start_method == "forkserver":
+            context.set_forkserver_preload([PRELOADED])
+        # Longer than any run's own timeout is likely to be: the pool judges hangs, not the group.
+        patience = timedelta(minutes=30)
         try:
             for rank in range(self.world_size):
-                self._workers.append(self._spawn(rank, Path(self._folder.name), self._store.port))
+                ours, theirs = context.Pipe()
+                stack_path = Path(self._folder.name) / f"stack-{rank}"
+                port, parent = self._store.port, os.getpid()
+                seat = Seat(rank, self.world_size, self.backend, port, parent, str(stack_path), patience)
+                process = context.Process(target=serve, args=(seat, theirs), daemon=True, name=f"rank {rank}")
+                process.start()
+                theirs.close()
+                self._workers.append(Worker(rank, process, ours, stack_path))
             self._results(f"start {self.world_size} workers", self._collect(START_TIMEOUT))
         except BaseException:
             self.close()
             raise
-
-    def _spawn(self, rank: int, folder: Path, port: int) -> Worker:
-        context: Any = mp.get_context(self.start_method)
-        if self.start_method == "forkserver":
-            context.set_forkserver_preload([serve.__module__])
-        ours, theirs = context.Pipe()
-        stack_path = folder / f"stack-{rank}"
-        # Longer than any run's own timeout is likely to be: the pool judges hangs, not the group.
-        seat = Seat(rank, self.world_size, self.backend, port, os.getpid(), str(stack_path), timedelta(minutes=30))
-        process = context.Process(target=serve, args=(seat, theirs), daemon=True, name=f"rank {rank}")
-        process.start()
-        theirs.close()
-        return Worker(rank, process, ours, stack_path)
 
     def _collect(self, timeout: float | None) -> list[Answer]:
         """One answer per rank; a worker that died or did not answer in time gets a failure made here."""
@@ -165,8 +168,13 @@ class WorkerPool:
                 del waiting[worker.rank]
                 if answer.failure is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
-        hung = _hung(waiting.values(), timeout, failed=any(a.failure for a in answers.values()))
-        return [answers.get(rank) or hung[rank] for rank in range(self.world_size)]
+        for worker in waiting.values():
+            os.kill(worker.process.pid or 0, signal.SIGUSR1)  # it writes the stack that it hangs in
+        failed = any(answer.failure for answer in answers.values())
+        message = f"no answer {GRACE:g} s after another rank failed" if failed else f"no answer within {timeout} s"
+        for rank, worker in waiting.items():
+            answers[rank] = Answer(failure=RankFailure(rank, "hung", message, _read_stack(worker.stack_path)))
+        return [answers[rank] for rank in range(self.world_size)]
 
     def _results(self, asked: str, answers: list[Answer]) -> list[Any]:
         failures = [_failure_of(answer) for answer in answers]
@@ -175,7 +183,25 @@ class WorkerPool:
         in_step = all(failure is not None and failure.kind not in OUT_OF_STEP for failure in failures)
         if not in_step:
             self.close()
-        raise _error(asked, failures)
+        # One error for all ranks, led by one that died or raised: that explains the ranks that waited for it.
+        real = sorted(filter(None, failures), key=lambda failure: (BLAME.get(failure.kind, 1), failure.rank))
+        first = real[0]
+        how = first.kind if first.kind in NO_ANSWER else f"raised {first.kind}"
+        others = f" (ranks {[failure.rank for failure in real[1:]]} failed too)" if len(real) > 1 else ""
+        ranks_by_text: dict[str, list[int]] = {}
+        for failure in real:
+            ranks_by_text.setdefault(failure.traceback or failure.message, []).append(failure.rank)
+        tracebacks = "\n".join(
+            f"--- rank {', '.join(map(str, ranks))}\n{text}" for text, ranks in ranks_by_text.items()
+        )
+        error = WorkerError(
+            asked=asked,
+            found=f"rank {first.rank} {how}: {first.message}{others}",
+            do=f"Mend what the tracebacks show:\n{tracebacks}",
+            errors=failures,
+            rank=first.rank,
+        )
+        raise error from first.error
 
 
 def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -199,24 +225,14 @@ def _answer_of(worker: Worker) -> Answer:
     except (EOFError, OSError):
         pass
     worker.process.join(timeout=GRACE)
-    return Answer(failure=RankFailure(worker.rank, "died", _describe_exit(worker.process.exitcode)))
-
-
-def _describe_exit(code: int | None) -> str:
+    code = worker.process.exitcode
     if code is None:
-        return "its connection closed while the process still ran"
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    return f"its process was killed by {signal.Signals(-code).name}"
-
-
-def _hung(workers: Iterable[Worker], timeout: float | None, *, failed: bool) -> dict[int, Answer]:
-    """Failures for the workers that did not answer, each with the Python stack that it hung in."""
-    late = list(workers)
-    for worker in late:
-        os.kill(worker.process.pid or 0, signal.SIGUSR1)
-    message = f"no answer {GRACE:g} s after another rank failed" if failed else f"no answer within {timeout} s"
-    return {w.rank: Answer(failure=RankFailure(w.rank, "hung", message, _read_stack(w.stack_path))) for w in late}
+        message = "its connection closed while the process still ran"
+    elif code >= 0:
+        message = f"its process ended with exit code {code}"
+    else:
+        message = f"its process was killed by {signal.Signals(-code).name}"
+    return Answer(failure=RankFailure(worker.rank, "died", message))
 
 
 def _read_stack(path: Path) -> str:
@@ -240,27 +256,3 @@ def _failure_of(answer: Answer) -> RankFailure | None:
         return evolve(answer.failure, error=pickle.loads(answer.error))
     except Exception:  # noqa: BLE001 - an exception with its own constructor may not unpickle; its text remains
         return answer.failure
-
-
-def _error(asked: str, failures: list[RankFailure | None]) -> WorkerError:
-    """One error for all ranks, led by one that died or raised: that explains the ranks that waited for it."""
-    real = sorted(filter(None, failures), key=lambda failure: (BLAME.get(failure.kind, 1), failure.rank))
-    first = real[0]
-    how = first.kind if first.kind in NO_ANSWER else f"raised {first.kind}"
-    others = f" (ranks {[failure.rank for failure in real[1:]]} failed too)" if len(real) > 1 else ""
-    error = WorkerError(
-        asked=asked,
-        found=f"rank {first.rank} {how}: {first.message}{others}",
-        do=f"Mend what the tracebacks show:\n{_tracebacks(real)}",
-        errors=failures,
-        rank=first.rank,
-    )
-    error.__cause__ = first.error
-    return error
-
-
-def _tracebacks(failures: list[RankFailure]) -> str:
-    ranks_by_text: dict[str, list[int]] = {}
-    for failure in failures:
-        ranks_by_text.setdefault(failure.traceback or failure.message, []).append(failure.rank)
-    return "\n".join(f"--- rank {', '.join(map(str, ranks))}\n{text}" for text, ranks in ranks_by_text.items())

@@ -46,8 +46,8 @@ LEAST = 5e-324
 
 _OWN = 4.0
 _CONDITION = 3.0
-# Two large terms that cancel do not show in a run that moves them alike, half of all runs. After so many runs they have
-# shown but for a chance of 1e-9. Most elements need one.
+# A run does not show two large terms that cancel if it moves both in the same direction: that is half of all runs. All
+# of so many runs miss them with a chance of 1e-9. Most elements need one run.
 _RUNS = 30
 _TURNS = 20
 
@@ -177,7 +177,8 @@ class Rounding:
         nearby = self._changed(start, lambda t, size: moved(t, size * self.eps, generator))
         # A moved operand may leave the op's domain; then this run shows nothing.
         with suppress(Exception):
-            for i, (one, other) in enumerate(zip(self.whole(start), self.whole(nearby), strict=True)):
+            ones = self.expected if start is self.operands else self.whole(start)
+            for i, (one, other) in enumerate(zip(ones, self.whole(nearby), strict=True)):
                 wanted = self.expected[i]
                 if one is None or other is None or wanted is None or not rounds(wanted) or one.shape != other.shape:
                     continue
@@ -232,7 +233,10 @@ class Rounding:
         if self._double is None:
             self._double = [None for _ in self.expected]
             with suppress(Exception):
-                self._double = self.whole([t if t is None or not rounds(t) else _doubled(t) for t in self.operands])
+                double_of = {False: torch.float64, True: torch.complex128}
+                self._double = self.whole(
+                    [t if t is None or not rounds(t) else t.to(double_of[t.is_complex()]) for t in self.operands]
+                )
         double, wanted = self._double[i], self.expected[i]
         assert wanted is not None
         if double is None or double.shape != wanted.shape:
@@ -248,7 +252,3 @@ def _gapped(tensor: Tensor) -> Tensor:
     """The same tensor with a gap behind each element in memory."""
     wide = tensor.unsqueeze(-1).expand(*tensor.shape, 2).clone()
     return wide[..., 0]
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -280,7 +280,11 @@ def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) 
     answers: dict[Coordinate, Any] = {}
     missed: RankDisagreementError | None = None
     for at, request in requests.items():
-        group = _group(mesh_shape, at, request.mesh_dims)
+        # The ranks whose coordinates differ from ``at`` only on these mesh dims, in row-major order of these.
+        group = []
+        for place in product(*(range(mesh_shape[m]) for m in request.mesh_dims)):
+            on_dims = dict(zip(request.mesh_dims, place, strict=True))
+            group.append(tuple(on_dims.get(m, c) for m, c in enumerate(at)))
         others = {other: requests.get(other) for other in group}
         absent = [(c, other) for c, other in others.items() if other is None or other.kind != request.kind]
         if absent:
@@ -293,12 +297,6 @@ def _answers(mesh_shape: tuple[int, ...], requests: dict[Coordinate, _Request]) 
     if missed and not answers:
         raise missed
     return answers
-
-
-def _group(mesh_shape: tuple[int, ...], at: Coordinate, mesh_dims: tuple[int, ...]) -> list[Coordinate]:
-    """The ranks whose coordinates differ from ``at`` only on some mesh dims, in row-major order of these."""
-    places = [dict(zip(mesh_dims, place, strict=True)) for place in product(*(range(mesh_shape[m]) for m in mesh_dims))]
-    return [tuple(place.get(m, c) for m, c in enumerate(at)) for place in places]
 
 
 def _answer(index: int, request: _Request, of_group: list[_Request]) -> Any:

@@ -34,7 +34,16 @@ def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample
     with nothing but -0.0. Operands that the op only writes (``out=``) are left.
     """
     bases = [call for call in samples if any(_takes(t) and t.numel() >= _ENOUGH for t in _tensors(op, call))]
-    return [_changed(op, call, kind, seed) for seed, call in enumerate(bases[:most]) for kind in range(3)]
+    special: list[Sample] = []
+    for seed, call in enumerate(bases[:most]):
+        for kind in range(3):
+            generator = torch.Generator().manual_seed(seed * 7919 + kind)
+            values = [
+                value if arg.is_out else _with_special(value, kind, generator)
+                for arg, value in zip(signature(op).args, signature(op).bind(*call), strict=True)
+            ]
+            special.append(signature(op).unbind(values))
+    return special
 
 
 def _tensors(op: Op, sample: Sample) -> Iterator[Tensor]:
@@ -45,15 +54,6 @@ def _tensors(op: Op, sample: Sample) -> Iterator[Tensor]:
 
 def _takes(tensor: Tensor) -> bool:
     return tensor.dtype in _FAR
-
-
-def _changed(op: Op, sample: Sample, kind: int, seed: int) -> Sample:
-    generator = torch.Generator().manual_seed(seed * 7919 + kind)
-    values = [
-        value if arg.is_out else _with_special(value, kind, generator)
-        for arg, value in zip(signature(op).args, signature(op).bind(*sample), strict=True)
-    ]
-    return signature(op).unbind(values)
 
 
 def _with_special(value: Any, kind: int, generator: torch.Generator) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -163,7 +163,9 @@ class Trial:
             answer = _alone(self.run, self.op, self.values, [None if t is None else copied(t) for t in operands])
             return *answer.tensors, *answer.operands
 
-        if _is_solver(self.op):
+        if "linalg" in str(self.op):
+            # What factors or solves is exact for operands that differ by a rounding of their norms, also in elements
+            # that are zero.
             sizes = [
                 None
                 if size is None or not size.numel()
@@ -206,10 +208,17 @@ class Trial:
         """Run the local op or the lowering on every rank; ``operands`` are written where the op writes."""
         _seed()
 
-        def work(at: Coordinate, comm: SimulatedComm) -> Answer:
-            return self._on_rank(case, call, at, operands[at], comm)
+        lowering = self.rule.lowering if case.lowered else None
 
-        if case.lowered and self.rule.lowering is not None:
+        def work(at: Coordinate, comm: SimulatedComm) -> Answer:
+            local = LocalCall(call, case.inputs[: len(call.operands)], case.outputs, at, comm)
+            values = with_operands(self.op, self._local_values(local), operands[at])
+            run = self.run if lowering is None else partial(lowering, local)
+            with torch.no_grad():
+                tensors, others = split_results(self.op, _run(run, self.op, values))
+            return Answer(tensors, others, operands[at])
+
+        if lowering is not None:
             return run_ranks(case.mesh.shape, work)
         answers = {}
         for at in operands:
@@ -220,20 +229,6 @@ class Trial:
             except Exception as error:
                 raise RankError(at, error) from error
         return answers
-
-    def _on_rank(
-        self, case: Case, call: Any, at: Coordinate, operands: tuple[Tensor | None, ...], comm: SimulatedComm
-    ) -> Answer:
-        results = case.outputs
-        local = LocalCall(call, case.inputs[: len(call.operands)], results, at, comm)
-        values = with_operands(self.op, self._local_values(local), operands)
-        run: Callable[..., Any] = self.run
-        if case.lowered and self.rule.lowering is not None:
-            lowering = self.rule.lowering
-            run = lambda *args, **kwargs: lowering(local, *args, **kwargs)  # noqa: E731
-        with torch.no_grad():
-            tensors, others = split_results(self.op, _run(run, self.op, values))
-        return Answer(tensors, others, operands)
 
     def _local_values(self, local: LocalCall) -> list[Any]:
         if self.rule.local_args is None:
@@ -249,13 +244,6 @@ class Trial:
                 argument=unknown[0],
             )
         return [replaced.get(a.name, v) for a, v in zip(self.signature.args, self.values, strict=True)]
-
-
-def _is_solver(op: Op) -> bool:
-    """Whether an op factors or solves: such algorithms are exact for operands that differ by a rounding of their norms,
-    also in elements that are zero.
-    """
-    return "linalg" in str(op)
 
 
 def _alone(run: Callable[..., Any], op: Op, values: Sequence[Any], operands: Sequence[Tensor | None]) -> Answer:

@@ -138,11 +138,7 @@ def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
     except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
         tell(error, is_final=True)
         text = "".join(traceback.format_exception(error))
-        return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=_dumps_error(error))
-
-
-def _dumps_error(error: BaseException) -> bytes:
-    try:
-        return dumps_by_value(error)
-    except Exception:  # noqa: BLE001 - an exception that cannot be pickled travels as its text
-        return b""
+        pickled = b""
+        with suppress(Exception):  # an exception that cannot be pickled travels as its text
+            pickled = dumps_by_value(error)
+        return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=pickled)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import partial as bound
 from pathlib import Path
 
 import torch
@@ -173,17 +174,14 @@ def time_redistributions(
     mesh: DeviceMesh, pairs: Sequence[tuple[TensorSpec, TensorSpec]], rounds: int = ROUNDS, tell: Tell | None = None
 ) -> list[TimedRedistribution]:
     """Run redistributions and compare their times with the cost model. Every rank of the mesh must call this."""
-    runs = [_redistribution(src, dst) for src, dst in pairs]
+    runs = [
+        bound(runner(src, dst), torch.ones(src.local_shape(), dtype=src.dtype, device=src.mesh.device_type))
+        for src, dst in pairs
+    ]
     times = time_together(mesh, runs, rounds, tell)
     return [
         TimedRedistribution(src, dst, shortest_path(src, dst), t) for (src, dst), t in zip(pairs, times, strict=True)
     ]
-
-
-def _redistribution(src: TensorSpec, dst: TensorSpec) -> Callable[[], object]:
-    local = torch.ones(src.local_shape(), dtype=src.dtype, device=src.mesh.device_type)
-    move = runner(src, dst)
-    return lambda: move(local)
 
 
 def typical_pairs(mesh: DeviceMesh, nbytes: int) -> list[tuple[TensorSpec, TensorSpec]]:

@@ -275,22 +275,18 @@ class _Watch:
                     op=op_name(op),
                 ) from error
         for tensor in tensors_in(result):
-            self._count_memory(tensor)
+            key = memory_of(tensor)
+            if key not in self._alive:
+                storage = tensor.untyped_storage()
+                self._alive[key] = size = storage.nbytes()
+                self._total += size
+                finalize(storage, self._uncount_memory, key)
+                phase = self.phases.current
+                self.peaks[phase] = max(self.peaks.get(phase, 0), self._total)
         if op is self._running:
             # Collectives from here to the next op belong to no op: the program asks for them, or a gradient's layout.
             self._op, self._running = NO_OP, None
         return result
-
-    def _count_memory(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = memory_of(tensor)
-        if key in self._alive:
-            return
-        self._alive[key] = size = storage.nbytes()
-        self._total += size
-        finalize(storage, self._uncount_memory, key)
-        phase = self.phases.current
-        self.peaks[phase] = max(self.peaks.get(phase, 0), self._total)
 
     def _uncount_memory(self, key: int) -> None:
         self._total -= self._alive.pop(key)

@@ -101,8 +101,9 @@ def probing_rule(op: Op) -> Rule:
 def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Draws:
     """The sample and its further draws. Raises :class:`Illegal` if the op refuses the sample.
 
-    A new value of an integer operand lies in the range of the old ones. If the op refuses a draw, or newly answers it
-    with inf or nan, a tamer one is tried (no negative values where there were none), and at last none.
+    A new value of an integer operand lies in the range of the old ones. If the op refuses a draw, or if only the draw
+    gives inf or nan, a draw without new negative values is tried, then one with the same integers. If the op refuses
+    these too, the draw is left out.
     """
     first = Trial.of(probing_rule(op), op, *sample, op)
     trials = [first]
@@ -126,7 +127,7 @@ def draw(op: Op, number: int, sample: Sample, generator: torch.Generator) -> Dra
             if trial is not None:
                 trials.append(trial)
                 break
-    # A row may hang on the sign of a sum, and that may be the same by chance in all draws.
+    # A row may depend on the sign of a sum, which may be the same in all draws by chance.
     mirrored = _legal_trial(first, [-t if t is not None and _has_signs(t) else t for t in first.operands])
     if mirrored is not None:
         trials.append(mirrored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -57,21 +57,15 @@ def features(op: Op, groups: Sequence[Group], *, zipped: bool) -> list[Feature]:
             if all(map(_can_be_written, values)):
                 all_features.append(Feature(arg.name, (arg.name,), values, arg.kind is Kind.BY_VALUE))
         elif not arg.is_out:
-            all_features += _of_tensors(arg.name, [call[arg.name] for call in calls])
+            operands = [call[arg.name] for call in calls]
+            is_list = any(isinstance(operand, tuple) for operand in operands)
+            absent = any(operand is None for operand in operands)
+            for template, of, always in _OF_LISTS if is_list else _OF_TENSORS:
+                text = template.format(arg.name)
+                text = f"(None if {arg.name} is None else {text})" if absent else text
+                values = tuple(None if operand is None else of(operand) for operand in operands)
+                all_features.append(Feature(text, (arg.name,), values, always))
     return all_features
-
-
-def _of_tensors(name: str, values: Sequence[Any]) -> Iterator[Feature]:
-    is_list = any(isinstance(value, tuple) for value in values)
-    absent = any(value is None for value in values)
-    for template, of, always in _OF_LISTS if is_list else _OF_TENSORS:
-        text = template.format(name)
-        yield Feature(
-            f"(None if {name} is None else {text})" if absent else text,
-            (name,),
-            tuple(None if value is None else of(value) for value in values),
-            always,
-        )
 
 
 def _can_be_written(value: Any) -> bool:

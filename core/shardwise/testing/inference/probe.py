@@ -115,7 +115,17 @@ class Probe:
         if self.parts == "wild":
             # The factor is a power of two, so nothing is rounded: the parts grow, and their reduction stays the same.
             return {at: part * _WILD for at, part in place(full / _WILD, spec, self.generator).items()}
-        return {(rank,): part for rank, part in enumerate(_near_parts(full, kind, self.ranks, self.generator))}
+        # Parts that differ from the whole by small whole numbers.
+        steps = torch.randint(0, 3, (self.ranks, *full.shape), generator=self.generator)
+        who = torch.randint(self.ranks, (1, *full.shape), generator=self.generator)
+        if kind in ("max", "min"):
+            parts = full - (1 if kind == "max" else -1) * steps.scatter(0, who, 0).to(full.dtype)
+        else:
+            # All parts but one are small whole numbers. The part of rank `who` is the rest.
+            others = (steps - 1).scatter(0, who, 0).to(full.dtype)
+            rest = full - others.sum(0, dtype=full.dtype)
+            parts = (others + full if kind == "avg" else others).scatter(0, who, rest.unsqueeze(0))
+        return {(rank,): part for rank, part in enumerate(parts)}
 
     # -- outputs --
     def _candidates(self, inputs: tuple[Placement | None, ...], answers: Mapping[Coordinate, Answer]) -> Iterator[Row]:
@@ -151,21 +161,6 @@ class Probe:
             return judge(self.trial, evolve(case, inputs=inputs, outputs=results), before, answers, signs=False) is None
         except (RuntimeError, ValueError):  # the results cannot be compared
             return False
-
-
-def _near_parts(full: Tensor, kind: str, ranks: int, generator: torch.Generator) -> list[Tensor]:
-    """Parts of a sum, average, maximum or minimum that differ from it by small whole numbers."""
-    steps = torch.randint(0, 3, (ranks, *full.shape), generator=generator)
-    who = torch.randint(ranks, (1, *full.shape), generator=generator)
-    if kind in ("max", "min"):
-        sign = 1 if kind == "max" else -1
-        return list(full - sign * steps.scatter(0, who, 0).to(full.dtype))
-    # All parts but one are small whole numbers. The part of rank `who` is the rest.
-    others = (steps - 1).scatter(0, who, 0).to(full.dtype)
-    rest = full - others.sum(0, dtype=full.dtype)
-    if kind == "avg":
-        return list((others + full).scatter(0, who, rest.unsqueeze(0)))
-    return list(others.scatter(0, who, rest.unsqueeze(0)))
 
 
 def written_results(trial: Trial) -> list[tuple[int, int]]:

@@ -106,7 +106,13 @@ def from_function(op: Op, uses: Sequence[str], lines: Sequence[str], summary: st
     by_type = [a.name for a in signature(op).args if a.kind is Kind.BY_TYPE and a.name in uses]
     options = [f"static=({', '.join(map(_quoted, by_type))},)"] if by_type else []
     options += ["zip_lists=True"] if zipped else []
-    head = f"@rule_from({', '.join((_op_text(op), *options))})\ndef {name}({_parameters(op, uses)}):"
+    args = [a for a in signature(op).args if not a.is_out]
+    positional = [a.name for a in args if not a.kwarg_only]
+    last = max((i for i, arg in enumerate(positional) if arg in uses), default=-1)
+    by_keyword = [a.name for a in args if a.kwarg_only and a.name in uses]
+    shown = [f"{n}_" if keyword.iskeyword(n) else n for n in positional[: last + 1]]
+    parameters = ", ".join([*shown, *(["*", *by_keyword] if by_keyword else [])])
+    head = f"@rule_from({', '.join((_op_text(op), *options))})\ndef {name}({parameters}):"
     return Source.of(name, [f"from shardwise.rule import {imports}"], f'{head}\n    """{summary}"""\n{body}')
 
 
@@ -119,15 +125,6 @@ def by_case(op: Op, feature: str, uses: Sequence[str], cases: Sequence[Case], *,
         lines += [f"if asked == {case.value!r}:  # {which}", *(f"    {line}" for line in returned)]
     lines.append('return einop("R -> R")  # nothing is known of other calls: they stay whole')
     return from_function(op, uses, lines, "Inferred case by case, for review.", zipped=zipped)
-
-
-def _parameters(op: Op, uses: Sequence[str]) -> str:
-    args = [a for a in signature(op).args if not a.is_out]
-    positional = [a.name for a in args if not a.kwarg_only]
-    last = max((i for i, name in enumerate(positional) if name in uses), default=-1)
-    named = [a.name for a in args if a.kwarg_only and a.name in uses]
-    shown = [f"{n}_" if keyword.iskeyword(n) else n for n in positional[: last + 1]]
-    return ", ".join([*shown, *(["*", *named] if named else [])])
 
 
 def partial_options(op: Op, rows: Sequence[str]) -> list[str]:

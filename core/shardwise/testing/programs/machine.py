@@ -196,7 +196,7 @@ def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tup
     anew.
     """
     op = op_called(line.op)
-    torch.manual_seed(_seed(line))
+    torch.manual_seed(1 + sum(line.names) + len(line.op))
     args, kwargs = filled_in(line, values)
     return split_results(op, op(*args, **kwargs))
 
@@ -204,10 +204,6 @@ def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tup
 def _has_values_of(tensor: Tensor, other: Tensor) -> bool:
     tensor, other = comparable(tensor.detach()), comparable(other)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _seed(line: Call) -> int:
-    return 1 + sum(line.names) + len(line.op)
 
 
 def run_alone(line: Call, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], tuple[Any, ...]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardwise.kernel.placements import Partial, Placement, Shard
 from shardwise.kernel.signature import Op
+from shardwise.testing.exact_parts import few_digits
 from shardwise.testing.judge import comparable
 from shardwise.testing.values import made
 
@@ -48,11 +49,19 @@ class Value:
 
 @frozen(eq=False)
 class Leaf:
-    """A whole tensor that is put on the mesh: partial pieces are random, the same for the same name."""
+    """A whole tensor that is put on the mesh: partial pieces are random, the same for the same name.
+
+    The value of a partial leaf is rounded to so few digits that its pieces are it exactly. So what compares bits, or
+    jumps, gives the ranks what it gives one device.
+    """
 
     name: int
     value: Tensor
     placements: tuple[Placement, ...]
+
+    def __attrs_post_init__(self) -> None:
+        if any(isinstance(placement, Partial) for placement in self.placements):
+            object.__setattr__(self, "value", few_digits(self.value))
 
     @property
     def names(self) -> tuple[int, ...]:
@@ -60,7 +69,7 @@ class Leaf:
 
     def __str__(self) -> str:
         value, turned = self.value, ""
-        if is_drawn(self.name, value):
+        if is_drawn(self):
             return f"drawn({self.name}, {tuple(value.shape)}, {value.dtype}, {_shown(self.placements)})"
         if not value.is_contiguous():
             turned = f", stride={tuple(value.stride())}"
@@ -92,9 +101,10 @@ def drawn(name: int, shape: Sequence[int], dtype: torch.dtype, placements: Seque
     return Leaf(name, made(shape, dtype, name), tuple(placements))
 
 
-def is_drawn(name: int, value: Tensor) -> bool:
-    """Whether :func:`drawn` makes this value for a leaf of that name."""
-    return value.is_contiguous() and torch.equal(comparable(value), comparable(made(value.shape, value.dtype, name)))
+def is_drawn(line: Leaf) -> bool:
+    """Whether :func:`drawn` makes this leaf."""
+    other = drawn(line.name, line.value.shape, line.value.dtype, line.placements)
+    return line.value.is_contiguous() and torch.equal(comparable(line.value), comparable(other.value))
 
 
 @frozen(eq=False)

@@ -112,7 +112,7 @@ def _with_line(program: Program, i: int, line: Line) -> Program:
 def _rounded_values(leaf: Leaf) -> Iterator[Tensor]:
     """Values that are shorter to write."""
     value = leaf.value
-    if not value.is_floating_point() or value.dtype.itemsize == 1 or is_drawn(leaf.name, value):
+    if not value.is_floating_point() or value.dtype.itemsize == 1 or is_drawn(leaf):
         return
     if value.numel() > _FEW:
         yield made(value.shape, value.dtype, leaf.name)

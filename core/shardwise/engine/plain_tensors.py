@@ -1,0 +1,345 @@
+"""Plain tensors among the operands of an op on MeshTensors.
+
+A program makes tensors without thinking of a mesh: a table of positions, a mask, a cache. Such a tensor counts as
+replicated, and whether it is the same on every rank is compared, not believed. The ranks compare a digest of it at the
+first op that it meets. Afterwards the tensor is known, and costs nothing, until it is written or replaced. What an op
+on MeshTensors writes into it is the same on every rank by construction.
+
+:func:`plain` chooses another policy for a part of a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import define
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.comm.contents import digest, traced_digest
+from shardwise.comm.groups import all_reduce, backend_of
+from shardwise.comm.rule_agreement import differences, different_summaries
+from shardwise.engine.call_site import users_line
+from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
+from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.dispatch import base_of, in_backward
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.ops import overwritten_arg
+from shardwise.private_torch.tracing import (
+    assert_when_run,
+    is_traced,
+    is_without_data,
+    may_vary_between_ranks,
+    outside_modes,
+)
+from shardwise.settings import PLAIN_POLICIES, Settings, read_settings
+
+__all__ = ["accept", "compare_on", "is_known", "know", "plain", "plain_operands", "policy"]
+
+# -- the policy ------------------------------------------------------------------------------------------------------
+
+# One entry per context in force, the innermost last. One list for the process: a backward pass may run in other threads
+# than its forward pass.
+_chosen: list[str] = []
+
+
+@contextmanager
+def plain(policy: str) -> Iterator[None]:
+    """Choose what becomes of plain tensors that meet MeshTensors in an op, while the context lasts.
+
+    - ``"compare"``, the default: they count as replicated, and the ranks compare their values when they first meet a
+      MeshTensor and after each write by something else than an op on MeshTensors;
+    - ``"replicate"``: they count as replicated, and nothing is compared: different values give wrong numbers;
+    - ``"refuse"``: an op raises :class:`PlainTensorError`. Tensors without dims are compared.
+
+    The context holds for all threads of the process. Every rank must enter and leave it at the same point. Raises
+    :class:`SettingsError` for another policy.
+    """
+    if policy not in PLAIN_POLICIES:
+        raise SettingsError(
+            asked=f"treat plain tensors by the policy {policy!r}",
+            found=f"the policies are {', '.join(PLAIN_POLICIES)}",
+            do="Choose one of them.",
+            setting="plain",
+        )
+    _chosen.append(policy)
+    known_without_mesh.clear()
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def policy() -> str:
+    """The policy in force: that of the innermost context, else that of the settings."""
+    return _chosen[-1] if _chosen else _settings().plain
+
+
+@cache
+def _settings() -> Settings:
+    return read_settings()
+
+
+# -- tensors that are known ------------------------------------------------------------------------------------------
+
+
+@define
+class _Meshes:
+    """The mesh of all comparisons so far; ``several`` once there was another."""
+
+    only: Mesh | None = None
+    several: bool = False
+
+
+_meshes = _Meshes()
+
+
+def is_known(tensor: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether a plain tensor is known to be the same on every rank of a mesh: it was compared, or its base was."""
+    if tensor.is_inference():
+        return False  # torch does not count the writes to it
+    base = base_of(tensor)
+    return known_tensor(tensor, mesh) is not None or (base is not None and known_tensor(base, mesh) is not None)
+
+
+def know(tensor: torch.Tensor, mesh: Mesh, writes: int = 0) -> None:
+    """Note that the ranks of a mesh have the same plain tensor, after so many writes that are under way."""
+    if tensor.is_inference():
+        return
+    if _meshes.only is None:
+        _meshes.only = mesh
+    elif not _meshes.several and _meshes.only != mesh:
+        _meshes.several = True
+        known_without_mesh.clear()
+    looked_at = _meshes.several or bool(_chosen) or _settings().check_ranks
+    remember(tensor, mesh, writes, for_handlers=not looked_at)
+
+
+def compare_on(cls: type, op: Op, values: Sequence[Any], mesh: Mesh) -> None:
+    """Compare the plain operands of a call that is planned, unless the ranks of its mesh have done so.
+
+    A handler does not look at the mesh for which it knows a tensor.
+    """
+    for arg, value in zip(signature(op).args, values, strict=True):
+        parts = value if isinstance(value, (list, tuple)) else (value,)
+        plain = {f"{arg.name}[{i}]": t for i, t in enumerate(parts) if isinstance(t, torch.Tensor)}
+        unknown = {
+            name: t
+            for name, t in plain.items()
+            if not isinstance(t, cls) and not is_without_data(t) and not is_known(t, mesh)
+        }
+        if unknown and not arg.written and _meshes.only is not None and _meshes.only != mesh:
+            _meet(op, unknown, mesh, written=False)
+
+
+# -- operands --------------------------------------------------------------------------------------------------------
+
+
+def plain_operands(
+    cls: type,
+    op: Op,
+    operands: Mapping[str, torch.Tensor],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    written: bool,
+) -> list[Any]:
+    """The parts of a plan's key for the plain tensors that are one argument of a call: one tensor, or those of a list.
+
+    The ranks compare those that are not known yet. Raises :class:`PlainTensorError` for a tensor that cannot be one of
+    the call's operands, and :class:`RankDisagreementError` on every rank when the ranks differ.
+    """
+    mesh: Any = None
+    for value in args:
+        if type(value) is cls:
+            mesh = value._spec.mesh  # type: ignore[attr-defined]
+            break
+    else:
+        on_mesh = (t for t in tensors_in([args, kwargs or {}]) if isinstance(t, cls))
+        mesh = next(on_mesh)._spec.mesh  # type: ignore[attr-defined]
+    keys: list[Any] = []
+    unknown: dict[str, torch.Tensor] = {}
+    looked_at = bool(_chosen) or _settings().check_ranks
+    for name, tensor in operands.items():
+        entry = None if looked_at else known_tensor(tensor, mesh)
+        if entry is None:
+            unknown[name] = tensor
+        elif written:
+            entry.version += 1
+        keys.append(None if entry is None else entry.key)
+    if unknown:
+        _meet(op, unknown, mesh, written)
+        keys = [key_of_plain(t) if key is None else key for key, t in zip(keys, operands.values(), strict=True)]
+    return keys
+
+
+def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: bool) -> None:
+    """Check plain operands by the policy, compare them over the ranks, and take note of them."""
+    chosen = policy()
+    compared: dict[str, torch.Tensor] = {}
+    overwritten = written and overwritten_arg(op)
+    for name, tensor in operands.items():
+        _refuse_unless_ordinary(op, name, tensor)
+        if is_without_data(tensor):
+            if tensor.dim() and chosen == "refuse":
+                _accept_zeros_and_ones(op, name, tensor, written)
+            elif chosen == "compare" and not overwritten and is_traced(tensor):
+                _compare_when_run(f"run {op_name(op)} on MeshTensors and plain tensors", name, tensor, mesh)
+            if is_traced(tensor) and tensor.requires_grad:
+                _want_whole_gradient(tensor)
+            continue
+        if chosen == "refuse" and tensor.dim():
+            _accept_zeros_and_ones(op, name, tensor, written)
+        elif chosen != "replicate" and not overwritten and (_settings().check_ranks or not is_known(tensor, mesh)):
+            compared[name] = tensor
+    if compared:
+        _compare(f"run {op_name(op)} on MeshTensors and plain tensors", compared, mesh)
+    for name, tensor in operands.items():
+        if is_without_data(tensor):
+            continue
+        if tensor.requires_grad:
+            _want_whole_gradient(tensor)
+        base = base_of(tensor)
+        if written and base is not None and is_known(base, mesh):
+            know(base, mesh, 1)
+        if name in compared or overwritten or is_known(tensor, mesh):
+            know(tensor, mesh, int(written))
+
+
+def accept(tensor: torch.Tensor, mesh: Mesh, asked: str) -> bool:
+    """Whether a plain tensor may count as whole on a mesh, outside of an op; the ranks compare it first.
+
+    ``asked`` says for what. Raises :class:`RankDisagreementError` on every rank when the ranks differ.
+    """
+    if policy() == "refuse":
+        return _is_zeros_or_ones(tensor)
+    if policy() == "compare" and is_traced(tensor):
+        _compare_when_run(asked, "tensor", tensor, mesh)
+    elif (
+        policy() == "compare"
+        and not is_without_data(tensor)
+        and (_settings().check_ranks or not is_known(tensor, mesh))
+    ):
+        _compare(asked, {"tensor": tensor}, mesh)
+    return True
+
+
+def _refuse_unless_ordinary(op: Op, name: str, tensor: torch.Tensor) -> None:
+    """Raise unless a tensor is one of torch's own, with its elements in memory."""
+    is_torchs = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or is_without_data(tensor)
+    if not is_torchs or tensor.layout is not torch.strided or tensor.is_quantized:
+        what = f"a {type(tensor).__name__}" + ("" if tensor.layout is torch.strided else f" with {tensor.layout}")
+        raise _refusal(op, name, tensor, what, _MAKE_ONE)
+
+
+def _refusal(op: Op, name: str, tensor: torch.Tensor, what: str, do: str) -> PlainTensorError:
+    file, line = users_line()
+    return PlainTensorError(
+        asked=f"run {op_name(op)} on MeshTensors ({file}:{line})",
+        found=f"its argument {name!r} is {what} of shape {tuple(tensor.shape)}",
+        do=do,
+        op=op_name(op),
+        argument=name,
+        shape=tuple(tensor.shape),
+    )
+
+
+_MAKE_ONE = (
+    "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
+    "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
+)
+_IN_BACKWARD = (
+    "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "
+    "grad.new_full(size, value), x.detach()), so that it lies on the mesh, too."
+)
+
+
+def _accept_zeros_and_ones(op: Op, name: str, tensor: torch.Tensor, written: bool) -> None:
+    """Raise for a plain tensor that is refused.
+
+    Autograd's own formulas make plain zeros (for unused results of split) and ones (for prod). They are the same on
+    every rank. An operand that the op writes may hold zeros on some ranks only.
+    """
+    if in_backward() and not written and _is_zeros_or_ones(tensor):
+        return
+    what = f"a {type(tensor).__name__}"
+    raise _refusal(op, name, tensor, what, _IN_BACKWARD if in_backward() else _MAKE_ONE)
+
+
+def _is_zeros_or_ones(value: torch.Tensor) -> bool:
+    """Whether all elements are 0 or all are 1. While a graph is traced: True, and the graph asserts it when it runs."""
+    if is_traced(value):
+        is_either = (value == 0).all() | (value == 1).all()
+        assert_when_run(is_either, "a plain tensor met a MeshTensor in backward; return MeshTensors from backward")
+        return True
+    if is_without_data(value):
+        return True
+    return not value.any() or bool((value == 1).all())
+
+
+def _compare(asked: str, tensors: Mapping[str, torch.Tensor], mesh: Mesh) -> None:
+    """Raise on every rank unless all ranks of a mesh have the same tensors; their names are those of arguments."""
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1 or is_rehearsing() or backend_of(mesh) == "fake":
+        return
+    with outside_modes():
+        here = {name: f"{TensorMeta.of(t)} with the digest {digest(t):016x}" for name, t in tensors.items()}
+        summaries = different_summaries(mesh, {asked: here})
+    if summaries is None:
+        return
+    file, line = users_line()
+    by_rank = {rank: one.get(asked, {"instead": ", ".join(one)}) for rank, one in summaries.items()}
+    different = differences("argument", by_rank)
+    raise RankDisagreementError(
+        asked=f"{asked} ({file}:{line})",
+        found=f"a plain tensor counts as whole, and the ranks do not have the same: {'; '.join(different)}",
+        do=_ALIKE,
+        differences=tuple(different),
+    )
+
+
+_ALIKE = (
+    "Make it alike on every rank. Where each rank holds its own part, use MeshTensor.from_local(t, mesh, placements); "
+    "distribute_tensor(t, mesh, placements) sends the values of the first rank to all."
+)
+
+
+def _compare_when_run(asked: str, name: str, tensor: torch.Tensor, mesh: Mesh) -> None:
+    """Have a graph that is being traced compare a tensor over the ranks of a mesh each time it runs.
+
+    What the graph makes from sizes and numbers alone is the same on every rank.
+    """
+    dims = tuple(m for m in range(mesh.ndim) if mesh.size(m) > 1)
+    if not isinstance(mesh, DeviceMesh) or not dims or not may_vary_between_ranks(tensor):
+        return
+    number = traced_digest(tensor)
+    extremes = all_reduce(torch.stack([number, ~number]), "min", mesh, dims)
+    file, line = users_line()
+    assert_when_run(
+        extremes[0] == ~extremes[1],
+        f"{asked} ({file}:{line}): the argument {name!r} is a plain tensor, "
+        f"which counts as whole, and the ranks do not have the same values there. {_ALIKE}",
+    )
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+# Tensors whose gradient is brought to them whole already.
+_hooked: Any = WeakIdKeyDictionary()
+
+
+def _want_whole_gradient(tensor: torch.Tensor) -> None:
+    """Bring the gradient of a plain tensor to it as a plain tensor, whole on every rank."""
+    if tensor not in _hooked:
+        _hooked[tensor] = tensor.register_hook(_whole)  # type: ignore[no-untyped-call]
+
+
+def _whole(gradient: Any) -> Any:
+    full: Callable[[], torch.Tensor] | None = getattr(gradient, "full_tensor", None)
+    return gradient if full is None else full()

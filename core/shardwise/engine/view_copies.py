@@ -1,0 +1,151 @@
+"""Copies in place of views: how they follow their base, and their base follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define
+
+from shardwise.errors import InPlaceError
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.signature import Op, op_name
+from shardwise.kernel.view_copies import Writes, fresh, note_write, source_of_copy, tie, writes_of
+from shardwise.private_torch.dispatch import memory_of, new_wrapper
+from shardwise.private_torch.tracing import is_traced
+
+__all__ = ["after_write", "link", "link_view", "writable"]
+
+Undo = Callable[..., Any]
+
+
+@define(eq=False)
+class _MovedView:
+    """A copy that a view op made of a base in another layout. The base has a wrapper of its own: ``base.data = other``
+    and ``base.t_()`` change what the program's tensor is, not this view.
+    """
+
+    op: Op
+    undo: Undo | None
+    base: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    index: int
+    writes: Writes
+    seen: int
+
+    def refresh(self, local: torch.Tensor) -> None:
+        if self.base._spec.is_copy:
+            fresh(self.base._local_tensor)
+        if self.seen == self.writes.count:
+            return
+        with torch.no_grad():
+            again = self.op(self.base, *self.args, **self.kwargs)
+            part = again[self.index] if isinstance(again, (list, tuple)) else again
+            local.copy_(part._local_tensor)
+        self.seen = self.writes.count
+        note_write(local)
+
+    def check_writable(self) -> None:
+        if self.undo is None:
+            raise InPlaceError(
+                asked=f"write to the result of {op_name(self.op)} in place",
+                found="its base was redistributed for it, and nothing says how a write gets back to the base",
+                do="Write to the base itself, or clone() the view first.",
+                op=op_name(self.op),
+            )
+
+    def write(self, copy: Any) -> None:
+        assert self.undo is not None
+        # Its values are the newest, also where the same op has just written another copy of the base.
+        self.seen = self.writes.count
+        with torch.no_grad():
+            self.base.copy_(self.undo(self.base, copy, self.index, *self.args, **self.kwargs))
+        self.seen = self.writes.count
+
+
+@define(eq=False)
+class _ViewOfCopy:
+    """A view that shares memory with a copy."""
+
+    copy: Any
+
+    def refresh(self, local: torch.Tensor) -> None:  # noqa: ARG002  # the memory is that of the copy
+        fresh(self.copy._local_tensor)
+
+    def check_writable(self) -> None:
+        source = source_of_copy(self.copy._local_tensor)
+        assert source is not None
+        source.check_writable()
+
+    def write(self, copy: Any) -> None:  # noqa: ARG002  # the memory is that of the copy
+        source = source_of_copy(self.copy._local_tensor)
+        assert source is not None
+        source.write(self.copy)
+
+
+def link(
+    cls: Any, undo: Undo | None, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> None:
+    """Note where the results of a view op come from that are copies."""
+    base: Any = args[0] if args else None
+    if not isinstance(base, cls) or is_traced(base._local_tensor):
+        return
+    for index, result in enumerate(tensors_in(results)):
+        copy: Any = result
+        if not copy._spec.is_copy:
+            continue
+        local = base._local_tensor
+        if memory_of(local) == memory_of(copy._local_tensor):
+            link_view(base, copy)
+            continue
+        writes = writes_of(local)
+        own = _alias(cls, base)
+        moved = _MovedView(plan.schema.op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count)
+        tie(copy._local_tensor, moved)
+
+
+def link_view(base: Any, view: Any) -> None:
+    """Note that a tensor is a view that shares memory with another, if that is a copy."""
+    if source_of_copy(base._local_tensor) is not None:
+        tie(view._local_tensor, _ViewOfCopy(_alias(type(view), base)))
+
+
+def _alias(cls: Any, tensor: Any) -> Any:
+    return new_wrapper(cls, tensor._local_tensor, tensor._spec, False)
+
+
+def writable(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The step that an operand takes that is a copy and is written."""
+
+    def step(local: torch.Tensor) -> torch.Tensor:
+        source = source_of_copy(local)
+        if source is None:
+            raise InPlaceError(
+                asked=f"run {op_name(op)} in place",
+                found="what it writes is a view whose base was redistributed for it, so that it no longer shares the "
+                "memory of its base",
+                do="Write to the base itself, or clone() the view first.",
+                op=op_name(op),
+            )
+        source.check_writable()
+        source.refresh(local)
+        return local
+
+    return step
+
+
+def after_write(cls: Any, tensors: Sequence[Any]) -> None:
+    """Have what was written to copies reach their bases, and copies of what was written be stale."""
+    for value in tensors_in(tensors):
+        tensor: Any = value
+        if not isinstance(tensor, cls):
+            continue
+        local = tensor._local_tensor
+        note_write(local)
+        if tensor._spec.is_copy:
+            source = source_of_copy(local)
+            if source is not None:
+                source.write(tensor)

@@ -1,0 +1,195 @@
+"""Tensors that a program makes for itself lie on the mesh: ``with shardwise.on(mesh):``.
+
+Models make tables of positions, masks and zero states inside their forward pass, from sizes and numbers alone. Under
+:func:`on` such a tensor is a replicated MeshTensor. It is taken below Python, by a mode of torch's dispatcher, so that
+tensors that torch's own C++ code makes are seen. Modules that ``distribute_module`` placed enter it by themselves.
+
+The mode is off while an op on MeshTensors runs: it never sees what a kernel, a lowering or a collective makes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.call_site import is_call_of_program
+from shardwise.engine.composites import replicated_tensor
+from shardwise.engine.plain_tensors import is_known, know
+from shardwise.kernel.dispatcher import dispatch_under_mode
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.signature import Op, signature
+from shardwise.private_torch.dispatch import OpMode
+from shardwise.private_torch.ops import draws, packet_name
+from shardwise.tensor.factories import empty, rand, randint, randn, randperm
+from shardwise.tensor.mesh_tensor import MeshTensor
+
+__all__ = ["enter_in_forward", "on"]
+
+
+class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
+    """Makes new tensors on a mesh. One instance per entry, because torch keeps what it found inside the instance."""
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run one op. The mode is off meanwhile."""
+        for kind in types:
+            if issubclass(kind, MeshTensor):
+                if kind is MeshTensor and len(types) == 1:
+                    return dispatch_under_mode(_OnMesh, op, args, kwargs)
+                # As without the mode: torch lists a subclass before its base.
+                return kind.__torch_dispatch__(op, types, args, kwargs)
+        mesh = self.mesh
+        # An op that the innermost mode runs reaches the outer ones.
+        if mesh is None or _entered.modes[-1] is not self:
+            return op(*args, **kwargs)
+        operands = list(tensors_in([args, kwargs]))
+        if not operands:
+            return _made(op, args, kwargs, mesh)
+        known = not draws(op) and all(is_known(t, mesh) for t in operands)
+        result = op(*args, **kwargs)
+        if known:
+            _know_results(op, args, kwargs, result, mesh)
+        return result
+
+
+def _know_results(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, mesh: DeviceMesh) -> None:
+    """What was made from tensors that the ranks have compared is the same on every rank."""
+    values = zip(signature(op).args, signature(op).bind(args, kwargs), strict=True)
+    written = [t for arg, value in values if arg.written or arg.is_out for t in tensors_in(value)]
+    for tensor in written:
+        know(tensor, mesh, 1)  # torch counts the write when it has run
+    for tensor in tensors_in(result):
+        if type(tensor) is torch.Tensor and not tensor.requires_grad and not any(tensor is w for w in written):
+            know(tensor, mesh)
+
+
+def _made(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> Any:
+    """The result of an op without a tensor among its operands, on the mesh where it is a tensor of its devices."""
+    if not is_call_of_program(__file__):
+        return op(*args, **kwargs)
+    if draws(op):
+        drawn = _drawn(op, args, kwargs, mesh)
+        return op(*args, **kwargs) if drawn is None else drawn
+    result = op(*args, **kwargs)
+    if type(result) is torch.Tensor and result.device.type == mesh.device_type and result.layout is torch.strided:
+        return replicated_tensor(MeshTensor, mesh, result)
+    return result
+
+
+# By the name of torch's function: one that takes the same arguments, by position.
+_DRAWING: Mapping[str, Callable[..., torch.Tensor]] = {
+    "rand": rand,
+    "randn": randn,
+    "randint": randint,
+    "randperm": randperm,
+    "normal": lambda mean, std, size, **options: empty(size, **options).normal_(mean, std),
+}
+
+
+def _drawn(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> Any:
+    """Random numbers that are the same on every rank; ``None`` where torch is to draw: from a generator of the
+    program's own, on another device, or by an op that is not listed. Such numbers stay plain, and are compared.
+    """
+    draw = _DRAWING.get(packet_name(op))
+    device = kwargs.get("device")
+    options = {k: v for k, v in kwargs.items() if v is not None and k in ("dtype", "layout")}
+    if (
+        draw is None
+        or kwargs.get("generator") is not None
+        or any(isinstance(value, torch.Generator) for value in args)
+        or torch.device(device or "cpu").type != mesh.device_type
+        or kwargs.get("layout") not in (None, torch.strided)
+    ):
+        return None
+    return draw(*args, **options, device_mesh=mesh)
+
+
+class _Entered(threading.local):
+    """The modes that are on in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.modes: list[_OnMesh] = []
+
+
+_entered = _Entered()
+
+
+def _enter(mesh: DeviceMesh | None) -> None:
+    mode = _OnMesh(mesh)
+    mode.__enter__()  # type: ignore[no-untyped-call]
+    _entered.modes.append(mode)
+
+
+def _leave() -> None:
+    _entered.modes.pop().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
+    """Put the tensors that a program makes on a mesh, replicated, while the context lasts.
+
+    It holds for torch's factories (``torch.zeros``, ``arange``, ``full``, ``eye``, ``rand`` and so on) where the
+    tensor's device is one of the mesh's, in the thread that entered it. Random numbers are the same on every rank (see
+    docs/random.md). ``torch.tensor(data)`` and tensors of NumPy stay plain: their data may differ between ranks, and
+    are compared where they meet a MeshTensor. ``on(None)`` switches it off, for code that works on this rank's part.
+
+    The forward pass of a module that :func:`distribute_module` placed is in such a context already; generation loops,
+    loss functions and metrics are not. In compiled code it does nothing: there plain tensors count as replicated.
+    """
+    _enter(device_mesh)
+    try:
+        yield
+    finally:
+        _leave()
+
+
+# -- modules ---------------------------------------------------------------------------------------------------------
+
+
+def enter_in_forward(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Run the forward passes of a module, and of its submodules where they are called by themselves, under :func:`on`.
+
+    A recomputation in a backward pass calls submodules. Modules of ``torch.nn`` that make no tensors are left alone.
+    """
+    for submodule in module.modules():
+        if submodule is module or not type(submodule).__module__.startswith("torch.nn.modules") or _makes(submodule):
+            hooks = _Hooks(mesh)
+            submodule.register_forward_pre_hook(hooks.before, prepend=True)
+            submodule.register_forward_hook(hooks.after, always_call=True)
+
+
+def _makes(module: nn.Module) -> bool:
+    return isinstance(module, (nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention, nn.Transformer))
+
+
+class _Hooks:
+    """The two hooks of one module: to enter the mode, unless it is on, and to leave it again."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.entered: list[bool] = []  # an item per forward pass under way, of all threads
+
+    def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature
+        if torch.compiler.is_compiling():
+            return
+        enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
+        self.entered.append(enters)
+        if enters:
+            _enter(self.mesh)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
+        # Another hook may have raised before this module's own hook ran.
+        if not torch.compiler.is_compiling() and self.entered and self.entered.pop():
+            _leave()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
+        return _Hooks(self.mesh)

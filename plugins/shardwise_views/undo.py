@@ -1,0 +1,70 @@
+"""How a write to a view reaches its base, for views that had to be copies.
+
+Each function returns the whole base with the values of one of the view op's results in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["UNDO"]
+
+aten = torch.ops.aten
+
+
+def _reshaped(base: Tensor, value: Tensor, _: int, *__: Any) -> Tensor:
+    return value.reshape(base.shape)
+
+
+def _select(base: Tensor, value: Tensor, _: int, dim: int, index: int) -> Tensor:
+    return torch.select_scatter(base, value, dim, index)
+
+
+def _slice(
+    base: Tensor, value: Tensor, _: int, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
+    return torch.slice_scatter(base, value, dim, start, end, step)
+
+
+def _unbind(base: Tensor, value: Tensor, index: int, dim: int = 0) -> Tensor:
+    return torch.select_scatter(base, value, dim, index)
+
+
+def _split(base: Tensor, value: Tensor, index: int, size: int, dim: int = 0) -> Tensor:
+    return torch.slice_scatter(base, value, dim, index * size, index * size + value.shape[dim])
+
+
+def _split_with_sizes(base: Tensor, value: Tensor, index: int, sizes: Sequence[int], dim: int = 0) -> Tensor:
+    start = list(accumulate(sizes, initial=0))[index]
+    return torch.slice_scatter(base, value, dim, start, start + sizes[index])
+
+
+def _as_strided(
+    base: Tensor, value: Tensor, _: int, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Tensor:
+    return torch.as_strided_scatter(base, value, size, stride, offset)
+
+
+def _diagonal(base: Tensor, value: Tensor, _: int, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    return torch.diagonal_scatter(base, value, offset, dim1, dim2)
+
+
+UNDO: Mapping[Any, Callable[..., Tensor]] = {
+    aten.as_strided.default: _as_strided,
+    aten.diagonal.default: _diagonal,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split_with_sizes,
+    aten.squeeze.default: _reshaped,
+    aten.squeeze.dim: _reshaped,
+    aten.squeeze.dims: _reshaped,
+    aten.unbind.int: _unbind,
+    aten.unsqueeze.default: _reshaped,
+    aten.view.default: _reshaped,
+}

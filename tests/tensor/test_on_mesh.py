@@ -1,0 +1,232 @@
+"""Tensors that a program makes for itself, in the forward pass of a placed module or under ``sw.on``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise import MeshTensor, Replicate, Shard
+from shardwise.testing import mesh
+
+WORDS, WIDTH, LENGTH = 16, 8, 6
+
+
+def on(full, *layout):
+    return sw.distribute_tensor(full, mesh((2,)), layout)
+
+
+def equal(found, wanted, **tolerance):
+    whole = found.full_tensor() if isinstance(found, MeshTensor) else found
+    torch.testing.assert_close(whole, wanted, **tolerance)
+
+
+# -- models --------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Makes positions, frequencies and a mask for itself; a table is a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, 3 * WIDTH)
+        self.table = 1 / 100 ** (torch.arange(0, WIDTH, 2).double() / WIDTH)
+
+    def forward(self, x):
+        length = x.shape[1]
+        angles = torch.outer(torch.arange(length).double(), self.table)
+        turn = torch.cat([angles.sin(), angles.cos()], -1)
+        q, k, v = (self.proj(x) * torch.cat([turn, turn, turn], -1)).split(WIDTH, -1)
+        mask = torch.full((length, length), -math.inf, dtype=x.dtype).triu(1)
+        return ((q @ k.transpose(1, 2)) / WIDTH**0.5 + mask).softmax(-1) @ v
+
+
+class Depth(nn.Module):
+    """Leaves out samples at random, as stochastic depth does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        kept = (torch.rand(x.shape[0], 1, 1) + 0.7).floor()
+        return x + self.inner(x) * kept / 0.7
+
+
+class Model(nn.Module):
+    def __init__(self, recompute, recurrent):
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.block = Depth(Attention())
+        self.recurrent = recurrent(WIDTH, WIDTH, batch_first=True)
+        self.out = nn.Linear(WIDTH, WORDS)
+        self.recompute = recompute
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1]))
+        x = checkpoint(self.block, x, use_reentrant=False) if self.recompute else self.block(x)
+        x, _ = self.recurrent(x)
+        return self.out(x)
+
+
+def trains(recompute, recurrent):
+    torch.manual_seed(3)
+    whole = Model(recompute, getattr(nn, recurrent)).double()
+    model = sw.distribute_module(
+        copy.deepcopy(whole), mesh((2,)), {"out.weight": [Shard(0)], "words.weight": [Shard(1)]}
+    )
+    ids, classes = torch.randint(0, WORDS, (4, LENGTH)), torch.randint(0, WORDS, (4, LENGTH))
+    runs = [(whole, ids, classes), (model, on(ids, Shard(0)), on(classes, Shard(0)))]
+    losses = []
+    for net, data, target in runs:
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(net(data).flatten(0, 1), target.flatten())
+            loss.backward()
+            optimizer.step()
+        losses.append(loss)
+    equal(losses[1], losses[0])
+    for wanted, found in zip(whole.parameters(), model.parameters(), strict=True):
+        equal(found, wanted, rtol=1e-6, atol=1e-9)
+    assert type(torch.zeros(1)) is torch.Tensor
+    again = copy.deepcopy(model).eval()
+    equal(again(on(ids, Shard(0))).float(), model.eval()(on(ids, Shard(0))).full_tensor().float())
+    saved = pickle.dumps(sw.distribute_module(nn.Sequential(nn.LSTM(2, 3)), mesh((2,))))
+    assert pickle.loads(saved)(on(torch.ones(2, 2), Replicate()))[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(("recompute", "recurrent"), [(False, "LSTM"), (True, "GRU"), (False, "RNN")])
+def test_a_model_that_makes_tensors_trains_as_on_one_device(two_ranks, recompute, recurrent):
+    two_ranks.run(trains, recompute, recurrent)
+
+
+class Failing(nn.Module):
+    def forward(self, _):
+        raise ValueError("as asked")
+
+
+def leaves_after_an_error():
+    model = sw.distribute_module(nn.Sequential(Failing()), mesh((2,)))
+    with pytest.raises(ValueError, match="as asked"):
+        model(on(torch.ones(2), Replicate()))
+    assert type(torch.zeros(1)) is torch.Tensor
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind(two_ranks):
+    two_ranks.run(leaves_after_an_error)
+
+
+# -- what is made --------------------------------------------------------------------------------------------------
+
+MADE = {
+    "zeros": lambda: torch.zeros(2, 3),
+    "ones": lambda: torch.ones(2, 3, dtype=torch.int32),
+    "full": lambda: torch.full((2,), 3.5),
+    "arange": lambda: torch.arange(1, 9, 2),
+    "linspace": lambda: torch.linspace(0, 1, 5),
+    "eye": lambda: torch.eye(3),
+    "tril_indices": lambda: torch.tril_indices(3, 3),
+    "without dims": lambda: torch.zeros(()),
+    "of numbers by C++": lambda: torch.hann_window(8),
+    "rand": lambda: torch.rand(3, 2),
+    "randn": lambda: torch.randn(3, dtype=torch.float64),
+    "randint": lambda: torch.randint(5, (4,)),
+    "randint from": lambda: torch.randint(2, 5, (4,)),
+    "randperm": lambda: torch.randperm(6),
+    "normal": lambda: torch.normal(2.0, 0.5, (4,)),
+    "uniform_": lambda: torch.empty(4).uniform_(1, 2),
+}
+
+
+def makes(name):
+    torch.manual_seed(7)
+    wanted = MADE[name]()
+    torch.manual_seed(7)
+    with sw.on(mesh((2,))), sw.random.using("torch"):
+        made = MADE[name]()
+    assert type(made) is MeshTensor
+    assert made.placements == (Replicate(),)
+    assert torch.equal(made.to_local(), wanted)
+    with sw.on(mesh((2,))), sw.random.using("counter"):
+        return MADE[name]().to_local()
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_torch_makes_from_numbers_lies_on_the_mesh(two_ranks, name):
+    """With the values of one device; or, drawn by shardwise's generator, those of any other rank."""
+    first, second = two_ranks.run(makes, name)
+    assert torch.equal(first, second)
+
+
+def stays_plain():
+    first = torch.zeros(3)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with sw.on(mesh((2,))):
+        plain = [torch.tensor([1.0, 2.0]), torch.zeros(2, device="meta"), torch.rand(2, generator=generator), first + 1]
+        with sw.on(None):
+            plain.append(torch.zeros(2))
+            with sw.on(mesh((2,))):
+                assert type(torch.zeros(2)) is MeshTensor
+        part = on(torch.arange(8.0), Shard(0)).to_local()
+        assert type(part) is torch.Tensor
+        objects = [None, None]
+        dist.all_gather_object(objects, dist.get_rank())  # torch's own code, which makes tensors for it
+        assert objects == [0, 1]
+    plain.append(torch.zeros(2))
+    assert {type(t) for t in plain} == {torch.Tensor}
+
+
+def test_data_parts_and_what_lies_elsewhere_stay_plain(two_ranks):
+    two_ranks.run(stays_plain)
+
+
+def derived():
+    """What is made of a tensor that the ranks have compared needs no comparison."""
+    x, table = on(torch.ones(4, 3), Shard(0)), torch.arange(12.0).view(4, 3)
+    sums, twice = 1 + table[1:3].sum(0) * 2 + torch.zeros(4, 3), 1 + table * 2
+    with sw.on(mesh((2,))):
+        x + table
+        before = sw.engine.plain_tensors.different_summaries
+        sw.engine.plain_tensors.different_summaries = None  # an error for whoever compares
+        try:
+            equal(x + table[1:3].sum(0) * 2, sums)
+            table.mul_(2)
+            equal(x + table, twice)
+        finally:
+            sw.engine.plain_tensors.different_summaries = before
+
+
+def test_what_is_made_of_compared_tensors_is_not_compared(two_ranks):
+    two_ranks.run(derived)
+
+
+# -- compiled ------------------------------------------------------------------------------------------------------
+
+
+def compiled_inside(backend):
+    """A compiled submodule in a forward that is not compiled: its graph makes local tensors, which stay so."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    whole = Attention().double()
+    outer = nn.Sequential(copy.deepcopy(whole))
+    outer[0].compile(backend=backend, fullgraph=True)
+    model = sw.distribute_module(nn.Sequential(outer), mesh((2,)))
+    x = torch.randn(4, LENGTH, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        equal(model(on(x, Shard(0))), whole(x))
+    torch._dynamo.reset()
+    everything = torch.compile(sw.distribute_module(copy.deepcopy(whole), mesh((2,))), backend=backend, fullgraph=True)
+    equal(everything(on(x, Shard(0))), whole(x))
+
+
+def test_compiled_modules_in_a_forward_and_around_it(two_ranks):
+    two_ranks.run(compiled_inside, "aot_eager")

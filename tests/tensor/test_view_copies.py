@@ -1,0 +1,264 @@
+"""Views that had to be copies: they follow their base, and their base follows them, as where memory is shared."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise as sw
+from shardwise import MeshTensor, Partial, Replicate, Shard
+from shardwise.comm.events import observe
+from shardwise.kernel import view_copies
+from shardwise.testing import mesh
+
+LAYOUTS = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()]]
+
+
+def values():
+    return torch.arange(48.0).view(8, 6).sin()
+
+
+def equal(found, wanted):
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, MeshTensor) else found, wanted)
+
+
+# -- programs: each returns one more tensor to compare, besides its operand --------------------------------------------
+
+
+def row(x):
+    x[0] = 1.0
+    return x[1]
+
+
+def rows(x):
+    x[2:4].zero_()
+    x.chunk(3)[1].fill_(7.0)
+    return x.sum()
+
+
+def element_of_a_flat_view(x):
+    x.view(-1)[5] = 9.0
+    return x[0]
+
+
+def read_after_a_write_to_the_base(x):
+    flat, first = x.view(-1), x[0]
+    x.add_(1)
+    return torch.cat([flat, first])
+
+
+def view_of_a_view(x):
+    window = x.view(4, 12)[1:3]
+    window.mul_(2)
+    x.sub_(3)
+    return window
+
+
+def both_ways(x):
+    flat = x.flatten()
+    part = flat.unflatten(0, (2, 24))[1]
+    part.neg_()
+    x.mul_(3)
+    part.add_(1)
+    return flat
+
+
+def pieces(x):
+    first, second = x.split(4)
+    first.add_(second)
+    rows = x.unbind(0)
+    rows[3].add_(rows[4])
+    rows[4].mul_(rows[3])
+    uneven = x.split([1, 5, 2])
+    uneven[1].mul_(0.5)
+    return first
+
+
+def two_copies(x):
+    one, other = x.view(-1), x.view(-1)
+    one[3:20].mul_(3)
+    return other
+
+
+def diagonal(x):
+    x[:6].diagonal().add_(10)
+    return x.as_strided((4,), (7,), 1).mul_(2)
+
+
+def through_a_transpose(x):
+    turned = x.t()
+    column = turned[1]
+    x.mul_(2)
+    column.add_(1)
+    return turned
+
+
+def copies_of_each_other(x):
+    halves = x.view(2, 4, 6)
+    halves[0].copy_(halves[1])
+    return halves
+
+
+def lists(x):
+    row = x[0]
+    torch._foreach_add_([row, x[1]], [row * 2, row])
+    return row
+
+
+def after_new_data(x):
+    flat = x.view(-1)
+    x.data = torch.zeros_like(x)
+    flat.add_(1)
+    return flat
+
+
+def without_gradients(x):
+    flat = x.detach().view(-1)
+    x.add_(1)
+    return flat
+
+
+def parameters_to_vector(x):
+    parts = torch.nn.utils.parameters_to_vector([x, x * 2])
+    other = torch.zeros_like(x)
+    torch.nn.utils.vector_to_parameters(parts, [other, x])
+    return other
+
+
+def out(x):
+    rows = x[4:6]
+    torch.add(x[:2], x[2:4], out=rows)
+    return rows
+
+
+PROGRAMS = [
+    row,
+    rows,
+    element_of_a_flat_view,
+    read_after_a_write_to_the_base,
+    view_of_a_view,
+    both_ways,
+    pieces,
+    two_copies,
+    diagonal,
+    through_a_transpose,
+    copies_of_each_other,
+    lists,
+    after_new_data,
+    without_gradients,
+    parameters_to_vector,
+    out,
+]
+
+
+def runs(program):
+    for layout in LAYOUTS:
+        whole, x = values(), sw.distribute_tensor(values(), mesh((dist.get_world_size(),)), layout)
+        equal(program(x), program(whole))
+        equal(x, whole)
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)
+def test_a_program_with_views_gives_what_one_device_gives(two_ranks, program):
+    two_ranks.run(runs, program)
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def written_rows(x):
+    y = x * 2
+    y[0] = 0.0
+    y[2:4].mul_(3)
+    return (y.view(-1) * torch.arange(48.0)).sum()
+
+
+def written_flat(x):
+    y = x * 1
+    flat = y.view(-1)
+    flat[3:9].mul_(flat[10:16].clone())
+    return (y**2).sum()
+
+
+def written_base(x):
+    y = x * 1
+    view = y.view(6, 8)
+    y.mul_(2)
+    return (view**2).sum()
+
+
+def written_view(x):
+    y = x * 1
+    view = y.view(6, 8)
+    view.mul_(2)
+    return (view**2).sum() + (y**3).sum()
+
+
+def differentiates(program):
+    for layout in LAYOUTS:
+        whole = values().requires_grad_()
+        x = sw.distribute_tensor(values(), mesh((dist.get_world_size(),)), layout).requires_grad_()
+        program(x).backward()
+        program(whole).backward()
+        equal(x.grad, whole.grad)
+
+
+@pytest.mark.parametrize("program", [written_rows, written_flat, written_base, written_view], ids=lambda p: p.__name__)
+def test_gradients_go_through_written_views(two_ranks, program):
+    two_ranks.run(differentiates, program)
+
+
+def stale_for_backward():
+    x = sw.distribute_tensor(values(), mesh((2,)), [Shard(1)]).requires_grad_()
+    y = x * 1
+    view = y.view(-1)
+    loss = view.square().sum()
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_saved_view_whose_base_was_written_is_an_error_as_in_torch(two_ranks):
+    two_ranks.run(stale_for_backward)
+
+
+# -- cost and life -------------------------------------------------------------------------------------------------
+
+
+def communicates_when_needed():
+    x = sw.distribute_tensor(values(), mesh((2,)), [Shard(1)])
+    flat, events = x.view(-1), []
+    with observe(events.append):
+        flat + 1
+        assert not events
+        x.add_(1)
+        assert not events
+        flat + 1
+        fetched = len(events)
+        assert fetched
+        flat + 1
+        assert len(events) == fetched
+    assert view_copies.watched
+    del flat
+    gc.collect()
+    assert not view_copies.watched
+
+
+def test_a_copy_is_fetched_again_only_after_a_write(two_ranks):
+    two_ranks.run(communicates_when_needed)
+
+
+def steps():
+    """An optimizer steps on local tensors; views of its parameters follow."""
+    p = torch.nn.Parameter(sw.distribute_tensor(values(), mesh((2,)), [Shard(1)]))
+    view = p.detach().view(-1)
+    p.grad = torch.ones_like(p)
+    torch.optim.SGD([p], lr=1.0).step()
+    equal(view, (values() - 1).view(-1))
+
+
+def test_a_view_follows_an_optimizer_step(two_ranks):
+    two_ranks.run(steps)

@@ -1,0 +1,196 @@
+"""One model of the zoo, trained on one device and on a mesh, and the comparison."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+BATCH = 4
+STEPS = 2
+TOLERANCE = 1e-9
+TOLERANCE_FLOAT32 = 3e-5
+"""For models that calculate a part in float32, whatever their weights are: losses, norms, rotary tables."""
+
+EPS = 1e-4
+"""AdamW's; its default would make steps of the rounding errors in gradients that are zero (a bias before a norm)."""
+
+
+@frozen
+class Recipe:
+    """How to make a model and its batch: positional arguments, or a mapping of keywords."""
+
+    name: str
+    package: str
+    make: Any
+
+
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The floating tensors of what a model returned, in a fixed order."""
+    if isinstance(output, torch.Tensor):
+        if output.is_floating_point() or output.is_complex():
+            yield output
+    elif isinstance(output, Mapping):
+        for key in output:
+            yield from tensors_in(output[key])
+    elif isinstance(output, list | tuple):
+        for part in output:
+            yield from tensors_in(part)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The model's own loss where it has one; else a number that no layer norm makes constant."""
+    own = getattr(output, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    total = 0.0
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            real = tensor.real if tensor.is_complex() else tensor
+            slope = torch.linspace(-1, 1, real.shape[-1] if real.ndim else 1, dtype=torch.float64)
+            total = total + (real * slope).mean() + 0.1 * real.square().mean()
+    return total
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+    return model
+
+
+def made(recipe: Recipe) -> tuple[nn.Module, Any]:
+    """The same on every rank and in the parent."""
+    torch.manual_seed(0)
+    model, batch = recipe.make()
+    model = without_dropout(model).double().train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():  # some start as zeros and ones, which hide what is wrong
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_((0.02 * noise).to(parameter.dtype))
+    return model, mapped(lambda t: t.double() if t.is_floating_point() else t, batch)
+
+
+def mapped(fn: Any, batch: Any) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return fn(batch)
+    if isinstance(batch, Mapping):
+        return {key: mapped(fn, value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(mapped(fn, value) for value in batch)
+    return batch
+
+
+def trained(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """Two AdamW steps: losses, the last gradients, parameters and buffers, by name."""
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-3, weight_decay=0.1, eps=EPS
+    )
+    results = {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = loss_of(output)
+        loss.backward()
+        results[f"loss {step}"] = loss.detach()
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                results[f"grad {step} {name}"] = parameter.grad.clone()
+        optimizer.step()
+    results |= {f"parameter {name}": parameter.detach() for name, parameter in model.named_parameters()}
+    results |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
+    return results
+
+
+def column_row(model: nn.Module) -> dict[str, list[Any]]:
+    """Data x tensor parallel: weights of two and more dims by column and by row in turn, where 2 divides the dim."""
+    places = {}
+    turn = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            order = (turn % 2, 1 - turn % 2)
+            dim = next((d for d in order if parameter.shape[d] and parameter.shape[d] % 2 == 0), None)
+            if dim is not None:
+                places[literal(name)] = [Replicate(), Shard(dim)]
+                turn += 1
+    return places
+
+
+def every_shard_0(model: nn.Module) -> dict[str, list[Any]]:
+    """As FSDP: each parameter over all ranks, uneven where 4 does not divide it."""
+    return {literal(name): [Shard(0)] for name, parameter in model.named_parameters() if parameter.ndim}
+
+
+def literal(name: str) -> str:
+    return name.replace("[", "[[]")
+
+
+LAYOUTS = {"dp x tp": ((2, 2), column_row), "fsdp": ((4,), every_shard_0)}
+
+
+def on_mesh(recipe: Recipe, layout: str) -> dict[str, torch.Tensor]:
+    """What training on the mesh of a layout gave, whole. Every rank calls this."""
+    shape, places = LAYOUTS[layout]
+    mesh = init_device_mesh("cpu", shape)
+    model, batch = made(recipe)
+    sw.distribute_module(model, mesh, places(model))
+    rest = [Replicate()] * (mesh.ndim - 1)
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        first = Shard(0) if tensor.ndim and tensor.shape[0] == BATCH else Replicate()
+        return sw.distribute_tensor(tensor, mesh, [first, *rest])
+
+    results = trained(model, mapped(placed, batch))
+    return {name: t.full_tensor() if isinstance(t, sw.MeshTensor) else t for name, t in results.items()}
+
+
+class DtypesSeen(TorchDispatchMode):
+    """Records whether an op gave float32. AdamW counts steps in float32 without dims: not those."""
+
+    def __init__(self):
+        super().__init__()
+        self.float32 = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, list | tuple) else [result]
+        self.float32 |= any(isinstance(r, torch.Tensor) and r.ndim > 0 and r.dtype == torch.float32 for r in results)
+        return result
+
+
+def differences(
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], tolerance: float
+) -> list[str]:
+    """What differs, each with how much, relative to the largest element; empty if all is equal."""
+    found = [f"{name}: on one side only" for name in sorted(expected.keys() ^ actual.keys())]
+    for name in expected.keys() & actual.keys():
+        one, other = expected[name].detach(), actual[name].detach()
+        if one.shape != other.shape or one.dtype != other.dtype:
+            found.append(f"{name}: {one.dtype} {tuple(one.shape)} became {other.dtype} {tuple(other.shape)}")
+            continue
+        if one.numel() == 0 or torch.equal(one, other):
+            continue
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        gap = (one.to(wide) - other.to(wide)).abs()
+        scale = one.to(wide).abs().nan_to_num(posinf=0).max().item()
+        same_special = torch.equal(one.isfinite(), other.isfinite())
+        largest = gap[one.isfinite()].max().item() if one.isfinite().any() else 0.0
+        if not same_special or largest > tolerance * scale + tolerance / 100:
+            found.append(f"{name}: {largest:.2g} of {scale:.2g}")
+    return sorted(found)
+
+
+def compared_on_rank(recipe: Recipe, layout: str, expected_path: str) -> list[str]:
+    """The differences that one rank sees."""
+    tolerance, expected = torch.load(expected_path, weights_only=True)
+    return differences(expected, on_mesh(recipe, layout), tolerance)
