@@ -11,7 +11,21 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Facts, Flow, LocalCall, Rule, TensorMeta, affine, einop, linear, rule, rule_from, whole
+from shardwise.rule import (
+    Call,
+    Facts,
+    Flow,
+    LocalCall,
+    Rule,
+    TensorMeta,
+    affine,
+    einop,
+    linear,
+    rule,
+    rule_from,
+    tensor_if,
+    whole,
+)
 
 __all__ = ["RULES"]
 
@@ -37,7 +51,8 @@ def _add_once(local: LocalCall, *args: object, beta: complex, **kwargs: object) 
 def _bias_once(
     local: LocalCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    total: torch.Tensor = aten.linear.default(x, weight, bias if bias is None or _adds(local, 2) else None)
+    counted = bias if bias is None else tensor_if(_adds(local, 2), bias, -0.0)
+    total: torch.Tensor = aten.linear.default(x, weight, counted)
     return total
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import LocalCall, neutral
+from shardwise.rule import LocalCall, call_if, neutral, tensor_if
 
 __all__ = ["ADDED_ONCE", "add_once"]
 
@@ -27,14 +27,17 @@ def add_once(local: LocalCall, x: torch.Tensor, y: Any, *rest: Any, **named: Any
     # The sign that the op gives to each term.
     signs = {"add": (1, scale), "sub": (1, -scale), "rsub": (-scale, 1)}
     x_sign, y_sign = signs[local.call.op.overloadpacket.__name__.rstrip("_")]
-    if x_spec is not None and not local.counts(x_spec, y_spec):
+    if y_spec is not None and local.counting_dims(y_spec, x_spec):
+        zero = neutral("sum", x.dtype)
+        x = tensor_if(local.counts(y_spec, x_spec), x, zero if x_sign > 0 else -zero)
+    if x_spec is not None and local.counting_dims(x_spec, y_spec):
         zero = neutral("sum", y.dtype if isinstance(y, torch.Tensor) else result.dtype)
         if result.dtype == torch.bool:
             zero = False
         elif y_sign < 0:
             zero = -zero
-        y = torch.full_like(y, zero) if isinstance(y, torch.Tensor) else zero
-    if y_spec is not None and not local.counts(y_spec, x_spec):
-        zero = neutral("sum", x.dtype)
-        x = torch.full_like(x, zero if x_sign > 0 else -zero)
+        counts = local.counts(x_spec, y_spec)
+        if not isinstance(y, torch.Tensor):
+            return call_if(counts, local.call.op, (x, y, *rest), (x, zero, *rest), named)
+        y = tensor_if(counts, y, zero)
     return local.call.op(x, y, *rest, **named)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import REDUCE_OPS, LocalCall, neutral
+from shardwise.rule import REDUCE_OPS, LocalCall, neutral, tensor_if
 
 __all__ = ["RESOLVED", "resolve"]
 
@@ -27,6 +27,6 @@ def resolve(local: LocalCall, x: torch.Tensor, *rest: Any, **named: Any) -> Any:
         whole = local.comm.all_reduce(whole, kind, (mesh_dim,))
     local.call.op(x.copy_(whole), *rest, **named)
     for kind in _ONCE:
-        if not local.counts(spec, kind=kind):
-            x.fill_(neutral(kind, x.dtype))
+        if local.counting_dims(spec, kind=kind):
+            x.copy_(tensor_if(local.counts(spec, kind=kind), x, neutral(kind, x.dtype)))
     return x

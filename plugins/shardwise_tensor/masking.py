@@ -7,7 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, each, labels, neutral, rule, rule_from
+from shardwise.rule import (
+    UNMOVED,
+    Flow,
+    Labels,
+    LocalCall,
+    TensorMeta,
+    call_if,
+    each,
+    labels,
+    neutral,
+    rule,
+    rule_from,
+    tensor_if,
+)
 from shardwise_tensor.dtypes import same_dtype
 
 __all__ = ["RULES"]
@@ -28,10 +41,13 @@ ONCE = ("sum", "product")
 def _fill_once(local: LocalCall, x: Tensor, mask: Tensor, value: Any, **named: Any) -> Tensor:
     """The first rank of each partial mesh dim fills in the value, the others the neutral value."""
     beside = local.inputs[2] if isinstance(value, Tensor) else None
-    for kind in ONCE:
-        if not local.counts(local.spec("self"), beside, kind=kind):
-            nothing = neutral(kind, x.dtype)
-            value = torch.full_like(value, nothing) if isinstance(value, Tensor) else nothing
+    kinds = [k for k in ONCE if local.counting_dims(local.spec("self"), beside, kind=k)]
+    if kinds:
+        others = [k for k in kinds if not local.counts(local.spec("self"), beside, kind=k)]
+        nothing = neutral((others or kinds)[-1], x.dtype)
+        if not isinstance(value, Tensor):
+            return call_if(not others, local.call.op, (x, mask, value), (x, mask, nothing), named)
+        value = tensor_if(not others, value, nothing)
     filled: Tensor = local.call.op(x, mask, value, **named)
     return filled
 

@@ -36,6 +36,7 @@ from shardwise.kernel.placements import Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_traced
+from shardwise.rule.counted import tensor_if
 
 __all__ = ["Start", "StepRunner"]
 
@@ -91,10 +92,15 @@ def _fill(src: TensorSpec, dst: TensorSpec, mesh_dim: int) -> Run:
     kind = dst.reductions[mesh_dim]
     shape = dst.local_shape()
     if not isinstance(src.placements[mesh_dim], Shard):
-        if src.coordinate()[mesh_dim] == 0 or kind in IDEMPOTENT_KINDS:
+        if kind in IDEMPOTENT_KINDS:
             return copied
-        value = neutral(kind, src.dtype)
-        return lambda local: local.new_full(shape, value)
+        counts, value = src.coordinate()[mesh_dim] == 0, neutral(kind, src.dtype)
+
+        def keep(local: Tensor) -> Tensor:
+            kept = tensor_if(counts, local, value)
+            return copied(local) if kept is local else kept
+
+        return keep
     cuts = _cuts(src, dst, src.coordinate())
     # An average has no neutral value: with zeros around it, the shard must be multiplied by the number of ranks.
     value = neutral("sum" if kind == "avg" else kind, src.dtype)

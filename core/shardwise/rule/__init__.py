@@ -22,6 +22,7 @@ from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
+from shardwise.rule.counted import call_if, tensor_if
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
 from shardwise.rule.kernel_results import strides_of_kernel
@@ -62,6 +63,7 @@ __all__ = [
     "TensorSpec",
     "UNMOVED",
     "affine",
+    "call_if",
     "check_placements",
     "chunk",
     "common_factor",
@@ -85,5 +87,6 @@ __all__ = [
     "show_all",
     "signature",
     "strides_of_kernel",
+    "tensor_if",
     "whole",
 ]

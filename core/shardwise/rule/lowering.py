@@ -150,11 +150,18 @@ class LocalCall:
         """Whether this rank counts a whole value beside a partial one: once a mesh dim, on the first rank along it.
 
         The mesh dims are those on which ``partial`` is partial of that ``kind`` and ``operand`` (all that is not a
-        tensor, when none is given) is whole. A rank that does not count the value puts a neutral one in its place.
+        tensor, when none is given) is whole. A rank that does not count the value puts a neutral one in its place, by
+        :func:`tensor_if` or :func:`call_if`.
         """
+        return not any(self.coordinate[m] for m in self.counting_dims(partial, operand, kind=kind))
+
+    def counting_dims(
+        self, partial: TensorSpec, operand: TensorSpec | None = None, *, kind: str = "sum"
+    ) -> tuple[int, ...]:
+        """The mesh dims along which :meth:`counts` is true on the first rank alone."""
         others = () if operand is None else operand.placements
-        return not any(
-            self.coordinate[m]
+        return tuple(
+            m
             for m, reduction in partial.reductions.items()
             if reduction == kind and (not others or isinstance(others[m], Replicate))
         )
