@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry, use_registry
+from shardwise.engine import plain_tensors
 from shardwise.engine.decomposition import Decomposition, Failed, decompose, formulas, stand_ins
 from shardwise.errors import InPlaceError, NoRuleError, UnknownOpWarning
 from shardwise.kernel import dispatcher
@@ -217,6 +218,18 @@ def test_a_written_operand_is_written_where_it_lies():
         out = on(four, torch.zeros(8, 3), Shard(0))
         assert torch.addcmul(b, b, b, out=out) is out
         torch.testing.assert_close(out.to_local(), torch.addcmul(y, y, y)[:2])
+
+
+def test_a_plain_tensor_that_is_overwritten_is_not_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(plain_tensors, "_compare", lambda _asked, tensors, _mesh: compared.extend(tensors))
+    with world() as four, only("mul", "add", "copy_"):
+        a, out = on(four, x, Replicate()), torch.full((8, 3), torch.nan)
+        torch.addcmul(a, a, a, out=out)
+        torch.testing.assert_close(out, torch.addcmul(x, x, x))
+        assert not compared
+        torch.addcmul(a, a, torch.ones(3))
+        assert compared
 
 
 def test_tensors_that_a_decomposition_makes_lie_on_the_mesh():

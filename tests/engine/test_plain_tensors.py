@@ -170,6 +170,49 @@ def test_a_tensor_that_is_gone_is_forgotten(two_ranks):
     two_ranks.run(forgets)
 
 
+def forgets_a_write_that_failed():
+    x, cache, short = on(values(8, 4), Shard(0)), torch.zeros(8, 4), torch.zeros(3)
+    cache + x
+    with pytest.raises(Exception, match="index"):
+        cache.index_copy_(0, torch.tensor([0, 9]), x[:2])
+    cache.add_(1)
+    assert comparisons(lambda: cache + x) == 1
+    with pytest.raises(RuntimeError):
+        short.add_(x)
+    short.add_(1)
+    assert comparisons(lambda: x[0, 0] + short) == 1
+
+
+def test_a_write_that_failed_hides_no_other(two_ranks):
+    two_ranks.run(forgets_a_write_that_failed)
+
+
+def handlers_know_again():
+    x, p = on(values(8, 4), Shard(0)), values(4)
+    x + p
+    assert id(p) in known_tensors.known_without_mesh
+    with sw.plain("replicate"):
+        pass
+    x + p
+    assert id(p) in known_tensors.known_without_mesh
+
+
+def test_a_scope_leaves_what_handlers_know(two_ranks):
+    two_ranks.run(handlers_know_again)
+
+
+def compares_on_the_mesh_of_the_call():
+    both = mesh((2, 1), ("a", "b"))
+    number = sw.distribute_tensor(torch.tensor(2.0), both["b"], [Replicate()])
+    wide = sw.distribute_tensor(values(8, 4), both["a"], [Shard(0)])
+    with pytest.raises(RankDisagreementError, match=r"on rank 0.*on rank 1"):
+        torch.where(number > 0, torch.full((4,), float(dist.get_rank())), wide)
+
+
+def test_ranks_of_the_mesh_on_which_the_call_runs_compare(two_ranks):
+    two_ranks.run(compares_on_the_mesh_of_the_call)
+
+
 # -- policies ------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +254,7 @@ def test_what_has_no_elements_in_memory_is_refused(two_ranks):
 
 
 def trains(layout):
-    x, w, b = values(8, 4), values(4, 4), values(4)
+    x, w, b = values(8, 4).double(), values(4, 4).double(), values(4).double()
     both = []
     for data in (on(x, layout), x):
         weight, bias = nn.Parameter(w.clone()), nn.Parameter(b.clone())

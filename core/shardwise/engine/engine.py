@@ -21,6 +21,7 @@ from shardwise.engine.plan_call import plan_call
 from shardwise.engine.plan_symbolic import forget_choices, plan_symbolic_call
 from shardwise.engine.view_copies import after_write, link
 from shardwise.kernel.dispatcher import Handler, clear_plans, listen
+from shardwise.kernel.known_tensors import forget_failed_writes
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
@@ -101,6 +102,7 @@ class PlanningEngine:
 
     def raised(self, op: Op, error: Exception) -> None:
         """Tell the other ranks, which may wait for this one."""
+        forget_failed_writes()
         tell(error, op_name(op))
 
     def forget(self) -> None:

@@ -17,6 +17,7 @@ from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
 from shardwise.errors import InPlaceError
 from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
+from shardwise.kernel.known_tensors import key_of_plain
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
@@ -84,7 +85,10 @@ class UnknownOp:
         parts: list[Any] = []
         for arg, value in zip(signature(self.op).args, signature(self.op).bind(args, kwargs), strict=True):
             if arg.kind is Kind.TENSOR:
-                parts.append(self._key_part(arg.name, value, args, kwargs))
+                is_plain = isinstance(value, torch.Tensor) and not isinstance(value, self.tensor_class)
+                # Memory that is overwritten may hold anything: no rank looks at it.
+                overwritten = arg.is_out and is_plain
+                parts.append(key_of_plain(value) if overwritten else self._key_part(arg.name, value, args, kwargs))
             elif arg.kind is Kind.TENSORS:
                 parts.append(None if value is None else tuple(self._key_part(arg.name, v, args, kwargs) for v in value))
             else:

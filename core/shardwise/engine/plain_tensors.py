@@ -24,10 +24,10 @@ from shardwise.comm.contents import digest, traced_digest
 from shardwise.comm.groups import all_reduce, backend_of
 from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.engine.call_site import users_line
+from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
 from shardwise.kernel.mesh import Mesh
-from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import base_of, in_backward
@@ -156,14 +156,8 @@ def plain_operands(
     The ranks compare those that are not known yet. Raises :class:`PlainTensorError` for a tensor that cannot be one of
     the call's operands, and :class:`RankDisagreementError` on every rank when the ranks differ.
     """
-    mesh: Any = None
-    for value in args:
-        if type(value) is cls:
-            mesh = value._spec.mesh  # type: ignore[attr-defined]
-            break
-    else:
-        on_mesh = (t for t in tensors_in([args, kwargs or {}]) if isinstance(t, cls))
-        mesh = next(on_mesh)._spec.mesh  # type: ignore[attr-defined]
+    mesh = mesh_of(cls, [*args, *(kwargs or {}).values()])
+    assert mesh is not None  # dispatch has seen a MeshTensor
     keys: list[Any] = []
     unknown: dict[str, torch.Tensor] = {}
     looked_at = bool(_chosen) or _settings().check_ranks
@@ -171,8 +165,11 @@ def plain_operands(
         entry = None if looked_at else known_tensor(tensor, mesh)
         if entry is None:
             unknown[name] = tensor
-        elif written:
-            entry.version += 1
+        else:
+            if written:
+                entry.version += 1
+            if not _meshes.several:
+                known_without_mesh[id(tensor)] = entry  # a scope of `plain` has emptied it
         keys.append(None if entry is None else entry.key)
     if unknown:
         _meet(op, unknown, mesh, written)
@@ -213,12 +210,13 @@ def _meet(op: Op, operands: Mapping[str, torch.Tensor], mesh: Mesh, written: boo
             know(tensor, mesh, int(written))
 
 
-def accept(tensor: torch.Tensor, mesh: Mesh, asked: str) -> bool:
+def accept(tensor: torch.Tensor, mesh: Mesh, asked: str, *, compare: bool = True) -> bool:
     """Whether a plain tensor may count as whole on a mesh, outside of an op; the ranks compare it first.
 
-    ``asked`` says for what. Raises :class:`RankDisagreementError` on every rank when the ranks differ.
+    ``asked`` says for what. Without a comparison only zeros and ones are accepted. Raises
+    :class:`RankDisagreementError` on every rank when the ranks differ.
     """
-    if policy() == "refuse":
+    if not compare or policy() == "refuse":
         return _is_zeros_or_ones(tensor)
     if policy() == "compare" and is_traced(tensor):
         _compare_when_run(asked, "tensor", tensor, mesh)

@@ -11,7 +11,15 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.dispatch import version_of
 
-__all__ = ["KnownTensor", "forget_known_tensors", "key_of_plain", "known_tensor", "known_without_mesh", "remember"]
+__all__ = [
+    "KnownTensor",
+    "forget_failed_writes",
+    "forget_known_tensors",
+    "key_of_plain",
+    "known_tensor",
+    "known_without_mesh",
+    "remember",
+]
 
 
 class KnownTensor:
@@ -100,6 +108,18 @@ def remember(tensor: torch.Tensor, mesh: Mesh, writes: int, *, for_handlers: boo
     entry = _known[id(tensor)] = KnownTensor(tensor, mesh, writes)
     if for_handlers:
         known_without_mesh[id(tensor)] = entry
+
+
+def forget_failed_writes() -> None:
+    """Forget the tensors that count a write which torch has not: the op that was to write them has raised.
+
+    The next write, whoever makes it, would pass for that one.
+    """
+    for place, entry in list(_known.items()):
+        tensor = entry.tensor()
+        if tensor is not None and entry.version > version_of(tensor):
+            del _known[place]
+            known_without_mesh.pop(place, None)
 
 
 def forget_known_tensors() -> None:

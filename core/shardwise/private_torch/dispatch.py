@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -153,7 +154,7 @@ def watching(run: Callable[..., Any], decomposes: Callable[[Any], bool]) -> Abst
     return _Watcher(run, decomposes)
 
 
-class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
+class OpMode(TorchDispatchMode, ABC):  # type: ignore[no-untyped-call]  # as above
     """Calls :meth:`run` for each op that reaches the dispatcher, with the mode off.
 
     Compiled code takes no notice of it: torch would run such code eagerly under a mode that sees into it.
@@ -162,9 +163,9 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as above
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    @abstractmethod
     def run(self, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         """Run one op; ``types`` are those of its operands that are no plain tensors."""
-        raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, types, args, kwargs or {})

@@ -286,10 +286,15 @@ def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
 
 
 def plain_tangent(grad: torch.Tensor, known: Any) -> Any:
-    """The gradient of an output of compiled code from the plain zeros that autograd makes for an unused output."""
+    """The gradient of an output of compiled code from the plain zeros that autograd makes for an unused output.
+
+    The ranks do not compare it: torch asks for it only where the rank's part has elements, so some ranks never come
+    here.
+    """
     layout: SpecLayout = known[0]
     spec = layout.spec(grad.shape, grad.stride(), grad.dtype)
-    return grad_under(_on_mesh(grad, spec, "take the gradient of an output of compiled code"), layout.placements)
+    asked = "take the gradient of an output of compiled code"
+    return grad_under(_on_mesh(grad, spec, asked, compare=False), layout.placements)
 
 
 # -- into .grad --------------------------------------------------------------------------------------------------
@@ -330,13 +335,14 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
     return follow
 
 
-def _on_mesh(grad: Any, spec: TensorSpec, asked: str) -> Any:
+def _on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) -> Any:
     """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where no gradient flows back, for example
-    through a comparison in place, and a backward of the program may make others.
+    through a comparison in place, and a backward of the program may make others. The ranks compare these, unless not
+    all of them come here: then it must be zeros or ones.
     """
     if isinstance(grad, tensor_class()):
         return grad
-    if grad.shape == spec.shape and accept(grad, spec.mesh, asked):
+    if grad.shape == spec.shape and accept(grad, spec.mesh, asked, compare=compare):
         return wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
     raise LayoutError(
         asked=asked,
