@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
 from shardwise.engine.kernel_dtypes import refuse_dtypes
-from shardwise.engine.partial_writes import reduced_writes, writing_parts
+from shardwise.engine.moved_writes import moved_writes, writing_back
 from shardwise.engine.view_copies import writable
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.kernel.placements import REPLICATE
@@ -72,17 +73,17 @@ class DescribedCall:
 def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
     """The plan of a call. An illegal call raises before anything is communicated.
 
-    Where no row writes a partial tensor as it is, the op runs on the reduced tensor: see :func:`reduced_writes`.
+    Where no row writes a tensor as it lies, the op runs on it reduced, or whole: see :func:`moved_writes`.
     Raises :class:`NoStrategyError`, :class:`InPlaceError`, or :class:`RuleArgumentError` for a fault of the rule.
     """
     try:
         return _plan(described, choose)
     except InPlaceError:
-        schema = reduced_writes(described.schema)
-        if schema is None:
-            raise
-    metas = described.metas if described.is_known else None
-    return writing_parts(described.schema, _plan(DescribedCall.of(described.entry, schema, metas), choose))
+        metas = described.metas if described.is_known else None
+        for schema in moved_writes(described.schema):
+            with suppress(InPlaceError):
+                return writing_back(described.schema, _plan(DescribedCall.of(described.entry, schema, metas), choose))
+        raise
 
 
 def _plan(described: DescribedCall, choose: Choose) -> Plan:

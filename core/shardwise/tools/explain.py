@@ -17,8 +17,8 @@ from attrs import evolve, frozen
 from shardwise.discovery.process import default_registry
 from shardwise.engine.decomposition import Failed, answered, decompose, stand_ins
 from shardwise.engine.make_plan import DescribedCall
+from shardwise.engine.moved_writes import moved_writes
 from shardwise.engine.no_rule import decomposed_entry
-from shardwise.engine.partial_writes import reduced_writes
 from shardwise.engine.plan_call import describe_call
 from shardwise.errors import CallError, InPlaceError, MeshMismatchError
 from shardwise.kernel.mesh import Mesh
@@ -175,16 +175,16 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     try:
         return _explain_stated(stated, described, limit)
     except InPlaceError:
-        reduced = reduced_writes(schema)
-        if reduced is None:
-            raise
-    pairs = zip(described, reduced.values, strict=True)
-    arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
-    explanation = _explain_stated(DescribedCall.of(entry, reduced, outputs), arguments, limit)
-    moves = (*_redistributions(schema, reduced.specs), *explanation.redistributions)
-    parts = {whole: part for part, whole in zip(schema.specs, reduced.specs, strict=True) if part is not whole}
-    results = tuple(parts.get(spec, spec) for spec in explanation.results)
-    return evolve(explanation, schema=schema, redistributions=moves, results=results)
+        for moved in moved_writes(schema):
+            pairs = zip(described, moved.values, strict=True)
+            arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
+            with suppress(InPlaceError):
+                explanation = _explain_stated(DescribedCall.of(entry, moved, outputs), arguments, limit)
+                moves = (*_redistributions(schema, moved.specs), *explanation.redistributions)
+                parts = {new: old for old, new in zip(schema.specs, moved.specs, strict=True) if old is not new}
+                results = tuple(parts.get(spec, spec) for spec in explanation.results)
+                return evolve(explanation, schema=schema, redistributions=moves, results=results)
+        raise
 
 
 def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int | None) -> Explanation:

@@ -1,4 +1,4 @@
-"""Ops in place on partial tensors: each gives the numbers of one device, and the tensor keeps its placements."""
+"""Ops in place that no row lets write where it is: the numbers of one device, and the tensor keeps its placements."""
 
 from __future__ import annotations
 
@@ -100,6 +100,35 @@ def differentiate():
 
 def test_gradients_of_a_write_to_a_partial_sum(pool):
     pool.run(differentiate)
+
+
+SHARDED = {
+    "masked_scatter_": lambda x, y: x.masked_scatter_(y > 0, y.abs()),
+    "put_": lambda x, y: x.put_(torch.tensor([0, 7, 11]), y[0]),
+    "put_ and add": lambda x, y: x.put_(torch.tensor([0, 7, 7]), y[1], accumulate=True),
+    "renorm_": lambda x, _: x.renorm_(2, 1, 0.5) + x.renorm_(2, 0, 0.4),
+    "cat, out": lambda x, y: torch.cat([y[:3], x[3:].clone()], out=x),
+    "row of it": lambda x, y: x[1:].put_(torch.tensor([0, 8]), y[2, :2]),
+    "product": lambda x, y: x.addmm_(y, y[:3]),
+}
+
+
+def write_shards(name):
+    for meshes, layouts in (((4,), ([Shard(0)], [Shard(1)])), ((2, 2), ([Shard(1), Shard(0)], [Shard(0), Partial()]))):
+        for layout in layouts:
+            x, y = torch.arange(1.0, 13.0).view(4, 3).cos(), torch.arange(12.0).view(4, 3).sin()
+            placed = sw.distribute_tensor(x, mesh(meshes), layout)
+            view, other = placed.t(), sw.distribute_tensor(y, mesh(meshes), [Replicate()] * len(meshes))
+            SHARDED[name](x, y)
+            SHARDED[name](placed, other)
+            assert placed.placements == tuple(layout)
+            torch.testing.assert_close(placed.full_tensor(), x)
+            torch.testing.assert_close(view.full_tensor(), x.t())
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_write_to_a_shard_that_no_row_writes(pool, name):
+    pool.run(write_shards, name)
 
 
 def explained():

@@ -1,0 +1,86 @@
+"""Writes for which no row is legal: the op runs on the reduced or gathered tensor, and each rank writes its part back.
+
+The written tensor keeps its layout, because its views, its base and whoever else holds it have that layout. On one rank
+of a partial sum the part is the new value, on the others it is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.comm.redistribute import runner
+from shardwise.engine.view_copies import writable
+from shardwise.kernel.placements import REPLICATE, Partial, Shard
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.signature import Kind, Op, Signature
+from shardwise.kernel.spec import TensorSpec
+
+__all__ = ["moved_writes", "writing_back"]
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+# The argument, the position in a list or None, and how its local tensor is moved and becomes this rank's part again.
+Write = tuple[int, int | None, Run, Run]
+
+
+def moved_writes(schema: OpSchema) -> Iterator[OpSchema]:
+    """The same call with other tensors in place of those it writes: first the partial ones reduced, then all whole."""
+    before = schema.specs
+    for kinds in (Partial, (Partial, Shard)):
+        specs = list(schema.specs)
+        for i in schema.written:
+            spec = specs[i]
+            if spec is not None and any(isinstance(p, kinds) for p in spec.placements):
+                specs[i] = spec.with_placements([REPLICATE if isinstance(p, kinds) else p for p in spec.placements])
+        if any(old is not new for old, new in zip(before, specs, strict=True)):
+            before = tuple(specs)
+            yield schema.with_specs(specs)
+
+
+def writing_back(schema: OpSchema, plan: Plan) -> Plan:
+    """The plan of a call, from that of the call with moved tensors."""
+    writes: list[Write] = []
+    pairs = iter(zip(schema.specs, plan.schema.specs, strict=True))
+    for k, (arg, value) in enumerate(zip(schema.signature.args, schema.values, strict=True)):
+        if arg.kind is Kind.TENSOR:
+            writes += _write(schema.op, k, None, *next(pairs))
+        elif arg.kind is Kind.TENSORS:
+            for i in range(len(value or ())):
+                writes += _write(schema.op, k, i, *next(pairs))
+    run = partial(_run, schema.signature, plan.call, writes)
+    return Plan(schema, plan.entry, plan.strategies, plan.redistributes, plan.static, run, plan.full, plan.outs)
+
+
+def _write(op: Op, k: int, i: int | None, part: TensorSpec | None, whole: TensorSpec | None) -> list[Write]:
+    if part is None or whole is None or part.placements == whole.placements:
+        return []
+    move, keep_part = runner(part, whole), runner(whole, part)
+    if not part.is_copy:
+        return [(k, i, move, keep_part)]
+    up_to_date = writable(op)
+    return [(k, i, lambda local: move(up_to_date(local)), keep_part)]
+
+
+def _run(signature: Signature, call: Callable[..., Any], writes: Sequence[Write], *args: Any, **kwargs: Any) -> Any:
+    values = signature.bind(args, kwargs)
+    back = []
+    moved: dict[int, torch.Tensor] = {}  # one tensor may be given twice, and is one tensor then, too
+    for k, i, move, keep_part in writes:
+        local = values[k] if i is None else values[k][i]
+        if id(local) not in moved:
+            moved[id(local)] = move(local)
+        whole = moved[id(local)]
+        if i is None:
+            values[k] = whole
+        else:
+            values[k] = [*values[k][:i], whole, *values[k][i + 1 :]]
+        back.append((local, whole, keep_part))
+    positional, named = signature.unbind(values)
+    out = call(*positional, **named)
+    for local, whole, keep_part in back:
+        local.copy_(keep_part(whole))
+    return out
