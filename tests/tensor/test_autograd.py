@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
+from shardwise.comm import events
 from shardwise.errors import PlainTensorError, RankDisagreementError
 from shardwise.testing import mesh
 
@@ -61,6 +62,37 @@ KINDS = [[Shard(0)], [Shard(1)], [Replicate()], [Partial()]]
 @pytest.mark.parametrize("after", KINDS)
 def test_redistribute_is_differentiable(pool, before, after):
     pool.run(grad_through_redistribute, before, after)
+
+
+def sent_in_other_dtypes(async_op):
+    """Forward in bfloat16 and backward in float32, which show in what is sent, in the results and in the gradients."""
+    full = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+    x = sw.distribute_tensor(full, mesh((2,)), [Shard(0)]).requires_grad_()
+    sent = []
+    with events.observe(sent.append):
+        y = x.redistribute(
+            placements=[Replicate()], forward_dtype=torch.bfloat16, backward_dtype=torch.float32, async_op=async_op
+        )
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.full_tensor(), full.bfloat16())
+        scale = sw.distribute_tensor(torch.arange(12.0).reshape(4, 3).bfloat16(), mesh((2,)), [Shard(1)])
+        (y * scale).sum().backward()
+    assert x.grad.dtype == torch.float64
+    torch.testing.assert_close(x.grad.full_tensor(), torch.arange(12.0, dtype=torch.float64).reshape(4, 3))
+    assert [(e.kind, e.nbytes) for e in sent if e.kind != "all_reduce"] == [
+        ("all_gather", 2 * x.to_local().numel()),
+        ("all_to_all", 4 * scale.to_local().numel()),
+    ]
+    z = x.detach().requires_grad_()
+    same = z.redistribute(placements=[Shard(0)], backward_dtype=torch.bfloat16)
+    (same / 3).sum().backward()
+    torch.testing.assert_close(z.grad.full_tensor(), torch.full((4, 3), 1 / 3).bfloat16().double())
+    assert z.redistribute(placements=[Replicate()], forward_dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_redistribution_may_send_other_dtypes(two_ranks, async_op):
+    two_ranks.run(sent_in_other_dtypes, async_op)
 
 
 def grad_through_local():

@@ -172,6 +172,15 @@ def partition_like_torch():
     spread = sw.distribute_module(copy.deepcopy(module), mesh((4,)), shard_linear, shard_input, gather_output)
     torch.testing.assert_close(spread(x), expected)
 
+    # Torch's older form has no module.
+    def put_input(inputs, m):
+        return tuple(sw.distribute_tensor(t, m, [Replicate()]) for t in inputs)
+
+    older = sw.distribute_module(
+        copy.deepcopy(module), mesh((4,)), shard_linear, put_input, lambda outputs, _: outputs.full_tensor()
+    )
+    torch.testing.assert_close(older(x), expected)
+
 
 def test_torchs_partition_functions_work(pool):
     pool.run(partition_like_torch)

@@ -67,17 +67,20 @@ class _Redistribute(torch.autograd.Function):
         steps: StepRunner | None,
         grad: tuple[Placement, ...],
         async_op: bool,
+        grad_dtype: torch.dtype | None,
     ) -> Any:
-        ctx.spec, ctx.grad, ctx.async_op = target, grad, async_op
+        ctx.spec, ctx.grad, ctx.async_op, ctx.grad_dtype = target, grad, async_op, grad_dtype
         ctx.set_materialize_grads(False)
         return _run(tensor, target, steps, async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
-        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None, None
+        if ctx.grad_dtype is not None:
+            grad = grad.to(ctx.grad_dtype)  # autograd brings what this returns to the dtype of the tensor
+        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None, None, None
 
 
 def redistribute(
@@ -85,17 +88,18 @@ def redistribute(
     placements: Sequence[Placement],
     grad_placements: Sequence[Placement] | None = None,
     async_op: bool = False,
+    grad_dtype: torch.dtype | None = None,
 ) -> Any:
     """``tensor`` under other placements; differentiable. See :meth:`MeshTensor.redistribute`.
 
-    Returns the tensor itself if its placements do not change and ``grad_placements`` is not given.
+    Returns the tensor itself if its placements do not change and nothing is said of its gradient.
     """
     target, steps = route(tensor._spec, placements)
-    if steps is None and grad_placements is None:
+    if steps is None and grad_placements is None and grad_dtype is None:
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
-        return _Redistribute.apply(tensor, target, steps, layout, async_op)  # type: ignore[no-untyped-call]
+        return _Redistribute.apply(tensor, target, steps, layout, async_op, grad_dtype)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
         _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
     return _run(tensor, target, steps, async_op)

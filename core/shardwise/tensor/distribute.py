@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -86,9 +87,9 @@ def distribute_module(
     ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
     Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``.
-    ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it. Tied
-    parameters stay tied. Tensors that the forward pass makes lie on the mesh (:func:`shardwise.on`). Raises
-    :class:`PlacementError` for a pattern that matches nothing.
+    ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
+    may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
+    (:func:`shardwise.on`). Raises :class:`PlacementError` for a pattern that matches nothing.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if callable(partition):
@@ -108,10 +109,19 @@ def distribute_module(
     _replace_tensors(module, mesh, patterns, src_data_rank)
     enter_in_forward(module, mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda m, inputs: input_fn(m, inputs, mesh))
+        before = _with_module(input_fn)
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda m, _, outputs: output_fn(m, outputs, mesh))
+        after = _with_module(output_fn)
+        module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
     return module
+
+
+def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of module, values and mesh; torch's older form leaves the module out."""
+    if len(inspect.signature(function).parameters) == len(("values", "mesh")):
+        return lambda _, values, mesh: function(values, mesh)
+    return function
 
 
 def _replace_tensors(

@@ -170,6 +170,8 @@ class MeshTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> MeshTensor:
         """The same tensor under other placements, by the cheapest sequence of collectives; differentiable.
@@ -178,6 +180,9 @@ class MeshTensor(torch.Tensor):
         (default: those of this tensor, with partial read as replicated). With ``async_op`` the call returns while the
         last collective runs, and the first use of the result waits for it. The same holds for the gradient. Do not
         write to this tensor's local tensor before that first use.
+
+        The tensor is sent, and returned, in ``forward_dtype``, and its gradient is sent in ``backward_dtype``
+        (defaults: the dtypes that they have). The gradient that arrives at this tensor has this tensor's dtype.
         """
         if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
             raise MeshMismatchError(
@@ -187,7 +192,8 @@ class MeshTensor(torch.Tensor):
             )
         if placements is None:
             return self
-        redistributed: MeshTensor = autograd.redistribute(self, placements, grad_placements, async_op)
+        tensor = self if forward_dtype is None else self.to(forward_dtype)
+        redistributed: MeshTensor = autograd.redistribute(tensor, placements, grad_placements, async_op, backward_dtype)
         return redistributed
 
     @classmethod
