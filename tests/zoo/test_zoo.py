@@ -13,7 +13,8 @@ pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
 def test_a_difference_is_seen():
     one = {"loss 0": torch.tensor(1.0, dtype=torch.float64)}
-    assert differences(one, {"loss 0": one["loss 0"] + 1e-8}, TOLERANCE) == ["loss 0: 1e-08 of 1"]
+    assert differences(one, {"loss 0": one["loss 0"] + 1e-8}, TOLERANCE) == ["loss 0: 1e-08 of 1, 1e-09 allowed"]
+    assert differences(one, {"loss 0": one["loss 0"] + 1e-8}, TOLERANCE, {"loss 0": 1e-9}) == []
     assert differences(one, {}, TOLERANCE) == ["loss 0: on one side only"]
     assert differences(one, dict(one), TOLERANCE) == []
 

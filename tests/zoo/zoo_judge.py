@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from attrs import frozen
 from zoo_packages import recipes_of
-from zoo_trial import TOLERANCE, TOLERANCE_FLOAT32, DtypesSeen, Recipe, compared_on_rank, made, trained
+from zoo_trial import TOLERANCE, TOLERANCE_FLOAT32, DtypesSeen, Recipe, compared_on_rank, made, sensitivity, trained
 
 from shardwise import errors
 from shardwise.errors import WorkerError
@@ -50,11 +50,13 @@ def judge(
             model, batch = made(recipe)
             with DtypesSeen() as seen:
                 expected = trained(model, batch)
+            expected = {name: tensor.detach().clone() for name, tensor in expected.items()}
+            sensitive = sensitivity(recipe, expected)
     except Exception as error:  # noqa: BLE001  # whatever a package of others raises
         return [Verdict("one device", "broken recipe", f"{type(error).__name__}: {error}")]
     path = folder / "expected.pt"
     tolerance = TOLERANCE_FLOAT32 if seen.float32 else TOLERANCE
-    torch.save((tolerance, {name: tensor.detach().clone() for name, tensor in expected.items()}), path)
+    torch.save((tolerance, sensitive, expected), path)
     if pool is None:
         return [Verdict("one device", "pass")]
     return [_on_layout(prepared(pool, [recipe.package]), recipe, layout, path, seconds) for layout in layouts]
