@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.errors import NoRuleError
+
 __all__ = ["CREATING", "INSTEAD"]
 
 aten = torch.ops.aten
@@ -19,7 +21,6 @@ aten = torch.ops.aten
 CREATING = (
     aten._scaled_dot_product_attention_math.default,
     aten.combinations.default,
-    aten.ctc_loss.IntList,
     aten.istft.default,
     aten.linalg_matrix_power.default,
     aten.linalg_matrix_rank.atol_rtol_float,
@@ -81,7 +82,95 @@ def _lstm(*args: Any) -> Any:
         one_dnn.enabled = True
 
 
+# -- sequences of several lengths ------------------------------------------------------------------------------------
+
+
+def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of a batch of sequences, one after the other; torch's kernel reads the lengths from memory.
+
+    It packs the numbers of the steps here, which are then looked up. The batch sizes are plain, as torch's recurrent
+    kernels read them from memory, too.
+    """
+    lengths = torch.tensor(lengths.tolist(), dtype=torch.int64)
+    steps = _count(x.shape[0] * x.shape[1]).view(x.shape[:2])
+    packed, batch_sizes = torch._VF._pack_padded_sequence(steps, lengths, batch_first)
+    return x.flatten(0, 1).index_select(0, _on_mesh_of(x, packed)), batch_sizes
+
+
+def _pad_packed_sequence(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """The inverse: each step of each sequence is looked up, and what there is not is filled."""
+    longest, batch = len(batch_sizes), int(batch_sizes[0])
+    if 0 < total_length < longest:
+        raise RuntimeError(
+            "Expected total_length to be at least the length of the longest sequence in input, but got "
+            f"total_length={total_length} and max sequence length being {longest}"
+        )
+    absent = batch_sizes[:, None] <= _count(batch)
+    first = batch_sizes.cumsum(0) - batch_sizes
+    steps = (first[:, None] + _count(batch)).masked_fill(absent, 0)
+    more = max(total_length, longest) - longest
+    steps, absent = (torch.nn.functional.pad(t, (0, 0, 0, more), value=v) for t, v in ((steps, 0), (absent, True)))
+    if batch_first:
+        steps, absent = steps.t(), absent.t()
+    padded = data.index_select(0, _on_mesh_of(data, steps.flatten())).view(*steps.shape, *data.shape[1:])
+    missing = _on_mesh_of(data, absent.long()).bool().view(*absent.shape, *[1] * (data.dim() - 1))
+    return padded.masked_fill(missing, padding_value), (batch_sizes[:, None] > _count(batch)).sum(0)
+
+
+def _count(n: int) -> Tensor:
+    """The range of n as a plain tensor, which ``torch.arange`` would put on the mesh under ``sw.on``."""
+    return torch.tensor(1).expand(n).cumsum(0) - 1
+
+
+def _on_mesh_of(x: Tensor, whole: Tensor) -> Tensor:
+    """A tensor of whole numbers that is the same on every rank, on the mesh of another; made of an operand for that."""
+    return x.new_zeros(whole.shape, dtype=torch.int64) + whole.to(x.device)
+
+
+def _ctc_loss(
+    scores: Tensor,
+    targets: Tensor,
+    inputs: Any,
+    lengths: Any,
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Torch's own formula. Its kernel reads and writes lengths in memory that a MeshTensor does not have."""
+    inputs, lengths = (t.flatten().tolist() if isinstance(t, Tensor) else t for t in (inputs, lengths))
+    is_batch = scores.dim() == 3  # noqa: PLR2004  # steps, batch, classes
+    if not is_batch:
+        scores, targets = scores.unsqueeze(1), targets.unsqueeze(0)
+    losses: Tensor = aten._ctc_loss.default(scores, targets, inputs, lengths, blank, zero_infinity)[0]
+    losses = losses if is_batch else losses.squeeze(0)
+    if zero_infinity:
+        losses = losses.masked_fill(losses == math.inf, 0)
+    if reduction == 1:
+        mean_of = torch.tensor(lengths).clamp(min=1).view(losses.shape)
+        return (losses / _on_mesh_of(losses, mean_of)).mean()
+    return losses.sum() if reduction == 2 else losses  # noqa: PLR2004  # torch's number for a sum
+
+
+def _from_mask_left_aligned(x: Tensor, mask: Tensor) -> bool:
+    """Whether torch's encoder may turn a padded batch into a nested tensor, which a mesh does not have."""
+    if mask.shape[1] > 1 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        return False
+    raise NoRuleError(
+        asked="run torch's fast path for a padded batch on MeshTensors",
+        found="it makes a nested tensor, and shardwise has none. It also gives zeros where the batch is padded",
+        do="Make the nn.TransformerEncoder with enable_nested_tensor=False.",
+        op="aten._nested_tensor_from_mask_left_aligned.default",
+    )
+
+
 INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten._nested_tensor_from_mask_left_aligned.default: _from_mask_left_aligned,
+    aten._pack_padded_sequence.default: _pack_padded_sequence,
+    aten._pad_packed_sequence.default: _pad_packed_sequence,
+    aten.ctc_loss.IntList: _ctc_loss,
+    aten.ctc_loss.Tensor: _ctc_loss,
     aten.lstm.data: _lstm,
     aten.lstm.input: _lstm,
     aten.mvlgamma.default: _mvlgamma,

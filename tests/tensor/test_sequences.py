@@ -1,0 +1,117 @@
+"""Batches of sequences of several lengths: packed ones, CTC, and padded ones in torch's encoder."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import shardwise as sw
+from shardwise import MeshTensor, Shard
+from shardwise.errors import NoRuleError
+from shardwise.testing import mesh
+
+WORDS, BATCH, STEPS = 9, 4, 5
+LENGTHS = [3, 5, 2, 1]
+
+
+def on(full, *layout):
+    return sw.distribute_tensor(full, mesh((2,)), layout or [Shard(0)])
+
+
+def equal(found, wanted):
+    torch.testing.assert_close(found.full_tensor() if isinstance(found, MeshTensor) else found, wanted)
+
+
+class Tagger(nn.Module):
+    def __init__(self, recurrent):
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 4)
+        self.recurrent = recurrent(4, 3, bidirectional=True, batch_first=True)
+        self.out = nn.Linear(6, 5)
+
+    def forward(self, ids, lengths):
+        packed = pack_padded_sequence(self.words(ids), lengths, batch_first=True, enforce_sorted=False)
+        states, _ = self.recurrent(packed)
+        padded, _ = pad_packed_sequence(states, batch_first=True, padding_value=0.5)
+        return self.out(padded)
+
+
+def trains(recurrent, layout):
+    torch.manual_seed(2)
+    whole = Tagger(getattr(nn, recurrent)).double()
+    placed = {name: [layout] for name, p in whole.named_parameters() if p.dim() > layout.dim}
+    model = sw.distribute_module(copy.deepcopy(whole), mesh((2,)), placed)
+    ids, classes, lengths = torch.randint(0, WORDS, (BATCH, STEPS)), torch.randint(0, 5, (BATCH, STEPS)), LENGTHS
+    for net, data, target in ((whole, ids, classes), (model, on(ids), on(classes))):
+        functional.cross_entropy(net(data, lengths).flatten(0, 1), target.flatten()).backward()
+    for wanted, found in zip(whole.parameters(), model.parameters(), strict=True):
+        equal(found.grad, wanted.grad)
+
+
+@pytest.mark.parametrize(("recurrent", "layout"), [("LSTM", Shard(0)), ("GRU", Shard(1)), ("RNN", Shard(0))])
+def test_a_recurrent_model_of_packed_sequences_trains_as_on_one_device(two_ranks, recurrent, layout):
+    two_ranks.run(trains, recurrent, layout)
+
+
+def packs():
+    for x in (torch.randn(BATCH, STEPS), torch.arange(60).view(BATCH, STEPS, 3)):
+        for lengths, lay in ((LENGTHS, None), (torch.tensor(LENGTHS), None), (torch.tensor(LENGTHS), on)):
+            options = {"batch_first": True, "enforce_sorted": False}
+            wanted = pack_padded_sequence(x, lengths, **options)
+            found = pack_padded_sequence(on(x), lay(lengths) if lay else lengths, **options)
+            equal(found.data, wanted.data)
+            assert torch.equal(found.batch_sizes, wanted.batch_sizes)
+            for total in (None, 7):
+                pads = {"padding_value": -1.0, "total_length": total}
+                for ours, theirs in zip(
+                    pad_packed_sequence(found, **pads), pad_packed_sequence(wanted, **pads), strict=True
+                ):
+                    equal(ours, theirs)
+    for wrong in ([1, 2, 3, 4], [5, 4, 2], [5, 4, 2, 0]):
+        with pytest.raises(RuntimeError, match=r"lengths|Length"):
+            pack_padded_sequence(on(x), wrong, batch_first=True)
+
+
+def test_sequences_are_packed_and_padded(two_ranks):
+    two_ranks.run(packs)
+
+
+def alignments():
+    torch.manual_seed(4)
+    scores, classes = torch.randn(8, BATCH, 6, dtype=torch.float64), torch.randint(1, 6, (BATCH, 3))
+    inputs, lengths = [8, 7, 2, 8], [3, 2, 0, 3]
+    for reduction in ("mean", "sum", "none"):
+        for data in (list, torch.tensor, lambda numbers: on(torch.tensor(numbers))):
+            x, ours = scores.clone().requires_grad_(), on(scores, Shard(1)).requires_grad_()
+            named = {"reduction": reduction, "zero_infinity": True}
+            wanted = functional.ctc_loss(x.log_softmax(2), classes, inputs, lengths, **named)
+            found = functional.ctc_loss(ours.log_softmax(2), on(classes), data(inputs), data(lengths), **named)
+            equal(found, wanted)
+            wanted.sum().backward()
+            found.sum().backward()
+            equal(ours.grad, x.grad)
+
+
+def test_ctc_takes_lengths_in_any_form(two_ranks):
+    two_ranks.run(alignments)
+
+
+def padded_batch():
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    whole = nn.TransformerEncoder(layer, 1).eval()
+    model = sw.distribute_module(copy.deepcopy(whole), mesh((2,)))
+    x, right = torch.randn(BATCH, STEPS, 4), torch.arange(STEPS) >= torch.tensor(LENGTHS)[:, None]
+    left = right.flip(1)
+    with torch.no_grad():
+        equal(model(on(x), src_key_padding_mask=on(left)), whole(x, src_key_padding_mask=left))
+        with pytest.raises(NoRuleError, match="enable_nested_tensor=False"):
+            model(on(x), src_key_padding_mask=on(right))
+
+
+def test_a_nested_tensor_is_refused_with_the_remedy(two_ranks):
+    two_ranks.run(padded_batch)
