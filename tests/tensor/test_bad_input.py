@@ -166,7 +166,13 @@ def sparse_part():
     return [], lambda: MeshTensor.from_local(torch.eye(4).to_sparse(), mesh((4,)), [Shard(0)])
 
 
+def sparse_gradient():
+    table, ids = on([Replicate()], 4, 3).requires_grad_(), on([Shard(0)], 4).long()
+    return [table], torch.nn.functional.embedding(ids, table, sparse=True).sum(dtype=torch.float64).backward
+
+
 CASES = [
+    (sparse_gradient, errors.LayoutError, "sparse=False"),
     (sparse_tensor, errors.LayoutError, "torch.sparse_csr"),
     (sparse_part, errors.LayoutError, "torch.sparse_coo"),
     (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
