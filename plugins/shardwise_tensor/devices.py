@@ -21,18 +21,9 @@ def stays_on_mesh(local: LocalCall) -> Mapping[str, Any]:
         raise DeviceMismatchError(
             asked=f"run {local.call.op} with device={str(device)!r}",
             found=f"the tensor lies on a mesh of {mesh.device_type} devices",
-            do=_NO_META
-            if torch.device(device).type == "meta"
-            else "Make a mesh of the other devices and distribute full_tensor() over it, or move to_local() itself.",
+            do="Make a mesh of the other devices and distribute full_tensor() over it, or move to_local() itself.",
             op=str(local.call.op),
             device=str(device),
             device_type=mesh.device_type,
         )
     return {}
-
-
-# Torch multiplies by a tangent that is zero everywhere on the meta device.
-_NO_META = (
-    "Make a plain tensor of its shape on the meta device. If forward-mode differentiation asks for this, as "
-    "torch.func.hessian does, differentiate backward twice: torch.func.jacrev(torch.func.jacrev(f))."
-)

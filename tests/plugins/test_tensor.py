@@ -391,8 +391,12 @@ def other_devices():
     x = sw.distribute_tensor(whole(5, 7), mesh((4,)), [Shard(0)])
     for call in (x.to, lambda d: torch.zeros_like(x, device=d), lambda d: x.new_zeros(5, 7, device=d)):
         assert call("cpu").placements == (Shard(0),)
-        with pytest.raises(DeviceMismatchError, match="mesh of cpu"):
-            call("meta")
+        on_meta = call("meta")
+        assert on_meta.is_meta
+        assert on_meta.shape == (5, 7)
+        assert type(on_meta) is torch.Tensor
+    with pytest.raises(DeviceMismatchError, match="mesh of cpu"):
+        torch.ops.aten._to_copy.default(x, device=torch.device("cuda"))
 
 
 def out_of_range():

@@ -270,6 +270,17 @@ def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     return tensor
 
 
+def _on_meta(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The plain result on the meta device, as ``x.to("meta")`` asks for."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, _state.tensor_class):
+            return value._spec.tensor_meta.to_meta_tensor()  # type: ignore[attr-defined]
+        return [meta(part) for part in value] if isinstance(value, (tuple, list)) else value
+
+    return op(*map(meta, args), **{name: meta(value) for name, value in kwargs.items()})
+
+
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
@@ -296,6 +307,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "PLAIN": _PLAIN,
         "spec_of": attrgetter("_spec"),
         "local_of": attrgetter("_local_tensor"),
+        "on_meta": partial(_on_meta, op),
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
         "raised": lambda error: _state.engine.raised(op, error),
         "reseat": _reseat,

@@ -14,6 +14,7 @@ The text is compiled once per call shape, as attrs and dataclasses do for their 
 - ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
 - ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keeps the two alike
 - ``elsewhere`` the function that finds the handler of another call shape
+- ``on_meta`` the function that runs the op on the meta device
 - ``raised`` the function that is told of an error, which other ranks may have to know
 """
 
@@ -55,6 +56,7 @@ def handler_source(op: Op, positional: int, keywords: Sequence[str], info: Runti
         "def handle(cls, op, types, args=(), kwargs=None):",
     ]
     lines += _indented(_unpack(variables, positional, len(keywords)))
+    lines += _indented(line for v in variables if v.passed and v.arg.name == "device" for line in _on_meta(v))
     lines += _indented(line for v in variables if v.passed for line in _read(v, info))
     # Nothing is raised on most calls, and then this costs nothing.
     lines += ["    try:", *_indented([*_find_plan(variables, info), *_call(variables, info)], 2)]
@@ -83,6 +85,11 @@ def _unpack(variables: Sequence[_Variable], positional: int, keywords: int) -> l
         f"except {'(ValueError, KeyError)' if keywords else 'ValueError'}:",
         "    return elsewhere(args, kwargs)",
     ]
+
+
+def _on_meta(v: _Variable) -> list[str]:
+    """What is asked for on the meta device has no data, so it is no tensor on a mesh."""
+    return [f'if {v.var} is not None and {v.var}.type == "meta":', "    return on_meta(args, kwargs)"]
 
 
 def _read(v: _Variable, info: RuntimeSchemaInfo) -> list[str]:

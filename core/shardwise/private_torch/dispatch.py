@@ -25,6 +25,7 @@ __all__ = [
     "in_backward",
     "hide_items",
     "is_batched",
+    "is_zero_tensor",
     "memory_of",
     "new_wrapper",
     "put_above_autograd",
@@ -217,6 +218,11 @@ def is_batched(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and (
         functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
     )
+
+
+def is_zero_tensor(value: Any) -> bool:
+    """Whether a value is a tensor without memory that stands for zeros, as forward-mode differentiation makes them."""
+    return isinstance(value, torch.Tensor) and bool(value._is_zerotensor())
 
 
 def hide_items(cls: type) -> None:

@@ -24,7 +24,7 @@ from shardwise.engine.plain_tensors import is_known, know
 from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
-from shardwise.private_torch.dispatch import OpMode
+from shardwise.private_torch.dispatch import OpMode, is_zero_tensor
 from shardwise.private_torch.ops import draws, packet_name
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -80,6 +80,8 @@ def _made(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMe
         drawn = _drawn(op, args, kwargs, mesh)
         return op(*args, **kwargs) if drawn is None else drawn
     result = op(*args, **kwargs)
+    if is_zero_tensor(result):  # autograd's own, for a tangent that is zero everywhere; only torch computes with it
+        return result
     if type(result) is torch.Tensor and result.device.type == mesh.device_type and result.layout is torch.strided:
         return replicated_tensor(MeshTensor, mesh, result)
     return result
