@@ -58,6 +58,25 @@ def test_a_recurrent_model_of_packed_sequences_trains_as_on_one_device(two_ranks
     two_ranks.run(trains, recurrent, layout)
 
 
+def compiles():
+    torch.manual_seed(3)
+    whole = nn.GRU(3, 4, batch_first=True).double()
+    model, x = sw.distribute_module(copy.deepcopy(whole), mesh((2,))), torch.randn(BATCH, STEPS, 3, dtype=torch.float64)
+
+    def run(net, data):
+        return pad_packed_sequence(net(pack_padded_sequence(data, [5, 4, 2, 1], batch_first=True))[0])[0]
+
+    found = torch.compile(run, backend="aot_eager")(model, on(x))
+    equal(found, run(whole, x))
+    found.sum().backward()
+
+
+@pytest.mark.slow
+def test_between_graphs_dynamo_leaves_the_dispatcher_alone(two_ranks):
+    """Packing is a break in the graph. Dynamo compiled the comparison of its lengths, and the ranks hung."""
+    two_ranks.run(compiles)
+
+
 def packs():
     for x in (torch.randn(BATCH, STEPS), torch.arange(60).view(BATCH, STEPS, 3)):
         for lengths, lay in ((LENGTHS, None), (torch.tensor(LENGTHS), None), (torch.tensor(LENGTHS), on)):

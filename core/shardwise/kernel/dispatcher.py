@@ -25,7 +25,14 @@ from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import watched
-from shardwise.private_torch.dispatch import OpMode, new_wrapper, put_before_dispatch, put_before_mode, set_data
+from shardwise.private_torch.dispatch import (
+    OpMode,
+    leave_out_of_graphs,
+    new_wrapper,
+    put_before_dispatch,
+    put_before_mode,
+    set_data,
+)
 from shardwise.private_torch.ops import is_composite
 from shardwise.private_torch.tracing import outside_modes
 
@@ -321,6 +328,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
     source = handler_source(op, positional, keywords, info)
     exec(compile(source, f"<shardwise handler of {op_name(op)}>", "exec"), scope)  # noqa: S102  # our own text, as attrs does
     handle: Handler = scope["handle"]
+    leave_out_of_graphs(handle)
     _state.stores.append(store)
     return handle
 

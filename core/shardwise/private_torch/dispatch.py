@@ -26,6 +26,7 @@ __all__ = [
     "hide_items",
     "is_batched",
     "is_zero_tensor",
+    "leave_out_of_graphs",
     "memory_of",
     "new_wrapper",
     "put_above_autograd",
@@ -53,6 +54,18 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
         register: Any = library._register_torch_dispatch_rule
         register(qualified_name(op).partition("::")[2], cls, handler)
     return library
+
+
+def leave_out_of_graphs(function: Callable[..., Any]) -> None:
+    """Have dynamo run a function that torch calls from C++, and what it calls, as they are.
+
+    Between two graphs of a compiled function dynamo would compile them: it sees them as calls of the program.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):  # an older torch: slower, and ranks may compile other graphs
+        return
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def put_before_mode(op: OpOverload, cls: type, mode: type[OpMode], handler: Callable[..., Any]) -> Any:
@@ -84,6 +97,7 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
 
+    leave_out_of_graphs(kernel)
     library.impl(op, kernel, key.name, with_keyset=True)  # type: ignore[no-untyped-call]
     return library
 

@@ -25,6 +25,7 @@ from shardwise.private_torch.dispatch import (
     disabled_torch_function,
     guard_memory,
     hide_items,
+    leave_out_of_graphs,
     new_wrapper,
     support_foreach,
 )
@@ -461,6 +462,7 @@ def _check_same_place(
 torch.serialization.add_safe_globals([_rebuild, MeshTensor])
 support_foreach(MeshTensor)
 hide_items(MeshTensor)
+leave_out_of_graphs(MeshTensor.__torch_dispatch__)
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 start(MeshTensor, PlanningEngine(MeshTensor))
