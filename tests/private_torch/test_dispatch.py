@@ -249,3 +249,35 @@ def test_tensors_of_vmap_are_told_from_others():
     assert seen == [True]
     assert not dispatch.is_batched(torch.ones(2))
     assert not dispatch.is_batched(None)
+
+
+def test_a_function_that_torch_calls_is_left_out_of_graphs():
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append({n.target for n in graph.graph.nodes if n.op == "call_method"})
+        return graph.forward
+
+    def part(x):
+        return x.cos()
+
+    def kernel(x):
+        return x.sin() + part(x)
+
+    library = torch.library.Library("shardwise_left_out", "FRAGMENT")
+    library.define("both(Tensor x) -> Tensor")
+    library.impl("both", kernel, "CPU")
+
+    def program(x):
+        return torch.ops.shardwise_left_out.both(x.exp()) + 1  # no fake, so the graph ends before it
+
+    for left_out in (False, True):
+        torch._dynamo.reset()
+        graphs.clear()
+        if left_out:
+            dispatch.leave_out_of_graphs(kernel)
+        x = torch.ones(3)
+        torch.testing.assert_close(torch.compile(program, backend=backend)(x), x.exp().sin() + x.exp().cos() + 1)
+        compiled = set().union(*graphs)
+        assert compiled == ({"exp"} if left_out else {"exp", "sin", "cos"})
