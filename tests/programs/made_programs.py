@@ -20,6 +20,10 @@ WRONG_ON_ONE_DEVICE = {
     aten._embedding_bag.default: "leaves out the bag of each index where it can, which a mesh always has",
     aten.lift.default: "returns its operand, whose gradient is then that of the result",
     aten.lift_fresh.default: "as lift",
+} | {
+    getattr(packet, overload): "reads and writes as if all its tensors were dense, in one order"
+    for packet in (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)
+    for overload in packet.overloads()
 }
 
 # Tensors of eight-bit floats do not travel between processes: pickle cannot load them.

@@ -53,7 +53,7 @@ def test_averages_of_integers_are_reduced_from_the_last_mesh_dim_to_the_first(po
     assert counts(pool, program)["values compared"] == 3
 
 
-def test_a_gradient_of_zeros_that_torch_adds_by_itself_is_refused(pool):
+def test_a_gradient_of_zeros_that_torch_adds_by_itself(pool):
     # sgn has a gradient that holds no memory; to add it to another, torch asks what comes out on the meta device.
     program = Program(
         (4,),
@@ -61,7 +61,7 @@ def test_a_gradient_of_zeros_that_torch_adds_by_itself_is_refused(pool):
         backward=((0, (Shard(0),)), (1, (Shard(1),))),
         grad=True,
     )
-    assert counts(pool, program)["backward refused (DeviceMismatchError)"] == 1
+    assert counts(pool, program)["gradients compared"] == 1
 
 
 def test_the_bag_of_each_index_is_what_the_forward_told(pool):
