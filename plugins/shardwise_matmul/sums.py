@@ -21,6 +21,7 @@ from shardwise.rule import (
     affine,
     einop,
     linear,
+    neutral,
     rule,
     rule_from,
     tensor_if,
@@ -51,7 +52,7 @@ def _add_once(local: LocalCall, *args: object, beta: complex, **kwargs: object) 
 def _bias_once(
     local: LocalCall, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    counted = bias if bias is None else tensor_if(_adds(local, 2), bias, -0.0)
+    counted = bias if bias is None else tensor_if(_adds(local, 2), bias, neutral("sum", bias.dtype))
     total: torch.Tensor = aten.linear.default(x, weight, counted)
     return total
 

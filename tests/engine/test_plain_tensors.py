@@ -205,7 +205,8 @@ def compares_on_the_mesh_of_the_call():
     both = mesh((2, 1), ("a", "b"))
     number = sw.distribute_tensor(torch.tensor(2.0), both["b"], [Replicate()])
     wide = sw.distribute_tensor(values(8, 4), both["a"], [Shard(0)])
-    with pytest.raises(RankDisagreementError, match=r"on rank 0.*on rank 1"):
+    equal(torch.where(number > 0, torch.ones(4), wide), torch.ones(8, 4))
+    with pytest.raises(RankDisagreementError, match=r"on rank 0.*on rank 1"):  # with a plan that is there already
         torch.where(number > 0, torch.full((4,), float(dist.get_rank())), wide)
 
 
