@@ -20,7 +20,8 @@ from shardwise.engine.plain_tensors import plain_operands
 from shardwise.engine.plan_call import plan_call
 from shardwise.engine.plan_symbolic import forget_choices, plan_symbolic_call
 from shardwise.engine.view_copies import after_write, link
-from shardwise.kernel.dispatcher import Handler, clear_plans, listen
+from shardwise.kernel.dispatcher import clear_plans, listen
+from shardwise.kernel.engine import Handler
 from shardwise.kernel.known_tensors import forget_failed_writes
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plan import Plan
@@ -34,7 +35,7 @@ __all__ = ["PlanningEngine"]
 
 @define(eq=False)
 class PlanningEngine:
-    """Plans by the rules of this process's plugins (see :class:`shardwise.kernel.dispatcher.Engine`)."""
+    """Plans by the rules of this process's plugins (see :class:`shardwise.kernel.engine.Engine`)."""
 
     tensor_class: type
     # The registries themselves, not their ids: Python may use the id of a deleted one again.

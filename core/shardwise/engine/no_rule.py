@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
 from shardwise.errors import InPlaceError
 from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
+from shardwise.kernel.engine import Handler
 from shardwise.kernel.known_tensors import key_of_plain
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
@@ -35,8 +36,6 @@ from shardwise.private_torch.ops import draws
 from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["DecomposedPlan", "UnknownOp", "decomposed_entry"]
-
-Handler = Callable[..., Any]
 
 
 class DecomposedPlan(Plan):

@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from shardwise.errors import PlainTensorError, ViewError
+from shardwise.kernel.engine import Engine, Handler
 from shardwise.kernel.handlers import defaults, handler_source
 from shardwise.kernel.known_tensors import known_without_mesh
-from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import comparable, freeze
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
-from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.spec import TensorSpec
@@ -53,56 +52,11 @@ __all__ = [
     "wrap",
 ]
 
-Handler = Callable[..., Any]
-
 NUMBERS = (bool, int, float, complex, torch.SymInt, torch.SymFloat, torch.SymBool)
 """Types of numbers that reach the dispatcher in place of a tensor: ``x + 1`` is ``add.Tensor(x, 1)``."""
 
 # Plans kept per op. Two generations of half that size make it least-recently-used without work on a hit.
 PLANS_PER_OP = 4096
-
-
-class Engine(Protocol):
-    """Makes the plans that the dispatcher does not have yet. There is one: :mod:`shardwise.engine`."""
-
-    def registry(self) -> Registry:
-        """The registry in force."""
-
-    def meet(self, mesh: Mesh) -> None:
-        """Have the ranks of a mesh agree on their rules, once."""
-
-    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """The plan of one call."""
-
-    def plan_symbolic(
-        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Plan:
-        """The plan of one call with symbols for sizes."""
-
-    def plain_operands(
-        self,
-        op: Op,
-        operands: Mapping[str, torch.Tensor],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        written: bool,
-    ) -> Sequence[Any]:
-        """The key parts of plain tensors among the operands of a call."""
-
-    def without_rule(self, op: Op) -> Handler:
-        """The handler of an op for which no plugin has a rule."""
-
-    def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
-        """Take note of what the results of a view op are copies of."""
-
-    def after_write(self, tensors: Sequence[Any]) -> None:
-        """Bring what an op has written to the bases of copies."""
-
-    def raised(self, op: Op, error: Exception) -> None:
-        """Take note of what a call raised."""
-
-    def forget(self) -> None:
-        """Drop what was made by earlier rules: some rule changed."""
 
 
 class _State:

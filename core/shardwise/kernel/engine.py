@@ -1,0 +1,63 @@
+"""What the kernel asks of the package ``engine``, which stands above it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registry import Registry
+from shardwise.kernel.schema import RuntimeSchemaInfo
+from shardwise.kernel.signature import Op
+
+__all__ = ["Engine", "Handler"]
+
+Handler = Callable[..., Any]
+"""What runs the calls of an op; it has the arguments of ``__torch_dispatch__``."""
+
+
+class Engine(Protocol):
+    """Makes the plans that the dispatcher does not have yet. There is one: :mod:`shardwise.engine`."""
+
+    def registry(self) -> Registry:
+        """The registry in force."""
+
+    def meet(self, mesh: Mesh) -> None:
+        """Have the ranks of a mesh agree on their rules, once."""
+
+    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+        """The plan of one call."""
+
+    def plan_symbolic(
+        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Plan:
+        """The plan of one call with symbols for sizes."""
+
+    def plain_operands(
+        self,
+        op: Op,
+        operands: Mapping[str, torch.Tensor],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        written: bool,
+    ) -> Sequence[Any]:
+        """The key parts of plain tensors among the operands of a call."""
+
+    def without_rule(self, op: Op) -> Handler:
+        """The handler of an op for which no plugin has a rule."""
+
+    def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Take note of what the results of a view op are copies of."""
+
+    def after_write(self, tensors: Sequence[Any]) -> None:
+        """Bring what an op has written to the bases of copies."""
+
+    def raised(self, op: Op, error: Exception) -> None:
+        """Take note of what a call raised."""
+
+    def forget(self) -> None:
+        """Drop what was made by earlier rules: some rule changed."""
