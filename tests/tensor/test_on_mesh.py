@@ -228,5 +228,18 @@ def compiled_inside(backend):
     equal(everything(on(x, Shard(0))), whole(x))
 
 
+def entered_in_compiled_code():
+    def shifted(x):
+        with sw.on(x.device_mesh):
+            return x + torch.arange(8.0)
+
+    compiled = torch.compile(shifted, backend="aot_eager", fullgraph=True)
+    equal(compiled(on(torch.ones(8), Shard(0))), 1 + torch.arange(8.0))
+
+
+def test_entered_in_compiled_code_it_does_nothing(two_ranks):
+    two_ranks.run(entered_in_compiled_code)
+
+
 def test_compiled_modules_in_a_forward_and_around_it(two_ranks):
     two_ranks.run(compiled_inside, "aot_eager")

@@ -147,6 +147,9 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
     The forward pass of a module that :func:`distribute_module` placed is in such a context already; generation loops,
     loss functions and metrics are not. In compiled code it does nothing: there plain tensors count as replicated.
     """
+    if torch.compiler.is_compiling():  # which cannot trace the mode
+        yield
+        return
     _enter(device_mesh)
     try:
         yield
