@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
 
+from shardwise import MeshTensor
 from shardwise.rule import AbstractMesh
 from shardwise_dtensor import torch_private
 
@@ -98,3 +100,26 @@ def test_op_schemas_and_answers_are_made_as_torch_makes_them():
 
 def test_the_schema_of_an_op_is_at_hand():
     assert torch_private.schema_of(aten.mm.default).name == "aten::mm"
+
+
+STYLE = "torch.distributed.tensor.parallel.style"
+
+
+def test_torchs_styles_name_what_the_copies_replace():
+    before = dict(vars(torch_parallel.style))
+    copy = torch_private.second_copy(STYLE, DTensor=MeshTensor, distribute_module=None, distribute_tensor=None)
+    assert copy.ColwiseParallel is not torch_parallel.ColwiseParallel
+    for name in torch_parallel.style.__all__:
+        methods = [m for m in vars(getattr(copy, name)).values() if hasattr(m, "__globals__")]
+        assert methods
+        assert all(m.__globals__["DTensor"] is MeshTensor for m in methods), name
+    assert vars(torch_parallel.style) == before
+    api = torch_private.second_copy("torch.distributed.tensor.parallel.api", ParallelStyle=int)
+    assert api.parallelize_module.__globals__["ParallelStyle"] is int
+
+
+def test_a_copy_says_what_torch_has_lost():
+    with pytest.raises(ImportError, match=r"has no name Tensors, distribute_all, which shardwise-dtensor replaces"):
+        torch_private.second_copy(STYLE, DTensor=MeshTensor, Tensors=None, distribute_all=None)
+    with pytest.raises(ImportError, match=r"has no module torch\.distributed\.tensor\.parallel\.styles"):
+        torch_private.second_copy(STYLE + "s", DTensor=MeshTensor)

@@ -6,8 +6,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -52,6 +55,7 @@ __all__ = [
     "put_rule",
     "rewrites_arguments",
     "schema_of",
+    "second_copy",
     "torch_mesh",
     "varying",
 ]
@@ -162,3 +166,31 @@ def torch_mesh(mesh: Mesh) -> DeviceMesh:
 def _without_groups(mesh: AbstractMesh) -> DeviceMesh:
     ranks = torch.arange(mesh.size()).reshape(mesh.shape)
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False, _rank=0)
+
+
+def second_copy(name: str, **stand_ins: Any) -> ModuleType:
+    """A second copy of a module of torch in which some of its module-level names stand for something else.
+
+    Torch's own module stays as it is. The styles of ``parallelize_module`` name the tensor class and two functions, and
+    no argument replaces them; all else in them holds for any tensor class with DTensor's methods. The copy is kept
+    among the imported modules under a name of this package, where ``torch.compile`` looks for the globals of a
+    function. Raises :class:`ImportError` if torch's module is gone or lacks one of the names.
+    """
+    own = f"{__package__}.{name.rpartition('.')[2]}_of_torch"
+    found = find_spec(name)
+    if found is None or found.origin is None:
+        raise ImportError(f"torch {torch.__version__} has no module {name}, which shardwise-dtensor makes a copy of")
+    spec = spec_from_file_location(own, found.origin)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"shardwise-dtensor cannot read {found.origin} to make a copy of {name}")
+    copy = module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    missing = sorted(stand_ins.keys() - vars(copy).keys())
+    if missing:
+        raise ImportError(
+            f"{name} of torch {torch.__version__} has no name {', '.join(missing)}, which shardwise-dtensor replaces "
+            f"in its copy. Use torch 2.11 to 2.13, or a newer shardwise-dtensor."
+        )
+    vars(copy).update(stand_ins)
+    sys.modules[own] = copy
+    return copy
