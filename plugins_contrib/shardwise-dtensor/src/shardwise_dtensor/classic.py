@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from attrs import evolve
 
 from shardwise.errors import RuleError
-from shardwise.rule import FullMeshRule, Mesh, Op, OpSchema, OpStrategy, full_mesh_rule
+from shardwise.rule import FullMeshRule, Mesh, Op, OpSchema, OpStrategy, Rule, full_mesh_rule
 from shardwise_dtensor import torch_private
 from shardwise_dtensor.answers import from_op_strategy, from_output_sharding
 from shardwise_dtensor.questions import classic_schema
 from shardwise_dtensor.running import run_classic
 from shardwise_dtensor.torch_private import RuntimeSchemaInfo, torch_mesh
 
-__all__ = ["register_op_strategy", "register_prop_rule", "rules_of"]
+__all__ = ["keep", "register_op_strategy", "register_prop_rule", "rules_of"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _RULES = "__shardwise_dtensor_rules__"
@@ -72,15 +72,15 @@ def register_prop_rule(
     return _recorder(op, schema_info, make, "propagation rule")
 
 
-def rules_of(*modules: ModuleType | Mapping[str, Any]) -> tuple[FullMeshRule, ...]:
+def rules_of(*modules: ModuleType | Mapping[str, Any]) -> tuple[FullMeshRule | Rule, ...]:
     """The rules that the decorators made in these modules (or namespaces), in that order, for a plugin's hook.
 
     Raises :class:`RuleError` for a module without such a rule.
     """
-    rules: list[FullMeshRule] = []
+    rules: list[FullMeshRule | Rule] = []
     for module in modules:
         namespace = vars(module) if isinstance(module, ModuleType) else module
-        own: dict[Any, FullMeshRule] = namespace.get(_RULES, {})
+        own: dict[Any, FullMeshRule | Rule] = namespace.get(_RULES, {})
         if not own:
             raise RuleError(
                 asked=f"collect the classic rules of {namespace.get('__name__', 'a namespace')}",
@@ -89,6 +89,11 @@ def rules_of(*modules: ModuleType | Mapping[str, Any]) -> tuple[FullMeshRule, ..
             )
         rules += own.values()
     return tuple(rules)
+
+
+def keep(namespace: dict[str, Any], op: Op, rule: FullMeshRule | Rule) -> None:
+    """Keep a rule for :func:`rules_of`. It is keyed by source, so that a module that is loaded again has it once."""
+    namespace.setdefault(_RULES, {})[op, rule.source] = rule
 
 
 # -- making and keeping a rule -----------------------------------------------------------------------------------
@@ -102,7 +107,7 @@ def _recorder(
 ) -> Callable[[Function], Function]:
     # The module that calls the public decorator. The function itself may be from another module, or from torch.
     frame = sys._getframe(2)
-    rules: dict[Any, FullMeshRule] = frame.f_globals.setdefault(_RULES, {})
+    namespace = frame.f_globals
     caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     overloads = (ops,) if isinstance(ops, Op) else tuple(ops)
 
@@ -110,8 +115,7 @@ def _recorder(
         name, source = _named(function, caller)
         for op in overloads:
             rule = full_mesh_rule(op, static=_static(op, schema_info))(make(function, op))
-            # Keyed by source, so that a module that is loaded again has each rule once.
-            rules[op, source] = evolve(rule, source=source, text=f"classic {style} {name}")
+            keep(namespace, op, evolve(rule, source=source, text=f"classic {style} {name}"))
         return function
 
     return decorate
