@@ -46,8 +46,11 @@ def _picklable(fields: dict[str, Any]) -> dict[str, Any]:
 # -- layouts ---------------------------------------------------------------------------------------------------
 
 
-class PlacementError(ShardingError):
-    """The tensor cannot have a placement: a shard dim out of range, an unknown reduction."""
+class PlacementError(ShardingError, ValueError):
+    """The tensor cannot have a placement: a shard dim out of range, an unknown reduction.
+
+    It is a ``ValueError`` as well, which torch raises for such placements.
+    """
 
 
 class PlacementCountError(PlacementError):
@@ -64,6 +67,10 @@ class MeshMismatchError(ShardingError):
 
 class OffMeshError(ShardingError):
     """A rank that is not on the mesh of a tensor, so that it has no part of it."""
+
+
+class LeafError(ShardingError):
+    """A whole tensor is not a leaf, so that a MeshTensor made of it would cut off its gradient."""
 
 
 class DeviceMismatchError(ShardingError):

@@ -43,6 +43,11 @@ def shard_dim_of_a_distributed_tensor():
     return [], lambda: sw.distribute_tensor(torch.ones(3), mesh((4,)), [Shard(1)])
 
 
+def result_of_an_op():
+    x = torch.ones(4, 3, requires_grad=True) * 2
+    return [], lambda: sw.distribute_tensor(x, mesh((4,)), [Shard(0)])
+
+
 def wrong_number_of_placements():
     x = on([Shard(0)], 4, 3)
     return [x], lambda: x.redistribute(placements=[Shard(0), Replicate()])
@@ -177,6 +182,7 @@ CASES = [
     (sparse_part, errors.LayoutError, "torch.sparse_coo"),
     (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
     (shard_dim_of_a_distributed_tensor, errors.PlacementError, "there is no dim 1"),
+    (result_of_an_op, errors.LeafError, "MulBackward0"),
     (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dims"),
     (unknown_reduction, errors.PlacementError, "Partial"),
     (different_meshes, errors.MeshMismatchError, "'self'"),
@@ -206,6 +212,24 @@ def test_each_bad_call_has_its_own_error_on_every_rank(pool, case, kind, part):
         assert collectives == 0
         assert unchanged
     assert len(answers) == 4
+
+
+def test_placements_that_a_tensor_cannot_have_are_value_errors():
+    assert issubclass(errors.PlacementError, ValueError)
+
+
+def distributed_without_a_gradient():
+    x = torch.ones(4, 3, requires_grad=True) * 2
+    with torch.no_grad():
+        y = sw.distribute_tensor(x, mesh((4,)), [Shard(0)])
+    assert torch.equal(y.full_tensor(), x)
+    part = MeshTensor.from_local(x, mesh((4,)), [Replicate()]).redistribute(placements=[Shard(0)])
+    assert part.requires_grad
+    assert not part.is_leaf
+
+
+def test_results_of_ops_are_distributed_without_their_gradient_or_from_local(pool):
+    pool.run(distributed_without_a_gradient)
 
 
 def ranks_that_disagree():

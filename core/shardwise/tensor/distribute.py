@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import broadcast_whole
 from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
-from shardwise.errors import PlacementCountError, PlacementError
+from shardwise.errors import LeafError, PlacementCountError, PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -47,13 +47,20 @@ def distribute_tensor(
 
     The values are those of the mesh's first rank, which sends them to the others. ``src_data_rank=None`` uses each
     rank's own values without communication; they must be the same. Keeps ``requires_grad``; a ``Parameter`` stays a
-    ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError` or
-    :class:`DeviceMismatchError` before it communicates, and :class:`RankDisagreementError` on every rank if the ranks
-    differ.
+    ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError`,
+    :class:`DeviceMismatchError` or :class:`LeafError` before it communicates, and :class:`RankDisagreementError` on
+    every rank if the ranks differ.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     if isinstance(tensor, MeshTensor):
         return tensor if placements is None else tensor.redistribute(mesh, placements)
+    if tensor.grad_fn is not None and torch.is_grad_enabled() and not is_traced(tensor):
+        raise LeafError(
+            asked=f"distribute a tensor of shape {tuple(tensor.shape)}",
+            found=f"only a leaf can be distributed, and this is the result of an op ({tensor.grad_fn.name()})",
+            do="Use distribute_tensor to distribute leaf tensors, such as its detach(). For a gradient of that op take "
+            "MeshTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=placements).",
+        )
     check_device(tensor, mesh)
     layout = [REPLICATE] * mesh.ndim if placements is None else placements
     spec = TensorSpec(mesh, check_placements(layout, mesh.ndim, tensor.ndim), unexpanded(TensorMeta.of(tensor)))
