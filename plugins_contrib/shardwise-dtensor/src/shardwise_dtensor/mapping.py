@@ -20,7 +20,7 @@ __all__ = ["LocalMapError", "local_map"]
 Places = Sequence[Placement] | None
 
 
-class LocalMapError(PlacementError, ValueError, AssertionError):
+class LocalMapError(PlacementError, AssertionError):
     """The placements given to :func:`local_map` do not fit the arguments or the results.
 
     It is a ``ValueError`` and an ``AssertionError`` as well, which torch raises.
