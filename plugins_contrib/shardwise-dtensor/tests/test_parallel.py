@@ -302,6 +302,28 @@ def test_a_style_of_ones_own(pool):
     pool.run(a_style_of_ones_own)
 
 
+def compiled(name):
+    make, plan, shape, layout, out_layout, _ = PLANS[name]
+    on = mesh((4,))
+    torch.manual_seed(0)
+    one = make().double()
+    module = parallel.parallelize_module(copy.deepcopy(one), on, plan(parallel))
+    whole = torch.randn(shape, dtype=torch.float64)
+    expected = one(whole)
+    torch.compiler.reset()  # another plan's sizes would make these dynamic
+    found = torch.compile(module, backend="aot_eager", fullgraph=True)(local_of(whole, layout, on))
+    found = found.to_local() if isinstance(found, MeshTensor) else found
+    torch.testing.assert_close(found, local_of(expected.detach(), out_layout, on))
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(module.up.weight.grad.full_tensor(), one.up.weight.grad)
+
+
+@pytest.mark.parametrize("name", ["feed", "sequence"])
+def test_a_plan_compiles_to_one_graph(pool, name):
+    pool.run(compiled, name)
+
+
 # -- the loss --------------------------------------------------------------------------------------------------------
 
 
