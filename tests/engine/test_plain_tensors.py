@@ -293,6 +293,8 @@ SAME = [
     torch.complex(values(3), values(3)).conj(),
     torch.arange(5, dtype=torch.uint8),
     torch.tensor([float("nan"), float("inf"), -0.0]),
+    values(1).expand(1).as_strided((1,), (0,)),
+    values(3)[::3],
 ]
 
 

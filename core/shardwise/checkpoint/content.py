@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.checkpoint.optimizers import as_dict, names_for
+from shardwise.comm.contents import octets
 from shardwise.errors import CheckpointValueError, RankDisagreementError
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -76,7 +77,7 @@ def exact_sums(content: State) -> dict[str, int]:
                 ) from error
             sums[name] = zlib.crc32(buffer.getvalue())
         elif not isinstance(value, (MeshTensor, DTensor)) and not value.is_floating_point() and not value.is_complex():
-            sums[name] = zlib.crc32(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            sums[name] = zlib.crc32(octets(value.cpu()).numpy().tobytes())
     return sums
 
 

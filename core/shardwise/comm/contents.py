@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["digest", "traced_digest"]
+__all__ = ["digest", "octets", "traced_digest"]
 
 _WORDS = 1 << 22  # read at a time: 32 MiB
 
@@ -17,20 +17,23 @@ def digest(tensor: Tensor) -> int:
     that differ in one element never have. Computed on the tensor's device, and then read: the host waits for the
     device. A NaN counts with its bits, and so does the sign of zero.
     """
-    octets = _octets(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=octets.device)
-    for start in range(0, octets.numel(), 8 * _WORDS):
-        total += _sum(octets[start : start + 8 * _WORDS], start // 8)
+    row = octets(tensor)
+    total = torch.zeros((), dtype=torch.int64, device=row.device)
+    for start in range(0, row.numel(), 8 * _WORDS):
+        total += _sum(row[start : start + 8 * _WORDS], start // 8)
     return int(total) & 0xFFFFFFFFFFFFFFFF
 
 
 def traced_digest(tensor: Tensor) -> Tensor:
     """:func:`digest` for a graph that is being traced: an int64 tensor without dims."""
-    return _sum(_octets(tensor), 0)
+    return _sum(octets(tensor), 0)
 
 
-def _octets(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+def octets(tensor: Tensor) -> Tensor:
+    """The bytes of all elements in row-major order, in a tensor of one dim."""
+    row = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # Of a tensor of one element torch calls any stride contiguous, and only stride 1 may be seen as octets.
+    return row.as_strided(row.shape, (1,)).view(torch.uint8)
 
 
 def _sum(octets: Tensor, start: int) -> Tensor:

@@ -154,4 +154,5 @@ def average(total: Tensor, size: int) -> Tensor:
 
 def as_sendable(flat: Tensor) -> Tensor:
     """The same memory in a dtype that backends can send; ``flat`` is contiguous and has a dim."""
-    return flat if flat.dtype in SENDABLE else flat.view(torch.uint8)
+    # Of a tensor of one element torch calls any stride contiguous, and only stride 1 may be seen as octets.
+    return flat if flat.dtype in SENDABLE else flat.as_strided(flat.shape, (1,)).view(torch.uint8)
