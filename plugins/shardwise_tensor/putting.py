@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, labels, rule_from
+from shardwise.rule import UNMOVED, Flow, Labels, LocalCall, TensorMeta, is_traced, labels, rule_from
 from shardwise_tensor.indexing import Indexing, is_mask, owned_block
+from shardwise_tensor.owning import Owned, on_spare
 from shardwise_tensor.scattering import ADDED
 
 __all__ = ["RULES"]
@@ -22,6 +23,11 @@ def _put_own(
 ) -> Tensor:
     """The op with only those entries of the indices that fall into this rank's shard."""
     own, block = owned_block(local, indices)
+    if block is not None and is_traced(x):
+        cut = [d for d, index in enumerate(indices) if index is not None and local.sharding(local.spec("self"), d)]
+        for d in cut:
+            own[d] = Owned(block.mine, own[d], block.legal).at_spare(x.shape[d])  # type: ignore[arg-type]  # d is cut
+        return on_spare(local, x, cut, lambda wide, **named: local.call.op(wide, own, values, *rest, **named), **named)
     if block is not None:
         own, values = _entries(x, own, values, block.mine | ~block.legal)
     result: Tensor = local.call.op(x, own, values, *rest, **named)

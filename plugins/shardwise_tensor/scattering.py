@@ -8,8 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import UNMOVED, Call, Flow, LocalCall, TensorMeta, dim_of, each, labels, replaced, rule_from
-from shardwise_tensor.owning import look_up
+from shardwise.rule import (
+    UNMOVED,
+    Call,
+    Flow,
+    LocalCall,
+    TensorMeta,
+    dim_of,
+    each,
+    is_traced,
+    labels,
+    replaced,
+    rule_from,
+)
+from shardwise_tensor.owning import look_up, on_spare
 
 __all__ = ["ADDED", "COMPARED", "RULES"]
 
@@ -78,15 +90,8 @@ def _own_part(local: LocalCall, at: int, tensor: Tensor) -> Tensor:
 
 def _scatter_into_cut(local: LocalCall, x: Tensor, at: int, index: Tensor, *rest: Any, **named: Any) -> Tensor:
     """The op on the shard and one spare slice, which takes what other ranks hold."""
-    size = x.shape[at]
-    owned = look_up(local, at, index)
-    where = torch.where(owned.mine, owned.at, torch.where(owned.legal, size, size + 1))
-    spare = torch.cat([x, x.new_zeros([1 if d == at else n for d, n in enumerate(x.shape)])], at)
-    target = named.get("out", x if local.call.signature.args[0].written else None)
-    if "out" in named:
-        named["out"] = x.new_empty(0)
-    result: Tensor = local.call.op(spare, at, where, *rest, **named).narrow(at, 0, size)
-    return result if target is None else target.copy_(result)
+    where = look_up(local, at, index).at_spare(x.shape[at])
+    return on_spare(local, x, [at], lambda wide, **named: local.call.op(wide, at, where, *rest, **named), **named)
 
 
 @rule_from(
@@ -141,6 +146,11 @@ def _write_own(
     """The op with only those entries of index and source that fall into this rank's shard."""
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index)
+    if is_traced(x):
+        where = owned.at_spare(x.shape[at])
+        return on_spare(
+            local, x, [at], lambda wide, **named: local.call.op(wide, at, where, source, *rest, **named), **named
+        )
     entries = owned.entries
     result: Tensor = local.call.op(x, at, owned.at[entries], source.index_select(at, entries), *rest, **named)
     return result
@@ -149,6 +159,9 @@ def _write_own(
 def _fill_own(local: LocalCall, x: Tensor, dim: int, index: Tensor, value: Any, **named: Any) -> Tensor:
     at = dim_of(dim, x.ndim)
     owned = look_up(local, at, index.reshape(-1), wraps=True)
+    if is_traced(x):
+        where = owned.at_spare(x.shape[at])
+        return on_spare(local, x, [at], lambda wide, **named: local.call.op(wide, at, where, value, **named), **named)
     result: Tensor = local.call.op(x, at, owned.at[owned.entries], value, **named)
     return result
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch._dynamo.backends.common import aot_autograd
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from compiled_programs import graphs
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
-from shardwise.private_torch.tracing import outside_modes
 from shardwise.testing import mesh
 
 
@@ -51,7 +47,7 @@ PROGRAMS = {
 
 
 def compiled_alike(name):
-    """On one device, and compiled on two ranks by torch's partitioner, after inductor's passes over the joint graph."""
+    """On one device, and compiled on two ranks."""
     torch._dynamo.reset()
     program, x, y = PROGRAMS[name], values(4, 4), values(4, 4).cos()
     expected_x, expected_y = x.clone().requires_grad_(), y.clone().requires_grad_()
@@ -61,28 +57,15 @@ def compiled_alike(name):
     wide = sw.distribute_tensor(x, line, [Shard(1)]).requires_grad_()
     whole = sw.distribute_tensor(y, line, [Replicate()]).requires_grad_()
 
-    def partition(joint, inputs, **options):
-        joint_graph_passes(joint)
-        return min_cut_rematerialization_partition(joint, inputs, **options)
-
     collectives = []
-
-    def alike(graph, _):
-        # A rank that sends less than another would wait for it for ever.
-        sent = [str(n.target) for n in graph.graph.nodes if "c10d" in str(n.target)]
-        of_ranks = [None] * dist.get_world_size()
-        with outside_modes():
-            dist.all_gather_object(of_ranks, sent)
-        assert of_ranks == [sent] * dist.get_world_size()
-        collectives.extend(sent)
-        return make_boxed_func(graph.forward)
 
     def whole_program(wide, whole):
         return program(wide @ eye, whole)  # x as a partial sum
 
     eye = sw.distribute_tensor(torch.eye(4, dtype=torch.float64), line, [Shard(0)])
-    backend = aot_autograd(fw_compiler=alike, decompositions=select_decomp_table(), partition_fn=partition)
-    result = torch.compile(whole_program, backend=backend, fullgraph=True)(wide, whole)
+    result = torch.compile(whole_program, backend=graphs(compare=True, collectives=collectives), fullgraph=True)(
+        wide, whole
+    )
     torch.testing.assert_close(result.full_tensor(), expected)
     result.square().sum().backward()
     assert collectives
@@ -94,3 +77,32 @@ def compiled_alike(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_compile_the_same_collectives(two_ranks, name):
     two_ranks.run(compiled_alike, name)
+
+
+def gathered_rows(x, y):
+    return reduced(x) * reduced(y)
+
+
+def gathered_once_more(x, _):
+    return reduced(x) * reduced(2 * x), reduced(x), x
+
+
+@pytest.mark.parametrize("program", [gathered_rows, gathered_once_more])
+def test_a_rank_without_rows_sends_what_the_others_send(two_ranks, program):
+    two_ranks.run(row_of_one_rank, program)
+
+
+def row_of_one_rank(program):
+    """One row is on the first rank. What another rank sends to fill its piece up is no constant, or it sent one for all
+    tensors without rows.
+    """
+    torch._dynamo.reset()
+    collectives = []
+    x, y = values(1, 4), values(1, 4).cos()
+    line = mesh((dist.get_world_size(),))
+    spread = [sw.distribute_tensor(t, line, [Shard(0)]).requires_grad_() for t in (x, y)]
+    results = torch.compile(program, backend=graphs(compare=True, collectives=collectives), fullgraph=True)(*spread)
+    expected = program(x, y)
+    for found, wanted in zip(*((r if isinstance(r, tuple) else (r,)) for r in (results, expected)), strict=True):
+        torch.testing.assert_close(found.full_tensor(), wanted)
+    assert sum("all_gather" in sent for sent in collectives) >= 2

@@ -36,7 +36,7 @@ from shardwise.kernel.placements import Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.tracing import is_traced
-from shardwise.rule.counted import tensor_if
+from shardwise.rule.counted import tensor_if, tied_to
 
 __all__ = ["Start", "StepRunner"]
 
@@ -207,7 +207,11 @@ def _padded(local: Tensor, length: int) -> Tensor:
     if is_traced(local):
         # Compilers merge equal calls, but not calls on memory that is not written yet. So a rank whose piece needs no
         # padding would merge two gathers that other ranks do not merge.
-        return torch.cat([flat, flat.new_zeros(length - flat.numel())])
+        filling = flat.new_zeros(length - flat.numel())
+        if flat.numel():
+            return torch.cat([flat, filling])
+        # A join with nothing is a constant for a compiler.
+        return tied_to(filling, flat)
     padded = local.new_empty(length)
     padded[: flat.numel()] = flat
     return padded

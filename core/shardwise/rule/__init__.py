@@ -20,9 +20,10 @@ from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.tracing import is_traced
 from shardwise.rng.sampling import Draw, Region
 from shardwise.rule.authoring import einop, full_mesh_rule, like, rule, rule_from
-from shardwise.rule.counted import call_if, tensor_if
+from shardwise.rule.counted import call_if, tensor_if, tied_to
 from shardwise.rule.facts import Facts, affine, decreasing, linear, monotone, moves
 from shardwise.rule.flow import Flow
 from shardwise.rule.kernel_results import strides_of_kernel
@@ -72,6 +73,7 @@ __all__ = [
     "each",
     "einop",
     "full_mesh_rule",
+    "is_traced",
     "labels",
     "like",
     "linear",
@@ -88,5 +90,6 @@ __all__ = [
     "signature",
     "strides_of_kernel",
     "tensor_if",
+    "tied_to",
     "whole",
 ]

@@ -15,7 +15,7 @@ import torch
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.tracing import is_traced
 
-__all__ = ["call_if", "tensor_if"]
+__all__ = ["call_if", "tensor_if", "tied_to"]
 
 
 def tensor_if(counts: bool, value: torch.Tensor, neutral: Any) -> torch.Tensor:
@@ -51,3 +51,16 @@ def call_if(counts: bool, op: Op, values: Sequence[Any], neutral: Sequence[Any],
 
 def _flag(counts: bool, like: torch.Tensor) -> torch.Tensor:
     return like.new_full((), counts, dtype=torch.bool)
+
+
+def tied_to(value: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """``value``, which a rank has in place of what other ranks compute from ``source``, as a result of ``source``.
+
+    A constant in a graph belongs to no input. A compiler would merge what this rank sends of it with what it sends of
+    another constant, or send it in the forward graph where the others send in the backward graph.
+    """
+    if not is_traced(source):
+        return value
+    octets = value.reshape(-1).view(torch.uint8)
+    anything = (source.reshape(-1).view(torch.uint8) != 0).any()
+    return torch.where(anything, octets, octets).view(value.dtype).view(value.shape)

@@ -34,7 +34,7 @@ from shardwise.testing.programs.program import (
     operands_of,
 )
 
-__all__ = ["BACKWARD", "Held", "LineOutcome", "replay"]
+__all__ = ["BACKWARD", "Held", "LineOutcome", "leaf_on_mesh", "replay"]
 
 BACKWARD = "backward"
 
@@ -127,12 +127,7 @@ class _Replay:
 
     def _run(self, line: Line) -> tuple[Any, ...]:
         if isinstance(line, Leaf):
-            spec = TensorSpec(self.device_mesh, line.placements, unexpanded(TensorMeta.of(line.value)))
-            generator = torch.Generator().manual_seed(line.name)
-            local = place(line.value, spec, generator, exact=True)[spec.coordinate()]
-            if not lies_as(spec.tensor_meta, local.shape, local.stride()):
-                local = dense_in_order(local, spec.tensor_meta)
-            self.values[line.name] = MeshTensor(local, spec, self.program.grad and flows(line.value))
+            self.values[line.name] = leaf_on_mesh(line, self.device_mesh, requires_grad=self.program.grad)
             return ()
         if isinstance(line, Move):
             # The value gets memory of its own. If the placements do not change, redistribute returns the source itself.
@@ -170,6 +165,16 @@ class _Replay:
         except Exception as error:  # noqa: BLE001  # whatever it is, its name is reported
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         return LineOutcome("ran", "", {n: _seen(g) for n, g in gradients.items() if g is not None})
+
+
+def leaf_on_mesh(line: Leaf, device_mesh: Any, *, requires_grad: bool) -> MeshTensor:
+    """The value of a leaf on this rank. Of leaves that cannot have a gradient ``requires_grad`` asks none."""
+    spec = TensorSpec(device_mesh, line.placements, unexpanded(TensorMeta.of(line.value)))
+    generator = torch.Generator().manual_seed(line.name)
+    local = place(line.value, spec, generator, exact=True)[spec.coordinate()]
+    if not lies_as(spec.tensor_meta, local.shape, local.stride()):
+        local = dense_in_order(local, spec.tensor_meta)
+    return MeshTensor(local, spec, requires_grad and flows(line.value))
 
 
 class LineFailedError(RuntimeError):

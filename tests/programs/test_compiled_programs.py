@@ -1,0 +1,83 @@
+"""Random programs as one compiled function each, on random meshes and placements, against one device.
+
+They are those of ``test_programs.py``, less what no whole graph can have. What torch alone does not compile says
+nothing; most programs must compile.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import made_programs
+import pytest
+import torch
+from compiled_programs import check_compiled, compilable
+
+from shardwise import Replicate, Shard
+from shardwise.testing.programs import Call, Leaf, Program, Value
+
+
+def check_seeds(pool, seeds, backend="graphs"):
+    """Check the programs of these seeds, all ranks' graphs compared; most must have run."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        program = made_programs.drawn_program(pool.world_size, seed)
+        try:
+            counts += check_compiled(pool, program, backend)
+        except Exception as error:
+            pool.close()
+            raise AssertionError(f"the program of seed {seed}: {error}\n\n{compilable(program)}") from error
+    assert counts["ran"] > 0.6 * len(seeds), counts
+    return counts
+
+
+def written_by(op, *rest, rows=5, **named):
+    """A program that writes rows of a tensor whose rows are sharded."""
+    x, source = (torch.arange(float(n * 4)).reshape(n, 4).sin() for n in (rows, 3))
+    index = torch.tensor([3, 0, 4] if rows > 1 else [0, 0, 0])
+    leaves = Leaf(0, x, (Shard(0),)), Leaf(1, index, (Replicate(),)), Leaf(2, source, (Replicate(),))
+    arguments = {"index": (Value(0), 0, Value(1), *rest), "put": (Value(0), [Value(1)], *rest)}
+    call = Call((3,), op, arguments["put" if "put" in op else "index"], named)
+    return Program((2,), (*leaves, call), backward=((3, (Shard(0),)),), grad=True)
+
+
+WRITES = {
+    "index_copy": written_by("aten.index_copy.default", Value(2)),
+    "index_copy, a rank without rows": written_by("aten.index_copy.default", Value(2), rows=1),
+    "index_add": written_by("aten.index_add.default", Value(2), alpha=2),
+    "index_fill": written_by("aten.index_fill.int_Scalar", 1.5),
+    "index_reduce": written_by("aten.index_reduce.default", Value(2), "mean", include_self=False),
+    "index_put": written_by("aten.index_put.default", Value(2)),
+    "index_put, a rank without rows": written_by("aten.index_put.default", Value(2), True, rows=1),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_rows_are_written_where_they_are(two_ranks, name):
+    # Which entries of the index a rank has depends on data, and so would the sizes in its graph.
+    assert check_compiled(two_ranks, WRITES[name])["gradients"]
+
+
+def test_compiled_programs_compute_what_one_device_does(two_ranks):
+    check_seeds(two_ranks, range(3))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.timeout(600)
+def test_a_fixed_sample_of_compiled_programs(two_ranks):
+    counts = check_seeds(two_ranks, range(600, 660))
+    assert counts["gradients"] > 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("number", range(4))
+def test_many_compiled_programs(pool, number):
+    check_seeds(pool, range(100 * number, 100 * (number + 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_programs_that_inductor_compiles(two_ranks):
+    check_seeds(two_ranks, range(600, 620), "inductor")
