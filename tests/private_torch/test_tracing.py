@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from shardwise.private_torch import fake, tracing
@@ -92,6 +93,18 @@ def test_tensors_of_other_sizes_in_one_trace():
     with tracing.without_data(whole):
         assert tracing.is_traced(torch.empty(3))
     tracing.make_known(whole.shape)  # nothing writes a graph here
+
+
+def test_formulas_with_powers_are_written_into_a_graph():
+    def program(x):
+        size = x.shape[0]
+        with tracing.outside_modes():
+            formulas = size * size, 3 * size**3 + size, (size * size + 1) // 2
+        tracing.make_known(formulas)
+        return [x.new_zeros(n) for n in formulas]
+
+    graph = make_fx(program, tracing_mode="symbolic")(torch.ones(6))
+    assert [len(y) for y in graph(torch.ones(4))] == [16, 196, 8]
 
 
 def test_a_part_whose_sizes_are_left_open():

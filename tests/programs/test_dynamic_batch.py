@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.comm import events
 from shardwise.demo.compiled import prove
 from shardwise.demo.model import GPT
@@ -176,3 +177,88 @@ def proof():
 @pytest.mark.sample
 def test_the_proof_that_the_demo_gives(pool):
     pool.run(proof, timeout=280)
+
+
+# -- redistributions --------------------------------------------------------------------------------------------------
+
+PLACES = {"S(0)": Shard(0), "S(1)": Shard(1), "R": Replicate(), "P": Partial()}
+
+
+def moved(x, w, targets):
+    """``x @ w``, which lies as the operands do, under each of several placements."""
+    y = torch.tanh(x) @ w
+    return [torch.sin(y.redistribute(placements=[target])) for target in targets]
+
+
+def all_ways_from(source, sizes):
+    """The number of graphs after each size. Results and gradients must be those of one device."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    m = mesh((dist.get_world_size(),), ("tp",))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moved, backend=counter, fullgraph=True, dynamic=True)
+    where = {"P": (Shard(2), Shard(0))}.get(source, (PLACES[source], Replicate()))
+    targets = [p for name, p in PLACES.items() if name not in (source, "P")]
+    counts = []
+    for size in sizes:
+        g = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(s, generator=g, dtype=torch.float64) for s in (size, (size[2], 5)))
+        x.requires_grad_()
+        w.requires_grad_()
+        a, b = (sw.distribute_tensor(t.detach(), m, [p]).requires_grad_() for t, p in zip((x, w), where, strict=True))
+        ys, zs = moved_whole(x, w, len(targets)), compiled(a, b, targets)
+        assert [z.placements for z in zs] == [(p,) for p in targets]
+        weights = [torch.randn(y.shape, generator=g, dtype=y.dtype) for y in ys]
+        torch.autograd.backward(ys, weights)
+        torch.autograd.backward(zs, [sw.distribute_tensor(t, m, [Replicate()]) for t in weights])
+        for z, y in zip((*zs, a.grad, b.grad), (*ys, x.grad, w.grad), strict=True):
+            torch.testing.assert_close(z.full_tensor(), y, **TIGHT)
+        counts.append(counter.frame_count)
+    return counts
+
+
+def moved_whole(x, w, count):
+    y = torch.tanh(x) @ w
+    return [torch.sin(y) for _ in range(count)]
+
+
+@pytest.mark.parametrize("sizes", [[(4, 8, 12), (8, 12, 16)], [(11, 15, 19), (15, 19, 11)]], ids=["even", "uneven"])
+@pytest.mark.parametrize("source", PLACES)
+def test_every_redistribution_is_compiled_once_for_sizes_that_change(ranks, source, sizes):
+    assert ranks.run(all_ways_from, source, sizes, timeout=240) == [[1, 1]] * ranks.world_size
+
+
+def sequence_block(x, w, v):
+    hidden = torch.tanh(functional.linear(x.redistribute(placements=[Replicate()]), w))
+    return functional.linear(hidden, v).redistribute(placements=[Shard(1)])
+
+
+def blocks_of_sequences(lengths):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    m = mesh((dist.get_world_size(),), ("tp",))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(sequence_block, backend=counter, fullgraph=True, dynamic=True)
+    torch.manual_seed(0)
+    weights = [torch.randn(16, 8).double().requires_grad_(), torch.randn(8, 16).double().requires_grad_()]
+    parts = [sw.distribute_tensor(t.detach(), m, [Shard(d)]).requires_grad_() for d, t in enumerate(weights)]
+    for length in lengths:
+        x = torch.randn(2, length, 8).double()
+        first, second = weights
+        y = functional.linear(torch.tanh(functional.linear(x, first)), second)
+        z = compiled(sw.distribute_tensor(x, m, [Shard(1)]), *parts)
+        y.square().sum().backward()
+        z.square().sum().backward()
+        assert z.placements == (Shard(1),)
+        torch.testing.assert_close(z.full_tensor(), y, **TIGHT)
+        for part, weight in zip(parts, weights, strict=True):
+            torch.testing.assert_close(part.grad.full_tensor(), weight.grad, **TIGHT)
+    return counter.frame_count
+
+
+def test_a_sequence_parallel_block_is_compiled_once_for_lengths_that_change(ranks):
+    assert ranks.run(blocks_of_sequences, (12, 16, 20), timeout=240) == [1] * ranks.world_size
+    # The first length is the width, too: torch takes sizes that are equal for one symbol.
+    assert ranks.run(blocks_of_sequences, (8, 12, 16), timeout=240) == [2] * ranks.world_size

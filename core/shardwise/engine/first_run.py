@@ -19,7 +19,7 @@ from shardwise.errors import LayoutError
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Kind, Result, op_name
-from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec
 from shardwise.planning.strategies import merged
 from shardwise.private_torch.tracing import is_without_data
 
@@ -120,7 +120,8 @@ def _check(plan: Plan, what: str, local: Any, spec: TensorSpec | None) -> None:
 
 def _lies_as(local: torch.Tensor, spec: TensorSpec) -> bool:
     stride = local.stride()
-    if stride == spec.stride and local.shape == spec.shape:  # of a whole tensor, the usual case
+    # Of a whole tensor, the usual case. Symbols are not compared: the answers would be guards of the graph.
+    if not isinstance(spec, SymbolicSpec) and stride == spec.stride and local.shape == spec.shape:
         return True
     return lies_as(spec.tensor_meta, local.shape, stride)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -212,7 +214,38 @@ def make_known(sizes: Iterable[Any]) -> None:
     for size in sizes:
         if isinstance(size, torch.SymInt):
             with suppress(Exception):  # torch reports a formula that it cannot write where the size is used
-                set_proxy_slot(size, tracer, get_proxy_slot(size, tracer))
+                slot = get_proxy_slot(size, tracer, None)
+                if slot is None:
+                    slot = get_proxy_slot(_written(size.node.expr, tracer), tracer)
+                set_proxy_slot(size, tracer, slot)
+
+
+def _written(formula: Any, tracer: Any) -> Any:
+    """A size with this formula, in the graph. Torch writes no powers, and equal sizes are one symbol: ``s0**2``."""
+    from torch.fx.experimental.proxy_tensor import _sympy_handlers
+
+    known = tracer.sympy_expr_tracker.get(formula)
+    if known is not None:
+        return known.value
+    if formula.is_Integer:
+        return int(formula)
+    parts = [_written(part, tracer) for part in formula.args]
+    if formula.is_Pow:
+        parts = parts[:1] * parts[1]
+    if not (formula.is_Pow or formula.is_Mul or formula.is_Add):
+        return _noted(tracer, _sympy_handlers()[formula.func], *parts)
+    join = operator.add if formula.is_Add else operator.mul
+    return reduce(partial(_noted, tracer, join), parts)
+
+
+def _noted(tracer: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """Compute with sizes outside the modes, and note in the graph how."""
+    from torch.fx.experimental.proxy_tensor import _sym_register
+
+    result = function(*operands)
+    note: Any = _sym_register
+    note(tracer, function, operands, result)
+    return result
 
 
 def outside_modes() -> AbstractContextManager[Any]:

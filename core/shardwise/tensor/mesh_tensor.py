@@ -29,7 +29,7 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
-from shardwise.private_torch.tracing import is_compiled_now, is_traced, take_plain_tangents
+from shardwise.private_torch.tracing import is_compiled_now, is_traced, make_known, take_plain_tangents
 from shardwise.tensor import autograd, dcp_chunks, memory_access, open_sizes
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -82,6 +82,8 @@ class MeshTensor(torch.Tensor):
         spec = layout.spec(size, stride, local.dtype)
         traced = is_traced(local)
         if traced:
+            # The sizes of an output's gradient were computed in an earlier pass, so this trace has not seen them.
+            make_known((*size, *stride))
             local = open_sizes.tied(local, spec)
         tensor: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
         if has_grad_hook and traced:
