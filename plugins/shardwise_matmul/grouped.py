@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, is_traced, rule_from
 
 __all__ = ["RULES"]
 
@@ -96,8 +96,11 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _fits(x: Tensor, unit: int) -> bool:
-    """Whether rows or columns are dense, and one starts behind the other in a multiple of the unit."""
-    if 1 in x.shape[-2:]:
+    """Whether rows or columns are dense, and one starts behind the other in a multiple of the unit.
+
+    A graph does not know where its memory starts.
+    """
+    if 1 in x.shape[-2:] or is_traced(x):
         return False
     *batch, row, column = x.stride()
     step, size = (row, x.shape[-1]) if column == 1 else (column, x.shape[-2])

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, LocalCall, TensorMeta
+from shardwise.rule import Call, LocalCall, TensorMeta, is_traced
 
 __all__ = ["by_one_number", "divide", "multiply"]
 
@@ -23,8 +23,12 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
 
     By zero, the parts would give infinities of both signs where the whole gives one: reduce it first. What comes out is
     infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is. A divisor that is a tensor
-    on an accelerator is waited for.
+    on an accelerator is waited for. A graph cannot look at it, and has both numerators.
     """
+    if isinstance(by, torch.Tensor) and is_traced(by):
+        parts = x.clone()
+        numerator = torch.where(by == 0, _whole(local, x), parts)
+        return local.call.op(x.copy_(numerator) if local.call.signature.args[0].written else numerator, by, **named)
     return local.call.op(_whole(local, x) if by == 0 else x, by, **named)
 
 

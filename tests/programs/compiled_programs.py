@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from shardwise.errors import WorkerError
 from shardwise.kernel.mesh import AbstractMesh, coordinates
@@ -89,7 +90,7 @@ def check_compiled(pool, program, backend="graphs"):
             if whole is not None:
                 held = [answer[i].get(name) for answer in by_rank]
                 wrong = _difference(program, held, whole, tolerance * (1, 10)[i], values=name not in loose)
-                if wrong and _differs_on_one_device(program, last, loose, tolerance, backend):
+                if wrong and _differs_on_one_device(program, (last, gradients), loose, tolerance, backend):
                     return Counter(["torch compiles it to something else"])
                 assert not wrong, f"{'gradient of ' * i}value {name}: {wrong}"
                 counts[("values", "gradients")[i]] += 1
@@ -122,34 +123,43 @@ def _difference(program, held, whole, tolerance, *, values):
     return difference(parts, spec, whole, tolerance, values=values, signs=False)
 
 
-def _differs_on_one_device(program, last, loose, tolerance, backend):
-    """Whether torch alone gives other values when it compiles the program: some of its decompositions do."""
-    values = compiled_on_one_device(program, list(last), backend)
+def _differs_on_one_device(program, expected, loose, tolerance, backend):
+    """Whether torch alone gives other values or gradients when it compiles the program: some decompositions do."""
+    compiled = compiled_on_one_device(program, list(expected[0]), backend)
     alone = evolve(program, mesh_shape=())
-    return values is None or any(
+    return compiled is None or any(
         _difference(
-            alone, [Held(values[n].detach(), (), TensorMeta.of(whole))], whole, tolerance, values=n not in loose
+            alone,
+            [Held(found[n].detach(), (), TensorMeta.of(whole))],
+            whole,
+            tolerance * factor,
+            values=n not in loose,
         )
-        for n, whole in last.items()
+        for found, wanted, factor in zip(compiled, expected, (1, 10), strict=True)
+        for n, whole in wanted.items()
+        if whole is not None and found.get(n) is not None
     )
 
 
 def compiled_on_one_device(program, wanted, backend):
-    """The values of these names after the compiled program on plain tensors; None where torch cannot compile it."""
+    """The values of these names after the compiled program on plain tensors, and the leaves' gradients; None where
+    torch cannot compile it.
+    """
     torch._dynamo.reset()
     function = function_of(program, wanted)
     try:
         with quietly(), torch.set_grad_enabled(program.grad):
-            leaves = [copied(line.value) for line in program.lines if isinstance(line, Leaf)]
-            given = [leaf.requires_grad_() if program.grad and flows(leaf) else leaf for leaf in leaves]
+            leaves = {line.name: copied(line.value) for line in program.lines if isinstance(line, Leaf)}
+            given = {n: leaf.requires_grad_(program.grad and flows(leaf)) for n, leaf in leaves.items()}
             compiled = torch.compile(function, backend=BACKENDS[backend](compare=False), fullgraph=True)
-            values = dict(zip(wanted, compiled(*given), strict=True))
+            values = dict(zip(wanted, compiled(*given.values()), strict=True))
+            gradients = {}
             if program.backward:
                 roots = [values[name] for name, _ in program.backward]
-                torch.autograd.backward(roots, cotangents(program, values))
+                gradients = follow_back(program, given, roots, cotangents(program, values))
     except Exception:  # noqa: BLE001 - whatever it is, it is torch's
         return None
-    return values
+    return values, gradients
 
 
 # -- on a rank -----------------------------------------------------------------------------------------------------
@@ -225,17 +235,27 @@ def graphs(*, compare, collectives=None):
 
     def run(graph, _):
         if compare:
-            # A rank that sends less than another would wait for it for ever.
-            sent = [str(node.target) for node in graph.graph.nodes if "c10d" in str(node.target)]
+            sent = sent_by(graph)
             of_ranks = [None] * dist.get_world_size()
             with outside_modes():
                 dist.all_gather_object(of_ranks, sent)
-            assert of_ranks == [sent] * dist.get_world_size(), of_ranks
+            # A rank that sends less than another of its group would wait for it for ever.
+            for ranks, ops in sent.items():
+                assert all(of_ranks[rank].get(ranks) == ops for rank in ranks), of_ranks
             if collectives is not None:
-                collectives.extend(sent)
+                collectives.extend(op for ops in sent.values() for op in ops)
         return make_boxed_func(graph.forward)
 
     return aot_autograd(fw_compiler=run, decompositions=select_decomp_table(), partition_fn=partition)
+
+
+def sent_by(graph):
+    """The collectives of a graph in their order, by the ranks of their groups. A group without elements has none."""
+    sent = defaultdict(list)
+    for node in graph.graph.nodes:
+        if "c10d" in str(node.target) and "wait" not in str(node.target):
+            sent[tuple(dist.get_process_group_ranks(_resolve_process_group(node.args[-1])))].append(str(node.target))
+    return dict(sent)
 
 
 BACKENDS = {"graphs": graphs, "aot_eager": lambda **_: "aot_eager", "inductor": lambda **_: "inductor"}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from compiled_programs import check_compiled, compilable
 
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 from shardwise.testing.programs import Call, Leaf, Program, Value
 
 
@@ -56,6 +56,26 @@ WRITES = {
 def test_rows_are_written_where_they_are(two_ranks, name):
     # Which entries of the index a rank has depends on data, and so would the sizes in its graph.
     assert check_compiled(two_ranks, WRITES[name])["gradients"]
+
+
+@pytest.mark.parametrize("divisor", [0.0, -1.5])
+@pytest.mark.parametrize("op", ["aten.div.Tensor", "aten.div_.Tensor"])
+def test_a_partial_sum_is_divided_by_a_number_that_no_graph_knows(two_ranks, op, divisor):
+    x = torch.arange(1.0, 7.0).reshape(2, 3).sin()
+    leaves = Leaf(0, x, (Partial("sum"),)), Leaf(1, torch.tensor(divisor), (Replicate(),))
+    program = Program((2,), (*leaves, Call((2,), op, (Value(0), Value(1)))))
+    assert check_compiled(two_ranks, program)["values"]
+
+
+def test_products_of_groups_compile(two_ranks):
+    a, b = (torch.arange(float(n)).sin().to(torch.bfloat16) for n in (5 * 8, 3 * 8 * 8))
+    leaves = (
+        Leaf(0, a.reshape(5, 8), (Replicate(),)),
+        Leaf(1, b.reshape(3, 8, 8), (Shard(2),)),
+        Leaf(2, torch.tensor([2, 2, 5], dtype=torch.int32), (Replicate(),)),
+    )
+    call = Call((3,), "aten._grouped_mm.default", (Value(0), Value(1), Value(2), None, None))
+    assert check_compiled(two_ranks, Program((2,), (*leaves, call)))["values"]
 
 
 def test_compiled_programs_compute_what_one_device_does(two_ranks):

@@ -87,7 +87,22 @@ def gathered_once_more(x, _):
     return reduced(x) * reduced(2 * x), reduced(x), x
 
 
-@pytest.mark.parametrize("program", [gathered_rows, gathered_once_more])
+def gathered_and_returned(x, _):
+    return reduced(x).exp(), reduced(x).sin(), x.detach()
+
+
+def exchanged(x, y):
+    return under(x, Shard(1)).exp() * under(y, Shard(1)), under(x, Shard(1)).sin()
+
+
+def exchanged_for_the_gradient(x, y):
+    return torch.clamp_max(x, under(y, Shard(1)))
+
+
+ROWS = [gathered_rows, gathered_once_more, gathered_and_returned, exchanged, exchanged_for_the_gradient]
+
+
+@pytest.mark.parametrize("program", ROWS)
 def test_a_rank_without_rows_sends_what_the_others_send(two_ranks, program):
     two_ranks.run(row_of_one_rank, program)
 
@@ -102,7 +117,15 @@ def row_of_one_rank(program):
     line = mesh((dist.get_world_size(),))
     spread = [sw.distribute_tensor(t, line, [Shard(0)]).requires_grad_() for t in (x, y)]
     results = torch.compile(program, backend=graphs(compare=True, collectives=collectives), fullgraph=True)(*spread)
-    expected = program(x, y)
+    whole = [t.clone().requires_grad_() for t in (x, y)]
+    expected = program(*whole)
     for found, wanted in zip(*((r if isinstance(r, tuple) else (r,)) for r in (results, expected)), strict=True):
         torch.testing.assert_close(found.full_tensor(), wanted)
-    assert sum("all_gather" in sent for sent in collectives) >= 2
+        if wanted.requires_grad:
+            found.sum().backward(retain_graph=True)
+            wanted.sum().backward(retain_graph=True)
+    for found, wanted in zip(spread, whole, strict=True):
+        assert (found.grad is None) == (wanted.grad is None)
+        if wanted.grad is not None:
+            torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
+    assert sum("all_gather" in sent or "all_to_all" in sent for sent in collectives) >= 2

@@ -90,8 +90,12 @@ def _split(whole: Shape, dim: int, shapes: Sequence[Shape]) -> list[Piece]:
 
 
 def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
-    """A function that packs a tensor flat, piece by piece of a split along ``dim``."""
-    if math.prod(whole[:dim]) == 1:
+    """A function that packs a tensor flat, piece by piece of a split along ``dim``.
+
+    A tensor without elements is seen as flat, like the result of :func:`unpacker`: in a graph memory that nobody writes
+    would be no result of the tensor, and a compiler drops what is sent of it, or sends it somewhere else.
+    """
+    if math.prod(whole[:dim]) == 1 or not math.prod(whole):
         return lambda local: row_major(local).view(-1)
     blocks = copies_of(_split(whole, dim, shapes), whole)
     count = math.prod(whole)
@@ -108,7 +112,7 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
 
 def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
     """A function that undoes :func:`packer`."""
-    if math.prod(whole[:dim]) == 1:
+    if math.prod(whole[:dim]) == 1 or not math.prod(whole):
         return lambda flat: flat.view(whole)
     blocks = copies_of(_split(whole, dim, shapes), whole)
     return lambda flat: unpack(flat, flat.new_empty(whole), blocks)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import traceback
 
 from shardwise.errors import MeshMismatchError
 
@@ -89,26 +92,60 @@ def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any
 # Collectives as ops of a graph. The public functional collectives wait at once only in eager mode, and take a group in
 # forms that a backend does not take. Each result is waited for where it is used.
 _functional = torch.ops._c10d_functional
+_numbers = count(1)
 
 
+@contextmanager
+def _in_its_pass() -> Iterator[None]:
+    """What a backward pass sends stays in the graph of the backward pass.
+
+    Torch moves calls that need no tangent into the forward graph where that saves memory, which differs from rank to
+    rank with the sizes of the shards, and a rank whose results are constants moves others.
+    """
+    meta = traceback.current_meta
+    if meta.get("partitioner_tag") != "is_backward":
+        yield
+        return
+    meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta["partitioner_tag"] = "is_backward"
+
+
+def _unmerged(tensor: torch.Tensor) -> torch.Tensor:
+    """The contiguous tensor as an operand that no other call of the graph has.
+
+    Torch merges equal calls, and whether two are equal can differ from rank to rank: what a rank sends is a copy on one
+    and a view on another, or a constant where a rank has nothing. A rank that sends once what others send twice waits
+    for ever. The last of ``n`` rows that share the tensor's memory costs nothing when the graph runs.
+    """
+    n = next(_numbers)
+    return tensor.contiguous().expand(n, *tensor.shape).select(0, n - 1)
+
+
+@_in_its_pass()
 def graph_all_gather(piece: torch.Tensor, size: int, group: Any) -> torch.Tensor:
     """The flat pieces of a process group's ranks, concatenated."""
-    gathered = _functional.all_gather_into_tensor(piece.contiguous(), size, group.group_name)
+    gathered = _functional.all_gather_into_tensor(_unmerged(piece), size, group.group_name)
     return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
 
 
+@_in_its_pass()
 def graph_all_reduce(tensor: torch.Tensor, kind: str, group: Any) -> torch.Tensor:
     """The reduction of a tensor over a process group, in new memory."""
-    return _functional.wait_tensor(_functional.all_reduce(tensor.contiguous(), kind, group.group_name))  # type: ignore[no-any-return]
+    return _functional.wait_tensor(_functional.all_reduce(_unmerged(tensor), kind, group.group_name))  # type: ignore[no-any-return]
 
 
+@_in_its_pass()
 def graph_reduce_scatter(pieces: torch.Tensor, kind: str, size: int, group: Any) -> torch.Tensor:
     """The reduction over a process group, of which this rank gets its share of dim 0: 1 / ``size`` of it."""
-    reduced = _functional.reduce_scatter_tensor(pieces.contiguous(), kind, size, group.group_name)
+    reduced = _functional.reduce_scatter_tensor(_unmerged(pieces), kind, size, group.group_name)
     return _functional.wait_tensor(reduced)  # type: ignore[no-any-return]
 
 
+@_in_its_pass()
 def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
     """Exchange flat pieces within a process group: ``sent`` and ``received`` hold a length per rank."""
-    exchanged = _functional.all_to_all_single(flat.contiguous(), list(received), list(sent), group.group_name)
+    exchanged = _functional.all_to_all_single(_unmerged(flat), list(received), list(sent), group.group_name)
     return _functional.wait_tensor(exchanged)  # type: ignore[no-any-return]
