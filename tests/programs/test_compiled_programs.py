@@ -14,7 +14,7 @@ import torch
 from compiled_programs import check_compiled, compilable
 
 from shardwise import Partial, Replicate, Shard
-from shardwise.testing.programs import Call, Leaf, Program, Value
+from shardwise.testing.programs import Call, Leaf, Move, Program, Value
 
 
 def check_seeds(pool, seeds, backend="graphs"):
@@ -76,6 +76,21 @@ def test_products_of_groups_compile(two_ranks):
     )
     call = Call((3,), "aten._grouped_mm.default", (Value(0), Value(1), Value(2), None, None))
     assert check_compiled(two_ranks, Program((2,), (*leaves, call)))["values"]
+
+
+def test_a_part_that_was_written_back_is_sent_as_it_was_written(two_ranks):
+    # Each rank writes its rows of a gathered result, a view with a storage offset, and torch leaves out the copy.
+    x = torch.arange(35).reshape(5, 7)
+    leaves = (
+        Leaf(0, x, (Shard(0),)),
+        Leaf(1, x % 3 > 0, (Replicate(),)),
+        Leaf(2, -x.flatten(), (Replicate(),)),
+        Leaf(3, x.double(), (Shard(0),)),
+    )
+    written = Call((4,), "aten.masked_scatter_.default", (Value(0), Value(1), Value(2)))
+    lines = *leaves, written, Move(5, 4, (Shard(1),)), Call((6,), "aten.sin.default", (Value(3),))
+    program = Program((2,), lines, backward=((6, (Shard(0),)),), grad=True)
+    assert check_compiled(two_ranks, program)["values"] == 7
 
 
 def test_compiled_programs_compute_what_one_device_does(two_ranks):

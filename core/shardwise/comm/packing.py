@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from attrs import frozen
 from torch import Tensor
+
+from shardwise.private_torch.tracing import is_traced
 
 __all__ = [
     "Piece",
@@ -101,6 +103,11 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
     count = math.prod(whole)
 
     def pack(local: Tensor) -> Tensor:
+        if is_traced(local):
+            # Compilers leave out copies, and with them the storage offset that a graph had asked for.
+            starts = accumulate((shape[dim] for shape in shapes), initial=0)
+            parts = [local.narrow(dim, at, shape[dim]) for at, shape in zip(starts, shapes, strict=False)]
+            return torch.cat([row_major(part).view(-1) for part in parts])
         source, flat = row_major(local), local.new_empty(count)
         base = source.storage_offset()
         for size, there, at, here, to in blocks:
