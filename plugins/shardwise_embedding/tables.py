@@ -32,6 +32,7 @@ EMBEDDING = rule(
     reduce={"v": "sum"},
     moves="weight",
     lowering={"v": _masked_lookup},
+    scattered=("...", "d"),
 )
 
 

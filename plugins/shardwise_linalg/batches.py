@@ -66,7 +66,8 @@ def matrices(
     read = [_named(meta, last, sizes, exact=False) for meta, last in zip(call.operands, inputs, strict=True)]
     written = [_named(meta, last, sizes, exact=True) for meta, last in zip(call.outputs, outputs, strict=True)]
     names = {label for labels in read for label in labels or () if label}
-    return Flow(read, written, reduce=dict.fromkeys(names, "R"), partial=partial, lowered=lowered, nonempty=nonempty)
+    gone = dict.fromkeys(names, "R")
+    return Flow(read, written, reduce=gone, partial=partial, lowered=lowered, nonempty=nonempty, scattered="*")
 
 
 def _trailing(text: str) -> list[str | None]:

@@ -46,7 +46,8 @@ def forward(call: Call) -> Flow:
     flow = einop("... -> ...")(call)
     if reduction == NONE:
         return flow
-    return Flow(flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=dims if reduction == MEAN else ())
+    lowered = dims if reduction == MEAN else ()
+    return Flow(flow.inputs, [None], reduce=dict.fromkeys(dims, "sum"), lowered=lowered, scattered="*")
 
 
 @rule_from(
@@ -70,7 +71,8 @@ def backward(call: Call) -> Flow:
     if not _same_shape(call):
         return Flow([None], [None], linear="grad_output")
     flow = einop("... -> ...")(call)
-    return Flow(flow.inputs, flow.outputs, linear="grad_output", lowered=dims if reduction == MEAN else ())
+    lowered = dims if reduction == MEAN else ()
+    return Flow(flow.inputs, flow.outputs, linear="grad_output", lowered=lowered, scattered="*")
 
 
 RULES = (forward, backward)

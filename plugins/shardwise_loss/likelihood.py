@@ -93,7 +93,9 @@ def forward(call: Call) -> Flow:
     reduction = call.args["reduction"]
     if reduction == MEAN:
         # The lowering adds up losses and weights over the shards of any dim, and divides.
-        return Flow(inputs, [None, None], reduce=dict.fromkeys((*target, "v"), "R"), lowered=(*target, "v"))
+        return Flow(
+            inputs, [None, None], reduce=dict.fromkeys((*target, "v"), "R"), lowered=(*target, "v"), scattered=target
+        )
     if reduction == SUM or not target:
         # A single sample without a batch is summed by the kernels, whatever the reduction.
         return Flow(inputs, [None, None], reduce=dict.fromkeys((*target, "v"), "sum"), lowered="v")

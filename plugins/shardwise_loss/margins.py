@@ -32,6 +32,7 @@ def _reduced(call: Call, outputs: list[Any]) -> Flow:
         outputs if dims else [None] * len(outputs),
         reduce={} if reduction == NONE else {"n": "sum"},
         lowered="n" if reduction == MEAN else (),
+        scattered="n",
         nonempty=["n"] if dims else [],
     )
 
@@ -85,6 +86,7 @@ def backward(call: Call) -> Flow:
         [dims.get("self")],
         linear="grad_output",
         lowered="n" if reduction == MEAN else (),
+        scattered="n",
         nonempty=["n"] if dims else [],
     )
 

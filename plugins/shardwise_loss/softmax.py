@@ -28,12 +28,13 @@ def _along(call: Call, name: str) -> list[str]:
 
 def _forward(call: Call) -> Rows:
     """Any dim; the shards of the softmax dim exchange their maxima and sums."""
-    return _rows(like(call.args["self"], lowered=_along(call, "self")), call)
+    return _rows(like(call.args["self"], lowered=_along(call, "self"), scattered="*"), call)
 
 
 def _backward(call: Call) -> Rows:
     """Any dim; the shards of the softmax dim exchange their sums. Linear in the gradient."""
-    return _rows(like(call.args["output"], linear="grad_output", lowered=_along(call, "output")), call)
+    flow = like(call.args["output"], linear="grad_output", lowered=_along(call, "output"), scattered="*")
+    return _rows(flow, call)
 
 
 def _like_first(x: Tensor, *_: Any, out: Tensor | None = None) -> Tensor:

@@ -66,6 +66,7 @@ def _added(ops: Sequence[Any], notation: str, factors: str, contracted: str = ""
         reduce=dict.fromkeys(names, "sum"),
         partial=[*(f"sum, {name}, {name} -> sum" for name in names), _facts("self", factors)],
         lowering={(*names, *ADDED_ONCE): _add_once},
+        scattered="*",
     )
 
 
@@ -99,6 +100,7 @@ def ADDMV(self: TensorMeta, mat: TensorMeta) -> Callable[[Call], Flow]:
         reduce={"k": "sum"},
         partial=["sum, k, k -> sum", _facts("self", "mat vec")],
         lowered=("k", *ADDED_ONCE),
+        scattered="*",
     )
 
 
@@ -115,6 +117,7 @@ LINEAR = rule(
     reduce={"k": "sum"},
     partial=["k, k, sum -> sum", _facts("bias", "input weight")],
     lowering={("k", "sum, R, R -> sum", "R, sum, R -> sum"): _bias_once},
+    scattered="*",
 )
 
 RULES = (ADDMM, BADDBMM, ADDBMM, ADDMV, ADDR, ADDMM_ACTIVATION, LINEAR)

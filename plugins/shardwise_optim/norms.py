@@ -21,7 +21,7 @@ Elementwise = Callable[[Tensor], Tensor]
 def _reduction(x: TensorMeta, kind: str, *, lowered: str = "", partial: Sequence[str] = ()) -> Flow:
     """Any dim may be sharded; the result has no dims and is partial, or whole (``R``)."""
     gone = dict.fromkeys((f"d{d}" for d in range(x.ndim)), kind)
-    return Flow([labels(x.ndim)], [()], reduce=gone, lowered=lowered, partial=partial)
+    return Flow([labels(x.ndim)], [()], reduce=gone, lowered=lowered, partial=partial, scattered="*")
 
 
 # -- norms -------------------------------------------------------------------------------------------------------

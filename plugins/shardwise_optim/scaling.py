@@ -28,6 +28,7 @@ CHECK = rule(
     {"self": "...", "found_inf inv_scale": "R"},
     zip_lists=True,
     lowering=check_everywhere,
+    scattered="*",
 )
 
 UPDATE = rule(list(overloads("_amp_update_scale")), "R, R, R -> R")

@@ -37,14 +37,24 @@ def result_labels(call: Call, names: Labels) -> Labels:
     return tuple(None if d in dims else name for d, name in enumerate(names) if keepdim or d not in dims)
 
 
-def reduction(call: Call, kind: str, *, partial: Iterable[str | Facts] = (), lowered: bool = False) -> Flow:
+def reduction(
+    call: Call, kind: str, *, partial: Iterable[str | Facts] = (), lowered: bool = False, in_order: bool = False
+) -> Flow:
     """The flow of a reduction: the other dims pass, and a sharded reduced dim gives a partial ``kind``.
 
-    With ``R`` for the kind, a lowering makes the result whole.
+    With ``R`` for the kind, a lowering makes the result whole. ``in_order`` says that it needs to know where shards
+    start.
     """
     names = labels(call.args["self"].ndim)
     kinds = {f"d{d}": kind for d in reduced_dims(call)}
-    return Flow([names], [result_labels(call, names)], reduce=kinds, partial=partial, lowered=kinds if lowered else ())
+    return Flow(
+        [names],
+        [result_labels(call, names)],
+        reduce=kinds,
+        partial=partial,
+        lowered=kinds if lowered else (),
+        scattered=() if in_order else kinds,
+    )
 
 
 def sums(before: torch.dtype, after: torch.dtype) -> tuple[str | Facts, ...]:

@@ -89,7 +89,8 @@ def _both_filled(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -
 def aminmax(call: Call) -> Flow:
     """Any dim; a reduced one gives a partial min and a partial max."""
     names = labels(call.args["self"].ndim)
-    return Flow([names], [result_labels(call, names)], lowered=[f"d{d} -> min, max" for d in reduced_dims(call)])
+    rows = [f"d{d} -> min, max" for d in reduced_dims(call)]
+    return Flow([names], [result_labels(call, names)], lowered=rows, scattered="*")
 
 
 RULES = (AMAX, AMIN, ANY, ALL, aminmax)

@@ -45,7 +45,7 @@ def _lowering(largest: bool) -> Lowering:
 def _position(of: tuple[Op, ...], largest: bool) -> Rule:
     def describe(call: Call) -> Flow:
         """Any dim; over the reduced one the extremes of all shards are compared."""
-        return whole(call) if call.args["dim"] is None else reduction(call, "R", lowered=True)
+        return whole(call) if call.args["dim"] is None else reduction(call, "R", lowered=True, in_order=True)
 
     return rule_from(of, lowering=_lowering(largest))(describe)
 

@@ -39,7 +39,7 @@ def _locally(local: LocalCall, x: Tensor, *args: Any, out: Tensor | None = None)
 )
 def TRANSFORM(self: TensorMeta, dim: Sequence[int]) -> Flow:
     """Dims that are not transformed pass; linear."""
-    return like(self, whole=dim, linear="self", lowered="*")
+    return like(self, whole=dim, linear="self", lowered="*", scattered="*")
 
 
 RULES = (TRANSFORM,)

@@ -109,7 +109,7 @@ def EQUAL(x: TensorMeta, other: TensorMeta) -> Flow:
     if x.shape != other.shape:
         return Flow([None], [])
     names = labels(x.ndim)
-    return Flow([names], [], lowered="*")
+    return Flow([names], [], lowered="*", scattered="*")
 
 
 def _same_global_size(local: LocalCall, *_: Any) -> bool:
@@ -122,7 +122,7 @@ def SAME_SIZE(x: TensorMeta, other: TensorMeta) -> Flow:
     """Any placements: the global shapes answer."""
     left, right = [f"x{d}" for d in range(x.ndim)], [f"y{d}" for d in range(other.ndim)]
     pairs = product(["R", *REDUCE_OPS, *left], ["R", *REDUCE_OPS, *right])
-    return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered="*")
+    return Flow([left, right], [], partial=[f"{a}, {b} ->" for a, b in pairs], lowered="*", scattered="*")
 
 
 IS_PINNED = rule(aten.is_pinned.default, "... ->", partial=["* ->"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shardwise.rule import Flow, LocalCall, TensorMeta, dim_of, like, rule, rule_from
 
@@ -35,9 +35,10 @@ def ROT90(x: TensorMeta, k: int = 1, dims: Sequence[int] = (0, 1)) -> Flow:
 # -- triangles ---------------------------------------------------------------------------------------------------
 
 
-def _local_diagonal(local: LocalCall) -> Mapping[str, Any]:
+def _on_own_diagonal(local: LocalCall, x: Tensor, diagonal: int = 0, **out: Tensor) -> Tensor:
     *_, row, column = local.offset(local.spec("self"))
-    return {"diagonal": local.arg("diagonal") + row - column}
+    cut: Tensor = local.call.op(x, diagonal + row - column, **out)
+    return cut
 
 
 # The part that is cut off is zero on every rank, and every reduction of zeros is zero.
@@ -52,7 +53,7 @@ TRIANGLE = rule(
     ],
     "... -> ...",
     moves="self",
-    local_args=_local_diagonal,
+    lowering={("...2", "...1"): _on_own_diagonal},
 )
 
 RULES = (FLIP, ROLL, ROT90, TRIANGLE)

@@ -2,7 +2,7 @@
 
 Both shapes are read as runs of factors, as in einops: ``(6, 4) -> (24,)`` is ``a b -> (a b)``, ``(8,) -> (2, 4)`` is
 ``(a b) -> a b``, and ``(6, 4) -> (4, 6)`` is ``(a b) r -> (a s) t`` with ``a`` the common factor 2. A dim may stay
-sharded by a factor exactly when that factor leads its dim on both sides.
+sharded by a factor that leads its dim on both sides; by another one it is sharded inside, a strided shard of that dim.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def regroup(before: Sequence[int], after: Sequence[int]) -> Flow:
             left[at] = _label(factors)
         for at, factors in zip(others, theirs, strict=True):
             right[at] = _label(factors)
-    return Flow([left], [right], moves="self")
+    return Flow([left], [right], moves="self", strided=True)
 
 
 def _label(factors: _Factors) -> _Named:
@@ -78,19 +78,34 @@ def _runs(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[list[in
 
 
 def _common(before: Sequence[int], after: Sequence[int], name: str) -> tuple[list[_Factors], list[_Factors]]:
-    """The factors of each dim of a run: common factors from the left while there are any, then the rest of the dim."""
+    """The factors of each dim of a run: common ones from the left and from the right, and what is left between them."""
     left, right = list(before), list(after)
+    shared = [*_shared(left, right, name, 0)]
+    ends = [*_shared(left, right, f"{name}.end", -1)]
     ours: list[_Factors] = [[] for _ in left]
     theirs: list[_Factors] = [[] for _ in right]
-    i = j = count = 0
-    while i < len(left) and j < len(right) and (shared := common_factor(left[i], right[j])) > 1:
-        factor = (f"{name}.{count}" if count else name, shared)
+    for i, j, factor in shared:
         ours[i].append(factor)
         theirs[j].append(factor)
-        left[i], right[j], count = left[i] // shared, right[j] // shared, count + 1
-        i, j = i + (left[i] == 1), j + (right[j] == 1)
     for side, rest, factors in (("in", left, ours), ("out", right, theirs)):
         for k, size in enumerate(rest):
             if size > 1:
                 factors[k].append((f"{name}.{side}{k}", size))
+    for i, j, factor in reversed(ends):
+        ours[i].append(factor)
+        theirs[j].append(factor)
     return ours, theirs
+
+
+def _shared(left: list[int], right: list[int], name: str, end: int) -> Iterator[tuple[int, int, tuple[str, int]]]:
+    """Common factors from one end, with the dims that have them; they are divided out of the sizes."""
+    ours, theirs = ([k for k, n in enumerate(sizes) if n > 1] for sizes in (left, right))
+    count = 0
+    while ours and theirs and (size := common_factor(left[ours[end]], right[theirs[end]])) > 1:
+        i, j = ours[end], theirs[end]
+        yield i, j, (f"{name}.{count}" if count else name, size)
+        left[i], right[j], count = left[i] // size, right[j] // size, count + 1
+        if left[i] == 1:
+            ours.pop(end)
+        if right[j] == 1:
+            theirs.pop(end)

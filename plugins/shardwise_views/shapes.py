@@ -44,7 +44,7 @@ def VIEW_COPY(call: Call) -> Flow:
 
 @rule_from([aten.view.default, aten._reshape_copy.default], local_args=_local_size)
 def VIEW(call: Call) -> Flow:
-    """Dims regrouped: (a b) -> a b and back; the leading factor of a compound dim may be sharded."""
+    """Dims regrouped: (a b) -> a b and back; each factor of a compound dim may be sharded."""
     return _regrouped(call)
 
 
@@ -116,7 +116,7 @@ def _squeeze_locally(
 def SQUEEZE(self: TensorMeta, dim: int | Sequence[int] | None = None) -> Flow:
     """Dims that stay pass; a dim that is removed is whole."""
     names = labels(self.ndim, whole=_squeezed(self, dim))
-    return Flow([names], [[*filter(None, names)]], moves="self", lowered="*")
+    return Flow([names], [[*filter(None, names)]], moves="self", lowered="*", scattered="*")
 
 
 RULES = (VIEW, VIEW_COPY, UNSAFE_VIEW, EXPAND, REPEAT, UNSQUEEZE, SQUEEZE)

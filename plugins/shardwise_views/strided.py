@@ -35,7 +35,7 @@ def RESHAPE_ALIAS(self: TensorMeta, size: Sequence[int], stride: Sequence[int]) 
         is_view = self.to_meta_tensor().view(tuple(size)).stride() == tuple(stride)
     except RuntimeError:  # no view of these strides has that shape
         is_view = False
-    return evolve(regroup(self.shape, size), lowered=ALL) if is_view else Flow([None], [None])
+    return evolve(regroup(self.shape, size), lowered=ALL, scattered={"*"}) if is_view else Flow([None], [None])
 
 
 # -- as_strided --------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ def AS_STRIDED(
         return memory.rows(self, size, stride, storage_offset)
     names = labels(self.ndim, whole={d for d, n in enumerate(self.shape) if n == 1 or d == geometry.along})
     result = [None if d is None else names[d] for d in geometry.dims]
-    return Flow([names], [result], moves="self", lowered=ALL)
+    return Flow([names], [result], moves="self", lowered=ALL, scattered="*")
 
 
 RULES = (RESHAPE_ALIAS, AS_STRIDED)

@@ -1,6 +1,7 @@
 """Redistribution between real processes, against the same tensor on one device."""
 
 import itertools
+from contextlib import suppress
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ import torch
 from shardwise.comm import packing
 from shardwise.comm.events import Event, observe
 from shardwise.comm.redistribute import runner
-from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard
+from shardwise.errors import PlacementError
+from shardwise.kernel.placements import REPLICATE, parse_placement, partial, shard, strided_shard
 from shardwise.kernel.reductions import REDUCE_OPS, reducible
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -27,17 +29,27 @@ def spec_of(full, device_mesh, text):
     return TensorSpec(device_mesh, [parse_placement(word) for word in text.split()], TensorMeta.of(full))
 
 
-def all_pairs(mesh_shape, shape, dtype, kinds, every=1):
-    """Every pair of layouts (or every n-th) there and back to replicated; how many, and what went wrong."""
+def possible(device_mesh, layouts, meta):
+    """The layouts that a tensor can have: split factors divide it."""
+    for layout in layouts:
+        with suppress(PlacementError):
+            yield TensorSpec(device_mesh, layout, meta)
+
+
+def all_pairs(mesh_shape, shape, dtype, kinds, every=1, split_factors=()):
+    """Every pair of layouts (or every n-th) there and back to replicated; how many, and what went wrong.
+
+    With ``split_factors``, the pairs of which one layout or both have strided shards.
+    """
     device_mesh, full = mesh(mesh_shape), numbers(shape, dtype)
     meta = TensorMeta.of(full)
     whole = TensorSpec(device_mesh, [REPLICATE] * len(mesh_shape), meta)
     each = [REPLICATE, *map(shard, range(full.ndim)), *(partial(k) for k in kinds if reducible(k, dtype))]
-    layouts = list(itertools.product(each, repeat=len(mesh_shape)))
+    each += [strided_shard(d, f) for d in range(full.ndim) for f in split_factors]
+    layouts = list(possible(device_mesh, itertools.product(each, repeat=len(mesh_shape)), meta))
     wrong = []
-    pairs = list(itertools.product(layouts, layouts))[::every]
-    for a, b in pairs:
-        src, dst = TensorSpec(device_mesh, a, meta), TensorSpec(device_mesh, b, meta)
+    pairs = [(a, b) for a in layouts for b in layouts if not split_factors or a.is_strided or b.is_strided][::every]
+    for src, dst in pairs:
         start = scatter_local(full, src)
         moved = runner(src, dst)(start)
         back = runner(dst, whole)(moved)
@@ -68,6 +80,25 @@ EVERY = [pytest.param(1, marks=[pytest.mark.slow, pytest.mark.sample]), 3]
 def test_every_pair_of_layouts_on_two_mesh_dims(pool, shape, kinds, every):
     for count, wrong in pool.run(all_pairs, (2, 2), shape, torch.float64, kinds, every):
         assert count == -(-((3 + len(kinds)) ** 4) // every)
+        assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "kinds", "split_factors", "every"),
+    [
+        ((4,), (12,), REDUCE_OPS, (2, 3, 6, 12), 1),
+        ((4,), (6, 4), ("sum", "max"), (2, 3), 1),
+        ((2, 2), (8, 2), ("sum",), (2, 4), 7),
+        ((2, 2), (3, 12), ("sum",), (2, 3), 11),
+        ((2, 2), (2, 3, 8), (), (2,), 19),
+        ((4, 1), (2, 2, 2, 6), ("avg",), (2,), 7),
+        pytest.param((2, 2), (12, 8), ("sum", "max"), (2, 3, 4), 1, marks=pytest.mark.slow),
+        pytest.param((2, 2), (2, 2, 4, 6), ("sum",), (2,), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_every_pair_of_layouts_with_strided_shards(pool, mesh_shape, shape, kinds, split_factors, every):
+    for count, wrong in pool.run(all_pairs, mesh_shape, shape, torch.float64, kinds, every, split_factors, timeout=250):
+        assert count > 20
         assert wrong == []
 
 
@@ -125,7 +156,9 @@ def random_moves(seed, count):
         shape = [pick([0, 1, 2, 3, 4, 5, 8, 13]) for _ in range(pick([0, 1, 2, 3]))]
         full = torch.randn(shape, generator=draw, dtype=torch.float64)
         each = [REPLICATE, *map(shard, range(len(shape))), *map(partial, REDUCE_OPS)]
-        path = [TensorSpec(device_mesh, [pick(each) for _ in device_mesh.shape], TensorMeta.of(full)) for _ in range(4)]
+        each += [strided_shard(d, f) for d in range(len(shape)) for f in (2, 4)]
+        drawn = ([pick(each) for _ in device_mesh.shape] for _ in itertools.count())
+        path = list(itertools.islice(possible(device_mesh, drawn, TensorMeta.of(full)), 4))
         local = scatter_local(full, path[0])
         for src, dst in itertools.pairwise(path):
             local = runner(src, dst)(local)

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from described import call_of, empty, rows_of
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import InPlaceError, NoStrategyError, ViewError
+from shardwise.kernel.placements import shard_dim, strided_shard
 from shardwise.testing import mesh
 from shardwise_views import axes, reinterpret, shapes, strided
 from shardwise_views.regroup import regroup
@@ -32,12 +33,39 @@ def kinds(op, *args, **kwargs):
 # -- what rules say ----------------------------------------------------------------------------------------------
 
 GOLDEN = [
-    ((8, 6), (48,), ["shard d0: [S(0)] -> [S(0)]", "R: [R] -> [R]"]),
-    ((48,), (8, 6), ["shard d0: [S(0)] -> [S(0)]", "R: [R] -> [R]"]),
-    ((5, 8), (5, 2, 4), ["shard d0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [S(1)]", "R: [R] -> [R]"]),
+    ((8, 6), (48,), ["shard d0: [S(0)] -> [S(0)]", "shard d0.1: [S(1)] -> [_S(0, 8)]", "R: [R] -> [R]"]),
+    ((48,), (8, 6), ["shard d0: [S(0)] -> [S(0)]", "shard d0.1: [_S(0, 8)] -> [S(1)]", "R: [R] -> [R]"]),
+    (
+        (5, 8),
+        (5, 2, 4),
+        [
+            "shard d0: [S(0)] -> [S(0)]",
+            "shard d1: [S(1)] -> [S(1)]",
+            "shard d1.1: [_S(1, 2)] -> [S(2)]",
+            "R: [R] -> [R]",
+        ],
+    ),
     ((4, 1, 6), (4, 6), ["shard d0: [S(0)] -> [S(0)]", "shard d2: [S(2)] -> [S(1)]", "R: [R] -> [R]"]),
-    ((1, 6), (1, 2, 3), ["shard one0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [S(1)]", "R: [R] -> [R]"]),
-    ((2, 3, 8), (6, 8), ["shard d0: [S(0)] -> [S(0)]", "shard d2: [S(2)] -> [S(1)]", "R: [R] -> [R]"]),
+    (
+        (1, 6),
+        (1, 2, 3),
+        [
+            "shard one0: [S(0)] -> [S(0)]",
+            "shard d1: [S(1)] -> [S(1)]",
+            "shard d1.1: [_S(1, 2)] -> [S(2)]",
+            "R: [R] -> [R]",
+        ],
+    ),
+    (
+        (2, 3, 8),
+        (6, 8),
+        [
+            "shard d0: [S(0)] -> [S(0)]",
+            "shard d0.1: [S(1)] -> [_S(0, 2)]",
+            "shard d2: [S(2)] -> [S(1)]",
+            "R: [R] -> [R]",
+        ],
+    ),
     ((3, 4), (4, 3), ["R: [R] -> [R]"]),
     ((0, 6), (0, 2, 3), ["shard d0: [S(0)] -> [S(0)]", "shard d1: [S(1)] -> [R]", "R: [R] -> [R]"]),
 ]
@@ -101,32 +129,49 @@ def shape_pairs(draw):
     return (*grouped(), *[1] * ones), (*[1] * ones, *grouped())
 
 
-def legal(before, after, dim, parts):
-    """The dims of the result on which the views of the parts of ``dim`` are its parts, by trying all."""
-    whole = torch.arange(math.prod(before)).view(before)
-    shards = whole.chunk(parts, dim)
-    fits = [e for e, n in enumerate(after) if n % parts == 0]
+def placements_of(shape, parts):
+    """The placements that cut a tensor into this many equal parts, plain and strided."""
+    for dim, n in enumerate(shape):
+        for factor in range(1, n + 1):
+            if n % (factor * parts) == 0:
+                yield strided_shard(dim, factor)
+
+
+def parts_of(whole, placement, parts):
+    return placement._split_tensor(whole, parts, with_padding=False)[0]
+
+
+def legal(before, after, placement, parts):
+    """The placements of the result of which the parts are the views of the operand's parts, by trying all."""
+    whole = torch.arange(math.prod(before))
+    shards = parts_of(whole.view(before), placement, parts)
     return [
-        e
-        for e in fits
+        other
+        for other in placements_of(after, parts)
         if all(
             torch.equal(shard.reshape(part.shape), part)
-            for shard, part in zip(shards, whole.view(after).chunk(parts, e), strict=True)
+            for shard, part in zip(shards, parts_of(whole.view(after), other, parts), strict=True)
         )
     ]
 
 
+@example(((2, 16), (4, 8)), 4)
 @given(shape_pairs(), st.integers(2, 6))
 def test_regroup_allows_exactly_what_needs_no_other_ranks_data(pair, parts):
     before, after = pair
-    dim_after = {}
+    placement_after = {}
     for row in regroup(before, after).bind(call_of(aten.view.default, empty(*before), list(after))[1]).rows:
-        if isinstance(row.inputs[0], Shard) and all(n % parts == 0 for _, _, n in row.divides):
-            dim_after[row.inputs[0].dim] = row.outputs[0].dim
-    for dim, n in enumerate(before):
-        if n % parts == 0:
-            expected = legal(before, after, dim, parts)
-            assert ([dim_after[dim]] if dim in dim_after else []) == expected
+        (source,), (result,) = row.inputs, row.outputs
+        if shard_dim(source) is not None and all(n % parts == 0 for _, _, n in row.divides):
+            placement_after[source] = result
+    for dim in range(len(before)):
+        source = strided_shard(dim, 1)
+        if source in placements_of(before, parts):
+            expected = legal(before, after, source, parts)
+            assert (placement_after.get(source) in expected) if expected else source not in placement_after
+    for source, result in placement_after.items():
+        if source in placements_of(before, parts) and result in placements_of(after, parts):
+            assert result in legal(before, after, source, parts)
 
 
 # -- traps -------------------------------------------------------------------------------------------------------
@@ -231,7 +276,7 @@ def differentiate_writes_to_views():
 
 
 def refuse_views_of_other_ranks_data():
-    for layout, size in (([Shard(1)], (24,)), ([Shard(0)], (6, 4)), ([Shard(0)], (2, 2, 6))):
+    for layout, size in (([Shard(1)], (8, 3)), ([Shard(0)], (6, 4)), ([Shard(0)], (2, 2, 6))):
         x = sw.distribute_tensor(whole(4, 6), mesh((4,)), layout)
         with sw.sharing_views(), pytest.raises(ViewError, match="another rank"):
             x.view(size)

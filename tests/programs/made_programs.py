@@ -18,8 +18,12 @@ aten = torch.ops.aten
 WRONG_ON_ONE_DEVICE = {
     aten.narrow_copy.out: "writes as if out= were contiguous",
     aten._embedding_bag.default: "leaves out the bag of each index where it can, which a mesh always has",
+    aten._embedding_bag_forward_only.default: "as _embedding_bag",
     aten.lift.default: "returns its operand, whose gradient is then that of the result",
     aten.lift_fresh.default: "as lift",
+    aten.adaptive_max_pool3d_backward.default: "reads the indices as if they were dense, and beyond their memory",
+    aten.fractional_max_pool2d_backward.default: "as adaptive_max_pool3d_backward",
+    aten.fractional_max_pool3d_backward.default: "as adaptive_max_pool3d_backward",
 } | {
     getattr(packet, overload): "reads and writes as if all its tensors were dense, in one order"
     for packet in (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)

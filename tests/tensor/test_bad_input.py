@@ -95,7 +95,7 @@ def view_across_ranks():
 
     def view():
         with sw.sharing_views():
-            x.view(24)
+            x.view(3, 8)
 
     return [x], view
 

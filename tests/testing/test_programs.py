@@ -10,6 +10,7 @@ import torch
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry
+from shardwise.kernel.placements import StridedShard
 from shardwise.rule.authoring import rule
 from shardwise.testing.programs import (
     Assign,
@@ -30,6 +31,7 @@ from shardwise.testing.programs import shrink as shrunk
 aten = torch.ops.aten
 OPS = [aten.mm.default, aten.tanh.default, aten.add_.Tensor, aten.sum.dim_IntList, aten.sort.default]
 NAMES = {
+    "_StridedShard": StridedShard,
     **{f.__name__: f for f in (Assign, Call, Copy, Leaf, Move, Partial, Program, Replicate, Shard, Value, drawn, leaf)},
     "torch": torch,
     "nan": float("nan"),

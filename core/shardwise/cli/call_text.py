@@ -27,6 +27,8 @@ _OPERAND = re.compile(
     rf"\s*(?:(?P<name>[A-Za-z_]\w*)\s*:)?\s*(?:(?P<none>-)|(?P<tensor>{TENSOR})\s*"
     r"(?:strides?\s*\((?P<strides>[\d,\s]*)\))?\s*(?P<placements>.*))\s*\Z"
 )
+_LONG_STRIDED = re.compile(r"_StridedShard\((?:dim=)?(-?\d+), *(?:sf=|split_factor=)?(\d+)\)\Z")
+_COMMA_BETWEEN = re.compile(r",(?![^()]*\))")
 _LONG_PLACEMENT = re.compile(r"(Shard|Replicate|Partial)\((?:\w+=)?['\"]?([\w]*)['\"]?\)\Z")
 
 
@@ -71,12 +73,14 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
     inner = match["placements"].strip()
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1]
-    placements = tuple(parse_placement(_short(word.strip())) for word in inner.split(",") if inner)
+    placements = tuple(parse_placement(_short(word.strip())) for word in _COMMA_BETWEEN.split(inner) if inner)
     return Operand(match["name"], TensorSpec(mesh, placements, meta))
 
 
 def _short(word: str) -> str:
     """``S(0)`` for ``Shard(0)`` or ``Shard(dim=0)``, and so on."""
+    if strided := _LONG_STRIDED.match(word):
+        return f"_S({strided[1]}, {strided[2]})"
     match = _LONG_PLACEMENT.match(word)
     if match is None:
         return word

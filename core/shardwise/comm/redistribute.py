@@ -16,13 +16,13 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.meeting import meet
-from shardwise.comm.packing import Run
+from shardwise.comm.packing import Run, copied
 from shardwise.comm.run_step import StepRunner
 from shardwise.kernel.placements import Placement, Shard, check_placements, shard
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order, unexpanded
 from shardwise.kernel.world import PerWorld
-from shardwise.planning.path import Step, shortest_path
+from shardwise.planning.path import Leg, Step, legs, shortest_path
 from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["route", "runner"]
@@ -93,6 +93,10 @@ def _step_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
 
 def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
     """Search the cheapest steps and prepare each of them. Slices that follow each other are one cut."""
+    if src.is_strided or dst.is_strided:
+        runners = [_in_factors(_build_runner(leg.src, leg.dst), leg) for leg in legs(src, dst)]
+        shape = dst.local_shape()
+        return _chain([*runners, StepRunner(lambda local: local.reshape(shape))])
     meet(src.mesh)
     # Numbers decide the path. Symbols are used only to run it.
     start, goal = hinted(src), hinted(dst)
@@ -132,6 +136,18 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
     return StepRunner(
         lambda local: run(local.permute(order)).permute(inverse),
         None if begin is None else lambda local: begin(local.permute(order)).then(lambda t: t.permute(inverse)),
+    )
+
+
+def _in_factors(runner: StepRunner, leg: Leg) -> StepRunner:
+    """A runner of the tensor whose dims are factors, for local tensors with the dims of either."""
+    if leg.src is leg.dst:  # two ways to write one layout
+        return StepRunner(copied)
+    shape = leg.src.local_shape()
+    run, begin = runner.run, runner.start
+    return StepRunner(
+        lambda local: run(local.reshape(shape)),
+        None if begin is None else lambda local: begin(local.reshape(shape)),
     )
 
 

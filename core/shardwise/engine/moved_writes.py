@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm.redistribute import runner
 from shardwise.engine.view_copies import writable
-from shardwise.kernel.placements import REPLICATE, Partial, Shard
+from shardwise.kernel.placements import REPLICATE, Partial
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, Signature
@@ -28,17 +28,27 @@ Write = tuple[int, int | None, Run, Run]
 
 
 def moved_writes(schema: OpSchema) -> Iterator[OpSchema]:
-    """The same call with other tensors in place of those it writes: first the partial ones reduced, then all whole."""
+    """The same call with other tensors in place of those it writes: partial ones reduced, then plainly sharded, too,
+    then all whole.
+    """
     before = schema.specs
-    for kinds in (Partial, (Partial, Shard)):
+    for ease in (_reduced, lambda spec: _reduced(spec).without_strides(), _whole):
         specs = list(schema.specs)
         for i in schema.written:
             spec = specs[i]
-            if spec is not None and any(isinstance(p, kinds) for p in spec.placements):
-                specs[i] = spec.with_placements([REPLICATE if isinstance(p, kinds) else p for p in spec.placements])
+            if spec is not None and (eased := ease(spec)).placements != spec.placements:
+                specs[i] = eased
         if any(old is not new for old, new in zip(before, specs, strict=True)):
             before = tuple(specs)
             yield schema.with_specs(specs)
+
+
+def _reduced(spec: TensorSpec) -> TensorSpec:
+    return spec.with_placements([REPLICATE if isinstance(p, Partial) else p for p in spec.placements])
+
+
+def _whole(spec: TensorSpec) -> TensorSpec:
+    return spec.with_placements([REPLICATE] * len(spec.placements))
 
 
 def writing_back(schema: OpSchema, plan: Plan) -> Plan:

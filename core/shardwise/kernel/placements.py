@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import cache
 
@@ -9,6 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
 from shardwise.kernel.reductions import REDUCE_OPS
+from shardwise.private_torch import placements as torch_placements
 
 __all__ = [
     "REPLICATE",
@@ -16,15 +18,21 @@ __all__ = [
     "Placement",
     "Replicate",
     "Shard",
+    "StridedShard",
     "check_placements",
+    "is_strided",
     "parse_placement",
     "partial",
     "shard",
+    "shard_dim",
     "show",
     "show_all",
+    "split_factor",
+    "strided_shard",
 ]
 
 REPLICATE = Replicate()
+StridedShard = torch_placements.StridedShard
 
 
 @cache
@@ -39,10 +47,32 @@ def partial(kind: str) -> Partial:
     return Partial(kind)
 
 
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """``_StridedShard(dim, split_factor=split_factor)``, one object per value; ``Shard(dim)`` where the factor is 1."""
+    return shard(dim) if split_factor == 1 else torch_placements.strided_shard(dim, split_factor)
+
+
+def shard_dim(placement: Placement | None) -> int | None:
+    """The tensor dim that a placement shards, as a whole or inside; ``None`` for one that shards none."""
+    return placement.dim if isinstance(placement, (Shard, StridedShard)) else None
+
+
+def split_factor(placement: Placement) -> int:
+    """The number of pieces of which a placement shards each: 1 but for strided shards."""
+    return int(placement.split_factor) if isinstance(placement, StridedShard) else 1
+
+
+def is_strided(placements: Sequence[Placement | None]) -> bool:
+    """Whether there is a strided shard among placements."""
+    return StridedShard in map(type, placements)
+
+
 def show(placement: Placement | None) -> str:
-    """The short form used in tables and messages: ``S(0)``, ``R``, ``P(sum)``; ``-`` for an absent operand."""
+    """The short form used in tables and messages: ``S(0)``, ``_S(0, 4)``, ``R``, ``P(sum)``; ``-`` for no operand."""
     if placement is None:
         return "-"
+    if isinstance(placement, StridedShard):
+        return f"_S({placement.dim}, {placement.split_factor})"
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
     if isinstance(placement, Partial):
@@ -64,6 +94,8 @@ def parse_placement(text: str) -> Placement:
     inner = rest.rstrip(")").strip()
     if head == "S" and inner.isdigit():
         return shard(int(inner))
+    if head == "_S" and (strided := re.fullmatch(r"(\d+), *([1-9]\d*)", inner)):
+        return strided_shard(int(strided[1]), int(strided[2]))
     if head == "P" and (inner or "sum") in REDUCE_OPS:
         return partial(inner or "sum")
     raise PlacementError(
@@ -74,12 +106,17 @@ def parse_placement(text: str) -> Placement:
     )
 
 
+def _is_plain_class(placement: Placement) -> bool:
+    # `type is`, not isinstance: a class of somebody else's may split differently.
+    return type(placement) is Shard or (type(placement) is StridedShard and placement.split_factor >= 1)
+
+
 def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """The placements as a tuple with one object per value: ``Shard(-1)`` of a matrix becomes ``Shard(1)``.
 
     Raises :class:`PlacementCountError` unless there is one placement per mesh dim. Raises :class:`PlacementError` for a
-    shard dim that a tensor of ``ndim`` dims does not have, and for any class but torch's ``Shard``, ``Replicate`` and
-    ``Partial``.
+    shard dim that a tensor of ``ndim`` dims does not have, and for any class but torch's ``Shard``, ``_StridedShard``,
+    ``Replicate`` and ``Partial``.
     """
     listed = tuple(placements)
     if len(listed) != mesh_ndim:
@@ -92,26 +129,26 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
         )
     checked: list[Placement] = []
     for placement in listed:
-        # `type is`, not isinstance: torch's private strided shard is a Shard in some versions and splits differently.
+        # `type is`, not isinstance: a class of somebody else's may split differently.
         if type(placement) is Replicate:
             checked.append(REPLICATE)
         elif type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
             checked.append(partial(placement.reduce_op))
-        elif type(placement) is not Shard:
+        elif (dim := shard_dim(placement)) is None or not _is_plain_class(placement):
             raise PlacementError(
                 asked=f"place a tensor by {placement!r}",
                 found=f"a {type(placement).__name__} that shardwise does not know",
                 do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(REDUCE_OPS)}.",
                 placement=placement,
             )
-        elif not -ndim <= placement.dim < ndim:
+        elif not -ndim <= dim < ndim:
             raise PlacementError(
                 asked=f"place a tensor of {ndim} dims by {show(placement)}",
-                found=f"there is no dim {placement.dim}",
+                found=f"there is no dim {dim}",
                 do=f"Use a shard dim from {-ndim} to {ndim - 1}." if ndim else "A 0-dim tensor takes R or a Partial.",
                 placement=placement,
                 ndim=ndim,
             )
         else:
-            checked.append(shard(placement.dim % ndim))
+            checked.append(strided_shard(dim % ndim, split_factor(placement)))
     return tuple(checked)

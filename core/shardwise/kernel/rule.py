@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.kernel.placements import Placement, show_all
+from shardwise.kernel.placements import Placement, is_strided, show_all
 from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 
@@ -20,7 +21,10 @@ class Row:
 
     ``inputs`` and ``outputs`` hold a placement per tensor operand and result (lists flattened, ``None`` where absent).
     A ``lowered`` row runs the rule's lowering. ``divides`` lists ``(operand, dim, size)``: the number of pieces of that
-    operand's dim must divide ``size``. ``nonempty`` lists ``(operand, dim)``: no rank's shard may be empty there.
+    operand's dim must divide ``size``. ``nonempty`` lists ``(operand, dim)``: no rank's shard may be empty there. A
+    strided shard of a row counts its factor in the whole dim, not in what other mesh dims leave of it. ``scattered``
+    says that the rule's lowering does not ask where shards of this row start, so that they may be strided. Where they
+    are, a row that is not ``scattered`` excludes lowered ones on other mesh dims: it is ``apart``.
     """
 
     inputs: tuple[Placement | None, ...]
@@ -29,6 +33,13 @@ class Row:
     lowered: bool = False
     divides: tuple[tuple[int, int, int], ...] = ()
     nonempty: tuple[tuple[int, int], ...] = ()
+    scattered: bool = False
+    apart: bool = False
+
+    @cached_property
+    def is_strided(self) -> bool:
+        """Whether a tensor has a strided shard."""
+        return is_strided((*self.inputs, *self.outputs))
 
     def __str__(self) -> str:
         return f"{self.name or 'row'}: {show_all(self.inputs)} -> {show_all(self.outputs)}"

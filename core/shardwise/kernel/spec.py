@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakValueDictionary
 
@@ -16,13 +17,24 @@ import torch
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.kernel.factors import Factors, Scattered, factors_of, runs_of, unflattened_placements
 from shardwise.kernel.mesh import Mesh, own_coordinate
-from shardwise.kernel.placements import Partial, Placement, Replicate, Shard, check_placements, show_all
+from shardwise.kernel.placements import (
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    check_placements,
+    is_strided,
+    shard,
+    shard_dim,
+    show_all,
+)
 from shardwise.kernel.symbols import chunk, hint, numbers, place, settled_sizes
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.world import PerWorld, world_number
 
-__all__ = ["SpecLayout", "SymbolicSpec", "TensorSpec", "hinted", "hinted_meta", "in_numbers"]
+__all__ = ["Block", "SpecLayout", "SymbolicSpec", "TensorSpec", "hinted", "hinted_meta", "in_numbers"]
 
 
 @lru_cache(maxsize=64)
@@ -59,10 +71,14 @@ class _Interned(type):
             if not tensor_meta.is_symbolic:
                 return cls(mesh, placements, tensor_meta, is_copy)
             checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
+            if is_strided(checked):
+                factors_of(tensor_meta.shape, checked, _shape_of(mesh))
             return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
         checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
         spec = known.get((checked, tensor_meta))
         if spec is None:
+            if is_strided(checked):
+                factors_of(tensor_meta.shape, checked, _shape_of(mesh))
             spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy)
         return spec
 
@@ -71,6 +87,15 @@ class _Interned(type):
 def _shared(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
     """One tuple for all equal ones: many specs have the same placements."""
     return placements
+
+
+@frozen
+class Block:
+    """A block of a tensor: where it starts in the whole, its size, and where it starts in the rank's part."""
+
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    local_offset: tuple[int, ...]
 
 
 @frozen(eq=False, repr=False)
@@ -119,8 +144,8 @@ class TensorSpec(metaclass=_Interned):
         """Per tensor dim, the mesh dims that split it, in the order in which they do."""
         mesh_dims: list[list[int]] = [[] for _ in range(self.ndim)]
         for mesh_dim, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                mesh_dims[placement.dim].append(mesh_dim)
+            if (dim := shard_dim(placement)) is not None:
+                mesh_dims[dim].append(mesh_dim)
         return tuple(map(tuple, mesh_dims))
 
     @cached_property
@@ -137,6 +162,11 @@ class TensorSpec(metaclass=_Interned):
     def reductions(self) -> dict[int, str]:
         """Mesh dim -> reduction, for each mesh dim with a ``Partial``."""
         return {m: p.reduce_op for m, p in enumerate(self.placements) if isinstance(p, Partial)}
+
+    @cached_property
+    def is_strided(self) -> bool:
+        """Whether a mesh dim shards a dim inside; see :mod:`shardwise.kernel.factors`."""
+        return is_strided(self.placements)
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -162,9 +192,11 @@ class TensorSpec(metaclass=_Interned):
         """Shape and start of one rank's shard, per tensor dim, in elements.
 
         A dim of 10 over mesh dims of 2 and 2 is split into 5 and 5, and these into 3 and 2: the rank at (1, 1) has 2
-        elements from 8 on.
+        elements from 8 on. In place of the start along a dim with a strided shard there is a :class:`Scattered`.
         """
         at = self.coordinate() if coordinate is None else coordinate
+        if self.is_strided:
+            return self._scattered_shape_and_offset(at)
         sizes, starts = list(self.shape), [0] * self.ndim
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -173,14 +205,72 @@ class TensorSpec(metaclass=_Interned):
                 starts[d] += start
         return tuple(sizes), tuple(starts)
 
+    def _scattered_shape_and_offset(self, at: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        factors = self.factors
+        sizes, starts = self.unflattened(factors).local_shape_and_offset(at)
+        ends = [sum(map(len, factors[: d + 1])) for d in range(len(factors))]
+        local = tuple(math.prod(sizes[end - len(f) : end]) for end, f in zip(ends, factors, strict=True))
+        offset = (
+            starts[end - 1] if len(f) == 1 else Scattered(d)
+            for d, (end, f) in enumerate(zip(ends, factors, strict=True))
+        )
+        return local, tuple(offset)
+
     @cached_property
     def max_local_numel(self) -> int:
         """Elements of the largest shard."""
+        if self.is_strided:
+            return self.unflattened(self.factors).max_local_numel
         sizes = list(self.shape)
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 sizes[placement.dim] = -(-sizes[placement.dim] // self.mesh_shape[mesh_dim])
         return math.prod(sizes)
+
+    # -- strided shards --
+    @property
+    def factors(self) -> Factors:
+        """Per dim, the sizes into which its strided shards divide it; see :func:`factors_of`."""
+        return factors_of(self.shape, self.placements, self.mesh_shape)
+
+    def blocks(self, coordinate: Sequence[int] | None = None) -> list[Block]:
+        """The blocks of the whole tensor that one rank's part consists of: one, or several along strided shards."""
+        at = self.coordinate() if coordinate is None else coordinate
+        factors = self.factors
+        sizes, starts = self.unflattened(factors).local_shape_and_offset(at)
+        runs, start = [], 0
+        for of_dim in factors:
+            end = start + len(of_dim)
+            runs.append(runs_of(of_dim, sizes[start:end], starts[start:end]))
+            start = end
+        return [
+            Block(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box))
+            for box in product(*runs)
+        ]
+
+    def in_factors(self, factors: Factors) -> TensorSpec | None:
+        """The same layout of the tensor whose dims are these factors of its dims; ``None`` where no shards say it."""
+        placements = unflattened_placements(self.placements, self.mesh_shape, factors)
+        if placements is None:
+            return None
+        shape, stride = [], []
+        for sizes, step in zip(factors, self.stride, strict=True):
+            for k, n in enumerate(sizes):
+                shape.append(n)
+                stride.append(step * math.prod(sizes[k + 1 :]))
+        return TensorSpec(self.mesh, placements, TensorMeta(shape, stride, self.dtype))
+
+    def unflattened(self, factors: Factors) -> TensorSpec:
+        """:meth:`in_factors` by factors that are this tensor's own, or a refinement of them that is known to do."""
+        spec = self.in_factors(factors)
+        assert spec is not None
+        return spec
+
+    def without_strides(self) -> TensorSpec:
+        """The tensor with ``Shard(d)`` in place of each strided shard of dim d: another layout, of parts as large."""
+        if not self.is_strided:
+            return self
+        return self.with_placements([p if (d := shard_dim(p)) is None else shard(d) for p in self.placements])
 
     # -- derived --
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
@@ -272,6 +362,8 @@ class SymbolicSpec(TensorSpec):
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and start of one rank's shard, as formulas of the global shape's symbols."""
         at = self.coordinate() if coordinate is None else coordinate
+        if self.is_strided:
+            return self._scattered_shape_and_offset(at)
         pieces = [
             place(n, [self.mesh_shape[m] for m in mesh_dims], [at[m] for m in mesh_dims])
             for n, mesh_dims in zip(self.shape, self.dim_map, strict=True)

@@ -68,14 +68,16 @@ def count_choices(problem: Problem) -> ChoiceCount:
 
 def _obstacle_text(problem: Problem, row: int, mesh_dim: int, what: str, operand: int) -> str:
     """One of :meth:`Problem.obstacles` as a sentence."""
-    name, spec, placements = problem.operand_names[operand], problem.specs[operand], problem.rows[row]
+    name, spec, placements = problem.operand_names[operand], problem.call_specs[operand], problem.rows[row]
     here = show(None if spec is None else spec.placements[mesh_dim])
     if what == "moves":
         why = "the op writes it" if operand in problem.written else "it is a number"
-        return f"{name} would have to move from {here} to {show(placements.inputs[operand])}, but {why}"
+        there = show(problem.as_in_call(operand, placements.inputs[operand]))
+        return f"{name} would have to move from {here} to {there}, but {why}"
     if what == "changes":
         output = next(o for i, o in problem.same if i == operand)
-        return f"{name} would change from {here} to {show(placements.outputs[output])} in place"
+        there = show(problem.as_in_call(operand, placements.outputs[output]))
+        return f"{name} would change from {here} to {there} in place"
     return f"{name} is {here} there; to make it partial only puts communication off"
 
 
@@ -110,6 +112,7 @@ class _Walk:
             name = self._problem.operand_names[operand]
             reason = {
                 "reductions": "reductions that do not commute would meet in one tensor",
+                "apart": "the lowering of one row may ask where the strided shards of another start",
                 "divides": f"the number of pieces of dim {dim} of {name} must divide {n}",
                 "nonempty": f"some rank would hold nothing of dim {dim} of {name}",
             }[what]

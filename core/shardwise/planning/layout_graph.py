@@ -23,7 +23,7 @@ from itertools import chain, combinations, islice, product
 
 import torch
 
-from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, partial, shard
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, StridedShard, partial, shard
 from shardwise.kernel.reductions import REDUCE_OPS, commute, is_native, reducible
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
@@ -50,6 +50,7 @@ def encode(placement: Placement) -> int:
     cls = type(placement)
     if cls is Shard:
         return int(placement.dim) + 1  # type: ignore[attr-defined]
+    assert cls is not StridedShard, "strided shards are planned in their factors"
     return _KIND_CODES[placement.reduce_op] if cls is Partial else 0  # type: ignore[attr-defined]
 
 

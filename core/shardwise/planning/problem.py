@@ -51,6 +51,11 @@ class Table:
             )
             for one in reductions
         )
+        #: Per row, the rows that it excludes, as bits: one runs a lowering that may ask where shards of the other are.
+        self.apart = tuple(
+            sum(1 << s for s, two in enumerate(rows) if (one.apart and two.lowered) or (one.lowered and two.apart))
+            for one in rows
+        )
         #: Whether the legality of a choice depends on sizes.
         self.divides = any(row.divides or row.nonempty for row in rows)
 
@@ -99,6 +104,15 @@ class Problem:
             return names
         return tuple(a.name for a in self.schema.signature.tensor_args)
 
+    @property
+    def call_specs(self) -> tuple[TensorSpec | None, ...]:
+        """The specs of the operands as the call has them."""
+        return self.specs
+
+    def as_in_call(self, operand: int, placement: Placement | None) -> Placement | None:  # noqa: ARG002
+        """A placement of an operand in a row, as one of the tensor that the call has."""
+        return placement
+
     @cached_property
     def sources(self) -> tuple[tuple[int, ...] | None, ...]:
         """The layout of each operand, in codes."""
@@ -115,7 +129,7 @@ class Problem:
         if rows:
             return rows
         if self.written:
-            written = ", ".join(f"{self.operand_names[i]} = {self.specs[i]}" for i in self.written)
+            written = ", ".join(f"{self.operand_names[i]} = {self.call_specs[i]}" for i in self.written)
             raise InPlaceError(
                 asked=f"run {self.schema}",
                 found=f"no row keeps what the op writes where it is on mesh dim {mesh_dim} ({written}); "
@@ -163,13 +177,16 @@ class Problem:
         """Why the rows of a choice, or of a prefix of one, exclude each other; ``None`` if they do not.
 
         All rows but the last are known not to. The reasons are ``("reductions", 0, 0, 0)`` where reductions on several
-        mesh dims do not commute, ``("divides", operand, dim, n)`` where the number of pieces of a dim does not divide
-        ``n``, and ``("nonempty", operand, dim, 0)`` where a rank would hold nothing of a dim. A longer choice with an
-        illegal prefix is illegal.
+        mesh dims do not commute, ``("apart", 0, 0, 0)`` where a lowering may ask where strided shards start,
+        ``("divides", operand, dim, n)`` where the number of pieces of a dim does not divide ``n``, and
+        ``("nonempty", operand, dim, 0)`` where a rank would hold nothing of a dim. A longer choice with an illegal
+        prefix is illegal.
         """
-        barred = self.table.barred[choice[-1]]
+        barred, apart = self.table.barred[choice[-1]], self.table.apart[choice[-1]]
         if barred and any(barred >> r & 1 for r in choice):
             return "reductions", 0, 0, 0
+        if apart and any(apart >> r & 1 for r in choice):
+            return "apart", 0, 0, 0
         if not self.table.divides:
             return None
         # The last mesh dim may split a dim further that the row of an earlier one restricts.

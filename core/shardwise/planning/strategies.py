@@ -14,11 +14,24 @@ from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
+from shardwise.planning.in_factors import in_factors
 from shardwise.planning.path import path_cost
 from shardwise.planning.problem import Choice, Problem, exhaustive
 from shardwise.planning.results import schema_metas
 
-__all__ = ["cheapest", "choose", "make_call", "problems", "propagate", "result_metas", "rows", "strategies", "strategy"]
+__all__ = [
+    "cheapest",
+    "listed",
+    "choose",
+    "make_call",
+    "problems",
+    "propagate",
+    "result_metas",
+    "rows",
+    "stated",
+    "strategies",
+    "strategy",
+]
 
 # -- stating the problem -----------------------------------------------------------------------------------------
 
@@ -41,7 +54,15 @@ def _metas(value: object) -> object:
 
 
 def problems(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
-    """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule."""
+    """One problem per independent choice: one, or one per list position of a ``zip_lists`` rule.
+
+    Where strided shards play a part, it is the problem in factors (:func:`in_factors`).
+    """
+    return list(map(in_factors, stated(rule, schema, call)))
+
+
+def stated(rule: Rule, schema: OpSchema, call: Call) -> list[Problem]:
+    """:func:`problems` with all rows of the rule, and the dims as they are."""
     if not rule.zip_lists:
         return [_problem(schema, rule.rows(call), schema.specs, call.outputs, schema.written, schema.fixed)]
     check_lengths(schema)
@@ -120,6 +141,13 @@ def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
     return choice, problem.strategy(choice, costs)
 
 
+def listed(rule: FullMeshRule, schema: OpSchema) -> OpStrategy:
+    """The strategies of a rule that lists them itself. It sees ``Shard(d)`` where an operand has a strided shard."""
+    specs = [None if spec is None else spec.without_strides() for spec in schema.specs]
+    found: OpStrategy = rule.strategies(schema.mesh, schema.with_specs(specs))
+    return found
+
+
 def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:
     """The cheapest strategy of a call; one per list position for a ``zip_lists`` rule.
 
@@ -133,7 +161,7 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
                 solved[id(problem)] = choose(problem)[1]
             per_position.append(solved[id(problem)])
         return per_position
-    enumerated: OpStrategy = rule.strategies(schema.mesh, schema)
+    enumerated = listed(rule, schema)
     legal = [s for s in enumerated.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
     if not legal:
         raise NoStrategyError(
@@ -151,8 +179,7 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
 def strategies(rule: AnyRule, schema: OpSchema, outputs: Sequence[TensorMeta | None]) -> OpStrategy | TupleStrategy:
     """Every legal strategy of a call with its cost, cheapest first (a :class:`TupleStrategy` for zipped lists)."""
     if isinstance(rule, FullMeshRule):
-        enumerated: OpStrategy = rule.strategies(schema.mesh, schema)
-        return OpStrategy(tuple(sorted(enumerated.strategies, key=lambda s: s.cost)))
+        return OpStrategy(tuple(sorted(listed(rule, schema).strategies, key=lambda s: s.cost)))
     call = make_call(rule, schema, outputs)
     per_position = []
     for problem in problems(rule, schema, call):

@@ -44,6 +44,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     lowering: Lowering | Mapping[Any, Lowering] | None = None,
     local_args: LocalArgs | None = None,
     nonempty: Iterable[str] = (),
+    scattered: Iterable[str] = (),
     replaces: str | None = None,
     **facts: Unpack[FactWords],
 ) -> Rule:
@@ -63,7 +64,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     ``lowering`` is a function that runs in place of the op: for every row but the whole one, or, as a mapping, for the
     rows that it names: ``{"k": add_once}``, ``{("k", "R, sum -> sum"): add_once}``. A row is named by its dim, its text
     or its fact (which then need not stand in ``partial`` too); ``R`` is the whole row and ``*`` every other. There is
-    one function per rule: mesh dims may take different rows, and a call runs once.
+    one function per rule: mesh dims may take different rows, and a call runs once. ``scattered`` names the dims (``*``
+    for all) along which it does not ask where a shard starts: there, shards may be strided.
 
     ``replaces`` names a distribution; this rule replaces the rules for these ops that it provides (``"shardwise"`` for
     the plugins that ship with it). Without it, two rules for one op are a conflict.
@@ -73,7 +75,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     ops = _as_ops(ops)
     function, lowered = _attached(lowering)
     partial = (*stated(facts), *partial)
-    options = Options(dict(reduce or {}), frozenset(replicate), partial, lowered, frozenset(nonempty))
+    names = frozenset(replicate), frozenset(nonempty), frozenset(scattered)
+    options = Options(dict(reduce or {}), names[0], partial, lowered, *names[1:])
     pattern = Pattern.of(notation, options)
     pattern.check(ops)
     return Rule(
@@ -173,14 +176,15 @@ def like(
     whole: Iterable[int] = (),
     partial: Iterable[str | Facts] = (),
     lowered: RowNames = (),
+    scattered: Iterable[str] = (),
     **facts: Unpack[FactWords],
 ) -> Flow:
     """Every operand and result has the dims of ``x``; each dim may be sharded but those in ``whole``.
 
-    Facts, ``partial`` and ``lowered`` are as in :class:`Flow`.
+    Facts, ``partial``, ``lowered`` and ``scattered`` are as in :class:`Flow`.
     """
     names = labels(x.ndim, whole if x.ndim else ())
-    return Flow([names], [names], partial=partial, lowered=lowered, **facts)
+    return Flow([names], [names], partial=partial, lowered=lowered, scattered=scattered, **facts)
 
 
 def einop(
@@ -191,6 +195,7 @@ def einop(
     partial: Iterable[str | Facts] = (),
     lowered: RowNames = (),
     nonempty: Iterable[str] = (),
+    scattered: Iterable[str] = (),
     **facts: Unpack[FactWords],
 ) -> Callable[[Call], Flow]:
     """The notation and options of :func:`rule`, for one call; what a :func:`rule_from` function may return.
@@ -199,7 +204,8 @@ def einop(
     any number of calls, and caches what it works out.
     """
     partial = (*stated(facts), *partial)
-    options = Options(dict(reduce or {}), frozenset(replicate), partial, row_names(lowered), frozenset(nonempty))
+    names = frozenset(replicate), frozenset(nonempty), frozenset(scattered)
+    options = Options(dict(reduce or {}), names[0], partial, row_names(lowered), *names[1:])
     return Pattern.of(notation, options).flow
 
 

@@ -6,16 +6,18 @@ sharded on it, the others are whole, and a result that lacks it is partial. Expl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from attrs import evolve, field, frozen
 
 from shardwise.errors import NotationError, RuleError
-from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial, shard
+from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial, shard, shard_dim, strided_shard
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.signature import Call
+from shardwise.kernel.symbols import is_symbolic
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.facts import Facts, FactWords, stated
 
@@ -60,7 +62,10 @@ class Flow:
 
     ``lowered`` names the rows that run the rule's lowering: by dim, by row text or by fact (which need not stand in
     ``partial`` too), ``R`` for the whole row, ``*`` for every row but the whole one. ``nonempty`` names the dims of
-    which every rank needs at least one element.
+    which every rank needs at least one element. ``strided`` says that a dim behind others in a compound dim has a row,
+    too, by a strided shard of that dim: what the op does to a shard there does not depend on the sizes of the others.
+    ``scattered`` names the dims (``*`` for all) along which the lowering does not ask where a shard starts, so that
+    they may have strided shards where it runs. Where it does not run, all may.
     """
 
     inputs: tuple[Dims, ...] = field(converter=_operands)
@@ -70,8 +75,10 @@ class Flow:
     partial: tuple[str | Facts, ...]
     lowered: tuple[str | Facts, ...]
     nonempty: frozenset[str] = field(converter=_names)
+    strided: bool
+    scattered: frozenset[str] = field(converter=_names)
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # keyword-only options of one value
         self,
         inputs: Iterable[Dims],
         outputs: Iterable[Dims],
@@ -81,13 +88,15 @@ class Flow:
         partial: Iterable[str | Facts] = (),
         lowered: RowNames = (),
         nonempty: Iterable[str] = (),
+        strided: bool = False,
+        scattered: Iterable[str] = (),
         **facts: Unpack[FactWords],
     ) -> None:
         rows = (*stated(facts), *partial)
         names = row_names(lowered) if lowered else ()
         # A fact or a row text is described by its name; a dim, R and * name rows that are described elsewhere.
         rows += tuple([n for n in names if (isinstance(n, Facts) or "->" in n) and n not in rows])
-        self.__attrs_init__(inputs, outputs, reduce or {}, replicate, rows, names, nonempty)
+        self.__attrs_init__(inputs, outputs, reduce or {}, replicate, rows, names, nonempty, strided, scattered)
 
     def bind(self, call: Call) -> Rows:
         """The rows for one call."""
@@ -133,7 +142,15 @@ class Flow:
                         dims = zip(labels, meta.shape, strict=True)
                         fits[i] = tuple([label is None or bool(n == sizes[label]) for label, n in dims])
         ndims = tuple([None if meta is None else len(meta.shape) for meta in call.outputs])
-        options = (tuple(self.reduce.items()), self.replicate, explicit, self.lowered, self.nonempty)
+        options = (
+            tuple(self.reduce.items()),
+            self.replicate,
+            explicit,
+            self.lowered,
+            self.nonempty,
+            self.strided,
+            self.scattered,
+        )
         return self.inputs, self.outputs, tuple(fits), ndims, len(call.out_operands), options
 
     def _fitted(self, call: Call) -> Flow:
@@ -180,12 +197,16 @@ class Flow:
         nonempty: list[tuple[int, int]] = []
         for i, (labels, meta) in enumerate(zip(self.inputs, operands, strict=True)):
             at = None if meta is None else _position(labels, meta, name, size)
-            if at == _BURIED:
-                return None
             if meta is None or at is None:
                 inputs.append(None if meta is None else REPLICATE)
                 continue
-            inputs.append(shard(at))
+            if at == _BURIED:
+                at, behind = _inside(labels, name)
+                if not self.strided or is_symbolic((behind,)):
+                    return None
+                inputs.append(strided_shard(at, behind))
+            else:
+                inputs.append(shard(at))
             if isinstance((labels or ())[at], tuple):
                 divides.append((i, at, size))
             if name in self.nonempty:
@@ -193,20 +214,26 @@ class Flow:
         outputs: list[Placement] = []
         for labels in self.outputs:
             at = _find(labels, name)
-            if at == _BURIED or (at is None and name not in self.reduce):
+            if at == _BURIED:
+                at, behind = _inside(labels, name)
+                if not self.strided or is_symbolic((behind,)):
+                    return None
+                outputs.append(strided_shard(at, behind))
+            elif at is None and name not in self.reduce:
                 return None
-            if at is not None:
+            elif at is not None:
                 outputs.append(shard(at))
             else:
                 outputs.append(REPLICATE if self.reduce[name] == "R" else partial(self.reduce[name]))
-        sharded = next(((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard)), None)
+        sharded = next(((i, d) for i, p in enumerate(inputs) if (d := shard_dim(p)) is not None), None)
         if sharded is None:
             return None
         factored = [label for labels in self.outputs for label in labels or () if isinstance(label, tuple)]
         if not divides and any(name in _factor_names(label) for label in factored):
             divides.append((*sharded, size))
         lowered = self._is_lowered(name)
-        return Row(tuple(inputs), tuple(outputs), f"shard {name}", lowered, tuple(divides), tuple(nonempty))
+        scattered = self._is_scattered(name)
+        return Row(tuple(inputs), tuple(outputs), f"shard {name}", lowered, tuple(divides), tuple(nonempty), scattered)
 
     def _explicit_rows(self, text: str, operands: Sequence[TensorMeta | None], *, lowered: bool) -> Iterator[Row]:
         left, right = split_row(text)
@@ -229,7 +256,9 @@ class Flow:
                 for i, (word, placement) in enumerate(zip(words, inputs, strict=True))
                 if word in self.nonempty and isinstance(placement, Shard)
             )
-            yield Row(inputs, outputs, text.replace("*", kind), lowered, nonempty=nonempty)
+            sharded = {word for word, p in zip(words, inputs, strict=True) if isinstance(p, Shard)}
+            scattered = all(map(self._is_scattered, sharded))
+            yield Row(inputs, outputs, text.replace("*", kind), lowered, nonempty=nonempty, scattered=scattered)
 
     def _entry(
         self, word: str, labels: Dims, text: str, meta: TensorMeta | None, operands: Sequence[TensorMeta | None]
@@ -261,11 +290,14 @@ class Flow:
                     return sizes[name]
         return 1
 
+    def _is_scattered(self, name: str) -> bool:
+        return "*" in self.scattered or name in self.scattered or (name.startswith("...") and "..." in self.scattered)
+
     def _is_lowered(self, name: str | Facts) -> bool:
         return "*" in self.lowered or name in self.lowered
 
 
-# A name that stands inside a compound dim behind another factor: its shards are not contiguous there.
+# A name that stands inside a compound dim behind another factor: its shards are not contiguous there (see `_inside`).
 _BURIED = -1
 
 
@@ -284,6 +316,14 @@ def _find(labels: Dims, name: str) -> int | None:
             leading = next((n for n, size in label if size != 1), None)
             return at if leading == name else _BURIED
     return None
+
+
+def _inside(labels: Dims, name: str) -> tuple[int, int]:
+    """The compound dim in which ``name`` stands, and the product of the factors in front of it."""
+    for at, label in enumerate(labels or ()):
+        if isinstance(label, tuple) and name in (names := _factor_names(label)):
+            return at, math.prod(n for _, n in label[: names.index(name)])
+    raise KeyError(name)
 
 
 def _position(labels: Dims, meta: TensorMeta, name: str, size: int) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from attrs import field, frozen
 
-from shardwise.kernel.placements import Placement, Replicate, Shard
+from shardwise.kernel.placements import Placement, Replicate, shard_dim
 from shardwise.kernel.signature import Call, Kind
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.fake import is_rehearsing
@@ -139,7 +139,10 @@ class LocalCall:
         return _place(spec, self.coordinate)[0]
 
     def offset(self, spec: TensorSpec) -> tuple[int, ...]:
-        """Where this rank's shard starts in the global tensor, per tensor dim."""
+        """Where this rank's shard starts in the global tensor, per tensor dim.
+
+        Along a dim with a strided shard it is a :class:`Scattered`: with it, nothing can be computed.
+        """
         return _place(spec, self.coordinate)[1]
 
     def region(self, spec: TensorSpec) -> Region:
@@ -206,7 +209,7 @@ _cached_place = lru_cache(maxsize=1024)(TensorSpec.local_shape_and_offset)
 @lru_cache(maxsize=1024)
 def _sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...]) -> tuple[int, ...]:
     asked = [d % ndim for d in dims] if dims else range(ndim)
-    return tuple(m for m, p in enumerate(placements) if isinstance(p, Shard) and p.dim in asked)
+    return tuple(m for m, p in enumerate(placements) if shard_dim(p) in asked)
 
 
 # (local call, *args, **kwargs) -> local result(s). The args are the op's schema arguments in order, defaults filled in,

@@ -29,6 +29,7 @@ class Options:
     partial: tuple[str | Facts, ...]
     lowered: tuple[str | Facts, ...]
     nonempty: frozenset[str]
+    scattered: frozenset[str] = frozenset()
 
 
 @frozen
@@ -84,8 +85,9 @@ class Pattern:
                 f"{listed(loose)} of the inputs is missing in an output",
                 "Name it in reduce= (its shards are partial results) or in replicate= (it must be whole).",
             )
-        for option in ("reduce", "replicate", "nonempty"):
-            unknown = {n for n in getattr(options, option) if n not in names and not n.startswith(ELLIPSIS)}
+        for option in ("reduce", "replicate", "nonempty", "scattered"):
+            known = {*names, "*"} if option == "scattered" else names
+            unknown = {n for n in getattr(options, option) if n not in known and not n.startswith(ELLIPSIS)}
             if unknown:
                 raise self._error(f"{option}= names {listed(unknown)}, which no input has", "Use a dim of the inputs.")
         kinds = set(options.reduce.values()) - {*REDUCE_OPS, "R"}
@@ -167,6 +169,7 @@ class Pattern:
             partial=options.partial,
             lowered=options.lowered,
             nonempty=options.nonempty,
+            scattered=options.scattered,
         )
 
     def _operands_of(self, call: Call) -> tuple[Sequence[Operand], Sequence[Operand]]:

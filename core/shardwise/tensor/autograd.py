@@ -27,7 +27,7 @@ from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
 from shardwise.kernel.local_strides import dense_in_order, lies_as
-from shardwise.kernel.placements import REPLICATE, Partial, Placement, Shard, check_placements, show_all
+from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
@@ -244,8 +244,8 @@ def _spec_of_local(
         # The global sizes and strides if every rank's part has the shape of this local tensor.
         sizes, strides = list(local.shape), list(local.stride())
         for mesh_dim, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                n, d = mesh.size(mesh_dim), placement.dim
+            if (d := shard_dim(placement)) is not None:
+                n = mesh.size(mesh_dim)
                 strides = [s * n if i != d and s >= strides[d] else s for i, s in enumerate(strides)]
                 sizes[d] *= n
     meta = TensorMeta(torch.Size(sizes), tuple(strides if stride is None else stride), local.dtype)

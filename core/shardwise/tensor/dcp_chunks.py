@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import WriteItem
 
-__all__ = ["chunk_of", "chunks_of", "write_items_of"]
+__all__ = ["chunks_of", "part_at", "write_items_of"]
 
 # torch.distributed.checkpoint is imported where it is used: the import takes a tenth of a second, and few programs need
 # it.
 
 
-def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> ChunkStorageMetadata | None:
-    """The chunk that the rank at ``coordinate`` (default: this process) holds; None if it holds nothing.
+def chunks_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> list[ChunkStorageMetadata]:
+    """The chunks that the rank at ``coordinate`` (default: this process) holds: one, none, or the blocks of a part.
 
     A rank that is not on the mesh holds nothing. A rank with an empty shard holds nothing either: an empty shard has
     the same offset as another rank's shard, and a checkpoint tells chunks apart by their offsets. For a tensor without
-    elements the ranks with the first shard hold a chunk, so that the checkpoint has an entry for the tensor. Raises
-    :class:`LayoutError` for a partial tensor.
+    elements the ranks with the first shard hold a chunk, so that the checkpoint has an entry for the tensor. A part
+    with strided shards is several chunks. Raises :class:`LayoutError` for a partial tensor.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -46,22 +46,26 @@ def chunk_of(spec: TensorSpec, coordinate: Sequence[int] | None = None) -> Chunk
             placements=spec.placements,
         )
     if coordinate is None and isinstance(spec.mesh, DeviceMesh) and spec.mesh.get_coordinate() is None:
-        return None
+        return []
     where = spec.coordinate() if coordinate is None else tuple(coordinate)
-    sizes, offsets = spec.local_shape_and_offset(where)
-    if math.prod(sizes) == 0 and (spec.tensor_meta.numel or any(where[m] for dims in spec.dim_map for m in dims)):
-        return None
-    return ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+    is_first = not any(where[m] for dims in spec.dim_map for m in dims)
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(block.offset), sizes=torch.Size(block.size))
+        for block in spec.blocks(where)
+        if math.prod(block.size) or (is_first and not spec.tensor_meta.numel)
+    ]
 
 
-def chunks_of(spec: TensorSpec) -> list[ChunkStorageMetadata]:
-    """The chunks of this rank: a list of at most one."""
-    chunk = chunk_of(spec)
-    return [] if chunk is None else [chunk]
+def part_at(offset: Sequence[int] | None, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
+    """The chunk of this rank's part that starts at ``offset`` in the whole tensor, a view; without one, the part."""
+    blocks = [] if offset is None else [b for b in spec.blocks() if b.offset == tuple(offset)]
+    for dim, (start, size) in enumerate(zip(blocks[0].local_offset, blocks[0].size, strict=True) if blocks else ()):
+        local = local.narrow(dim, start, size)
+    return local
 
 
 def write_items_of(name: str, spec: TensorSpec, local: torch.Tensor) -> list[WriteItem]:
-    """The items of the tensor ``name`` that this rank offers to write: a list of at most one."""
+    """The items of the tensor ``name`` that this rank offers to write: one for each of its chunks."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

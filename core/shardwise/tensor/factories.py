@@ -66,14 +66,15 @@ class _Values:
         if draw is None:
             comm.compare_generators()
             return None
-        # A partial tensor holds each value once, so it is drawn whole and scattered.
-        region = Region.whole(spec.shape) if spec.reductions else Region(spec.shape, offset, size)
+        # A partial tensor holds each value once, and a strided shard is no region: both are drawn whole and scattered.
+        drawn_whole = bool(spec.reductions) or spec.is_strided
+        region = Region.whole(spec.shape) if drawn_whole else Region(spec.shape, offset, size)
         values = torch.empty(region.size, dtype=dtype, device=device)
         if draw.by_place or self.in_place is None:
             values.copy_(self.by_place(draw, region, dtype, values.device))
         elif values.numel():
             self.in_place(values, draw.generator(values.device, region.offset))
-        return scatter_local(values, spec) if spec.reductions else values
+        return scatter_local(values, spec) if drawn_whole else values
 
 
 def _make(

@@ -363,8 +363,8 @@ class MeshTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list[Any]:
         return dcp_chunks.chunks_of(self._spec)
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:  # a rank has one chunk at most
-        return fresh(self._local_tensor)
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return dcp_chunks.part_at(index.offset, self._spec, fresh(self._local_tensor))
 
     # -- copies --
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

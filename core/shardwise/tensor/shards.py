@@ -2,7 +2,8 @@
 
 These are pure functions of tensors and specs, without a process group. ``redistribute`` obeys the same laws:
 
-* mesh dims split a tensor dim from left to right, and each splits as ``torch.chunk`` does;
+* mesh dims split a tensor dim from left to right, and each splits as ``torch.chunk`` does; a strided shard splits one
+  of the factors of the dim (:mod:`shardwise.kernel.factors`);
 * a partial tensor is reduced from the last mesh dim to the first. The order matters if the reductions differ (a sum of
   maxima is not a maximum of sums). With this order rules compose mesh dim by mesh dim.
 """
@@ -41,6 +42,9 @@ def scatter_local(full: Tensor, spec: TensorSpec, coordinate: Sequence[int] | No
             spec=spec,
         )
     where = spec.coordinate() if coordinate is None else tuple(coordinate)
+    if spec.is_strided:
+        inner = spec.unflattened(spec.factors)
+        return scatter_local(full.view(inner.shape), inner, where).reshape(spec.local_shape(where))
     sizes, starts = spec.local_shape_and_offset(where)
     part = full
     for dim, (size, start) in enumerate(zip(sizes, starts, strict=True)):
@@ -71,6 +75,10 @@ def assemble(locals_by_coordinate: Mapping[Coordinate, Tensor], spec: TensorSpec
             do="Give one local tensor per coordinate of the mesh.",
             missing=missing,
         )
+    if spec.is_strided:
+        inner = spec.unflattened(spec.factors)
+        parts = {c: locals_by_coordinate[c].reshape(inner.local_shape(c)) for c in expected}
+        return assemble(parts, inner).reshape(spec.shape)
     parts = {c: locals_by_coordinate[c] for c in expected}
     for mesh_dim in reversed(range(len(spec.mesh_shape))):
         heads = dict.fromkeys(c[:mesh_dim] for c in parts)

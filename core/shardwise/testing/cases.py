@@ -16,11 +16,12 @@ from shardwise.kernel.placements import REPLICATE, Partial, Placement, shard
 from shardwise.kernel.placements import partial as partial_of
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule
-from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Call, signature
 from shardwise.kernel.spec import TensorSpec
+from shardwise.planning.in_factors import factored, in_factors
 from shardwise.planning.problem import Choice, Problem
-from shardwise.planning.strategies import merged, problems
+from shardwise.planning.strategies import merged, stated
 from shardwise.testing.partials import can_be_partial
 from shardwise.testing.trial import Case
 
@@ -47,9 +48,18 @@ class Listed:
 
 
 def list_cases(
-    rule: AnyRule, schema: OpSchema, call: Call, mesh: AbstractMesh, rng: random.Random, most: int
+    rule: AnyRule,
+    schema: OpSchema,
+    call: Call,
+    mesh: AbstractMesh,
+    rng: random.Random,
+    most: int,
+    *,
+    strided: bool = False,
 ) -> Listed:
     """The cases of a call: on a 1-D mesh each row alone, on other meshes combinations of rows.
+
+    With ``strided``, these are the cases with strided shards: every dim whose size is a product is also split inside.
 
     These are all combinations if there are at most ``most`` of them. If there are more, they are those with one row on
     every mesh dim, and ``most`` others at random. Raises whatever the rule raises.
@@ -64,7 +74,8 @@ def list_cases(
         unique = dict.fromkeys([schema.specs, *combinations])
         return _full_mesh_cases(rule, [schema.with_specs(specs) for specs in unique], mesh)
     # A written operand keeps its placements. So every row is tried as if the operand had the row's placements already.
-    parts = [evolve(p, written=()) for p in problems(rule, schema, call)]
+    every = [evolve(p, written=()) for p in stated(rule, schema, call)]
+    parts = [factored(p, _inner_borders(p)) if strided else in_factors(p) for p in every]
     for part in parts:
         for row in part.rows:
             for what, entries, metas in (("operand", row.inputs, part.specs), ("result", row.outputs, part.outputs)):
@@ -79,11 +90,29 @@ def list_cases(
         [c for c in choices if all(part.conflict(c[: n + 1]) is None for n in range(len(c)))]
         for part, choices in zip(parts, tried, strict=True)
     ]
+    if strided:
+        legal = [[c for c in choices if _is_inside(part, c)] for part, choices in zip(parts, legal, strict=True)]
     return Listed(
         tuple(_options(parts, legal, schema, mesh)),
         tuple(dict.fromkeys(_row_name(row) for part in parts for row in part.rows if _holds(rule, part, row))),
         sum(map(len, tried)) - sum(map(len, legal)),
     )
+
+
+def _inner_borders(problem: Problem) -> list[tuple[tuple[str, int, int], int]]:
+    """A border in every dim of an operand whose size is a product: behind its least factor."""
+    return [
+        (("in", i, d), least)
+        for i, spec in enumerate(problem.specs)
+        for d, n in enumerate(() if spec is None else spec.shape)
+        if (least := next((f for f in range(2, n) if n % f == 0), None)) is not None
+    ]
+
+
+def _is_inside(problem: Problem, choice: Choice) -> bool:
+    """Whether a choice gives some tensor a strided shard."""
+    found = problem.strategy(choice, (0.0,) * len(problem.specs))
+    return any(spec is not None and spec.is_strided for spec in (*found.input_specs, *found.output_specs))
 
 
 def _holds(rule: Rule, part: Problem, row: Row) -> bool:
@@ -184,17 +213,8 @@ def _build_case(
 ) -> Case:
     strategies = []
     for problem, choice in zip(parts, choices, strict=True):
-        rows = [problem.rows[r] for r in choice]
-        inputs = tuple(
-            None if spec is None else spec.with_placements(problem.target(choice, i))
-            for i, spec in enumerate(problem.specs)
-        )
-        outputs = tuple(
-            None if meta is None else TensorSpec(mesh, tuple(p for r in rows if (p := r.outputs[o]) is not None), meta)
-            for o, meta in enumerate(problem.outputs)
-        )
-        row_names = tuple(map(_row_name, rows))
-        strategies.append(PlacementStrategy(inputs, outputs, (), row_names, any(row.lowered for row in rows)))
+        found = problem.strategy(choice, (0.0,) * len(problem.specs))
+        strategies.append(evolve(found, names=tuple(_row_name(problem.rows[r]) for r in choice)))
     all_inputs, all_outputs = merged(schema, strategies)
     return Case(tuple(all_inputs), tuple(all_outputs), names, any(s.lowered for s in strategies), mesh)
 

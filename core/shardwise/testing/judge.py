@@ -242,6 +242,9 @@ def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
     """One rank's part of a whole tensor, partial or not."""
     if spec is None:
         return expected
+    if spec.is_strided:
+        inner = spec.unflattened(spec.factors)
+        return _part(expected.view(inner.shape), inner, at).reshape(spec.local_shape(at))
     for dim, (size, start) in enumerate(zip(*spec.local_shape_and_offset(at), strict=True)):
         expected = expected.narrow(dim, start, size)
     return expected

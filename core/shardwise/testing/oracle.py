@@ -24,7 +24,7 @@ from shardwise.kernel.signature import Call, Op, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.strategies import make_call, problems
-from shardwise.testing.cases import Option, list_cases
+from shardwise.testing.cases import Listed, Option, list_cases
 from shardwise.testing.judge import judge
 from shardwise.testing.report import Report, RuleRefuted
 from shardwise.testing.samples import Samples, by_op, samples_of
@@ -60,9 +60,10 @@ class _Settings:
     stand_ins: Mapping[Op, Callable[..., Any]]
     keep_going: bool
     trust_results: bool
+    strided: bool
 
 
-def check_rule(
+def check_rule(  # noqa: PLR0913  # keyword-only options of one value
     rule: AnyRule,
     samples: Samples | Sequence[Sample] | None = None,
     *,
@@ -72,6 +73,7 @@ def check_rule(
     stand_ins: StandIns | None = None,
     keep_going: bool = False,
     trust_results: bool = False,
+    strided: bool | None = None,
 ) -> Report:
     """Judge a rule on every op that it names. Raises :class:`RuleRefuted` with the first wrong row.
 
@@ -79,11 +81,14 @@ def check_rule(
     functions that make lists (the samples of other ops are made from the schemas). ``cases`` bounds the number of cases
     per op (a seeded choice that contains every row). ``stand_ins`` run in place of ops that this machine lacks.
     With ``keep_going`` the report collects the refusals, one per op and row. ``trust_results`` takes the results'
-    shapes and dtypes from data, for an op without a meta kernel.
+    shapes and dtypes from data, for an op without a meta kernel. ``strided`` judges the rows with strided shards as
+    well, by default where ``cases`` sets no bound.
 
     Calls with zeros of both signs, infinities, NaN and numbers far from 1 are made from the samples and added.
     """
-    settings = _Settings(tuple(map(tuple, meshes)), cases, seed, by_op(stand_ins or {}), keep_going, trust_results)
+    inside = cases is None if strided is None else strided
+    shapes, run_by = tuple(map(tuple, meshes)), by_op(stand_ins or {})
+    settings = _Settings(shapes, cases, seed, run_by, keep_going, trust_results, inside)
     report = Report(rules=1)
     by_overload = by_op(samples or {}) if samples is None or isinstance(samples, Mapping) else samples
     for op in rule.ops:
@@ -219,6 +224,10 @@ class _Hearing:
         call = make_call(self.rule, schema, trial.planned)
         try:
             listed = list_cases(self.rule, schema, call, mesh, rng, most)
+            if self.settings.strided and not isinstance(self.rule, FullMeshRule):
+                inside = list_cases(self.rule, schema, call, mesh, rng, most, strided=True)
+                names = {name for option in inside.options for name in option.rows}
+                listed = Listed((*listed.options, *inside.options), (*listed.rows, *names), listed.left + inside.left)
         except Exception as error:  # noqa: BLE001  a rule is a plugin's function and may raise anything
             self._refuse(trial, None, f"the rule raises {type(error).__name__}: {error}", error)
             return []

@@ -35,6 +35,11 @@ def place(
     With ``exact``, a sum or an average of them is ``full`` without a rounding, which must have
     :func:`~shardwise.testing.exact_parts.few_digits`.
     """
+    if spec.is_strided:
+        inner = spec.unflattened(spec.factors)
+        parts_of_inner = place(full.view(inner.shape), inner, generator, torch.preserve_format, exact=exact)
+        flat = {at: part.reshape(spec.local_shape(at)) for at, part in parts_of_inner.items()}
+        return {at: part.clone(memory_format=memory_format) for at, part in flat.items()}
     step = steps(full, spec.mesh.size()) if exact else None
     parts: dict[Coordinate, tuple[Tensor, Tensor | None]] = {(): (full, step)}
     for placement, size in zip(spec.placements, spec.mesh_shape, strict=True):

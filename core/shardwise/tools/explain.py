@@ -35,7 +35,7 @@ from shardwise.planning.exclusion import Exclusion, count_choices
 from shardwise.planning.path import Path, shortest_path
 from shardwise.planning.problem import Problem, no_choice
 from shardwise.planning.results import output_metas
-from shardwise.planning.strategies import cheapest, make_call, merged, problems
+from shardwise.planning.strategies import cheapest, listed, make_call, merged, problems
 from shardwise.private_torch.dispatch import recorded_ops, watching
 from shardwise.private_torch.ops import is_composite, schema_of
 from shardwise.private_torch.tracing import outside_modes
@@ -380,16 +380,16 @@ def _full_mesh(rule: FullMeshRule, schema: OpSchema, limit: int | None) -> Decis
     """The decision of a rule that lists its strategies itself."""
     call = make_call(rule, schema, ())
     (chosen,) = cheapest(rule, schema, call)
-    listed: Sequence[PlacementStrategy] = rule.strategies(schema.mesh, schema).strategies
-    legal = [s for s in listed if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    every: Sequence[PlacementStrategy] = listed(rule, schema).strategies
+    legal = [s for s in every if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
     names = schema.operand_names
     ranked = sorted(legal, key=lambda s: s.cost)[:limit]
     candidates = [RankedStrategy(s, _why_lost(s, chosen, names) if i else "") for i, s in enumerate(ranked)]
-    dropped = len(listed) - len(legal)
+    dropped = len(every) - len(legal)
     written = ", ".join(names[i] for i in schema.written)
     excluded = (Exclusion(f"{written} would have to move, but the op writes it", None, (), dropped),) if dropped else ()
     results = _result_names(len(chosen.output_specs))
-    return Decision((0,), names, results, tuple(candidates), len(legal), len(listed), True, excluded)
+    return Decision((0,), names, results, tuple(candidates), len(legal), len(every), True, excluded)
 
 
 def _result_names(count: int) -> tuple[str, ...]:

@@ -51,10 +51,9 @@ def in_path(src: TensorSpec, path: Path, operand: str) -> list[Collective]:
     """The collectives of a redistribution, in order."""
     issued = []
     for step in path.steps:
-        nbytes = src.with_placements(step.source).max_local_numel * src.dtype.itemsize
-        if step.kind in KINDS and nbytes:
+        if step.kind in KINDS and step.held:
             ranks = _ranks(src.mesh_shape, step.mesh_dims)
-            issued.append(Collective(step.kind, step.mesh_dims, ranks, nbytes, operand))
+            issued.append(Collective(step.kind, step.mesh_dims, ranks, step.held, operand))
     return issued
 
 

@@ -12,13 +12,21 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
-from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
+from shardwise.kernel.factors import has_factors
+from shardwise.kernel.placements import REPLICATE, Placement, partial, shard, shard_dim, strided_shard
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.testing.judge import comparable
 from shardwise.testing.partials import can_be_partial
-from shardwise.testing.programs.machine import Machine, call_on, decided_by_chance, quietly, written_names
+from shardwise.testing.programs.machine import (
+    Machine,
+    call_on,
+    decided_by_chance,
+    has_values_of,
+    quietly,
+    written_names,
+)
 from shardwise.testing.programs.program import (
     WAYS_TO_COPY,
     Assign,
@@ -49,6 +57,8 @@ _LARGEST = 1e5
 _COPIED, _OF_COPIES = 0.06, 0.5
 # Tries per call of a program: the op may refuse its operands.
 _TRIES = 8
+#: How many of the shards are strided, where the size of the dim allows it.
+_INSIDE = 0.25
 # The shares of moves, of calls that use an earlier value, of other operands that do, of calls with any elementwise op,
 # of programs with gradients, and of samples that are chosen by rule and not by op.
 # How often a leaf has other strides than a contiguous tensor, and from how many dims on.
@@ -171,7 +181,7 @@ class _Drawing:
         leaves, operands = self._choose_operands(sample, fixed)
         whole = {leaf.name: leaf.value for leaf in leaves} | self.machine.values
         call = self._try_call(sample, operands, whole)
-        if call is None or self._overlaps(call) or not _heeds_strides(call, whole):
+        if call is None or self._overlaps(call, whole) or not _heeds_strides(call, whole):
             return
         try:
             lines: list[Line] = [*leaves, call]
@@ -270,10 +280,20 @@ class _Drawing:
         partials = [partial(kind) for kind in REDUCE_OPS if can_be_partial(kind, value.dtype)]
         shards: list[Placement] = [shard(d) for d in range(value.ndim)] or [REPLICATE]
         kind = self.rng.choice(partials) if partials else REPLICATE
-        return tuple(
+        drawn = tuple(
             self.rng.choice([self.rng.choice(shards), self.rng.choice(shards), REPLICATE, kind])
             for _ in self.mesh_shape
         )
+        inside = tuple(self._inside(placement, value) for placement in drawn)
+        return inside if has_factors(value.shape, inside, self.mesh_shape) else drawn
+
+    def _inside(self, placement: Placement, value: Tensor) -> Placement:
+        """Now and then a strided shard in place of a plain one, where the size of the dim is a product."""
+        dim = shard_dim(placement)
+        if dim is None or self.rng.random() > _INSIDE:
+            return placement
+        pieces = [f for f in range(1, value.shape[dim] + 1) if value.shape[dim] % f == 0]
+        return strided_shard(dim, self.rng.choice(pieces or [1]))
 
     def _try_call(self, sample: _Sample, names: Sequence[int | None], whole: Mapping[int, Tensor]) -> Call | None:
         """The call with these operands. It is tried on copies; ``None`` if the op refuses it, or a program must not
@@ -299,12 +319,12 @@ class _Drawing:
             return None
         return evolve(call, names=tuple(self._name() for _ in tensors))
 
-    def _overlaps(self, call: Call) -> bool:
+    def _overlaps(self, call: Call, whole: Mapping[int, Tensor]) -> bool:
         """Whether the call writes memory of another of its operands: then chance decides its results.
 
         An elementwise op may read the tensor that it writes.
         """
-        written = written_names(call)
+        written = {*written_names(call), *_written_in_silence(call, whole)}
         memory = {name: self.machine.memory(name) for name in call.operands if name in self.machine.values}
         if torch.Tag.pointwise in op_called(call.op).tags and len(written) == 1:
             return any(memory.get(name) == m for name in written for other, m in memory.items() if other != name)
@@ -335,13 +355,20 @@ class _Drawing:
         return followed if gradients else program
 
 
+def _written_in_silence(call: Call, whole: Mapping[int, Tensor]) -> Iterable[int]:
+    """The operands that a call changes, such as running statistics, whose schema does not say so for all ops."""
+    own = {n: copied(whole[n].detach()) for n in call.operands}
+    call_on(call, own)
+    return [n for n, tensor in own.items() if not has_values_of(tensor, whole[n])]
+
+
 def _heeds_strides(call: Call, whole: Mapping[int, Tensor]) -> bool:
     """Whether one device computes the same from contiguous copies. Some kernels read an operand as if it were so, and
     some refuse one that is so.
     """
     if decided_by_chance(op_called(call.op)) or all(whole[n].is_contiguous() for n in call.operands):
         return True
-    if any(arg.name == "stride" for arg in signature(op_called(call.op)).args):
+    if "strided" in call.op:
         return True  # which strides the operand has is part of the call
     try:
         turned, _ = call_on(call, {n: copied(whole[n].detach()) for n in call.operands})

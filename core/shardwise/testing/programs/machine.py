@@ -36,6 +36,7 @@ __all__ = [
     "cotangents",
     "decided_by_chance",
     "flows",
+    "has_values_of",
     "follow_back",
     "quietly",
     "reference",
@@ -95,7 +96,7 @@ class Machine:
                     self.values[name] = tensor
             # Values change with their memory: with what the schema says is written, and with whatever has changed.
             written = written_names(line)
-            written += [n for n, was in before.items() if not _has_values_of(self.values[n], was)]
+            written += [n for n, was in before.items() if not has_values_of(self.values[n], was)]
             memory = {memory_of(self.values[name]) for name in written}
             changed = [name for name, value in self.values.items() if memory_of(value) in memory]
             return self._after(operands, [*(n for n in line.names if n in self.values), *changed], others, loose=loose)
@@ -201,7 +202,8 @@ def call_on(line: Call, values: Mapping[int, Any]) -> tuple[tuple[Any, ...], tup
     return split_results(op, op(*args, **kwargs))
 
 
-def _has_values_of(tensor: Tensor, other: Tensor) -> bool:
+def has_values_of(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one shape have the same values; a NaN is the same as a NaN."""
     tensor, other = comparable(tensor.detach()), comparable(other)
     return torch.equal(tensor, other) or torch.allclose(tensor, other, rtol=0, atol=0, equal_nan=True)
 

@@ -13,7 +13,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from shardwise.kernel.placements import Partial, Placement, Shard
+from shardwise.kernel.placements import Partial, Placement, Shard, StridedShard
 from shardwise.kernel.signature import Op
 from shardwise.testing.exact_parts import few_digits
 from shardwise.testing.judge import comparable
@@ -229,6 +229,8 @@ def _shown(placements: Sequence[Placement]) -> str:
 
 
 def _shown_placement(placement: Placement) -> str:
+    if isinstance(placement, StridedShard):
+        return f"_StridedShard({placement.dim}, split_factor={placement.split_factor})"
     if isinstance(placement, Shard):
         return f"Shard({placement.dim})"
     return f'Partial("{placement.reduce_op}")' if isinstance(placement, Partial) else "Replicate()"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from attrs import evolve
 from torch import Tensor
 
-from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.factors import has_factors
+from shardwise.kernel.placements import REPLICATE, Placement, is_strided, shard, shard_dim
 from shardwise.testing.programs.machine import reference
 from shardwise.testing.programs.program import Assign, Leaf, Line, Move, Program, is_drawn, operands_of
 from shardwise.testing.values import made
@@ -83,11 +84,13 @@ def _with_leaves_for_results(program: Program) -> Iterator[Program]:
 
 
 def _with_simpler_lines(program: Program) -> Iterator[Program]:
-    """The program on a mesh of one dim; with one more replicated placement; with the values of one leaf rounded."""
+    """The program on a mesh of one dim; with a plain shard for a strided one; with one more replicated placement; with
+    the values of one leaf rounded.
+    """
     ranks = int(torch.tensor(program.mesh_shape).prod())
     for m in range(len(program.mesh_shape)) if len(program.mesh_shape) > 1 else ():
         lines = tuple(
-            evolve(line, placements=(line.placements[m],)) if isinstance(line, (Leaf, Move)) else line
+            _placed(line, (line.placements[m],), (ranks,)) if isinstance(line, (Leaf, Move)) else line
             for line in program.lines
         )
         backward = tuple((n, (p[m],)) for n, p in program.backward)
@@ -95,14 +98,26 @@ def _with_simpler_lines(program: Program) -> Iterator[Program]:
     for i, line in enumerate(program.lines):
         if not isinstance(line, (Leaf, Move)):
             continue
+        if is_strided(line.placements):
+            yield _with_line(program, i, evolve(line, placements=_plain(line.placements)))
         for m, placement in enumerate(line.placements):
             if placement is not REPLICATE:
                 placements = (*line.placements[:m], REPLICATE, *line.placements[m + 1 :])
-                yield _with_line(program, i, evolve(line, placements=placements))
+                yield _with_line(program, i, _placed(line, placements, program.mesh_shape))
     for i, line in enumerate(program.lines):
         if isinstance(line, Leaf):
             for value in _rounded_values(line):
                 yield _with_line(program, i, evolve(line, value=value))
+
+
+def _placed(line: Leaf | Move, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> Leaf | Move:
+    """A line with other placements; strided ones become plain where they may not fit the tensor any more."""
+    fits = isinstance(line, Leaf) and has_factors(line.value.shape, placements, mesh_shape)
+    return evolve(line, placements=placements if fits else _plain(placements))
+
+
+def _plain(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return tuple(p if (d := shard_dim(p)) is None else shard(d) for p in placements)
 
 
 def _with_line(program: Program, i: int, line: Line) -> Program:
