@@ -106,6 +106,17 @@ def test_without_a_seed_torchs_generator_seeds():
     assert torch.equal(*drawn)
 
 
+def test_a_draw_in_another_way_does_not_change_the_way_of_later_ones():
+    sw.random.set_state(UNSEEDED)
+    with sw.random.using("counter"):
+        one_device()
+    assert sw.random.mode() == "torch"
+    agreed = sw.random.get_state()
+    sw.manual_seed(1)
+    sw.random.set_state(agreed)
+    assert sw.random.mode() == "torch"
+
+
 # -- recomputation ---------------------------------------------------------------------------------------------------
 
 

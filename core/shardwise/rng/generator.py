@@ -30,17 +30,20 @@ Agree = Callable[[int, int], tuple[int, int]]
 _REMEMBERED = 1 << 17
 _VERSION = 1
 _FIELDS = 4
+# Who set the seed: nobody, the program, or the ranks at a first draw.
+_UNSEEDED, _ASKED, _AGREED = range(3)
 
 
 @define
 class _Generator:
     """The generator of this process.
 
-    ``seed`` is ``None`` until a program or the first draw sets it. ``modes`` are the modes of the active contexts, the
+    ``seed`` is ``None`` until a program or the first draw sets it; ``is_asked`` says that a program did. ``modes`` are the modes of the active contexts, the
     innermost last. ``draws`` maps a number from torch's CPU generator to the draw that followed it.
     """
 
     seed: int | None = None
+    is_asked: bool = False
     number: int = 0
     modes: list[str] = field(factory=list)
     draws: dict[int, tuple[int, int]] = field(factory=dict)
@@ -56,14 +59,15 @@ def manual_seed(seed: int) -> None:
     must call this with the same seed, an integer that torch accepts.
     """
     torch.manual_seed(seed)
-    _here.seed, _here.number = seed % (1 << 64), 0
+    _here.seed, _here.is_asked, _here.number = seed % (1 << 64), True, 0
 
 
 def get_state() -> Tensor:
     """The state, as an int64 tensor on the CPU. It can be saved as any tensor can. See :func:`set_state`."""
     seed = 0 if _here.seed is None else _here.seed
     signed = seed - (1 << 64) if seed >= 1 << 63 else seed
-    return torch.tensor([_VERSION, int(_here.seed is not None), signed, _here.number], device="cpu")
+    kind = _UNSEEDED if _here.seed is None else _ASKED if _here.is_asked else _AGREED
+    return torch.tensor([_VERSION, kind, signed, _here.number], device="cpu")
 
 
 def set_state(state: Tensor) -> None:
@@ -75,15 +79,16 @@ def set_state(state: Tensor) -> None:
             found=f"a {state.dtype} tensor of shape {tuple(state.shape)} is not one of its states",
             do="Give what shardwise.random.get_state() returned.",
         )
-    _, is_seeded, seed, _here.number = values
-    _here.seed = seed % (1 << 64) if is_seeded else None
+    _, kind, seed, _here.number = values
+    _here.seed = None if kind == _UNSEEDED else seed % (1 << 64)
+    _here.is_asked = kind == _ASKED
 
 
 def mode() -> str:
     """The mode in which random ops draw now: ``counter``, ``torch`` or ``local``. See docs/random.md."""
     if _here.modes:
         return _here.modes[-1]
-    return _mode_of_settings() or ("torch" if _here.seed is None else "counter")
+    return _mode_of_settings() or ("counter" if _here.is_asked else "torch")
 
 
 @cache
