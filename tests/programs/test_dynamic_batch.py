@@ -223,10 +223,26 @@ def moved_whole(x, w, count):
     return [torch.sin(y) for _ in range(count)]
 
 
-@pytest.mark.parametrize("sizes", [[(4, 8, 12), (8, 12, 16)], [(11, 15, 19), (15, 19, 11)]], ids=["even", "uneven"])
+EVEN, UNEVEN = [(8, 12, 16), (12, 16, 8)], [(11, 15, 19), (15, 19, 11)]
+
+
 @pytest.mark.parametrize("source", PLACES)
-def test_every_redistribution_is_compiled_once_for_sizes_that_change(ranks, source, sizes):
-    assert ranks.run(all_ways_from, source, sizes, timeout=240) == [[1, 1]] * ranks.world_size
+def test_every_redistribution_is_compiled_once_for_sizes_that_change(two_ranks, source):
+    assert two_ranks.run(all_ways_from, source, UNEVEN, timeout=240) == [[1, 1]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("sizes", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("source", PLACES)
+def test_every_redistribution_is_compiled_once_on_four_ranks(pool, source, sizes):
+    assert pool.run(all_ways_from, source, sizes, timeout=240) == [[1, 1]] * pool.world_size
+
+
+@pytest.mark.parametrize("source", ["R", pytest.param("P", marks=pytest.mark.slow)])
+def test_a_size_that_leaves_each_rank_one_element_is_compiled_for_itself(pool, source):
+    sizes = [(4, 8, 12), (8, 12, 16), (12, 16, 20)]
+    assert pool.run(all_ways_from, source, sizes, timeout=240) == [[1, 2, 2]] * pool.world_size
 
 
 def sequence_block(x, w, v):

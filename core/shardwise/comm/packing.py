@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from attrs import frozen
@@ -101,13 +101,12 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
         return lambda local: row_major(local).view(-1)
     blocks = copies_of(_split(whole, dim, shapes), whole)
     count = math.prod(whole)
+    sizes = [shape[dim] for shape in shapes]
 
     def pack(local: Tensor) -> Tensor:
         if is_traced(local):
-            # Compilers leave out copies, and with them the storage offset that a graph had asked for.
-            starts = accumulate((shape[dim] for shape in shapes), initial=0)
-            parts = [local.narrow(dim, at, shape[dim]) for at, shape in zip(starts, shapes, strict=False)]
-            return torch.cat([row_major(part).view(-1) for part in parts])
+            packed: Tensor = torch.ops.shardwise.pack(local, dim, sizes)
+            return packed
         source, flat = row_major(local), local.new_empty(count)
         base = source.storage_offset()
         for size, there, at, here, to in blocks:
@@ -115,6 +114,24 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
         return flat
 
     return pack
+
+
+# Packing in a graph is one call: compilers leave out copies, and with them the storage offset that a graph had asked
+# for, while slices would add guards on sizes, so that each size were compiled anew.
+torch.library.define("shardwise::pack", "(Tensor whole, int dim, SymInt[] sizes) -> Tensor")
+
+
+@torch.library.impl("shardwise::pack", "CompositeExplicitAutograd")
+def _packed(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    shape = tuple(whole.shape)
+    packed = packer(shape, dim, [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes])(whole)
+    # The result of an op is no view of what it was given.
+    return packed.clone() if packed.data_ptr() == whole.data_ptr() else packed
+
+
+@torch.library.register_fake("shardwise::pack")
+def _packed_without_data(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+    return whole.new_empty(whole.numel())
 
 
 def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:

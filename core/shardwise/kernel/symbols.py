@@ -108,6 +108,10 @@ def lengths(size: Any, parts: int) -> list[Any]:
     for n in pieces:
         if not n > 1:
             bool(n == 0)
+    if not first > 1:
+        # No piece has more than one element, so torch would find sooner or later that few sizes are left. In a later
+        # pass that would be too late, because the passes of a graph must agree on what is a symbol.
+        int(size)
     return pieces
 
 

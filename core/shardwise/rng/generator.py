@@ -38,8 +38,9 @@ _UNSEEDED, _ASKED, _AGREED = range(3)
 class _Generator:
     """The generator of this process.
 
-    ``seed`` is ``None`` until a program or the first draw sets it; ``is_asked`` says that a program did. ``modes`` are the modes of the active contexts, the
-    innermost last. ``draws`` maps a number from torch's CPU generator to the draw that followed it.
+    ``seed`` is ``None`` until a program or the first draw sets it; ``is_asked`` says that a program did. ``modes`` are
+    the modes of the active contexts, the innermost last. ``draws`` maps a number from torch's CPU generator to the draw
+    that followed it.
     """
 
     seed: int | None = None
