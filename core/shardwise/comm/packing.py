@@ -129,8 +129,8 @@ def _packed(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     return packed.clone() if packed.data_ptr() == whole.data_ptr() else packed
 
 
-@torch.library.register_fake("shardwise::pack")
-def _packed_without_data(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+@torch.library.register_fake("shardwise::pack")  # type: ignore[untyped-decorator]
+def _packed_without_data(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:  # noqa: ARG001  # as the op is called
     return whole.new_empty(whole.numel())
 
 
