@@ -16,6 +16,7 @@ from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.errors import PlacementError
 from shardwise.kernel.placements import strided_shard
+from shardwise.rng.generator import preserved_state
 from shardwise.testing import mesh
 
 BATCH, SEQUENCE, WIDTH, CLASSES = 4, 8, 6, 5
@@ -180,7 +181,7 @@ def made_alike(mesh_shape, layout):
         whole, inside = make([Replicate()] * len(layout)), make(layout)
         assert inside.placements == tuple(layout)
         assert torch.equal(inside.full_tensor(), whole.full_tensor())
-    with sw.random.using("counter"):
+    with preserved_state(), sw.random.using("counter"):
         sw.manual_seed(5)
         whole = sw.randn(16, 6, device_mesh=where, placements=[Replicate()] * len(layout))
         sw.manual_seed(5)

@@ -105,7 +105,7 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
 
     def pack(local: Tensor) -> Tensor:
         if is_traced(local):
-            packed: Tensor = torch.ops.shardwise.pack(local, dim, sizes)
+            packed: Tensor = _packed(local, dim, sizes)
             return packed
         source, flat = row_major(local), local.new_empty(count)
         base = source.storage_offset()
@@ -118,19 +118,16 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
 
 # Packing in a graph is one call: compilers leave out copies, and with them the storage offset that a graph had asked
 # for, while slices would add guards on sizes, so that each size were compiled anew.
-torch.library.define("shardwise::pack", "(Tensor whole, int dim, SymInt[] sizes) -> Tensor")
-
-
-@torch.library.impl("shardwise::pack", "CompositeExplicitAutograd")
-def _packed(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
+@torch.library.custom_op("shardwise::pack", mutates_args=())
+def _packed(whole: Tensor, dim: int, sizes: list[int]) -> Tensor:
     shape = tuple(whole.shape)
     packed = packer(shape, dim, [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes])(whole)
     # The result of an op is no view of what it was given.
     return packed.clone() if packed.data_ptr() == whole.data_ptr() else packed
 
 
-@torch.library.register_fake("shardwise::pack")  # type: ignore[untyped-decorator]
-def _packed_without_data(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:  # noqa: ARG001  # as the op is called
+@_packed.register_fake
+def _(whole: Tensor, _dim: int, _sizes: list[int]) -> Tensor:
     return whole.new_empty(whole.numel())
 
 
