@@ -226,9 +226,8 @@ def moved_whole(x, w, count):
 EVEN, UNEVEN = [(8, 12, 16), (12, 16, 8)], [(11, 15, 19), (15, 19, 11)]
 
 
-@pytest.mark.parametrize("source", PLACES)
-def test_every_redistribution_is_compiled_once_for_sizes_that_change(two_ranks, source):
-    assert two_ranks.run(all_ways_from, source, UNEVEN, timeout=240) == [[1, 1]] * 2
+def test_every_redistribution_is_compiled_once_for_sizes_that_change(two_ranks):
+    assert two_ranks.run(all_ways_from, "R", UNEVEN, timeout=240) == [[1, 1]] * 2
 
 
 @pytest.mark.slow
@@ -239,10 +238,11 @@ def test_every_redistribution_is_compiled_once_on_four_ranks(pool, source, sizes
     assert pool.run(all_ways_from, source, sizes, timeout=240) == [[1, 1]] * pool.world_size
 
 
-@pytest.mark.parametrize("source", ["R", pytest.param("P", marks=pytest.mark.slow)])
-def test_a_size_that_leaves_each_rank_one_element_is_compiled_for_itself(pool, source):
-    sizes = [(4, 8, 12), (8, 12, 16), (12, 16, 20)]
-    assert pool.run(all_ways_from, source, sizes, timeout=240) == [[1, 2, 2]] * pool.world_size
+@pytest.mark.parametrize(
+    "source", ["R", *(pytest.param(name, marks=pytest.mark.slow) for name in ("S(0)", "S(1)", "P"))]
+)
+def test_a_size_that_leaves_each_rank_one_element_is_compiled_for_itself(two_ranks, source):
+    assert two_ranks.run(all_ways_from, source, [(2, 4, 6), (4, 6, 8)], timeout=240) == [[1, 2]] * 2
 
 
 def sequence_block(x, w, v):
@@ -274,6 +274,8 @@ def blocks_of_sequences(lengths):
     return counter.frame_count
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_sequence_parallel_block_is_compiled_once_for_lengths_that_change(ranks):
     assert ranks.run(blocks_of_sequences, (12, 16, 20), timeout=240) == [1] * ranks.world_size
     # The first length is the width, too: torch takes sizes that are equal for one symbol.

@@ -254,7 +254,10 @@ def trained(compiled):
     assert not [e for e in sends if e.nbytes > 16], sends  # what a mean needs is all that is sent
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, marks=[pytest.mark.slow, pytest.mark.sample], id="compiled")],
+)
 def test_a_block_between_flat_views_trains(pool, compiled):
     pool.run(trained, compiled)
 

@@ -81,7 +81,11 @@ GOOD = {
 }
 
 
-@pytest.mark.parametrize("name", GOOD)
+# Three overloads with samples of PyTorch's database: what the others take, with more cases.
+LONG = {"pointwise": [pytest.mark.slow, pytest.mark.sample]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=LONG.get(name, ())) for name in GOOD])
 def test_a_right_rule_is_accepted_and_every_row_runs(name):
     report = check_rule(*GOOD[name])
     assert report.rules == 1
