@@ -12,6 +12,8 @@ import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
 from shardwise.engine.first_run import CHECK_STRIDES
 from shardwise.kernel.dispatcher import clear_plans
+from shardwise.kernel.local_strides import in_order, lies_as
+from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.testing import mesh
 
 LAYOUTS = [
@@ -89,6 +91,55 @@ def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
 def test_what_follows_a_convolution_of_channels_last(pool, name, mesh_shape, layout, dtype):
     for channels_last, checked in (("input", False), ("weight", True)):
         pool.run(after_a_convolution, name, dtype, mesh_shape, layout, channels_last, checked)
+
+
+def norm_of_one_image_on_each_rank():
+    """Attention over the points of an image, as U-Nets have it: torch's kernels lay one image as (16, 1, 64, 16)."""
+    m = mesh((4,))
+    generator = torch.Generator().manual_seed(0)
+    points, image = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((4, 16, 16), (4, 16, 4, 4)))
+    norm = nn.GroupNorm(4, 16).double()
+
+    def block(points, image):
+        attended = points.transpose(1, 2).reshape(4, 16, 4, 4)
+        return norm((attended + image) / 1.5)
+
+    parts = [sw.distribute_tensor(t, m, [Shard(0)]).requires_grad_() for t in (points, image)]
+    wholes = [t.requires_grad_() for t in (points, image)]
+    whole = block(*wholes)
+    whole.square().sum().backward()
+    sw.distribute_module(norm, m)
+    result = block(*parts)
+    result.square().sum().backward()
+    torch.testing.assert_close(result.full_tensor(), whole, rtol=1e-9, atol=1e-9)
+    for part, one in zip(parts, wholes, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), one.grad, rtol=1e-9, atol=1e-9)
+
+
+def test_a_norm_of_one_image_on_each_rank(pool):
+    pool.run(norm_of_one_image_on_each_rank)
+
+
+@pytest.mark.parametrize(
+    ("shape", "given", "expected"),
+    [
+        ((1, 16, 4, 4), (16, 1, 64, 16), (256, 1, 64, 16)),
+        ((1, 16, 4, 4), (256, 1, 64, 16), (256, 1, 64, 16)),
+        ((4, 16, 1, 4), (64, 1, 1, 16), (64, 1, 64, 16)),
+        ((1, 16, 4, 4), (7, 16, 4, 1), (256, 1, 64, 16)),  # another order: a copy
+        ((4, 1, 4, 4), (16, 1, 4, 1), (16, 1, 4, 1)),  # row-major, whatever the one channel has
+    ],
+)
+def test_strides_of_dims_of_one_element(shape, given, expected):
+    meta = TensorMeta((8, 16, 4, 4), (256, 1, 64, 16), torch.float32)
+    memory = torch.arange(256.0)
+    part = memory.as_strided(shape, given)
+    put = in_order(part, meta)
+    assert put.stride() == expected
+    assert torch.equal(put, part)
+    assert lies_as(meta, put.shape, put.stride())
+    layout = torch._prims_common.suggest_memory_format(put)
+    assert put.is_contiguous(memory_format=layout)
 
 
 def parts_with_a_shape(strides_given):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.local_strides import in_order, lies_as
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Kind, Result, op_name
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec
@@ -57,8 +57,8 @@ class _FirstRun:
         wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
         # A value of a graph that is being traced has the strides that torch expects, not those of a kernel.
         if not any(is_without_data(local) for local, _ in parts):
-            plan.run_by((lambda *args, **kwargs: _copied(plan, call(*args, **kwargs), wrong)) if wrong else call)
-        return _copied(plan, out, wrong) if wrong else out
+            plan.run_by((lambda *args, **kwargs: _put_in_order(plan, call(*args, **kwargs), wrong)) if wrong else call)
+        return _put_in_order(plan, out, wrong) if wrong else out
 
 
 class _CheckedRuns:
@@ -86,7 +86,7 @@ class _CheckedRuns:
         elif self._wrong is not None and not wrong <= self._wrong:
             local, spec = parts[min(wrong - self._wrong)]
             _check(plan, "a result of a later run", local, spec)
-        out = _copied(plan, out, wrong) if wrong else out
+        out = _put_in_order(plan, out, wrong) if wrong else out
 
         def check(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
             _check(plan, "a view", local, spec)
@@ -147,10 +147,10 @@ def _new_results(plan: Plan, out: Any) -> list[tuple[torch.Tensor, TensorSpec]]:
     return parts
 
 
-def _copied(plan: Plan, out: Any, wrong: set[int]) -> Any:
-    """The results of an op with those of some numbers, counted among the new ones, copied into the right order."""
+def _put_in_order(plan: Plan, out: Any, wrong: set[int]) -> Any:
+    """The results of an op with those of some numbers, counted among the new ones, put into the right order."""
     numbers = count()
-    return _changed(plan, out, lambda t, spec: dense_in_order(t, spec.tensor_meta) if next(numbers) in wrong else t)
+    return _changed(plan, out, lambda t, spec: in_order(t, spec.tensor_meta) if next(numbers) in wrong else t)
 
 
 def _changed(

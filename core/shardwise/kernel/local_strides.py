@@ -7,8 +7,12 @@ copied, and the kernel that comes next reads the local memory as if it were. So 
 * if the global tensor is dense (its elements fill its memory), the local tensor is dense;
 * no dim is expanded (stride 0) that is not expanded in the global tensor.
 
-Dims of one element do not count: their stride is never multiplied by anything but 0. With a global tensor of shape
-[4, 6] and strides (1, 4), a shard of shape [4, 3] has strides (1, 4), and (4, 1) would be wrong.
+With a global tensor of shape [4, 6] and strides (1, 4), a shard of shape [4, 3] has strides (1, 4), and (4, 1) would be
+wrong. Dims of one element do not count, because their stride is never multiplied by anything but 0, with one exception:
+
+* torch tells from all strides whether four or five dims are channels last, and its kernels refuse memory that is
+  neither that nor row-major. So strides of such a local tensor never fall from the innermost dim to the outermost: one
+  image of 16 channels and 4 x 4 points that lies as (16, 1, 64, 16) is given the strides (256, 1, 64, 16).
 """
 
 from __future__ import annotations
@@ -22,7 +26,11 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.symbols import hint
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
-__all__ = ["dense_in_order", "lies_as"]
+__all__ = ["dense_in_order", "in_order", "lies_as"]
+
+
+HAVE_MEMORY_FORMATS = (4, 5)
+"""The numbers of dims for which torch knows the channels-last memory format."""
 
 
 def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -39,12 +47,27 @@ def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bo
         is_dense = is_dense and steps[d] == expected
         expected *= sizes[d]
     if is_dense:
-        return True
+        return len(sizes) not in HAVE_MEMORY_FORMATS or _is_row_major(sizes, steps) or _only_rise(meta, sizes, steps)
     expanded = [d for d in order if meta.stride[d] == 0]
     if _is_dense(meta) or any(steps[d] == 0 and d not in expanded for d in order):
         return False
     rest = [d for d in order if d not in expanded]
     return bool(expanded) or all(steps[outer] >= steps[inner] for outer, inner in pairwise(rest))
+
+
+def _is_row_major(sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    several = [step for n, step in zip(sizes, steps, strict=True) if n > 1]
+    return all(outer > inner for outer, inner in pairwise(several))
+
+
+def _only_rise(meta: TensorMeta, sizes: Sequence[int], steps: Sequence[int]) -> bool:
+    """Whether no stride is smaller than what lies inside its dim takes up; torch asks the same of memory formats."""
+    least = 0
+    for d in reversed(memory_order(meta)):
+        if steps[d] < least:
+            return False
+        least = steps[d] * sizes[d]
+    return True
 
 
 def _is_dense(meta: TensorMeta) -> bool:
@@ -56,6 +79,19 @@ def _is_dense(meta: TensorMeta) -> bool:
                 return False
             expected *= meta.shape[d]
     return True
+
+
+def in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
+    """A local tensor as a global tensor's meta says: itself, a view if only dims of one element differ, else a copy."""
+    if lies_as(meta, tensor.shape, tensor.stride()):
+        return tensor
+    strides, expected = [0] * tensor.ndim, 1
+    for d in reversed(memory_order(meta)):
+        strides[d] = expected
+        expected *= tensor.shape[d]
+    if all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
+        return tensor.as_strided(tensor.shape, strides)
+    return dense_in_order(tensor, meta)
 
 
 def dense_in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

@@ -26,7 +26,7 @@ from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
-from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -175,9 +175,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.spec, ctx.grad = spec, grad
         ctx.set_materialize_grads(False)
         # Every rank has the same spec, and an empty part does not say how the others lie: so the part gives in.
-        part = (
-            local if lies_as(spec.tensor_meta, local.shape, local.stride()) else dense_in_order(local, spec.tensor_meta)
-        )
+        part = in_order(local, spec.tensor_meta)
         return wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 
     @staticmethod

@@ -12,7 +12,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError
-from shardwise.kernel.local_strides import dense_in_order, lies_as
+from shardwise.kernel.local_strides import in_order, lies_as
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -172,9 +172,7 @@ def leaf_on_mesh(line: Leaf, device_mesh: Any, *, requires_grad: bool) -> MeshTe
     spec = TensorSpec(device_mesh, line.placements, unexpanded(TensorMeta.of(line.value)))
     generator = torch.Generator().manual_seed(line.name)
     local = place(line.value, spec, generator, exact=True)[spec.coordinate()]
-    if not lies_as(spec.tensor_meta, local.shape, local.stride()):
-        local = dense_in_order(local, spec.tensor_meta)
-    return MeshTensor(local, spec, requires_grad and flows(line.value))
+    return MeshTensor(in_order(local, spec.tensor_meta), spec, requires_grad and flows(line.value))
 
 
 class LineFailedError(RuntimeError):
