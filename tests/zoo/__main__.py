@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("patterns", nargs="*", default=["*"], help="shell patterns on package/name")
     parser.add_argument("--output", type=Path, default=Path("build/zoo.jsonl"))
     parser.add_argument("--seconds", type=float, default=60.0, help="after which a layout counts as hung")
+    parser.add_argument("--layouts", nargs="*", choices=LAYOUTS, default=list(LAYOUTS), help="which columns")
     parser.add_argument("--single", action="store_true", help="one device only: which recipes work")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -35,7 +36,7 @@ def main() -> None:
     with WorkerPool(4) as pool, tempfile.TemporaryDirectory() as folder, options.output.open("w") as lines:
         for name, recipe in chosen.items():
             start = time.monotonic()
-            layouts = () if options.single else tuple(LAYOUTS)
+            layouts = () if options.single else tuple(options.layouts)
             verdicts[name] = judge(None if options.single else pool, recipe, layouts, Path(folder), options.seconds)
             for verdict in verdicts[name]:
                 row = {"model": name, "layout": verdict.layout, "result": verdict.result, "why": verdict.why}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from zoo_judge import judge, prepared
 from zoo_packages import PACKAGES, installed, recipes_of
-from zoo_trial import LAYOUTS, TOLERANCE, differences
+from zoo_trial import OURS, TOLERANCE, differences
 
 pytestmark = [pytest.mark.zoo, pytest.mark.slow]
 
@@ -27,8 +27,35 @@ def test_no_model_is_wrong(pool, package, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = {
-            name: judge(prepared(pool, [package]), recipe, tuple(LAYOUTS), tmp_path, seconds=120.0)
+            name: judge(prepared(pool, [package]), recipe, OURS, tmp_path, seconds=120.0)
             for name, recipe in recipes_of(package).items()
         }
     bad = {"wrong", "hung", "died"}
     assert {name: row for name, row in found.items() if any(verdict.result in bad for verdict in row)} == {}
+
+
+SAMPLE = [
+    "torch/lstm_packed",
+    "torch/unet",
+    "torchvision/mobilenet_v2",
+    "timm/test_vit",
+    "transformers/Llama",
+    "transformers/T5",
+    "transformers/Mixtral",
+    "diffusers/unet_2d",
+    "peft/lora",
+    "torch_geometric/gcn",
+]
+
+
+@pytest.mark.sample
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_fixed_sample_of_ten(pool, name, tmp_path):
+    package = name.partition("/")[0]
+    if package not in installed():
+        pytest.skip(f"needs {package}: pip install -e '.[zoo]'")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        verdicts = judge(prepared(pool, [package]), recipes_of(package)[name], OURS, tmp_path, seconds=120.0)
+    assert [(v.layout, v.result) for v in verdicts] == [(layout, "pass") for layout in OURS], verdicts

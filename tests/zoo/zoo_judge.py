@@ -36,7 +36,7 @@ def import_all(packages: list[str]) -> None:
         recipes_of(package)
 
 
-def on_rank(package: str, name: str, layout: str, path: str) -> list[str]:
+def on_rank(package: str, name: str, layout: str, path: str) -> tuple[list[str], bool]:
     return compared_on_rank(recipes_of(package)[f"{package}/{name}"], layout, path)
 
 
@@ -59,16 +59,23 @@ def judge(
     torch.save((tolerance, sensitive, expected), path)
     if pool is None:
         return [Verdict("one device", "pass")]
-    return [_on_layout(prepared(pool, [recipe.package]), recipe, layout, path, seconds) for layout in layouts]
+    closeness = f"compared to {tolerance:.0e}: calculates in float32" if seen.float32 else ""
+    return [
+        _on_layout(prepared(pool, [recipe.package]), recipe, layout, path, seconds, closeness) for layout in layouts
+    ]
 
 
-def _on_layout(pool: WorkerPool, recipe: Recipe, layout: str, path: Path, seconds: float) -> Verdict:
+def _on_layout(pool: WorkerPool, recipe: Recipe, layout: str, path: Path, seconds: float, closeness: str) -> Verdict:
     try:
         found = pool.run(on_rank, recipe.package, recipe.name, layout, str(path), timeout=seconds)
     except WorkerError as error:
         return _verdict_of(error, layout)
-    wrong = next((differences for differences in found if differences), None)
-    return Verdict(layout, "pass") if wrong is None else Verdict(layout, "wrong", "; ".join(wrong[:6]))
+    wrong = next((differences for differences, _ in found if differences), None)
+    if wrong is not None:
+        return Verdict(layout, "wrong", "; ".join(wrong[:6]))
+    if any(is_sensitive for _, is_sensitive in found):
+        closeness = "; ".join(filter(None, [closeness, "a rounding of the parameters matters more than that"]))
+    return Verdict(layout, "pass", closeness)
 
 
 def _verdict_of(error: WorkerError, layout: str) -> Verdict:
