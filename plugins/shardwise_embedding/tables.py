@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.rule import Call, Flow, LocalCall, einop, rule, rule_from
+from shardwise.rule import Call, Flow, LocalCall, einop, is_traced, rule, rule_from
 from shardwise_embedding.lookup import own_rows, own_values
 
 __all__ = ["RULES"]
@@ -61,6 +61,9 @@ def _renorm_own(local: LocalCall, table: Tensor, indices: Tensor, max_norm: floa
     own, relative = own_rows(local, whole, indices)
     # An index that no rank has stays out of bounds, so that it fails here as on one device.
     illegal = (indices < 0) | (indices >= whole.shape[0])
+    if is_traced(table):
+        at = torch.where(own, relative, torch.where(illegal, len(table) + 1, len(table)))
+        return _renorm_touched(local, table, at, max_norm, norm_type)
     mine = torch.where(own, relative, table.shape[0])[own | illegal]
     split = local.sharding(whole, 1)
     if split:
@@ -70,12 +73,27 @@ def _renorm_own(local: LocalCall, table: Tensor, indices: Tensor, max_norm: floa
 
 
 def _renorm_columns(local: LocalCall, table: Tensor, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
-    """Scale down the rows whose norm, over the columns of all ranks, is above ``max_norm``."""
+    """Scale down those of ``rows`` whose norm, over the columns of all ranks, is above ``max_norm``."""
     values = table.index_select(0, rows)
-    norms = _norms(local, values.float() if values.dtype in (torch.float16, torch.bfloat16) else values, norm_type)
-    # torch's kernel adds the same small number.
-    scale = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+    scale = _scales(local, values, max_norm, norm_type)
     return table.index_copy_(0, rows, (values * scale.unsqueeze(1)).to(table.dtype))
+
+
+def _renorm_touched(local: LocalCall, table: Tensor, at: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """The same in a graph, which cannot choose rows, because their number depends on data: it goes over all of them.
+
+    Indices of other ranks are the number of this rank's rows.
+    """
+    touched = at.new_zeros(len(table) + 1, dtype=torch.bool).index_fill(0, at.reshape(-1), True)[:-1]
+    scale = torch.where(touched, _scales(local, table, max_norm, norm_type), 1.0)
+    return table.copy_((table * scale.unsqueeze(1)).to(table.dtype))
+
+
+def _scales(local: LocalCall, rows: Tensor, max_norm: float, norm_type: float) -> Tensor:
+    """What each row is multiplied by."""
+    norms = _norms(local, rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows, norm_type)
+    # torch's kernel adds the same small number.
+    return torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
 
 
 def _norms(local: LocalCall, values: Tensor, power: float) -> Tensor:

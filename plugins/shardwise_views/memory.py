@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.errors import NoStrategyError
-from shardwise.rule import Flow, LocalCall, Partial, Rows, TensorMeta, like, rule_from
+from shardwise.errors import NoStrategyError, TracingError
+from shardwise.rule import Flow, LocalCall, Partial, Rows, TensorMeta, is_traced, like, rule_from
 
 __all__ = ["RULES", "rows", "strided"]
 
@@ -66,6 +66,12 @@ def _gather(local: LocalCall, x: torch.Tensor) -> torch.Tensor:
 def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
     """Raise on every rank if, on any rank, the tensor is a view of a part of its memory."""
     spec = local.spec("self")
+    if is_traced(x):
+        raise TracingError(
+            asked=f"run {local.call} with storage_offset={local.arg('storage_offset')}",
+            found="a graph is being traced, and whether the tensor is a view of a part of its memory is asked of all ranks",
+            do="Leave the offset out, or do it outside of compiled code.",
+        )
     alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy
     flag = torch.tensor(int(alone), dtype=torch.int32, device=x.device)
     if not int(local.comm.all_reduce(flag, "min", range(len(spec.placements)))):
