@@ -69,7 +69,7 @@ def _check_alone(local: LocalCall, x: torch.Tensor) -> None:
     if is_traced(x):
         raise TracingError(
             asked=f"run {local.call} with storage_offset={local.arg('storage_offset')}",
-            found="a graph is being traced, and whether the tensor is a view of a part of its memory is asked of all ranks",
+            found="a graph is traced, and whether the tensor is a view of a part of its memory is asked of all ranks",
             do="Leave the offset out, or do it outside of compiled code.",
         )
     alone = x.storage_offset() == 0 and x.untyped_storage().nbytes() == x.numel() * x.itemsize and not spec.is_copy

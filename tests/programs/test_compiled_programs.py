@@ -67,12 +67,20 @@ def test_a_partial_sum_is_divided_by_a_number_that_no_graph_knows(two_ranks, op,
     assert check_compiled(two_ranks, program)["values"]
 
 
-@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize(
+    "placement", [Shard(0), *(pytest.param(p, marks=pytest.mark.slow) for p in (Shard(1), Replicate()))]
+)
 def test_looked_up_rows_are_scaled_where_they_are(two_ranks, placement):
     table = torch.arange(20.0).reshape(5, 4).sin() * 3
     leaves = Leaf(0, table, (placement,)), Leaf(1, torch.tensor([4, 1, 4]), (Replicate(),))
     call = Call((2,), "aten.embedding_renorm_.default", (Value(0), Value(1), 1.5, 2.0))
     assert check_compiled(two_ranks, Program((2,), (*leaves, call)))["values"]
+
+
+def test_a_storage_offset_is_refused_by_name(two_ranks):
+    leaf = Leaf(0, torch.arange(12.0).reshape(3, 4), (Shard(0),))
+    call = Call((1,), "aten.as_strided.default", (Value(0), [2, 2], [3, 5], 1))
+    assert check_compiled(two_ranks, Program((2,), (leaf, call)))["refused while tracing"]
 
 
 def test_products_of_groups_compile(two_ranks):
