@@ -87,7 +87,7 @@ def reasons_of_dtensor(verdicts: dict[str, dict[str, dict[str, str]]]) -> str:
 def kind(line: dict[str, str]) -> str:
     """The outcome, with its error less what differs from model to model."""
     if line["result"] in ("pass", "hung", "died"):
-        return line["result"]
+        return line["result"] if line["result"] == "pass" else f"{line['result']}: {shortened(line['why'])}"
     if line["result"] == "wrong":
         return "wrong numbers"
     why = re.sub(r"(aten|prims|c10d)\.[\w.]+", "…", shortened(line["why"]))
