@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 
 import shardwise as sw
 from shardwise.discovery.process import default_registry
@@ -94,7 +95,7 @@ def everything(load, shape, seed):
                 found = op(*(place(a, on, rng) for a in args))
                 compare(found, expected)
         xs, by = [made(8, 6), made(5, 7)], torch.tensor(3.0)
-        given = [place(x, on, rng) for x in xs]
+        given = [place(x, on, rng, strided=False) for x in xs]
         before = [x.placements for x in given]
         classic.grow_(given, place(by, on, rng))
         compare(given, [x * by for x in xs])
@@ -103,10 +104,12 @@ def everything(load, shape, seed):
         undo()
 
 
-def place(value, on, rng):
+def place(value, on, rng, strided=True):
     if not isinstance(value, torch.Tensor):
         return value
     kinds = [sw.Replicate(), *map(sw.Shard, range(value.ndim))]
+    if strided:
+        kinds += [StridedShard(dim, split_factor=2) for dim in range(value.ndim) if value.shape[dim] % 2 == 0]
     return sw.distribute_tensor(value, on, [rng.choice(kinds) for _ in range(on.ndim)])
 
 
@@ -233,16 +236,26 @@ def test_propagations_that_are_none(function, error, words):
         asked(register_prop_rule, function, WHOLE)
 
 
-def test_placements_that_shardwise_does_not_have_are_dropped():
-    strided = pytest.importorskip("torch.distributed.tensor.placement_types")._StridedShard
+def with_another(placement):
+    """The operand stays as it lies, or lies at ``placement`` along the first mesh dim."""
 
     def rule(op_schema):
         there = op_schema.args_schema[0].strategies[0].output_spec
-        odd = torch_private.DTensorSpec(there.mesh, (strided(0, split_factor=2), sw.Replicate()), there.tensor_meta)
-        return torch_private.OpStrategy([torch_private.OpSpec(s, [s], [[0.0]]) for s in (there, odd)])
+        other = torch_private.DTensorSpec(there.mesh, (placement, sw.Replicate()), there.tensor_meta)
+        return torch_private.OpStrategy([torch_private.OpSpec(s, [s], [[0.0]]) for s in (there, other)])
 
-    (only,) = asked(register_op_strategy, rule, WHOLE)
+    return rule
+
+
+def test_placements_that_shardwise_does_not_have_are_dropped():
+    masked = pytest.importorskip("torch.distributed.tensor._ops._embedding_ops")._MaskPartial
+    (only,) = asked(register_op_strategy, with_another(masked("sum", offset_shape=torch.Size([8]))), WHOLE)
     assert only.input_specs == (WHOLE,)
+
+
+def test_strided_shards_are_kept():
+    _, strided = asked(register_op_strategy, with_another(StridedShard(0, split_factor=2)), WHOLE)
+    assert [show_all(s.placements) for s in strided.input_specs] == ["[_S(0, 2), R]"]
 
 
 def test_what_an_op_writes_is_not_moved():

@@ -1,7 +1,7 @@
 """The strategies of shardwise from the answer of a classic rule.
 
 A strategy that shardwise cannot express or run is dropped, as DTensor drops those that it cannot shard: one with a
-private placement (a masked or strided one), one that moves an operand that the op writes, one whose reductions do not
+masked placement, one that moves an operand that the op writes, one whose reductions do not
 commute.
 """
 
