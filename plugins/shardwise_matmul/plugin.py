@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
     """Hand over the rules of this plugin."""
-    from shardwise_matmul import attention, fused, grouped, padding, products, scaled, sums
+    from shardwise_matmul import attention, flex, fused, grouped, padding, products, scaled, sums
 
     registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES)
-    registry.add(*attention.RULES, *fused.RULES, *padding.RULES)
+    registry.add(*attention.RULES, *flex.RULES, *fused.RULES, *padding.RULES)
+    for operator, function in flex.HIGHER_ORDER.items():
+        registry.add_higher_order(operator, function)

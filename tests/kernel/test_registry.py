@@ -81,3 +81,14 @@ def test_entries_are_listed_by_pattern_and_plugin():
     assert [str(e.op) for e in registry.ops("neg")] == ["aten.neg.default"]
     assert [str(e.op) for e in registry.ops(plugin="shardwise-two")] == ["aten.exp.default"]
     assert len(registry.rules()) == 3
+
+
+def test_only_an_operator_of_higher_order_is_registered_as_one():
+    registrar = Registrar(Origin("shardwise-one", "shardwise-one", "1.2"))
+    operator = torch.ops.higher_order.flex_attention
+    registrar.add_higher_order(operator, make)
+    registry = Registry()
+    registry.accept(registrar)
+    assert registry.higher_order == {operator: make}
+    with pytest.raises(RuleError, match="OpOverload"):
+        registrar.add_higher_order(aten.neg.default, make)

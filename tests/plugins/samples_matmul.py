@@ -6,6 +6,7 @@ import cuda_kernels
 import torch
 
 from shardwise.testing.values import made
+from shardwise_matmul import flex as flex_attention
 
 aten = torch.ops.aten
 F32, BF16, I64, C64 = torch.float32, torch.bfloat16, torch.int64, torch.complex64
@@ -357,7 +358,36 @@ def many_headed():
     return samples
 
 
+FLEX, FLEX_BACKWARD = (op for rule in flex_attention.RULES for op in rule.ops)
+
+
+def flexible():
+    """With the functions that change nothing; tests/plugins/test_flex.py has others."""
+    shapes = [(2, 4, 6, 3, 4), (3, 4, 4, 5, 2), (2, 4, 8, 5, 1), (1, 5, 3, 2, 5), (0, 2, 4, 3, 2), (2, 2, 0, 3, 2)]
+    for (batch, heads, queries, keys, key_heads), block in product(shapes, (None, 2, 0)):
+        query = made((batch, heads, queries, 4), F32, 0)
+        key, value = made((batch, key_heads, keys, 4), F32, 1), made((batch, key_heads, keys, 3), F32, 2)
+        if block == 0:
+            query = query.transpose(1, 2).contiguous().transpose(1, 2)
+        yield query, key, value, [made((3,), F32, 3)], [], 0.5, block
+
+
+def flex():
+    return [(list(args), {}) for args in flexible()]
+
+
+def flex_backward():
+    calls = []
+    for query, key, value, captured, blocks, scale, block in flexible():
+        out, logsumexp, _ = FLEX(query, key, value, captured, blocks, scale, block)
+        grads = made(tuple(out.shape), F32, 4), made(tuple(logsumexp.shape), F32, 5)
+        calls.append(([query, key, value, out, logsumexp, *grads, captured, blocks, scale, block, [0]], {}))
+    return calls
+
+
 SAMPLES = {
+    FLEX: flex,
+    FLEX_BACKWARD: flex_backward,
     aten._transformer_encoder_layer_fwd.default: layers,
     aten._native_multi_head_attention.default: many_headed,
     aten.mm.default: plain(matrices),

@@ -22,6 +22,30 @@ def test_the_direct_call_computes_what_the_op_does():
     assert torch.equal(ops.direct_call(aten.sum.dim_IntList)(x, [1], keepdim=True), x.sum(1, keepdim=True))
 
 
+def test_an_operator_of_higher_order_asks_a_table_by_class():
+    class Marked(torch.Tensor):
+        """A subclass that takes part in dispatch."""
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError("an operator of higher order does not come here")
+
+        __torch_function__ = torch._C._disabled_torch_function_impl
+
+    class Applied(ops.HigherOrderOperator):
+        """An operator that takes a function."""
+
+        def __call__(self, *args):
+            return super().__call__(*args)
+
+    operator = Applied("private_torch_test_applied")
+    assert isinstance(torch.ops.higher_order.flex_attention, ops.HigherOrderOperator)
+    assert not isinstance(aten.mm.default, ops.HigherOrderOperator)
+    ops.for_class(operator, Marked, lambda *args: ("taken", len(args)))
+    with torch._C._AutoDispatchBelowAutograd():
+        assert operator(torch.Tensor._make_wrapper_subclass(Marked, (2,)), len) == ("taken", 2)
+
+
 def test_composite_ops_are_told_from_others():
     assert ops.is_composite(aten.linear.default)
     assert not ops.is_composite(aten.mm.default)

@@ -78,7 +78,7 @@ def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None
             continue
         text = " | ".join(filter(None, (entry.rule.text, "; ".join(getattr(entry.rule, "partial", ())))))
         group = groups.setdefault((entry.origin.plugin, id(entry.rule)), (text, []))
-        name = op_name(entry.op).removeprefix("aten.").partition(".")[0]
+        name = op_name(entry.op).removeprefix("aten.").rpartition(".")[0]
         if name not in group[1]:
             group[1].append(name)
     lines = ["| plugin | ops | rule |", "|---|---|---|"]

@@ -15,6 +15,7 @@ from shardwise.comm.rule_agreement import at_first_use
 from shardwise.discovery.process import default_registry
 from shardwise.engine.compared_operands import reduce_first
 from shardwise.engine.composites import intercept
+from shardwise.engine.higher_order import take_higher_order
 from shardwise.engine.no_rule import UnknownOp
 from shardwise.engine.plain_tensors import plain_operands
 from shardwise.engine.plan_call import plan_call
@@ -40,7 +41,7 @@ class PlanningEngine:
     tensor_class: type
     # The registries themselves, not their ids: Python may use the id of a deleted one again.
     _known: WeakSet[Registry] = field(factory=WeakSet, init=False)
-    _intercepted: dict[Op, object] = field(factory=dict, init=False)
+    _intercepted: dict[Any, object] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         at_first_use.append(self.registry)
@@ -56,6 +57,11 @@ class PlanningEngine:
             for op in registry.composites:
                 if op not in self._intercepted:
                     self._intercepted[op] = intercept(op, self.tensor_class, lambda: self.registry().composites)
+            for operator in registry.higher_order:
+                if operator not in self._intercepted:
+                    self._intercepted[operator] = take_higher_order(
+                        operator, self.tensor_class, lambda: self.registry().higher_order
+                    )
             for op in registry.compared:
                 if op not in self._intercepted:
                     self._intercepted[op] = reduce_first(op, self.tensor_class, lambda: self.registry().compared)

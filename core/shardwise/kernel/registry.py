@@ -13,7 +13,7 @@ from shardwise.errors import NoRuleError, RuleConflictError, RuleError
 from shardwise.kernel.precedence import Entry, Origin, Resolution, prefer_settings, resolve
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 from shardwise.kernel.signature import Op, as_op, op_name
-from shardwise.private_torch.ops import OpLike
+from shardwise.private_torch.ops import HigherOrderOperator, OpLike
 from shardwise.settings import normalised
 
 __all__ = ["Failure", "Override", "Registrar", "Registry"]
@@ -40,6 +40,7 @@ class Registrar:
         self._by_op: dict[Op, Entry] = {}
         self.optimizers: list[type[torch.optim.Optimizer]] = []
         self.composites: dict[Op, Instead] = {}
+        self.higher_order: dict[Any, Callable[..., Any]] = {}
         self.compared: list[Op] = []
         self.views: dict[Op, Callable[..., Any]] = {}
         self.observers: list[Observer] = []
@@ -116,6 +117,22 @@ class Registrar:
         """
         self.composites |= dict.fromkeys(self._overloads(ops, "a composite op"), instead)
 
+    def add_higher_order(self, op: Any, instead: Callable[..., Any]) -> None:
+        """Say what runs in place of an operator that takes functions, one of ``torch.ops.higher_order``.
+
+        No rule describes a function. ``instead(call, *args)`` takes the operator's arguments, MeshTensors and plain
+        tensors, below autograd. ``call(op, *args)`` runs an op that has a rule: usually an op of the plugin's own,
+        whose lowering runs the operator on local tensors. It must give the same results. Raises :class:`RuleError` for
+        anything but such an operator.
+        """
+        if not isinstance(op, HigherOrderOperator):
+            raise RuleError(
+                asked=f"register an operator of higher order of {self.origin}",
+                found=f"{op!r} is a {type(op).__name__}",
+                do="Name an operator of torch.ops.higher_order; rules of other ops go to add().",
+            )
+        self.higher_order[op] = instead
+
     def add_compared(self, *ops: OpLike) -> None:
         """Name ops whose gradient compares an operand with the result, as that of a maximum does.
 
@@ -181,6 +198,7 @@ class Registry:
         self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
+        self.higher_order: dict[Any, Callable[..., Any]] = {}
         self.compared: set[Op] = set()
         self.views: dict[Op, Callable[..., Any]] = {}
         self.observers: list[Observer] = []
@@ -195,6 +213,7 @@ class Registry:
         self.origins.append(registrar.origin)
         self.optimizers.update(registrar.optimizers)
         self.composites.update(registrar.composites)
+        self.higher_order.update(registrar.higher_order)
         self.compared.update(registrar.compared)
         self.views.update(registrar.views)
         self.observers += registrar.observers

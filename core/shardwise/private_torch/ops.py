@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch._library.custom_ops import OPDEFS, CustomOpDef
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 __all__ = [
     "CustomOpDef",
     "CustomOpParts",
+    "HigherOrderOperator",
     "OpLike",
     "OpOverload",
     "OpOverloadPacket",
@@ -22,6 +23,7 @@ __all__ = [
     "custom_op_of",
     "direct_call",
     "draws",
+    "for_class",
     "functional_of",
     "is_composite",
     "is_view_in_place",
@@ -57,6 +59,15 @@ def overload_of(op: Any) -> Any | None:
         names = op.overloads()  # type: ignore[no-untyped-call]
         return getattr(op, names[0]) if len(names) == 1 else None
     return None
+
+
+def for_class(op: Any, cls: type[torch.Tensor], function: Callable[..., Any]) -> None:
+    """Have ``function`` run in place of an operator of higher order for operands of ``cls``, below autograd.
+
+    Such an operator does not ask ``__torch_dispatch__``. Neither its class nor its method ``py_impl`` is documented. A
+    class is registered once.
+    """
+    op.py_impl(cls)(function)
 
 
 def known_custom_op(name: str) -> Any | None:
