@@ -250,10 +250,11 @@ def _check_size(mask: tuple[Any, ...], query: Tensor) -> None:
     numbers = mask[_BY_QUERY[0]]
     if numbers is None or all(n in (1, size) for n, size in zip(numbers.shape[:2], query.shape[:2], strict=True)):
         return
-    batch, heads = numbers.shape[:2]
+    # Traced for several sizes they are symbols; a message has the numbers.
+    asked, found = ([int(n) for n in t.shape[:2]] for t in (query, numbers))
     raise NoStrategyError(
-        asked=f"run flex_attention with a query of {query.shape[0]} batch elements and {query.shape[1]} heads",
-        found=f"a block mask of {batch} batch elements and {heads} heads",
+        asked=f"run flex_attention with a query of {asked[0]} batch elements and {asked[1]} heads",
+        found=f"a block mask of {found[0]} batch elements and {found[1]} heads",
         do="Make the block mask for the whole query: create_block_mask with B and H of its global shape, or None.",
     )
 

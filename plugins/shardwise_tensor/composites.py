@@ -75,11 +75,10 @@ def _lstm(*args: Any) -> Any:
     one_dnn: Any = torch.backends.mkldnn
     if not one_dnn.enabled:
         return NotImplemented
-    one_dnn.enabled = False
-    try:
+    # Not an assignment to one_dnn.enabled, which torch refuses once its own testing tools are imported.
+    rest = {name: getattr(one_dnn, name) for name in ("deterministic", "allow_tf32", "fp32_precision")}
+    with one_dnn.flags(enabled=False, **rest):
         return aten.lstm.input(*args) if isinstance(args[3], bool) else aten.lstm.data(*args)
-    finally:
-        one_dnn.enabled = True
 
 
 # -- sequences of several lengths ------------------------------------------------------------------------------------

@@ -54,8 +54,8 @@ def by_index(score, b, h, i, j):
     return score * (1 + 0.1 * b) + 0.01 * h * (i - 2 * j)
 
 
-def capped(score, *_):
-    return 5 * torch.tanh(score / 5)
+def capped(score, *_):  # dynamo imports the module of a global that it sees: none here, so that pytest can run these
+    return 5 * (score / 5).tanh()
 
 
 # By name: the score function, the mask's function, and the mask's numbers of batch elements and heads (None: one).
@@ -295,13 +295,14 @@ def learned(kind):
     m = mesh_for([Shard(1)])
     whole = torch.randn(HEADS, 2 * LENGTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
     table = whole.detach().clone().requires_grad_()
+    length = LENGTH
     if kind != "plain":
         table = sw.distribute_tensor(whole.detach(), m, [Shard(0) if kind == "sharded" else Replicate()])
         table.requires_grad_()
 
     def attend(q, k, v):
         bias = table if isinstance(q, sw.MeshTensor) else whole
-        return flex_attention(q, k, v, score_mod=lambda score, _b, h, i, j: score + bias[h, i - j + LENGTH])
+        return flex_attention(q, k, v, score_mod=lambda score, _b, h, i, j: score + bias[h, i - j + length])
 
     compare(m, operands(), [[Shard(1)], [Shard(1)], [Shard(1)]], attend)
     grad = table.grad if kind == "plain" else table.grad.full_tensor()

@@ -142,6 +142,25 @@ def test_strides_of_dims_of_one_element(shape, given, expected):
     assert put.is_contiguous(memory_format=layout)
 
 
+def handed_out():
+    m = mesh((4,))
+    whole = torch.arange(4 * 3 * 7 * 8.0).as_strided((4, 3, 7, 8), (168, 8, 24, 1))
+    x = sw.distribute_tensor(whole, m, [Shard(0)])
+    inner = x._local_tensor
+    y = x.redistribute(placements=[Shard(0)])
+    with torch.no_grad():
+        parts = [x.to_local(), y.to_local()]
+    for part in [x.to_local(), x.clone().to_local(), y.to_local(), *parts]:
+        assert part is not inner
+        assert part.shape == (1, 3, 7, 8)
+        assert lies_as(x.spec.tensor_meta, part.shape, part.stride()), part.stride()
+    assert x.to_local().data_ptr() == inner.data_ptr()
+
+
+def test_a_part_that_is_handed_out_keeps_the_strides_of_its_one_element(pool):
+    pool.run(handed_out)
+
+
 def parts_with_a_shape(strides_given):
     m = mesh((4,))
     rank = m.get_coordinate()[0]

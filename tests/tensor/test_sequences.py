@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib import import_module
 
 import pytest
 import torch
@@ -51,6 +52,25 @@ def trains(recurrent, layout):
         functional.cross_entropy(net(data, lengths).flatten(0, 1), target.flatten()).backward()
     for wanted, found in zip(whole.parameters(), model.parameters(), strict=True):
         equal(found.grad, wanted.grad)
+
+
+def keeps_the_flags_of_one_dnn():
+    one_dnn = import_module("torch.backends.mkldnn")  # by name: cloudpickle cannot pickle it
+    flags = one_dnn.enabled, one_dnn.deterministic, one_dnn.fp32_precision
+    with pytest.MonkeyPatch.context() as patch:
+        # As importing torch.testing._internal.common_utils leaves it: an assignment to one_dnn.enabled raises.
+        torchs = import_module("torch.backends").flags_frozen.__globals__
+        patch.setitem(torchs, "__allow_nonbracketed_mutation_flag", False)
+        with pytest.raises(RuntimeError, match="disable_global_flags"):
+            one_dnn.enabled = False
+        with one_dnn.flags(enabled=True, deterministic=True):
+            trains("LSTM", Shard(0))
+            assert (one_dnn.enabled, one_dnn.deterministic) == (True, True)
+    assert (one_dnn.enabled, one_dnn.deterministic, one_dnn.fp32_precision) == flags
+
+
+def test_a_recurrent_model_runs_where_torch_lets_nobody_set_its_flags(two_ranks):
+    two_ranks.run(keeps_the_flags_of_one_dnn)
 
 
 @pytest.mark.parametrize(("recurrent", "layout"), [("LSTM", Shard(0)), ("GRU", Shard(1)), ("RNN", Shard(0))])

@@ -17,6 +17,7 @@ from shardwise.engine.kernel_dtypes import refuse_dtypes
 from shardwise.engine.moved_writes import moved_writes, writing_back
 from shardwise.engine.view_copies import writable
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
+from shardwise.kernel.local_strides import alias
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
@@ -116,7 +117,7 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Run an op that makes a tensor another view of itself, on an alias: the local tensor itself stays as it is."""
-    return run(local.view_as(local), *args, **kwargs)
+    return run(alias(local), *args, **kwargs)
 
 
 def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:

@@ -26,7 +26,7 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.symbols import hint
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
-__all__ = ["dense_in_order", "in_order", "lies_as"]
+__all__ = ["alias", "dense_in_order", "in_order", "lies_as"]
 
 
 HAVE_MEMORY_FORMATS = (4, 5)
@@ -99,3 +99,8 @@ def dense_in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     order = memory_order(meta)
     back = sorted(range(len(order)), key=order.__getitem__)
     return tensor.permute(order).clone(memory_format=torch.contiguous_format).permute(back)
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A new tensor object over the same memory. Unlike ``view_as``, it keeps the strides of dims of one element."""
+    return tensor[...]

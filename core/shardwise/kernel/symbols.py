@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,18 +20,35 @@ __all__ = [
     "chunk",
     "common_factor",
     "hint",
+    "is_same",
     "is_symbolic",
     "lengths",
     "numbers",
     "place",
     "settled_sizes",
     "symbolic_chunk",
+    "unique",
 ]
+
+T = TypeVar("T")
 
 
 def is_symbolic(sizes: Sequence[Any]) -> bool:
     """Whether any of these numbers is a symbol."""
     return any(isinstance(n, torch.SymInt) for n in sizes)
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two sizes are the same wherever the graph holds; no guard is made."""
+    return is_known(one == other)
+
+
+def unique(values: Sequence[T]) -> list[T]:
+    """The different ones among values, in order. Symbols, and what holds some, have no hash: then all of the values."""
+    try:
+        return list(dict.fromkeys(values))
+    except TypeError:
+        return list(values)
 
 
 def hint(value: Any) -> Any:

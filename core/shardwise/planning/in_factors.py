@@ -22,7 +22,7 @@ from shardwise.kernel.placements import Placement, Shard, shard, shard_dim, spli
 from shardwise.kernel.rule import Row
 from shardwise.kernel.schema import PlacementStrategy
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.symbols import is_symbolic
+from shardwise.kernel.symbols import is_same, is_symbolic, unique
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.problem import Choice, Problem
 
@@ -108,7 +108,7 @@ def factored(problem: Problem, more: Sequence[tuple[Place, int]] = ()) -> Factor
     )
     return FactoredProblem(
         problem.schema,
-        tuple(dict.fromkeys(new for row in problem.rows for new in borders.rows(row))),
+        tuple(unique([new for row in problem.rows for new in borders.rows(row)])),
         specs,
         outputs,
         problem.written,
@@ -218,8 +218,8 @@ class _Borders:
         """The size of the row's dim; ``None`` where the tensors do not agree on it."""
         if row.divides:
             return row.divides[0][2]
-        sizes = {self._shape(e.place)[e.place[2]] for e in entries}
-        return sizes.pop() if len(sizes) == 1 else None
+        size, *others = (self._shape(e.place)[e.place[2]] for e in entries)
+        return size if all(is_same(size, other) for other in others) else None
 
     def _inside(self, entry: _Entry, size: Any) -> list[int]:
         """The borders of a dim that lie inside the row's dim, counted from its start, which is 1."""
@@ -260,7 +260,8 @@ class _Borders:
     def _has(self, entry: _Entry, size: Any) -> bool:
         """Whether the row's dim is made of factors of the tensor's dim."""
         borders, end = self._of[entry.place], entry.outer * size
-        return entry.outer in borders and bool(end == self._shape(entry.place)[entry.place[2]] or end in borders)
+        ends = (self._shape(entry.place)[entry.place[2]], *borders)
+        return entry.outer in borders and any(is_same(end, border) for border in ends)
 
     def _row(
         self, row: Row, entries: Sequence[_Entry], k: int, count: int, also: Sequence[tuple[int, int, Any]]
@@ -288,7 +289,7 @@ class _Borders:
 
         inputs = placed("in", row.inputs)
         first = next((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard))
-        divides += [(*first, n) for n in dict.fromkeys(sizes)]
+        divides += [(*first, n) for n in unique(sizes)]
         if not row.is_strided:
             divides += [(i, at["in", i, d % len(self._shape(("in", i, 0)))], n) for i, d, n in also]
         nonempty = tuple((i, at["in", i, d]) for i, d in row.nonempty)

@@ -26,7 +26,7 @@ from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError
 from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
-from shardwise.kernel.local_strides import in_order
+from shardwise.kernel.local_strides import alias, in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -126,7 +126,7 @@ def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bo
     local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        same = wrap(local.view_as(local), target)
+        same = wrap(alias(local), target)
         if tensor._spec.is_copy:
             link_view(tensor, same)
         return same
@@ -144,7 +144,7 @@ class _ToLocal(torch.autograd.Function):
         ctx.spec, ctx.grad = tensor._spec, grad
         ctx.set_materialize_grads(False)
         local: torch.Tensor = tensor._local_tensor
-        return local.view_as(local)  # a new object, because autograd writes its own data into it
+        return alias(local)  # a new object, because autograd writes its own data into it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -164,7 +164,7 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
         local: torch.Tensor = tensor._local_tensor
-        return local.view_as(local)
+        return alias(local)
     part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return part
 

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from shardwise.errors import RuleArgumentError
+from shardwise.kernel.local_strides import alias
 from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.rule import AnyRule
@@ -318,7 +319,7 @@ def _run(run: Callable[..., Any], op: Op, values: Sequence[Any]) -> Any:
     values = [v.clone_state() if isinstance(v, torch.Generator) else v for v in values]
     if any(result.reseats for result in signature(op).results):
         # As a plan does: the changed tensor is the answer, and the operand does not change.
-        values[0] = values[0].view_as(values[0])
+        values[0] = alias(values[0])
     args, kwargs = signature(op).unbind(values)
     return run(*args, **kwargs)
 
