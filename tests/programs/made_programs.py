@@ -41,14 +41,17 @@ OF_EIGHT_BITS = {
 @cache
 def catalogue():
     """The sample calls of every first-party rule."""
-    oracle_rules.samples_file("shardwise-matmul")
+    matmul = oracle_rules.samples_file("shardwise-matmul")
+    # Torch runs no vmap, by which a CPU computes these, in what its dispatcher calls; flex_attention calls them from its
+    # operator of higher order. tests/plugins/test_flex.py has programs.
+    flex = {matmul.FLEX, matmul.FLEX_BACKWARD}
     only_here = {_overload(name) for name in cuda_kernels.KERNELS}
     catalogue = Catalogue()
     for plugin in oracle_rules.first_party():
         rules, error = oracle_rules.rules_of(plugin)
         assert error is None
         samples = oracle_rules.declared(plugin.origin.plugin, "SAMPLES")
-        catalogue.add(rules, samples, without={*WRONG_ON_ONE_DEVICE, *OF_EIGHT_BITS, *only_here})
+        catalogue.add(rules, samples, without={*WRONG_ON_ONE_DEVICE, *OF_EIGHT_BITS, *only_here, *flex})
     return catalogue
 
 

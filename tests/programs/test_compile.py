@@ -163,9 +163,8 @@ def one_layer():
     return Transformer(layers=1)
 
 
-def test_a_compiled_layer_trains_as_in_eager_mode(pool):
-    mesh_of, partition, data, batch, hook = CASES["data and tensor 2x2, uneven"]
-    pool.run(compare, one_layer, mesh_of, partition, data, "aot_eager", batch, hook, timeout=240)
+def test_a_compiled_layer_trains_as_in_eager_mode(two_ranks):
+    two_ranks.run(compare, one_layer, ((2,), ("all",)), flat, [Replicate()], "aot_eager", 3, None, timeout=240)
 
 
 @pytest.mark.slow

@@ -142,6 +142,12 @@ def test_strides_of_dims_of_one_element(shape, given, expected):
     assert put.is_contiguous(memory_format=layout)
 
 
+def test_a_whole_tensor_lies_as_torch_has_it():
+    meta = TensorMeta((1, 2, 3, 3, 3), (2, 1, 2, 18, 6), torch.float32)
+    assert lies_as(meta, meta.shape, meta.stride)
+    assert not lies_as(meta, (1, 1, 3, 3, 3), (2, 1, 2, 18, 6))
+
+
 def handed_out():
     m = mesh((4,))
     whole = torch.arange(4 * 3 * 7 * 8.0).as_strided((4, 3, 7, 8), (168, 8, 24, 1))

@@ -126,7 +126,7 @@ KNOWN = {
     aten.native_layer_norm.default: [((t(8, 7), [7], t(7), None, 1e-5), {})],
     aten.where.self: [((t(8, 5) > 0, t(8, 5), t(8, 5) + 1), {})],
     aten.gather.default: [((t(8, 7), 1, indices(7, 8, 5)), {})],
-    aten.cat.default: [(([t(8, 7), t(4, 7)], 0), {}), (([t(7), t(8), t(5)], 0), {})],
+    aten.cat.default: [(([t(8, 5), t(4, 5)], 0), {})],
 }
 
 

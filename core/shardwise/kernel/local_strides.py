@@ -40,6 +40,8 @@ def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bo
         return True
     if meta.is_symbolic:
         meta = hinted_meta(meta)
+    if tuple(sizes) == tuple(meta.shape) and tuple(steps) == tuple(meta.stride):
+        return True  # torch has them so on one device
     order = [d for d in memory_order(meta) if sizes[d] > 1]
     expected = 1
     is_dense = True

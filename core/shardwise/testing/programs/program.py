@@ -13,6 +13,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from shardwise.discovery.process import default_registry
 from shardwise.kernel.placements import Partial, Placement, Shard, StridedShard
 from shardwise.kernel.signature import Op
 from shardwise.testing.exact_parts import few_digits
@@ -245,7 +246,8 @@ def _names_in(value: Any) -> Iterator[int]:
 
 
 def op_called(name: str) -> Op:
-    """The overload of a name such as ``aten.add.Tensor``."""
+    """The overload of a name such as ``aten.add.Tensor``; plugins are loaded, since they may define it."""
+    default_registry()
     namespace, base, overload = name.split(".")
     op: Op = getattr(getattr(getattr(torch.ops, namespace), base), overload)
     return op
