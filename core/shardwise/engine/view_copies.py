@@ -14,7 +14,7 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.view_copies import Writes, fresh, note_write, source_of_copy, tie, writes_of
 from shardwise.private_torch.dispatch import memory_of, new_wrapper
-from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.tracing import is_layout_only
 
 __all__ = ["after_write", "link", "link_view", "writable"]
 
@@ -91,8 +91,8 @@ def link(
 ) -> None:
     """Note where the results of a view op come from that are copies."""
     base: Any = args[0] if args else None
-    if not isinstance(base, cls) or is_traced(base._local_tensor):
-        return
+    if not isinstance(base, cls) or is_layout_only(base._local_tensor):
+        return  # dynamo keeps tensors with its graphs, and copies that are alive make writes slower
     for index, result in enumerate(tensors_in(results)):
         copy: Any = result
         if not copy._spec.is_copy:
@@ -122,6 +122,8 @@ def writable(op: Op) -> Callable[[torch.Tensor], torch.Tensor]:
 
     def step(local: torch.Tensor) -> torch.Tensor:
         source = source_of_copy(local)
+        if source is None and is_layout_only(local):
+            return local
         if source is None:
             raise InPlaceError(
                 asked=f"run {op_name(op)} in place",

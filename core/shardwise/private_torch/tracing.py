@@ -24,6 +24,7 @@ __all__ = [
     "hint_of",
     "is_compiled_now",
     "is_known",
+    "is_layout_only",
     "is_open",
     "is_python_dispatched",
     "is_traced",
@@ -53,6 +54,11 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a value of a graph that is being traced."""
     return is_without_data(tensor) and not is_rehearsing()
+
+
+def is_layout_only(tensor: torch.Tensor) -> bool:
+    """Whether only the layout of a traced tensor matters: dynamo computes it for each line, and records nothing."""
+    return is_traced(tensor) and isinstance(tensor, FakeTensor) and _tracer() is None
 
 
 def is_compiled_now() -> bool:

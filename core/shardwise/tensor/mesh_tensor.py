@@ -245,11 +245,9 @@ class MeshTensor(torch.Tensor):
         """A view of another shape or dtype.
 
         If it needs data from another rank, it is a copy that follows its base, and that its base follows: see
-        docs/dispatch.md. Raises :class:`ViewError` instead under :func:`shardwise.sharing_views` and in compiled code.
+        docs/dispatch.md. Raises :class:`ViewError` instead under :func:`shardwise.sharing_views`.
         """
-        # A tensor of another class waits for its data, which no tensor of a graph does.
-        in_graph = type(self) is MeshTensor and is_traced(self._local_tensor)
-        before, views.must_share = views.must_share, in_graph or is_sharing_asked_for()
+        before, views.must_share = views.must_share, is_sharing_asked_for()
         try:
             viewed: Any = torch.Tensor.view(self, *size, **kwargs)
             return viewed  # type: ignore[no-any-return]
