@@ -75,8 +75,8 @@ def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | Non
         return None
     unusual = [i for i, dtype in enumerate(_dtypes(values)) if dtype not in _ALWAYS]
     trials = [unusual, *([i] for i in unusual)]
-    taken = (_raised(op, device_type, values, dict.fromkeys(trial, torch.float32)) is None for trial in trials)
-    return refusal if any(taken) else None
+    runs_in_float = (_raised(op, device_type, values, dict.fromkeys(trial, torch.float32)) is None for trial in trials)
+    return refusal if any(runs_in_float) else None
 
 
 def _may_ask(op: Op, values: Sequence[Any]) -> bool:

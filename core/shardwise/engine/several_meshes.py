@@ -63,8 +63,8 @@ def compared(cls: Any, plan: Plan, values: Sequence[Any]) -> Plan:
             listed.append([(i, step) for i, step in steps.items() if step is not None] or None)
         else:
             listed.append(_with_comparison(cls, plan, value, move))
-    found = tuple(listed) if any(move is not None for move in listed) else None
-    return Plan(plan.schema, plan.entry, plan.strategies, found, plan.static, plan.call, plan.full, plan.outs)
+    redistributes = tuple(listed) if any(move is not None for move in listed) else None
+    return Plan(plan.schema, plan.entry, plan.strategies, redistributes, plan.static, plan.call, plan.full, plan.outs)
 
 
 def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -131,7 +131,7 @@ def factors_of(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape
     Raises :class:`PlacementError` where there are none: a split factor must divide what earlier mesh dims leave of the
     dim, and every mesh dim must divide the factor that it shards unless that is the last one of its dim.
     """
-    found = []
+    factors: list[tuple[Any, ...]] = []
     strided = {p.dim for p in placements if isinstance(p, StridedShard)}
     for dim, size in enumerate(shape):
         split = None
@@ -144,8 +144,8 @@ def factors_of(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape
                     do="Use a split factor and mesh dims that divide the dim, or Shard(d).",
                     placements=tuple(placements),
                 )
-        found.append((size,) if split is None else tuple(f.size for f in split[0]))
-    return tuple(found)
+        factors.append((size,) if split is None else tuple(f.size for f in split[0]))
+    return tuple(factors)
 
 
 def has_factors(shape: Sequence[Any], placements: Sequence[Placement], mesh_shape: Sequence[int]) -> bool:
@@ -161,7 +161,7 @@ def unflattened_placements(
     placements: Sequence[Placement], mesh_shape: Sequence[int], factors: Factors
 ) -> tuple[Placement, ...] | None:
     """The same layout for the tensor whose dims are the factors; ``None`` where it is none of plain shards."""
-    found = list(placements)
+    unflattened = list(placements)
     start = 0
     for dim, sizes in enumerate(factors):
         of_dim = [m for m, p in enumerate(placements) if isinstance(p, (Shard, StridedShard)) and p.dim == dim]
@@ -173,9 +173,9 @@ def unflattened_placements(
                 return None
             sharded.update(split[1])
         for m in of_dim:
-            found[m] = shard(start + sharded[m])
+            unflattened[m] = shard(start + sharded[m])
         start += len(sizes)
-    return tuple(found)
+    return tuple(unflattened)
 
 
 def flat_placements(
@@ -184,13 +184,13 @@ def flat_placements(
     """The placements of the tensor, from those of the tensor whose dims are the factors."""
     places = [(dim, k) for dim, sizes in enumerate(factors) for k in range(len(sizes))]
     left = [list(sizes) for sizes in factors]
-    found = list(placements)
+    flat = list(placements)
     for m, placement in enumerate(placements):
         if isinstance(placement, Shard):
             dim, k = places[placement.dim]
-            found[m] = strided_shard(dim, math.prod(left[dim][:k]))
+            flat[m] = strided_shard(dim, math.prod(left[dim][:k]))
             left[dim][k] = -(-left[dim][k] // mesh_shape[m])
-    return tuple(found)
+    return tuple(flat)
 
 
 def runs_of(factors: Sequence[int], sizes: Sequence[int], starts: Sequence[int]) -> list[tuple[int, int, int]]:

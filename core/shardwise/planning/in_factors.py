@@ -53,14 +53,14 @@ class FactoredProblem(Problem):
         return placement if placement is None or factors is None else flat_placements([placement], [1], factors)[0]
 
     def strategy(self, choice: Choice, costs: Sequence[float] | None = None) -> PlacementStrategy:
-        found = super().strategy(choice, costs)
+        strategy = super().strategy(choice, costs)
         mesh_shape, schema = self.mesh_shape, self.schema
         inputs = [
             spec
             if spec is None or mine is None or factors is None or own is mine
             else spec.with_placements(flat_placements(mine.placements, mesh_shape, factors))
             for spec, factors, own, mine in zip(
-                self.stands_for.specs, self.operand_factors, self.specs, found.input_specs, strict=True
+                self.stands_for.specs, self.operand_factors, self.specs, strategy.input_specs, strict=True
             )
         ]
         outputs = [
@@ -68,10 +68,10 @@ class FactoredProblem(Problem):
             if meta is None or mine is None or factors is None
             else TensorSpec(schema.mesh, flat_placements(mine.placements, mesh_shape, factors), meta)
             for meta, factors, mine in zip(
-                self.stands_for.outputs, self.result_factors, found.output_specs, strict=True
+                self.stands_for.outputs, self.result_factors, strategy.output_specs, strict=True
             )
         ]
-        return evolve(found, input_specs=tuple(inputs), output_specs=tuple(outputs))
+        return evolve(strategy, input_specs=tuple(inputs), output_specs=tuple(outputs))
 
 
 def in_factors(problem: Problem) -> Problem:
@@ -278,16 +278,16 @@ class _Borders:
             if own + 1 < len(factors) or (row.divides and not row.is_strided and count > 1):
                 sizes.append(factors[own])
 
-        def placed(side: str, placements: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
-            found = []
+        def in_dims(side: str, placements: Sequence[Placement | None]) -> tuple[Placement | None, ...]:
+            placements_in_dims = []
             for i, p in enumerate(placements):
                 d = shard_dim(p)
                 if d is not None and self._tensor(side, i) is not None:
                     p = shard(at[side, i, d % len(self._shape((side, i, 0)))])  # noqa: PLW2901
-                found.append(p)
-            return tuple(found)
+                placements_in_dims.append(p)
+            return tuple(placements_in_dims)
 
-        inputs = placed("in", row.inputs)
+        inputs = in_dims("in", row.inputs)
         first = next((i, p.dim) for i, p in enumerate(inputs) if isinstance(p, Shard))
         divides += [(*first, n) for n in unique(sizes)]
         if not row.is_strided:
@@ -295,7 +295,7 @@ class _Borders:
         nonempty = tuple((i, at["in", i, d]) for i, d in row.nonempty)
         name = row.name if count == 1 else f"{row.name}, factor {k + 1} of {count}"
         inner = row.is_strided or k > 0
-        outputs = placed("out", row.outputs)
+        outputs = in_dims("out", row.outputs)
         return Row(
             inputs, outputs, name, row.lowered, tuple(divides), nonempty, row.scattered, inner and not row.scattered
         )

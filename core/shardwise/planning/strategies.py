@@ -144,8 +144,8 @@ def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
 def listed(rule: FullMeshRule, schema: OpSchema) -> OpStrategy:
     """The strategies of a rule that lists them itself. It sees ``Shard(d)`` where an operand has a strided shard."""
     specs = [None if spec is None else spec.without_strides() for spec in schema.specs]
-    found: OpStrategy = rule.strategies(schema.mesh, schema.with_specs(specs))
-    return found
+    answer: OpStrategy = rule.strategies(schema.mesh, schema.with_specs(specs))
+    return answer
 
 
 def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrategy]:

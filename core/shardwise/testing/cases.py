@@ -111,8 +111,8 @@ def _inner_borders(problem: Problem) -> list[tuple[tuple[str, int, int], int]]:
 
 def _is_inside(problem: Problem, choice: Choice) -> bool:
     """Whether a choice gives some tensor a strided shard."""
-    found = problem.strategy(choice, (0.0,) * len(problem.specs))
-    return any(spec is not None and spec.is_strided for spec in (*found.input_specs, *found.output_specs))
+    strategy = problem.strategy(choice, (0.0,) * len(problem.specs))
+    return any(spec is not None and spec.is_strided for spec in (*strategy.input_specs, *strategy.output_specs))
 
 
 def _holds(rule: Rule, part: Problem, row: Row) -> bool:
@@ -213,8 +213,8 @@ def _build_case(
 ) -> Case:
     strategies = []
     for problem, choice in zip(parts, choices, strict=True):
-        found = problem.strategy(choice, (0.0,) * len(problem.specs))
-        strategies.append(evolve(found, names=tuple(_row_name(problem.rows[r]) for r in choice)))
+        strategy = problem.strategy(choice, (0.0,) * len(problem.specs))
+        strategies.append(evolve(strategy, names=tuple(_row_name(problem.rows[r]) for r in choice)))
     all_inputs, all_outputs = merged(schema, strategies)
     return Case(tuple(all_inputs), tuple(all_outputs), names, any(s.lowered for s in strategies), mesh)
 

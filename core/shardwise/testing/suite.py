@@ -137,10 +137,10 @@ class PluginTests:
 
         An op that does not runs on whole tensors only, whatever its rule says. The test skips torch's own ops.
         """
-        given = by_op(self.samples)
+        samples = by_op(self.samples)
         ops = {op for rule in self.subject().rules for op in rule.ops if op.namespace != "aten"}
         ops -= set(by_op(self.stand_ins))
-        silent = sorted(op_name(op) for op in ops if lacks_fake(op, samples_of(op, given)))
+        silent = sorted(op_name(op) for op in ops if lacks_fake(op, samples_of(op, samples)))
         assert not silent, f"no fake says what these return: {', '.join(silent)}. Use torch.library.register_fake"
 
     def test_every_row_is_exercised(self) -> None:
@@ -166,11 +166,11 @@ class PluginTests:
 
         if isinstance(op, Exception):
             raise op
-        given = samples_of(op, by_op(self.samples))
-        if not given:
+        samples = samples_of(op, by_op(self.samples))
+        if not samples:
             pytest.skip(f"{op_name(op)} has no sample")
         rules = self.subject().loose_rules
-        check_gradients(op, given, pool=pool, rules=rules, cases=max(self.rank_cases, 1), seed=self.seed)
+        check_gradients(op, samples, pool=pool, rules=rules, cases=max(self.rank_cases, 1), seed=self.seed)
 
 
 def _check_stated(what: str, missing: Iterable[str], stated: Mapping[str, str], want: str) -> None:

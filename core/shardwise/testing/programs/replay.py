@@ -153,12 +153,12 @@ class _Replay:
         roots = [self.values.get(name) for name, _ in self.program.backward]
         if any(root is None for root in roots):
             return LineOutcome("left")
-        given = []
+        grads = []
         for (_, placements), whole in zip(self.program.backward, cotangents(self.program, self.values), strict=True):
             spec = TensorSpec(self.device_mesh, placements, TensorMeta.of(whole))
-            given.append(MeshTensor(scatter_local(whole, spec), spec))
+            grads.append(MeshTensor(scatter_local(whole, spec), spec))
         try:
-            gradients = follow_back(self.program, self.values, roots, given)
+            gradients = follow_back(self.program, self.values, roots, grads)
         except (DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError) as error:
             # Some of torch's formulas make plain constants, or ask what would come out on the meta device.
             return LineOutcome("refused", f"{type(error).__name__}: {error}")
