@@ -42,8 +42,8 @@ OF_EIGHT_BITS = {
 def catalogue():
     """The sample calls of every first-party rule."""
     matmul = oracle_rules.samples_file("shardwise-matmul")
-    # Torch runs no vmap, by which a CPU computes these, in what its dispatcher calls; flex_attention calls them from its
-    # operator of higher order. tests/plugins/test_flex.py has programs.
+    # Torch runs no vmap, by which a CPU computes these, in what its dispatcher calls. A program calls them through the
+    # operator of higher order, as in tests/plugins/test_flex.py.
     flex = {matmul.FLEX, matmul.FLEX_BACKWARD}
     only_here = {_overload(name) for name in cuda_kernels.KERNELS}
     catalogue = Catalogue()
