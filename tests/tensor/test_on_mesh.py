@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import MeshTensor, Replicate, Shard
+from shardwise.tensor import on_mesh
 from shardwise.testing import mesh
 
 WORDS, WIDTH, LENGTH = 16, 8, 6
@@ -123,6 +125,83 @@ def leaves_after_an_error():
 
 def test_an_error_in_a_forward_leaves_nothing_behind(two_ranks):
     two_ranks.run(leaves_after_an_error)
+
+
+class Interrupted(nn.Module):
+    """Makes a tensor; each submodule counts the interruptions that are left."""
+
+    def __init__(self, left):
+        super().__init__()
+        self.recurrent = nn.RNN(2, 2)
+        self.left = left
+
+    def forward(self, x):
+        made = torch.ones(2)
+        if self.left:
+            self.left -= 1
+            with sw.on(None):
+                raise KeyboardInterrupt
+        return self.recurrent((x + made)[None])[0] + made
+
+
+def leaves_after_an_interruption():
+    m = mesh((2,))
+    inner = Interrupted(3)
+    model = sw.distribute_module(nn.Sequential(nn.Sequential(inner)), m)
+    x = on(torch.ones(1, 2), Replicate())
+    for called in (model, inner):
+        with pytest.raises(KeyboardInterrupt):
+            called(x)
+        assert type(torch.zeros(1)) is torch.Tensor
+        with sw.on(m):
+            assert type(torch.zeros(1)) is MeshTensor
+        assert type(torch.zeros(1)) is torch.Tensor
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    with sw.on(m):
+        seen = model(x)
+        assert type(torch.zeros(1)) is MeshTensor
+    assert type(torch.zeros(1)) is torch.Tensor
+    equal(seen, model(x).full_tensor())
+    assert not on_mesh._entered.modes
+    assert not on_mesh._entered.passes
+
+
+def test_an_interruption_in_a_forward_leaves_nothing_behind(two_ranks):
+    two_ranks.run(leaves_after_an_interruption)
+
+
+def runs_in_threads():
+    """One forward ends while another is under way in a second thread."""
+    started, ended = threading.Event(), threading.Event()
+    kinds = {}
+
+    class Waits(nn.Module):
+        def forward(self, x, waits):
+            if waits:
+                started.set()
+                assert ended.wait(60)
+            return x + torch.ones(2)
+
+    model = sw.distribute_module(Waits(), mesh((2,)))
+    x = on(torch.ones(2), Replicate())
+
+    def other():
+        kinds["sum"] = type(model(x, True)).__name__
+        kinds["made"] = type(torch.ones(1)).__name__
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert started.wait(60)
+    assert type(model(x, False)) is MeshTensor
+    assert type(torch.ones(1)) is torch.Tensor
+    ended.set()
+    thread.join()
+    assert kinds == {"sum": "MeshTensor", "made": "Tensor"}
+
+
+def test_forwards_in_two_threads(two_ranks):
+    two_ranks.run(runs_in_threads)
 
 
 # -- what is made --------------------------------------------------------------------------------------------------

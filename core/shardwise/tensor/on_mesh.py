@@ -9,12 +9,15 @@ The mode is off while an op on MeshTensors runs: it never sees what a kernel, a 
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -38,6 +41,7 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self.mesh = mesh
+        self.call: FrameType | None = None
 
     def run(self, op: Op, types: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run one op. The mode is off meanwhile."""
@@ -49,7 +53,7 @@ class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __in
                 return kind.__torch_dispatch__(op, types, args, kwargs)
         mesh = self.mesh
         # An op that the innermost mode runs reaches the outer ones.
-        if mesh is None or _entered.modes[-1] is not self:
+        if mesh is None or _entered.modes[-1] is not self or _is_over(self.call):
             return op(*args, **kwargs)
         operands = list(tensors_in([args, kwargs]))
         if not operands:
@@ -116,19 +120,30 @@ def _drawn(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceM
 
 
 class _Entered(threading.local):
-    """The modes that are on in this thread, the innermost last."""
+    """The modes that are on in this thread, and the forward passes under way, the innermost last."""
 
     def __init__(self) -> None:
         self.modes: list[_OnMesh] = []
+        self.passes: list[_Pass] = []
+
+
+@frozen(eq=False)
+class _Pass:
+    """A forward pass: whose it is, the call of the module, and the mode that it entered."""
+
+    hooks: _Hooks
+    call: FrameType | None
+    mode: _OnMesh | None
 
 
 _entered = _Entered()
 
 
-def _enter(mesh: DeviceMesh | None) -> None:
+def _enter(mesh: DeviceMesh | None) -> _OnMesh:
     mode = _OnMesh(mesh)
     mode.__enter__()  # type: ignore[no-untyped-call]
     _entered.modes.append(mode)
+    return mode
 
 
 def _leave() -> None:
@@ -181,20 +196,44 @@ class _Hooks:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
-        self.entered: list[bool] = []  # an item per forward pass under way, of all threads
 
     def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature
         if torch.compiler.is_compiling():
             return
+        _leave_interrupted()
+        frame = inspect.currentframe()
+        call = frame and frame.f_back
         enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
-        self.entered.append(enters)
-        if enters:
-            _enter(self.mesh)
+        mode = _enter(self.mesh) if enters else None
+        if mode is not None:
+            mode.call = call
+        _entered.passes.append(_Pass(self, call, mode))
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         # Another hook may have raised before this module's own hook ran.
-        if not torch.compiler.is_compiling() and self.entered and self.entered.pop():
+        if torch.compiler.is_compiling() or not _entered.passes or _entered.passes[-1].hooks is not self:
+            return
+        if _entered.passes.pop().mode is not None:
             _leave()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Hooks:
-        return _Hooks(self.mesh)
+
+def _leave_interrupted() -> None:
+    """Leave the modes of forward passes that Ctrl-C or an exit ended: torch runs no hook after these."""
+    while _entered.passes and _is_over(_entered.passes[-1].call):
+        mode = _entered.passes[-1].mode
+        if mode is not None and _entered.modes[-1] is not mode:
+            return  # inside one that the program entered since, and leaves
+        _entered.passes.pop()
+        if mode is not None:
+            _leave()
+
+
+def _is_over(call: FrameType | None) -> bool:
+    """Whether a call has ended. Python clears the frame of such a call, and no other."""
+    if call is None:
+        return False
+    try:
+        call.clear()
+    except RuntimeError:
+        return False
+    return True
