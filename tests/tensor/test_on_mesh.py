@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -169,6 +171,36 @@ def leaves_after_an_interruption():
 
 def test_an_interruption_in_a_forward_leaves_nothing_behind(two_ranks):
     two_ranks.run(leaves_after_an_interruption)
+
+
+class Notes(nn.Module):
+    """Keeps a weak reference to what it calculates on the way."""
+
+    def forward(self, x):
+        inner = x * 2
+        self.inner = weakref.ref(inner)
+        return inner + torch.ones(2)
+
+
+def frees_at_once():
+    model = sw.distribute_module(nn.Sequential(Notes()), mesh((2,)))
+    x = on(torch.ones(2), Replicate())
+    model(x)
+    gc.collect()
+    gc.disable()
+    try:
+        result = model(x)
+        assert model[0].inner() is None
+        seen = weakref.ref(result)
+        del result
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_a_forward_leaves_no_reference_cycle(two_ranks):
+    """What it calculated is freed at once, not when Python's collector comes: memory would grow by half."""
+    two_ranks.run(frees_at_once)
 
 
 def runs_in_threads():

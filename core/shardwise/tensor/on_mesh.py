@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from attrs import frozen
@@ -201,8 +201,8 @@ class _Hooks:
         if torch.compiler.is_compiling():
             return
         _leave_interrupted()
-        frame = inspect.currentframe()
-        call = frame and frame.f_back
+        # This frame has no name here: one that holds itself is a cycle, and keeps what the forward calculates.
+        call = cast(FrameType, inspect.currentframe()).f_back
         enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
         mode = _enter(self.mesh) if enters else None
         if mode is not None:
