@@ -202,7 +202,7 @@ class _Hooks:
             return
         _leave_interrupted()
         # This frame has no name here: one that holds itself is a cycle, and keeps what the forward calculates.
-        call = cast(FrameType, inspect.currentframe()).f_back
+        call = cast("FrameType", inspect.currentframe()).f_back
         enters = not _entered.modes or _entered.modes[-1].mesh not in (None, self.mesh)
         mode = _enter(self.mesh) if enters else None
         if mode is not None:
