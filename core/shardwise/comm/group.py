@@ -20,7 +20,7 @@ from shardwise.comm.collectives import Collectives
 from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
 from shardwise.kernel.reductions import REAL, SENDABLE, as_sendable, average, is_native, reduce_stacked
-from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.tracing import is_recorded
 
 __all__ = ["REDUCE_OP_OF", "Group"]
 
@@ -86,7 +86,7 @@ class Group(Collectives):
 
     def of(self, tensor: Tensor) -> Collectives:
         """The group whose collectives can take a tensor: this one, or that of the graph if it is traced."""
-        return self.in_graph if is_traced(tensor) else self
+        return self.in_graph if is_recorded(tensor) else self
 
     # -- movement --
 

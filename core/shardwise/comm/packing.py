@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.tracing import is_recorded
 
 __all__ = [
     "Piece",
@@ -104,7 +104,7 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
     sizes = [shape[dim] for shape in shapes]
 
     def pack(local: Tensor) -> Tensor:
-        if is_traced(local):
+        if is_recorded(local):
             packed: Tensor = _packed(local, dim, sizes)
             return packed
         source, flat = row_major(local), local.new_empty(count)

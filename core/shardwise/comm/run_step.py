@@ -35,7 +35,7 @@ from shardwise.comm.packing import (
 from shardwise.kernel.placements import Placement, Shard
 from shardwise.kernel.reductions import IDEMPOTENT_KINDS, neutral
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.tracing import is_recorded
 from shardwise.rule.counted import tensor_if, tied_to
 
 __all__ = ["Start", "StepRunner"]
@@ -79,10 +79,10 @@ class StepRunner:
         start_now = prepare(group, src, dst)
 
         def run(local: Tensor) -> Tensor:  # not by `start`: a call less
-            return (prepare(group.in_graph, src, dst) if is_traced(local) else start_now)(local).wait()
+            return (prepare(group.in_graph, src, dst) if is_recorded(local) else start_now)(local).wait()
 
         def start(local: Tensor) -> AsyncResult:
-            return (prepare(group.in_graph, src, dst) if is_traced(local) else start_now)(local)
+            return (prepare(group.in_graph, src, dst) if is_recorded(local) else start_now)(local)
 
         return cls(run, start)
 
@@ -204,7 +204,7 @@ def _padded(local: Tensor, length: int) -> Tensor:
     flat = row_major(local).view(-1)
     if flat.numel() == length:
         return flat
-    if is_traced(local):
+    if is_recorded(local):
         # Compilers merge equal calls, but not calls on memory that is not written yet. So a rank whose piece needs no
         # padding would merge two gathers that other ranks do not merge.
         filling = flat.new_zeros(length - flat.numel())

@@ -27,6 +27,8 @@ __all__ = [
     "is_layout_only",
     "is_open",
     "is_python_dispatched",
+    "is_recorded",
+    "is_recorded_whole",
     "is_traced",
     "is_without_data",
     "let_vary",
@@ -54,6 +56,24 @@ def is_without_data(tensor: torch.Tensor) -> bool:
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a value of a graph that is being traced."""
     return is_without_data(tensor) and not is_rehearsing()
+
+
+def is_recorded(tensor: torch.Tensor) -> bool:
+    """Whether ops on a tensor go into a graph: those on a traced tensor, and all that ``make_fx`` sees of real ones."""
+    return is_traced(tensor) or (_proxy_mode() is not None and not is_rehearsing())
+
+
+def is_recorded_whole(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with tensors inside is itself a value of a graph of ``make_fx``. What is inside is then unknown
+    to the graph. No public function says so.
+    """
+    mode = _proxy_mode()
+    if mode is None:
+        return False
+    # Imported here, because loading it takes time.
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    return get_proxy_slot(tensor, mode.tracer, None) is not None
 
 
 def is_layout_only(tensor: torch.Tensor) -> bool:
@@ -170,8 +190,12 @@ class _Left(threading.local):
 _left = _Left()
 
 
+def _proxy_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+
+
 def _tracer() -> Any:
-    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    mode = _proxy_mode()
     return _left.tracer if mode is None else mode.tracer
 
 

@@ -24,7 +24,7 @@ from shardwise.comm.redistribute import route, runner
 from shardwise.comm.run_step import StepRunner
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
-from shardwise.errors import DeviceMismatchError, LayoutError
+from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
 from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
 from shardwise.kernel.local_strides import alias, in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
@@ -33,7 +33,7 @@ from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import is_batched
 from shardwise.private_torch.distributed import current_mesh
-from shardwise.private_torch.tracing import is_traced
+from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
@@ -94,6 +94,7 @@ def redistribute(
 
     Returns the tensor itself if its placements do not change and nothing is said of its gradient.
     """
+    _refuse_in_a_graph(tensor, "redistribute {}")
     target, steps = route(tensor._spec, placements)
     if steps is None and grad_placements is None and grad_dtype is None:
         return tensor
@@ -130,7 +131,7 @@ def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bo
         if tensor._spec.is_copy:
             link_view(tensor, same)
         return same
-    if async_op and steps.start is not None and not is_traced(local):
+    if async_op and steps.start is not None and not is_recorded(local):
         return waiting(steps.start(local).keep(tensor, local), target, local.device)
     return wrap(steps.run(local), target)
 
@@ -160,6 +161,7 @@ class _ToLocal(torch.autograd.Function):
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
+    _refuse_in_a_graph(tensor, "take the local part of {}")
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
@@ -167,6 +169,16 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
         return alias(local)
     part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return part
+
+
+def _refuse_in_a_graph(tensor: Any, asked: str) -> None:
+    """Raise :class:`TracingError` where ``make_fx`` would write the part into its graph as a constant."""
+    if is_recorded_whole(tensor):
+        raise TracingError(
+            asked=asked.format(tensor._spec),
+            found="make_fx records ops on the whole tensor here, and its graph cannot reach the part",
+            do="Use torch.compile, or let make_fx trace a function of local tensors that calls from_local.",
+        )
 
 
 class _FromLocal(torch.autograd.Function):
