@@ -554,6 +554,43 @@ def test_every_compiled_optimizer_step(two_ranks, name):
     two_ranks.run(step_compiled, name)
 
 
+def with_backward(model, x):
+    model(x).pow(2).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def with_grad(model, x):
+    return torch.autograd.grad(model(x).pow(2).sum(), [*model.parameters()])
+
+
+def of_an_input(model, x):
+    return torch.autograd.grad(model(x).pow(2).sum(), x)
+
+
+def one_layer_split(name, module, m):
+    module.weight = nn.Parameter(sw.distribute_tensor(module.weight.detach(), m, [Shard(0)]))
+
+
+def breaks_its_graph(program):
+    m = one_dim()
+    torch.manual_seed(0)
+    whole_model, whole_x = nn.Linear(8, 4).double(), torch.randn(6, 8, dtype=torch.float64)
+    outcomes = []
+    for function in (program, torch.compile(program, backend="aot_eager")):
+        model = sw.distribute_module(copy.deepcopy(whole_model), m, one_layer_split)
+        x = sw.distribute_tensor(whole_x, m, [Shard(0)]).requires_grad_()
+        outcomes.append([(g.placements, g.full_tensor()) for g in function(model, x)])
+    for (eager_layout, eager), (layout, compiled) in zip(*outcomes, strict=True):
+        assert layout == eager_layout
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("program", [with_backward, with_grad, of_an_input])
+def test_a_backward_pass_inside_a_compiled_function(two_ranks, program):
+    """Torch makes several graphs of it, and runs some of our functions between them under dynamo's eyes."""
+    two_ranks.run(breaks_its_graph, program)
+
+
 def parts_of_larger_memory():
     device_mesh = mesh((2,))
     memory = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
