@@ -22,6 +22,7 @@ WRONG_ON_ONE_DEVICE = {
     aten.lift.default: "returns its operand, whose gradient is then that of the result",
     aten.lift_fresh.default: "as lift",
     aten.adaptive_max_pool3d_backward.default: "reads the indices as if they were dense, and beyond their memory",
+    aten._weight_norm_interface.default: "writes the norms beyond their memory where g is expanded",
     aten.fractional_max_pool2d_backward.default: "as adaptive_max_pool3d_backward",
     aten.fractional_max_pool3d_backward.default: "as adaptive_max_pool3d_backward",
 } | {
