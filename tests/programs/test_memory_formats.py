@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from itertools import permutations, product
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
-from shardwise import MeshTensor, Replicate, Shard
+from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.engine.first_run import CHECK_STRIDES
 from shardwise.kernel.dispatcher import clear_plans
 from shardwise.kernel.local_strides import in_order, lies_as
@@ -203,3 +205,27 @@ def expanded():
 
 def test_a_copy_of_an_expanded_tensor_is_not_expanded(pool):
     pool.run(expanded)
+
+
+def moved():
+    device_mesh = mesh((4,))
+    inside = [_StridedShard(dim, split_factor=2) for dim in range(4)]
+    layouts = [Replicate(), Partial(), *(Shard(dim) for dim in range(4)), *inside]
+    for shape, order in product([(4, 6, 4, 8), (4, 4, 4, 4), (1, 4, 8, 4)], [(0, 2, 3, 1), (0, 1, 2, 3), (3, 2, 1, 0)]):
+        whole = torch.randn([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
+        for source, target in permutations(layouts, 2):
+            if any(isinstance(p, _StridedShard) and shape[p.dim] % 4 for p in (source, target)):
+                continue  # a layout whose pieces have several sizes is refused
+            x = sw.distribute_tensor(whole, device_mesh, [source]).redistribute(placements=[target])
+            local = x.to_local()
+            assert lies_as(x.spec.tensor_meta, local.shape, local.stride()), (
+                x.spec,
+                x.stride(),
+                local.stride(),
+                source,
+            )
+
+
+def test_a_part_that_was_moved_lies_as_the_whole(pool):
+    """Pieces of one element along a dim too, from dims that are sharded inside: torch tells memory formats by these."""
+    pool.run(moved)

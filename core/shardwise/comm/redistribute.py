@@ -18,6 +18,7 @@ from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.meeting import meet
 from shardwise.comm.packing import Run, copied
 from shardwise.comm.run_step import StepRunner
+from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import Placement, Shard, check_placements, shard
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, in_numbers
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order, unexpanded
@@ -96,7 +97,8 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
     if src.is_strided or dst.is_strided:
         runners = [_in_factors(_build_runner(leg.src, leg.dst), leg) for leg in legs(src, dst)]
         shape = dst.local_shape()
-        return _chain([*runners, StepRunner(lambda local: local.reshape(shape))])
+        # A dim of one element gets its stride from the factors; torch tells memory formats by it.
+        return _chain([*runners, StepRunner(lambda local: in_order(local.reshape(shape), dst.tensor_meta))])
     meet(src.mesh)
     # Numbers decide the path. Symbols are used only to run it.
     start, goal = hinted(src), hinted(dst)
