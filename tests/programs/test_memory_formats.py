@@ -229,3 +229,34 @@ def moved():
 def test_a_part_that_was_moved_lies_as_the_whole(pool):
     """Pieces of one element along a dim too, from dims that are sharded inside: torch tells memory formats by these."""
     pool.run(moved)
+
+
+VIEWS = {
+    "view": lambda x: x.view(x.shape),
+    "unflatten": lambda x: x.unflatten(1, (2, -1)),
+    "unsqueeze": lambda x: x.unsqueeze(0),
+    "transpose": lambda x: x.transpose(0, 1),
+}
+
+
+def viewed(view):
+    device_mesh = mesh((4,))
+    for dim, order in product(range(4), [(0, 2, 3, 1), (0, 1, 2, 3), (3, 2, 1, 0)]):
+        shape = [4, 4, 6, 8] if dim == 0 else [2, 4, 4, 4]
+        whole = torch.randn([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
+        x = sw.distribute_tensor(whole, device_mesh, [Shard(dim)])
+        for _ in range(2):  # the first call of a plan, and a later one
+            result, expected = VIEWS[view](x), VIEWS[view](whole)
+            local = result.to_local()
+            assert result.stride() == expected.stride()
+            assert lies_as(result.spec.tensor_meta, local.shape, local.stride()), (dim, order, local.stride())
+            assert torch.equal(result.full_tensor(), expected)
+            result.mul_(2)
+            whole = whole * 2
+            assert torch.equal(x.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_with_one_element_on_each_rank(pool, view):
+    """One image of channels_last on each rank: torch's view gives its dim another stride, and no memory format."""
+    pool.run(viewed, view)

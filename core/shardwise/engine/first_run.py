@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.kernel.local_strides import in_order, lies_as
+from shardwise.kernel.local_strides import in_order, lies_as, restrided
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Kind, Result, op_name
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec
@@ -33,8 +33,8 @@ def put_in_order(plan: Plan) -> Plan:
     """Have a new plan look at the strides of its first results."""
     if CHECK_STRIDES in os.environ:
         plan.run_by(_CheckedRuns(plan))
-    elif plan.schema.signature.makes_tensors:
-        plan.run_by(_FirstRun(plan))
+    else:
+        plan.run_by(_FirstRun(plan) if plan.schema.signature.makes_tensors else _FirstView(plan))
     return plan
 
 
@@ -59,6 +59,50 @@ class _FirstRun:
         if not any(is_without_data(local) for local, _ in parts):
             plan.run_by((lambda *args, **kwargs: _put_in_order(plan, call(*args, **kwargs), wrong)) if wrong else call)
         return _put_in_order(plan, out, wrong) if wrong else out
+
+
+class _FirstView:
+    """The local call of a plan of a view that has not run yet.
+
+    Torch gives dims of one element the strides that come easiest, and tells memory formats by them.
+    """
+
+    __slots__ = ("_call", "_plan")
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._call = plan.call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan, call = self._plan, self._call
+        out = call(*args, **kwargs)
+        has_moved = is_traced = False
+
+        def look(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+            nonlocal has_moved, is_traced
+            if is_without_data(local):
+                is_traced = True
+                return local
+            view = _as_view(local, spec)
+            has_moved = has_moved or view is not local
+            return view
+
+        out = _changed(plan, out, look, views=True)
+        if not is_traced:
+            plan.run_by(
+                (lambda *args, **kwargs: _changed(plan, call(*args, **kwargs), _as_view, views=True))
+                if has_moved
+                else call
+            )
+        return out
+
+
+def _as_view(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    """A view as its spec says, where only dims of one element differ; else as it is."""
+    if _lies_as(local, spec):
+        return local
+    view = restrided(local, spec.tensor_meta)
+    return local if view is None else view
 
 
 class _CheckedRuns:
@@ -89,6 +133,8 @@ class _CheckedRuns:
         out = _put_in_order(plan, out, wrong) if wrong else out
 
         def check(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+            if not is_without_data(local):
+                local = _as_view(local, spec)
             _check(plan, "a view", local, spec)
             return local
 

@@ -26,7 +26,7 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.symbols import hint
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
-__all__ = ["alias", "dense_in_order", "in_order", "lies_as"]
+__all__ = ["alias", "dense_in_order", "in_order", "lies_as", "restrided"]
 
 
 HAVE_MEMORY_FORMATS = (4, 5)
@@ -85,6 +85,14 @@ def _is_dense(meta: TensorMeta) -> bool:
 
 def in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """A local tensor as a global tensor's meta says: itself, a view if only dims of one element differ, else a copy."""
+    view = restrided(tensor, meta)
+    return dense_in_order(tensor, meta) if view is None else view
+
+
+def restrided(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor | None:
+    """A local tensor as a global tensor's meta says, without a copy: itself, or a view if only dims of one element
+    differ; else None.
+    """
     if lies_as(meta, tensor.shape, tensor.stride()):
         return tensor
     strides, expected = [0] * tensor.ndim, 1
@@ -93,7 +101,7 @@ def in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
         expected *= tensor.shape[d]
     if all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), strides, strict=True)):
         return tensor.as_strided(tensor.shape, strides)
-    return dense_in_order(tensor, meta)
+    return None
 
 
 def dense_in_order(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
