@@ -211,10 +211,11 @@ def moved():
     device_mesh = mesh((4,))
     inside = [_StridedShard(dim, split_factor=2) for dim in range(4)]
     layouts = [Replicate(), Partial(), *(Shard(dim) for dim in range(4)), *inside]
-    for shape, order in product([(4, 6, 4, 8), (4, 4, 4, 4), (1, 4, 8, 4)], [(0, 2, 3, 1), (0, 1, 2, 3), (3, 2, 1, 0)]):
+    for shape, order in product([(4, 4, 4, 4), (1, 4, 8, 4)], [(0, 2, 3, 1), (3, 2, 1, 0)]):
         whole = torch.randn([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
         for source, target in permutations(layouts, 2):
-            if any(isinstance(p, _StridedShard) and shape[p.dim] % 4 for p in (source, target)):
+            strided = [p for p in (source, target) if isinstance(p, _StridedShard)]
+            if not strided or any(shape[p.dim] % 4 for p in strided):
                 continue  # a layout whose pieces have several sizes is refused
             x = sw.distribute_tensor(whole, device_mesh, [source]).redistribute(placements=[target])
             local = x.to_local()
