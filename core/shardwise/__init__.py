@@ -16,12 +16,12 @@ from shardwise.tensor.distribute import distribute_module, distribute_tensor
 from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.on_mesh import on
-from shardwise.tensor.prefetch import prefetch
 from shardwise.tensor.sharing import sharing_views
 
 if TYPE_CHECKING:
     from shardwise.kernel.registry import Override
     from shardwise.kernel.rule import AnyRule
+    from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
 
@@ -82,4 +82,8 @@ def __getattr__(name: str) -> Any:
         from shardwise.tools.explain import explain
 
         return explain
+    if name == "prefetch":
+        from shardwise.tensor.prefetch import prefetch
+
+        return prefetch
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

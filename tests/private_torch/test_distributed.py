@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -77,3 +80,22 @@ def test_the_functions_on_state_dicts_are_wrapped_where_torch_takes_them_from():
         assert getattr(taker, name).__wrapped__.__module__ == ours.__name__
     # What is wrapped are their first two arguments and three options of the first.
     assert ours._gather_state_dict({"a": [1]}, pg=None, cpu_offload=False, ranks_only=()) == {"a": [1]}
+
+
+@pytest.mark.parametrize("comes", ["before", "after"])
+def test_functions_on_state_dicts_are_wrapped_when_their_module_comes(monkeypatch, tmp_path, comes):
+    name = f"state_dicts_{comes}"
+    (tmp_path / f"{name}.py").write_text("def gather(): return 'gathered'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(distributed, "_STATE_DICTS", name)
+    if comes == "before":
+        importlib.import_module(name)
+    finders = list(sys.meta_path)
+    distributed.wrap_state_dict_functions(
+        {
+            "gather": lambda gather: lambda: gather() + " and wrapped",
+            "gone": lambda gone: gone,
+        }
+    )
+    assert importlib.import_module(name).gather() == "gathered and wrapped"
+    assert sys.meta_path == finders, "nothing is left behind"

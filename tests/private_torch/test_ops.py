@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from attrs import evolve
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from shardwise.private_torch import dispatch, ops
 
@@ -159,3 +160,14 @@ def test_a_composite_kernel_runs_below_modes_for_functions():
         assert kernel(both)
     assert called[0] is aten.all.default
     assert ops.composite_kernel(torch.ops.private_torch_test.bump.default) is None
+
+
+def test_an_op_is_defined_by_its_schema():
+    op = ops.define_op(
+        "tests_defined::twice(Tensor x, SymInt[] sizes) -> Tensor",
+        lambda x, _sizes: x * 2,
+        lambda x, _sizes: x.new_empty(x.shape),
+    )
+    assert torch.equal(op(torch.ones(2), [1]), torch.full((2,), 2.0))
+    assert op(torch.ones(2, device="meta"), [1]).is_meta
+    assert str(make_fx(lambda x: op(x, [1]), tracing_mode="fake")(torch.ones(2)).code).count("tests_defined.twice") == 1

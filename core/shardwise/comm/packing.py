@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from shardwise.private_torch.ops import define_op
 from shardwise.private_torch.tracing import is_recorded
 
 __all__ = [
@@ -116,19 +117,22 @@ def packer(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:
     return pack
 
 
-# Packing in a graph is one call: compilers leave out copies, and with them the storage offset that a graph had asked
-# for, while slices would add guards on sizes, so that each size were compiled anew.
-@torch.library.custom_op("shardwise::pack", mutates_args=())
-def _packed(whole: Tensor, dim: int, sizes: list[int]) -> Tensor:
+def _pack_in_graph(whole: Tensor, dim: int, sizes: Sequence[int]) -> Tensor:
     shape = tuple(whole.shape)
     packed = packer(shape, dim, [(*shape[:dim], size, *shape[dim + 1 :]) for size in sizes])(whole)
     # The result of an op is no view of what it was given.
     return packed.clone() if packed.data_ptr() == whole.data_ptr() else packed
 
 
-@_packed.register_fake
-def _(whole: Tensor, _dim: int, _sizes: list[int]) -> Tensor:
+def _pack_without_data(whole: Tensor, _dim: int, _sizes: Sequence[int]) -> Tensor:
     return whole.new_empty(whole.numel())
+
+
+# Packing in a graph is one call: compilers leave out copies, and with them the storage offset that a graph had asked
+# for, while slices would add guards on sizes, so that each size were compiled anew.
+_packed = define_op(
+    "shardwise::pack(Tensor whole, int dim, SymInt[] sizes) -> Tensor", _pack_in_graph, _pack_without_data
+)
 
 
 def unpacker(whole: Shape, dim: int, shapes: Sequence[Shape]) -> Run:

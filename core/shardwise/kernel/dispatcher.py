@@ -192,7 +192,7 @@ views = _Views()
 
 def _guard(plan: Plan) -> None:
     """Refuse to gather for a view that must share memory; ``reshape`` and its callers may copy."""
-    if not (plan.copies and views.must_share):
+    if not (views.must_share and plan.copies):
         return
     schema = plan.schema
     arguments = ", ".join(f"{a.name}={v}" for a, v in zip(schema.signature.args, schema.values, strict=True))

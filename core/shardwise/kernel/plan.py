@@ -22,14 +22,12 @@ class Plan:
     for a list pairs of position and function. ``static`` replaces the by-value arguments, in schema order, unless it is
     ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
     ``call`` where no operand is redistributed and ``call`` takes the arguments as they were passed, else ``None``.
-    ``outs`` holds the specs of the tensor results, flat, and ``out`` the spec of a single one. ``copies`` says that a
-    result is a view's copy, because its operand is redistributed; ``links`` that a result is such a copy, or a view of
-    one; ``writes_copy`` that the op writes one.
+    ``outs`` holds the specs of the tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a
+    result is a view's copy or a view of one; ``writes_copy`` that the op writes one.
     """
 
     __slots__ = (
         "call",
-        "copies",
         "direct",
         "entry",
         "full",
@@ -64,10 +62,6 @@ class Plan:
         self.direct = call if redistributes is None and not full else None
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
-        # A copy that is only brought up to date stays where it is, and so does a view of it.
-        moves = any(move is not None and move is not fresh for move in redistributes or ())
-        self.copies = moves and any(spec is not None and spec.is_copy for spec in outs)
-
         declared = [r for r in schema.signature.results if r.is_tensor]
         is_view = any(r.alias is not None and not r.written and not r.reseats for r in declared)
         self.links = is_view and any(spec is not None and spec.is_copy for spec in outs)
@@ -77,6 +71,13 @@ class Plan:
         """Run the local op by another callable that takes the same arguments."""
         self.call = call
         self.direct = None if self.direct is None else call
+
+    @property
+    def copies(self) -> bool:
+        """Whether a result is a view's copy because an operand is redistributed."""
+        # A copy that is only brought up to date stays where it is, and so does a view of it.
+        moves = any(move is not None and move is not fresh for move in self.redistributes or ())
+        return moves and any(spec is not None and spec.is_copy for spec in self.outs)
 
     @property
     def follows_default_dtype(self) -> bool:

@@ -40,7 +40,8 @@ class RuntimeSchemaInfo:
         )
 
 
-@frozen(eq=False)
+# Each plan keeps one, and nothing refers to it weakly.
+@frozen(eq=False, weakref_slot=False)
 class OpSchema:
     """One call: the op and, per schema argument, a :class:`TensorSpec`, a tuple of them, ``None`` or a static value.
 
@@ -147,7 +148,7 @@ class OpSchema:
         return f"{op_name(self.op)}({shown})"
 
 
-@frozen
+@frozen(weakref_slot=False)
 class PlacementStrategy:
     """One legal choice for a whole mesh: specs of inputs and outputs, and the cost of redistributing the inputs.
 

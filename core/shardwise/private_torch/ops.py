@@ -21,6 +21,7 @@ __all__ = [
     "binding_namespaces",
     "composite_kernel",
     "custom_op_of",
+    "define_op",
     "direct_call",
     "draws",
     "for_class",
@@ -132,6 +133,21 @@ def make_custom_op(parts: CustomOpParts) -> Any:
     if parts.backward is not None:
         definition.register_autograd(parts.backward, setup_context=parts.setup_context)
     return definition
+
+
+def define_op(schema: str, kernel: Callable[..., Any], meta_kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Define an op (``acme::swish(Tensor x) -> Tensor``) with a kernel for every device, and return it.
+
+    ``torch.library.custom_op`` and ``register_fake`` do the same, but look for their caller in all modules that there
+    are, which is a tenth of the time of ``import shardwise``.
+    """
+    name, _, rest = schema.partition("(")
+    torch.library.define(name, f"({rest}", tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "CompositeExplicitAutograd", kernel)
+    torch.library.impl(name, "Meta", meta_kernel)
+    namespace, _, packet = name.partition("::")
+    op: OpOverload = getattr(getattr(torch.ops, namespace), packet).default
+    return op
 
 
 def direct_call(op: Any) -> Callable[..., Any]:

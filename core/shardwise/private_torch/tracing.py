@@ -35,6 +35,7 @@ __all__ = [
     "make_known",
     "may_vary_between_ranks",
     "outside_modes",
+    "recording_mode",
     "retraced",
     "same_symbol",
     "seeing_graphs",
@@ -60,14 +61,24 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 def is_recorded(tensor: torch.Tensor) -> bool:
     """Whether ops on a tensor go into a graph: those on a traced tensor, and all that ``make_fx`` sees of real ones."""
-    return is_traced(tensor) or (_proxy_mode() is not None and not is_rehearsing())
+    # In one piece, because every redistribution calls it.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, _TRACED):
+        return not is_rehearsing()
+    return recording_mode() is not None and not is_rehearsing()
+
+
+recording_mode: Callable[[], Any] = partial(
+    torch._C._get_dispatch_mode,
+    torch._C._TorchDispatchModeKey.PROXY,
+)
+"""The mode that writes what it sees into a graph, or None. No public function says whether there is one."""
 
 
 def is_recorded_whole(tensor: torch.Tensor) -> bool:
     """Whether a tensor with tensors inside is itself a value of a graph of ``make_fx``. What is inside is then unknown
     to the graph. No public function says so.
     """
-    mode = _proxy_mode()
+    mode = recording_mode()
     if mode is None:
         return False
     # Imported here, because loading it takes time.
@@ -190,12 +201,8 @@ class _Left(threading.local):
 _left = _Left()
 
 
-def _proxy_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-
-
 def _tracer() -> Any:
-    mode = _proxy_mode()
+    mode = recording_mode()
     return _left.tracer if mode is None else mode.tracer
 
 

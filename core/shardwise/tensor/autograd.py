@@ -33,7 +33,7 @@ from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
 from shardwise.private_torch.dispatch import is_batched
 from shardwise.private_torch.distributed import current_mesh
-from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced
+from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
@@ -63,24 +63,22 @@ class _Redistribute(torch.autograd.Function):
     def forward(
         ctx: Any,
         tensor: Any,
-        target: TensorSpec,
-        steps: StepRunner | None,
-        grad: tuple[Placement, ...],
-        async_op: bool,
-        grad_dtype: torch.dtype | None,
+        # One argument, because autograd looks at each.
+        how: tuple[TensorSpec, StepRunner | None, tuple[Placement, ...], bool, torch.dtype | None],
     ) -> Any:
-        ctx.spec, ctx.grad, ctx.async_op, ctx.grad_dtype = target, grad, async_op, grad_dtype
+        target, steps, ctx.grad, ctx.async_op, ctx.grad_dtype = how
+        ctx.spec = target
         ctx.set_materialize_grads(False)
-        return _run(tensor, target, steps, async_op)
+        return _run(tensor, target, steps, ctx.async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
-            return None, None, None, None, None, None
+            return None, None
         grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
         if ctx.grad_dtype is not None:
             grad = grad.to(ctx.grad_dtype)  # autograd brings what this returns to the dtype of the tensor
-        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None, None, None, None, None
+        return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None
 
 
 def redistribute(
@@ -94,13 +92,15 @@ def redistribute(
 
     Returns the tensor itself if its placements do not change and nothing is said of its gradient.
     """
-    _refuse_in_a_graph(tensor, "redistribute {}")
+    if recording_mode() is not None:
+        _refuse_in_a_graph(tensor, "redistribute {}")
     target, steps = route(tensor._spec, placements)
     if steps is None and grad_placements is None and grad_dtype is None:
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
-        return _Redistribute.apply(tensor, target, steps, layout, async_op, grad_dtype)  # type: ignore[no-untyped-call]
+        how = target, steps, layout, async_op, grad_dtype
+        return _Redistribute.apply(tensor, how)  # type: ignore[no-untyped-call]
     if grad_placements is not None:
         _checked_grad_layout(grad_placements, tensor._spec)  # raises for wrong placements, also without a gradient
     return _run(tensor, target, steps, async_op)
@@ -161,7 +161,8 @@ class _ToLocal(torch.autograd.Function):
 
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
-    _refuse_in_a_graph(tensor, "take the local part of {}")
+    if recording_mode() is not None:
+        _refuse_in_a_graph(tensor, "take the local part of {}")
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
