@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of this plugin."""
+    """Register the rules of this plugin."""
     from shardwise_embedding import bags, tables
 
     registry.add(*tables.RULES, *bags.RULES)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of this plugin."""
+    """Register the rules of this plugin."""
     from shardwise_linalg import distances, factors, least_squares, solvers, spectra
 
     registry.add(*factors.RULES, *spectra.RULES, *solvers.RULES, *least_squares.RULES, *distances.RULES)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of this plugin."""
+    """Register the rules of this plugin."""
     from shardwise_matmul import attention, flex, fused, grouped, padding, products, scaled, sums
 
     registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of all families."""
+    """Register the rules of all families."""
     from shardwise_tensor import (
         composites,
         copying,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of this plugin."""
+    """Register the rules of this plugin."""
     from shardwise_views import axes, memory, reinterpret, shapes, strided, undo
 
     registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES, *memory.RULES)

@@ -62,13 +62,13 @@ def modules(cache):
 @click.command()
 @options(rounds=9)
 def main(rounds, calls, json_file):
-    """Print the medians and the dearest modules."""
+    """Print the medians and the most expensive modules."""
     with tempfile.TemporaryDirectory() as cache:
         base, ours, plugins = medians(cache, rounds)
-        dearest = modules(cache)
+        slowest = modules(cache)
     _, uncached, _ = medians(None, rounds)
-    table = Table("module", "own ms", title=f"dearest of {len(dearest)} modules that `import shardwise` adds")
-    for name, micros in dearest[:SHOWN]:
+    table = Table("module", "own ms", title=f"most expensive of {len(slowest)} modules that `import shardwise` adds")
+    for name, micros in slowest[:SHOWN]:
         table.add_row(name, f"{micros / 1e3:.1f}")
     console().print(table)
     imported = f"plugins imported: {', '.join(plugins)}" if plugins else "no plugin imported"
@@ -83,7 +83,7 @@ def main(rounds, calls, json_file):
         ),
         line("- without byte code", "-", f"{uncached:.3f} s", met=None),
     ]
-    rows = [{"module": name, "own microseconds": micros} for name, micros in dearest]
+    rows = [{"module": name, "own microseconds": micros} for name, micros in slowest]
     report(
         rows,
         lines,

@@ -162,7 +162,7 @@ def console() -> Console:
 
 
 def options(rounds: int = 7, calls: int = 1) -> Callable:
-    """``--rounds``, ``--calls`` and ``--json``, alike in every script."""
+    """``--rounds``, ``--calls`` and ``--json``: the same in every script."""
 
     def decorate(command: Callable) -> Callable:
         for option in (

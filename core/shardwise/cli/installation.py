@@ -70,7 +70,7 @@ def _settings() -> Iterator[Finding]:
     if not settings.sources:
         yield Finding("settings", OK, "none are set")
     often = "at every use" if settings.check_ranks else "when they are new or were written"
-    meaning = {"compare": f"ranks compare them {often}", "replicate": "believed to be alike", "refuse": "an error"}
+    meaning = {"compare": f"ranks compare them {often}", "replicate": "believed to be the same", "refuse": "an error"}
     yield Finding("plain tensors", OK, f"{settings.plain}: {meaning[settings.plain]}")
     try:
         discover(settings)

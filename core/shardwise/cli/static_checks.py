@@ -19,7 +19,7 @@ from shardwise.testing.light import Imported
 
 __all__ = ["check_entries", "check_imports", "check_requires", "check_surface"]
 
-# What a plugin may import: the public package, what rules are written with, what the rare hooks hand over.
+# What a plugin may import: the public package, what rules are written with, what the rare hooks return.
 SURFACE = frozenset(
     {"shardwise", "shardwise.errors", "shardwise.hookspecs", "shardwise.rule", "shardwise.planning.cost"}
 )

@@ -74,9 +74,11 @@ class PlanningEngine:
         """Have the ranks of a mesh agree on rules and link figures, once."""
         meet(mesh)
 
-    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """The plan of one call."""
-        return plan_call(self.tensor_class, entry, info, args, kwargs)
+    def plan(
+        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Plan | None:
+        """The plan of one call. None if its ``out=`` tensors were resized to the shape of the results."""
+        return plan_call(self.tensor_class, self.registry(), entry, info, args, kwargs)
 
     def plan_symbolic(
         self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -218,6 +218,6 @@ def check_written(schema: OpSchema, metas: Sequence[TensorMeta | None]) -> None:
                 raise InPlaceError(
                     asked=f"run {op_name(schema.op)} on {before}",
                     found=f"it would change the shape of the tensor in place, to {tuple(meta.shape)}",
-                    do="Use the out-of-place form; a MeshTensor keeps its shape.",
+                    do="Use the out-of-place form, or pass an empty tensor as out=.",
                     op=op_name(schema.op),
                 )

@@ -15,6 +15,7 @@ from shardwise.engine.decomposition import Decomposition, Failed, answered, deco
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
+from shardwise.engine.resized_outs import resize_outs
 from shardwise.errors import InPlaceError
 from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
 from shardwise.kernel.engine import Handler
@@ -97,9 +98,12 @@ class UnknownOp:
             outcome = self.outcomes.get(key)
         except TypeError:  # a size that is a symbol of a traced graph has no hash
             outcome = self._decompose(args, kwargs)
+            assert outcome is not None  # with symbols nothing is resized
         else:
             if outcome is None:
                 outcome = self._decompose(args, kwargs)
+                if outcome is None:
+                    return self(_cls, _op, _types, args, kwargs)
                 if len(self.outcomes) >= PLANS_PER_OP:
                     self.outcomes.clear()
                 self.outcomes[key] = outcome
@@ -123,15 +127,17 @@ class UnknownOp:
         part, _ = operand_of(self.op, False, name, value, args, kwargs)
         return part if isinstance(value, torch.Tensor) else (part, value)
 
-    def _decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed:
+    def _decompose(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> DecomposedPlan | Failed | None:
+        """The plan, or why there is none. None if the ``out=`` tensors were resized to the shape of the results."""
         schema = self._schema(args, kwargs)
         known: dict[int, Any] = {}
         with outside_modes():
             outcome = decompose(self.registry, self.op, stand_ins(args, known), stand_ins(kwargs, known))
         if isinstance(outcome, Failed):
             return outcome
-        # Refuse an ``out=`` tensor that the op would resize: its placements hold for its shape.
         if outcome.metas is not None:
+            if resize_outs(self.registry, schema, signature(self.op).bind(args, kwargs), outcome.metas):
+                return None
             check_written(schema, outcome.metas)
         return DecomposedPlan(schema, outcome)
 

@@ -12,6 +12,7 @@ from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on
+from shardwise.engine.resized_outs import resize_outs
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, plan_of_lists
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.dispatcher import NUMBERS
@@ -19,6 +20,7 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, Op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
@@ -31,9 +33,17 @@ from shardwise.private_torch.ops import direct_call
 __all__ = ["common_mesh", "describe_call", "plan_call"]
 
 
-def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
+def plan_call(
+    cls: type,
+    registry: Registry,
+    entry: Entry,
+    info: RuntimeSchemaInfo,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Plan | None:
     """Describe one call, check it and plan it; ``cls`` is the tensor class.
 
+    None if its ``out=`` tensors had another shape than the results and were resized: then it is another call now.
     An illegal call raises here, before anything is communicated.
     """
     op = entry.op
@@ -42,25 +52,36 @@ def plan_call(cls: type, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[A
         lists = Lists.of(cls, op, values)
         if len(lists.by_mesh) > 1:
             parts = [lists.part(signature(op), values, at) for at in lists.by_mesh.values()]
-            plans = [_plan_on(cls, entry, info, mesh, part) for mesh, part in zip(lists.by_mesh, parts, strict=True)]
+            plans = [
+                _plan(cls, *_describe_on(cls, entry, info, mesh, part), part)
+                for mesh, part in zip(lists.by_mesh, parts, strict=True)
+            ]
             schema, _ = describe_call(cls, entry, info, next(iter(lists.by_mesh)), values)
             return put_in_order(plan_of_lists(lists, schema, plans))
     mesh = mesh_of(cls, values)
     assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
     compare_on(cls, op, values, mesh)
-    plan = _plan_on(cls, entry, info, mesh, values)
+    described, moved = _describe_on(cls, entry, info, mesh, values)
+    if resize_outs(registry, described.schema, values, described.metas if described.is_known else None):
+        return None
+    plan = _plan(cls, described, moved, values)
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
     return put_in_order(plan)
 
 
-def _plan_on(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]) -> Plan:
-    """The plan of a call on one mesh, to which replicated numbers of other meshes are brought."""
-    op = entry.op
-    moved = on_one_mesh(cls, op, values, mesh)
-    common_mesh(cls, op, moved)
+def _describe_on(
+    cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]
+) -> tuple[DescribedCall, Sequence[Any]]:
+    """A call on one mesh, and its values with the replicated numbers of other meshes brought to this mesh."""
+    moved = on_one_mesh(cls, entry.op, values, mesh)
+    common_mesh(cls, entry.op, moved)
     schema, arguments = describe_call(cls, entry, info, mesh, moved)
-    plan = make_plan(DescribedCall.of(entry, schema, output_metas(op, arguments, entry.rule.meta)))
+    return DescribedCall.of(entry, schema, output_metas(entry.op, arguments, entry.rule.meta)), moved
+
+
+def _plan(cls: type, described: DescribedCall, moved: Sequence[Any], values: Sequence[Any]) -> Plan:
+    plan = make_plan(described)
     return plan if all(map(is_, values, moved)) else compared(cls, plan, values)
 
 

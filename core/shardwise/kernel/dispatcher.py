@@ -222,7 +222,7 @@ def _after_write(tensors: Sequence[Any]) -> None:
     _state.engine.after_write(tensors)
 
 
-def _reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
+def reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     """Make a tensor another view of its memory, as ``x.t_()`` does."""
     # Torch's setter changes sizes and strides, which torch holds, and leaves autograd's state alone.
     set_data(tensor, new_wrapper(_state.tensor_class, local, spec, False))
@@ -271,7 +271,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "on_meta": partial(_on_meta, op),
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
         "raised": lambda error: _state.engine.raised(op, error),
-        "reseat": _reseat,
+        "reseat": reseat,
         "watched": watched,
         "after_write": _after_write,
         "link": _link,
@@ -424,8 +424,11 @@ class _PlanStore:
         tell_observers(plan)
         return plan
 
-    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan:
-        """The plan of a call that is not in ``hot``: from ``cold``, or a new one."""
+    def miss(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Plan | None:
+        """The plan of a call that is not in ``hot``: from ``cold``, or a new one.
+
+        None if its ``out=`` tensors had another shape than the results and were resized: then it is another call now.
+        """
         plan = self.cold.get(key)
         if plan is None:
             place = comparable(key), torch.get_default_dtype()
@@ -435,6 +438,8 @@ class _PlanStore:
                 _meet(args, kwargs)
                 with outside_modes():
                     plan = _state.engine.plan(self.entry, self.info, args, kwargs or {})
+                if plan is None:
+                    return None
                 if place[0] is not key or plan.follows_default_dtype:
                     is_apart = True
                     if len(self.apart) >= PLANS_PER_OP:

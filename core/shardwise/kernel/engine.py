@@ -29,8 +29,10 @@ class Engine(Protocol):
     def meet(self, mesh: Mesh) -> None:
         """Have the ranks of a mesh agree on their rules, once."""
 
-    def plan(self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan:
-        """The plan of one call."""
+    def plan(
+        self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Plan | None:
+        """The plan of one call. None if its ``out=`` tensors were resized to the shape of the results."""
 
     def plan_symbolic(
         self, entry: Entry, info: RuntimeSchemaInfo, args: Sequence[Any], kwargs: Mapping[str, Any]

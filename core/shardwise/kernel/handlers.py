@@ -12,7 +12,7 @@ The text is compiled once per call shape, as attrs and dataclasses do for their 
   (``other_written`` and ``others_written`` for arguments that the op writes)
 - ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
 - ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
-- ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keeps the two alike
+- ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keeps the two the same
 - ``elsewhere`` the function that finds the handler of another call shape
 - ``on_meta`` the function that runs the op on the meta device
 - ``raised`` the function that is told of an error, which other ranks may have to know
@@ -150,6 +150,8 @@ def _find_plan(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[
             parts.append(f"tuple({var}) if type({var}) is list else freeze({var})")
         else:
             parts.append(var)
+    # A miss may resize the out= tensors: then the call is dispatched anew.
+    is_resized = ["    if plan is None:", "        return elsewhere(args, kwargs)"]
     key = parts[0] if len(parts) == 1 and "," not in parts[0] else f"({', '.join(parts)},)"
     return [
         f"key = {key}",
@@ -157,6 +159,7 @@ def _find_plan(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[
         "    plan = plans[key]",
         "except KeyError:",
         "    plan = miss(key, args, kwargs)",
+        *(is_resized if any(v.arg.is_out for v in variables) else ()),
         "except TypeError:",
         "    plan = symbolic(args, kwargs)",
     ]

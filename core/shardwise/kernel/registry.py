@@ -65,7 +65,7 @@ class Registrar:
                 raise RuleError(
                     asked=f"register a rule of {self.origin}",
                     found=f"{rule!r} is a {type(rule).__name__}",
-                    do="Hand over what rule(), rule_from() or full_mesh_rule() returned.",
+                    do="Pass what rule(), rule_from() or full_mesh_rule() returned.",
                 )
             replaced = rule.replaces or replaces
             replaced_name = None if replaced is None else normalised(replaced)
@@ -103,7 +103,7 @@ class Registrar:
                 raise RuleError(
                     asked=f"register an optimizer of {self.origin}",
                     found=f"{cls!r} is not a class of torch.optim.Optimizer",
-                    do="Hand over classes, as in add_optimizers(torch.optim.AdamW).",
+                    do="Pass classes, as in add_optimizers(torch.optim.AdamW).",
                 )
         self.optimizers += classes
 

@@ -49,7 +49,7 @@ Form = tuple[torch.Size, torch.dtype]
 # Tensors are so small that a program takes milliseconds.
 _MOST_ELEMENTS = 1200
 _MOST_DIMS = 6
-# Torch cannot load what it pickles of these, and programs travel to the ranks.
+# Torch cannot load what it pickles of these, and programs are sent to the ranks.
 _WITHOUT_PICKLE = {torch.uint16, torch.uint32, torch.uint64}
 # A tolerance is relative to the largest value. Beyond this value it would hide differences in small values.
 _LARGEST = 1e5

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of the Fourier transforms."""
+    """Register the rules of the Fourier transforms."""
     from shardwise_fft import rules
 
     registry.add(*rules.RULES)

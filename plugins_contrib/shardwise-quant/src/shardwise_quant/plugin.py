@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Hand over the rules of this plugin."""
+    """Register the rules of this plugin."""
     from shardwise_quant import dynamic, integers, packed, scaled
 
     registry.add(*integers.RULES, *packed.RULES, *scaled.RULES, *dynamic.RULES)
