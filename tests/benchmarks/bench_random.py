@@ -3,8 +3,8 @@
 Run it with ``python tests/benchmarks/bench_random.py [--rounds 7] [--calls 3] [--size 1048576] [--json FILE]``. A
 tensor is filled in place under the fake process group, whole on one rank and cut over eight; ``plain`` fills the whole
 tensor on one device with torch alone. ``counter`` draws the rank's part by place, ``torch`` the whole on every rank,
-``local`` the rank's part by a generator of its own. DTensor is left out: on a CPU mesh its ranks draw the same, each its
-part.
+``local`` the rank's part by a generator of its own. DTensor is left out: on a CPU mesh each of its ranks draws the same
+numbers for its own part.
 """
 
 import click

@@ -12,7 +12,7 @@ The text is compiled once per call shape, as attrs and dataclasses do for their 
   (``other_written`` and ``others_written`` for arguments that the op writes)
 - ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
 - ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
-- ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keeps the two the same
+- ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keep the two equal
 - ``elsewhere`` the function that finds the handler of another call shape
 - ``on_meta`` the function that runs the op on the meta device
 - ``raised`` the function that is told of an error, which other ranks may have to know
