@@ -137,7 +137,7 @@ def add_report(config, plugin, report):
 
 
 def pytest_sessionfinish(session):
-    """Where several processes share the run, each hands its counts to the one that shows them."""
+    """Where several processes share the run, each sends its counts to the one that shows them."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["oracle"] = pickle.dumps(session.config.stash[REPORTS])
 

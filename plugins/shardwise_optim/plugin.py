@@ -1,4 +1,4 @@
-"""The plugin: hands the rules of optimizer ops over."""
+"""The plugin's hook: rules for the ops of optimizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin: hands the rules of elementwise ops over."""
+"""The plugin's hook: rules for elementwise ops."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """All elementwise ops of ATen, by the partial tensors that pass through them.
 
 A partial row stands here only if it is exact for every finite value. Sums and averages pass linear ops, averages also
-affine ones. Maxima and minima pass an op that never falls on the whole real line and hands NaN on; an op that never
-rises swaps the two. A logarithm has no row: the smaller value of another rank may be negative.
+affine ones. Maxima and minima pass an op that never falls on the whole real line and returns NaN for NaN; an op that
+never rises swaps the two. A logarithm has no row: the smaller value of another rank may be negative.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POWERS = "pow float_power square rsqrt reciprocal exp2 hypot"
 LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
 ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
 STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
-EXTREMES = "fmax fmin"  # they pass over NaN, which a partial maximum hands on
+EXTREMES = "fmax fmin"  # they leave NaN out, which a partial maximum returns
 INTEGERS = "gcd lcm bitwise_and bitwise_or bitwise_xor bitwise_not bitwise_left_shift bitwise_right_shift"
 OPERATORS = "__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__"
 COMPARISONS = "eq ne lt le gt ge isnan isinf isfinite isneginf isposinf"

@@ -1,4 +1,4 @@
-"""The plugin: hands the rules of random ops over."""
+"""The plugin's hook: rules for ops that draw random numbers."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def SCATTER_REDUCE(dim: int, reduce: str, *, include_self: bool = True, call: Ca
     return _scattered(dim, call, each(kinds, "k, R, k -> k"), parts)
 
 
-# -- index_add and its kin: an index per slice -------------------------------------------------------------------
+# -- index_add and ops like it: an index per slice -------------------------------------------------------------------
 
 
 def _write_own(

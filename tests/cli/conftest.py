@@ -21,7 +21,7 @@ RULE = """
 
 @pytest.fixture
 def source():
-    """``source(op, notation, more)``: a module whose hook hands one rule over; the default op has no other rule."""
+    """``source(op, notation, more)``: a module whose hook registers one rule; the default op has no other rule."""
     unruled = "_copy_from_and_resize"
     return lambda op=unruled, notation="R, R -> R", more="": RULE.format(op=op, notation=notation, more=more)
 

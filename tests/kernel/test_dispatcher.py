@@ -33,7 +33,7 @@ def x():
 
 
 class Counting(MeshTensor):
-    """Counts the calls that come by __torch_dispatch__."""
+    """Counts the calls that reach __torch_dispatch__."""
 
     calls = 0
 
@@ -52,7 +52,7 @@ def seen(run):
 
 def test_after_the_first_call_torch_goes_straight_to_the_handler(x, monkeypatch):
     torch.neg(x)
-    monkeypatch.setattr(dispatcher, "dispatch", None)  # whoever came by here would fail
+    monkeypatch.setattr(dispatcher, "dispatch", None)  # a call that reached this would fail
     assert torch.equal(torch.neg(x).to_local(), -x.to_local())
 
 

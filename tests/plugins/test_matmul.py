@@ -286,7 +286,7 @@ def test_attention(pool, shape, layout, sizes, causal):
 
 
 def infer():
-    """Inference mode hands linear and matmul over whole, so a sharded sequence needs no flattening."""
+    """Inference mode dispatches linear and matmul as they are, so a sharded sequence needs no flattening."""
     x, w, b = made(3, 5, 8), made(6, 8, seed=1), made(6, seed=2)
     for layout in ([Shard(1)], [Shard(2)]):
         with torch.inference_mode():

@@ -31,7 +31,7 @@ WRONG_ON_ONE_DEVICE = {
     for overload in packet.overloads()
 }
 
-# Tensors of eight-bit floats do not travel between processes: pickle cannot load them.
+# Tensors of eight-bit floats cannot be sent between processes: pickle cannot load them.
 OF_EIGHT_BITS = {
     getattr(packet, overload)
     for packet in (getattr(aten, name) for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name))

@@ -121,7 +121,7 @@ def ways_in_and_out(mesh_shape, layout):
     assert placed.placements == tuple(layout)
     assert torch.equal(placed.full_tensor(), whole)
 
-    # To torch, where the parts lie alike, and back.
+    # To torch, where the parts lie the same way, and back.
     theirs = placed.to_dtensor()
     assert isinstance(theirs, DTensor)
     if not any(isinstance(p, Partial) for p in layout):

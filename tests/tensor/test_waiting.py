@@ -164,7 +164,7 @@ def gathered_together():
 def test_gathers_that_go_together(pool):
     logs = pool.run(gathered_together)
     assert logs == [logs[0]] * 4
-    # Three groups (rows, columns, all) and three dtypes; the flag and the int32 differ, the bool travels as bytes.
+    # Three groups (rows, columns, all) and three dtypes; the flag and the int32 differ, the bool is sent as bytes.
     assert logs[0].count("issued all_gather") <= 2 * 9 + 1
     assert logs[0][-1] == "use"
 

@@ -1,4 +1,4 @@
-"""What travels to workers: ops by name, custom ops of modules that no worker can import by their parts."""
+"""What is sent to workers: ops by name, custom ops of modules that no worker can import by their parts."""
 
 # ruff: noqa: ARG005  # a fake and a backward take what the op takes
 

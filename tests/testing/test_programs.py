@@ -91,7 +91,7 @@ TANH = Program(
 
 def plant(notation, options):
     """Put a wrong rule above the installed ones, on a worker, until :func:`uproot`."""
-    # This module travels by value, so it keeps nothing from one run to the next.
+    # This module is sent by value, so it keeps nothing from one run to the next.
     sys.modules["__main__"].uproot = default_registry().override(rule(aten.tanh.default, notation, **options))
 
 

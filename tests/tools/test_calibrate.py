@@ -128,7 +128,7 @@ def executed(shape, size, src, dst):
 
 
 def handed_in(step, mesh_shape):
-    """The bytes that a rank with the largest shards hands in for a step, from the bytes that the step is costed by."""
+    """The bytes that a rank with the largest shards sends in a step, from the bytes that the step is costed by."""
     n = math.prod(mesh_shape[m] for m in step.mesh_dims)
     return step.nbytes * (n if step.kind in ("reduce_scatter", "all_to_all") else 1)
 

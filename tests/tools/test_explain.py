@@ -229,7 +229,7 @@ def test_no_process_group_is_needed_and_import_shardwise_does_not_load_it():
 
 # -- what ranks really issue -----------------------------------------------------------------------------------------
 
-# Names, because functions that hold ops do not travel to workers.
+# Names, because functions that hold ops cannot be sent to workers.
 ISSUED = [
     ("mm.default", [((8, 16), "S(0) R"), ((16, 32), "S(1) S(0)")]),
     ("mm.default", [((7, 5), "S(0) S(1)"), ((5, 9), "P(sum) S(1)")]),

@@ -194,7 +194,7 @@ def test_seven_billion_parameters_lie_in_sixteen_parts(big):
 def test_seven_billion_parameters_need_two_reductions_a_layer_each_way(big):
     use = {(u.phase, u.kind, u.mesh_dims): times for u, times, _ in big.by_op if u.op == NO_OP}
     assert use["forward", "all_reduce", (1,)] == 2 * LAYERS
-    # One more for what the head hands back: its classes lie over tensor parallelism.
+    # One more for what the head returns: its classes lie over tensor parallelism.
     assert use["backward", "all_reduce", (1,)] == 2 * LAYERS + 1
     # Each weight's gradient, over all ranks that share the batch.
     assert use["backward", "all_reduce", (0, 2)] >= 6 * LAYERS

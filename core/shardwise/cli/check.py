@@ -42,7 +42,7 @@ def check(*, plugin: str, samples: Path | None, cases: int | None, full: bool, s
     Exits with 1 when a check fails. What is checked is run: check only what you trust.
     """
     if full and cases is not None:
-        raise click.UsageError("--full is all cases: give it or --cases")
+        raise click.UsageError("--full tries all cases: give --full or --cases, not both")
     most = None if full else cases or CASES
     with TemporaryDirectory(prefix="shardwise-check-") as scratch:
         subject = find_subject(plugin, Path(scratch))

@@ -87,7 +87,7 @@ def explain(*, op: str, top: int | None, as_json: bool, **call: Any) -> None:
 def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None) -> tuple[Links, str]:
     """The figures and their description."""
     if path is not None and wires is not None:
-        raise click.UsageError("--links and --wires both say what moves cost: give one")
+        raise click.UsageError("--links and --wires both say what redistributions cost: give one of them")
     if wires is not None and len(wires) != mesh.ndim:
         raise click.UsageError(f"--wires names {len(wires)} and the mesh has {mesh.ndim} dims: give one per mesh dim")
     if path is None:

@@ -59,7 +59,7 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
                 Finding("hook", OK, ", ".join([f"{counted(rules, 'rule')} for {counted(status.ops, 'op')}", *hooks]))
             )
         else:
-            do = "Hand rules over: registry.add(RULE, ...)."
+            do = "Register the rules: registry.add(RULE, ...)."
             findings.append(Finding("hook", WARNING, f"{entry.name} registers nothing", do))
     return registry, findings
 

@@ -1,6 +1,6 @@
 """Collectives that are under way.
 
-To issue a collective returns an :class:`AsyncResult`. :meth:`AsyncResult.wait` returns the tensor. It also does the
+Issuing a collective returns an :class:`AsyncResult`. :meth:`AsyncResult.wait` returns the tensor. It also does the
 local work that follows the collective, such as an average or a change of strides.
 """
 

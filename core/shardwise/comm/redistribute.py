@@ -117,7 +117,7 @@ def _build_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
         permuted = (shard(order.index(p.dim)) if isinstance(p, Shard) else p for p in placements)
         return TensorSpec(src.mesh, tuple(permuted), meta)
 
-    # To make process groups communicates, also while a graph is traced. But what is computed from symbols is part of
+    # Making process groups communicates, also while a graph is traced. But what is computed from symbols is part of
     # the graph.
     with nullcontext() if start is not src else outside_modes():
         runners = [

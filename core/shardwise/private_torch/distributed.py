@@ -79,7 +79,8 @@ def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any
     """Wrap the functions with which ``torch.distributed.checkpoint.state_dict`` gathers and distributes tensors.
 
     They handle only DTensor and ShardedTensor, by name. A function that is missing is skipped. Their module imports
-    dozens of others, so it is not imported for this: where it is still to come, it is changed as it comes.
+    dozens of others, so it is not imported for this. If nothing has imported it yet, it
+    is changed right after its first import.
     """
     if _STATE_DICTS in sys.modules:
         _wrap(sys.modules[_STATE_DICTS], wrappers)

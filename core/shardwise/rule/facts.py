@@ -137,7 +137,7 @@ def affine(*operands: str, results: Iterable[int] | None = None) -> Facts:
 
 
 def monotone(*operands: str, results: Iterable[int] | None = None) -> Facts:
-    """Maxima and minima pass: no result falls where the operand rises. It must hold for NaN too, which they hand on."""
+    """Maxima and minima pass: no result falls where the operand rises. It must hold for NaN too."""
     return _facts("monotone", operands, results)
 
 

@@ -187,7 +187,8 @@ class _FromLocal(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
         ctx.spec, ctx.grad = spec, grad
         ctx.set_materialize_grads(False)
-        # Every rank has the same spec, and an empty part does not say how the others lie: so the part gives in.
+        # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the
+        # strides of the spec.
         part = in_order(local, spec.tensor_meta)
         return wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
 

@@ -123,7 +123,7 @@ def _refutation(op: Op, sample: Sample, case: RealCase, outcome: CaseOutcome, fo
     return GradientRefuted(
         asked=f"run {op_name(op)} and its backward on {shown} on a {mesh} mesh with {outcome.placements}",
         found=found + (f". What ran: {ran}" if ran else ""),
-        do="Judge the rule of each op that ran by itself (check_rule); where all are right, mend the registered "
+        do="Judge the rule of each op that ran by itself (check_rule); where all are right, correct the registered "
         "backward.",
         op=op_name(op),
         source=outcome.source,

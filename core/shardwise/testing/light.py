@@ -106,7 +106,7 @@ def heavy_imports(module: str, *, allowed: Sequence[str] = ()) -> list[str]:
         raise PluginLoadError(
             asked=f"import {module} in a fresh process",
             found=imported.error or imported.hook_error,
-            do=f"Mend what the traceback shows:\n{imported.traceback}",
+            do=f"Correct what the traceback shows:\n{imported.traceback}",
             plugin=module,
         )
     return [name for name in imported.pulled if name not in allowed]

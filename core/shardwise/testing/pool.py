@@ -197,7 +197,7 @@ class WorkerPool:
         error = WorkerError(
             asked=asked,
             found=f"rank {first.rank} {how}: {first.message}{others}",
-            do=f"Mend what the tracebacks show:\n{tracebacks}",
+            do=f"Correct what the tracebacks show:\n{tracebacks}",
             errors=failures,
             rank=first.rank,
         )

@@ -139,6 +139,6 @@ def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
         tell(error, is_final=True)
         text = "".join(traceback.format_exception(error))
         pickled = b""
-        with suppress(Exception):  # an exception that cannot be pickled travels as its text
+        with suppress(Exception):  # an exception that cannot be pickled is sent as its text
             pickled = dumps_by_value(error)
         return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=pickled)

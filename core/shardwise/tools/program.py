@@ -134,7 +134,7 @@ def _run_backward(outputs: Any, watch: Watch) -> None:
 
 
 def is_split_first(op: Op) -> bool:
-    """Whether the dispatcher would run the op as others: under inference mode torch hands composite ops over whole."""
+    """Whether the dispatcher would run the op as others: inference mode dispatches composite ops as they are."""
     return op.namespace != "prim" and op not in default_registry() and is_composite(op)
 
 

@@ -31,7 +31,7 @@ __all__ = ["Collective", "Issued", "in_lowering", "in_path"]
 
 @frozen
 class Collective:
-    """One collective: its kind, mesh dims, the number of ranks, the bytes that a rank hands in, and what it is for.
+    """One collective: its kind, mesh dims, the number of ranks, the bytes that a rank sends in, and what it is for.
 
     ``purpose`` is the operand that it moves, or ``lowering`` for one that the rule's lowering issues.
     """

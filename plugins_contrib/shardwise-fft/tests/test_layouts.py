@@ -77,7 +77,7 @@ def test_out_chooses_the_layout_and_halves_what_is_sent(pool):
 
 
 def transpose():
-    from shardwise_fft.rules import TRANSPOSING  # rules do not travel to workers
+    from shardwise_fft.rules import TRANSPOSING  # rules are not sent to workers
 
     return default_registry().override(*TRANSPOSING)
 
@@ -130,8 +130,8 @@ def readme(*examples):
 
 
 # Per call: the function, its operand's shape, layout and mesh, whether the rules transpose, and the bytes that a rank
-# hands in to each all-to-all. A shard of a cube is 2048 bytes, of a real one 1024, of half its spectrum (5 of 8) 1280;
-# to gather is to hand in a shard per rank. Nobody asks what comes.
+# sends in each all-to-all. A shard of a cube is 2048 bytes, of a real one 1024, of half its spectrum (5 of 8) 1280;
+# a gather sends a shard per rank. Nobody asks what comes.
 CUBE = (8, 8, 8)
 EXCHANGES = {
     "whole": (F.fft, CUBE, [0, 1], (2, 2), False, []),
