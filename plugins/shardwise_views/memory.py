@@ -7,6 +7,7 @@ start of the memory; a call with an offset needs a tensor that fills its memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -158,6 +159,11 @@ def _resized(x: TensorMeta, size: Sequence[int], memory_format: torch.memory_for
     return Flow([None], [None], lowered=("R",)) if _is_dense(x) else Rows(())
 
 
+def _resized_as(x: TensorMeta, template: TensorMeta, memory_format: torch.memory_format | None) -> Flow | Rows:
+    rows = _resized(x, template.shape, memory_format)
+    return rows if isinstance(rows, Rows) else evolve(rows, inputs=[*rows.inputs, None])
+
+
 @rule_from(aten.resize_.default, lowering=_resize)
 def RESIZE(self: TensorMeta, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Flow | Rows:
     """Any placement where the size stays; whole where it changes, since resize_ cuts the memory of the whole tensor."""
@@ -169,8 +175,26 @@ def RESIZE_AS(
     self: TensorMeta, the_template: TensorMeta, *, memory_format: torch.memory_format | None = None
 ) -> Flow | Rows:
     """As resize_; the template is whole, and only its size counts."""
-    rows = _resized(self, the_template.shape, memory_format)
-    return rows if isinstance(rows, Rows) else evolve(rows, inputs=[*rows.inputs, None])
+    return _resized_as(self, the_template, memory_format)
 
 
-RULES = (AS_STRIDED_SCATTER, RESIZE, RESIZE_AS)
+def _resize_copy(local: LocalCall, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    return _resize(local, x.clone(), *args, **kwargs)
+
+
+@rule_from(aten.resize.default, lowering=_resize_copy)
+def RESIZED(self: TensorMeta, size: Sequence[int], *, memory_format: torch.memory_format | None = None) -> Flow | Rows:
+    """As resize_, to as many elements or fewer: of more, torch leaves the last ones undefined."""
+    return _resized(self, size, memory_format) if prod(size) <= self.numel else Rows(())
+
+
+@rule_from(aten.resize_as.default, lowering=_resize_copy)
+def RESIZED_AS(
+    self: TensorMeta, the_template: TensorMeta, *, memory_format: torch.memory_format | None = None
+) -> Flow | Rows:
+    """As resize_as_, to as many elements or fewer: of more, torch leaves the last ones undefined."""
+    rows = _resized_as(self, the_template, memory_format)
+    return rows if the_template.numel <= self.numel else Rows(())
+
+
+RULES = (AS_STRIDED_SCATTER, RESIZE, RESIZE_AS, RESIZED, RESIZED_AS)

@@ -54,9 +54,41 @@ def _diagonal(base: Tensor, value: Tensor, _: int, offset: int = 0, dim1: int = 
     return torch.diagonal_scatter(base, value, offset, dim1, dim2)
 
 
+def _as_dtype(base: Tensor, value: Tensor, _: int, *__: Any) -> Tensor:
+    return value.contiguous().view(base.dtype)
+
+
+def _as_complex(base: Tensor, value: Tensor, _: int) -> Tensor:
+    return torch.view_as_complex(value.contiguous())
+
+
+def _as_real(base: Tensor, value: Tensor, _: int) -> Tensor:
+    return torch.view_as_real(value.resolve_conj())
+
+
+def _conj(base: Tensor, value: Tensor, _: int) -> Tensor:
+    return value.conj()
+
+
+def _neg(base: Tensor, value: Tensor, _: int) -> Tensor:
+    return value.neg()
+
+
+def _resize(base: Tensor, value: Tensor, _: int, *__: Any, **___: Any) -> Tensor:
+    if value.numel() <= base.numel():
+        return torch.as_strided_scatter(base, value, value.shape, value.stride())
+    line = (base.numel(),), (1,)
+    return torch.as_strided_scatter(base, value.as_strided(*line), *line)
+
+
 UNDO: Mapping[Any, Callable[..., Tensor]] = {
+    aten._conj.default: _conj,
+    aten._neg_view.default: _neg,
+    aten._reshape_alias.default: _reshaped,
     aten.as_strided.default: _as_strided,
     aten.diagonal.default: _diagonal,
+    aten.resize.default: _resize,
+    aten.resize_as.default: _resize,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
@@ -67,4 +99,7 @@ UNDO: Mapping[Any, Callable[..., Tensor]] = {
     aten.unbind.int: _unbind,
     aten.unsqueeze.default: _reshaped,
     aten.view.default: _reshaped,
+    aten.view.dtype: _as_dtype,
+    aten.view_as_complex.default: _as_real,
+    aten.view_as_real.default: _as_complex,
 }

@@ -279,5 +279,7 @@ SAMPLES = {
     aten.as_strided_copy.default: lambda: in_memory(is_view=False),
     aten.as_strided_scatter.default: scattered_in_memory,
     aten.resize_.default: resized,
+    aten.resize.default: resized,
+    aten.resize_as.default: lambda: [([x, made(size)], {}) for (x, size), _ in resized()],
     aten.resize_as_.default: lambda: [([x, made(size)], {}) for (x, size), _ in resized()],
 }

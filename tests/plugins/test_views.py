@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
-from shardwise.errors import InPlaceError, NoStrategyError, ViewError
+from shardwise.errors import NoStrategyError, ViewError
 from shardwise.kernel.placements import shard_dim, strided_shard
 from shardwise.testing import mesh
 from shardwise_views import axes, reinterpret, shapes, strided
@@ -311,14 +311,6 @@ def differentiate_tensors_that_turned():
     assert torch.allclose(x.grad.full_tensor(), full.grad)
 
 
-def turn_a_tensor_whose_parts_must_move():
-    """A dim that goes and is sharded: the tensor is right, but no longer in the memory of its old views."""
-    x = sw.distribute_tensor(whole(1, 6), mesh((4,)), [Shard(0)])
-    assert torch.equal(x.squeeze_(0).full_tensor(), whole(6))
-    with pytest.raises(InPlaceError):
-        x.add_(1)
-
-
 def see_the_memory():
     full = whole(5, 7)
     for layout in ([Shard(0)], [Shard(1)], [Replicate()], [Partial("sum")]):
@@ -354,7 +346,6 @@ def refuse_an_offset_into_unknown_memory():
         refuse_views_of_other_ranks_data,
         turn_tensors_themselves,
         differentiate_tensors_that_turned,
-        turn_a_tensor_whose_parts_must_move,
         see_the_memory,
         refuse_an_offset_into_unknown_memory,
     ],

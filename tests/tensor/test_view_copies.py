@@ -134,6 +134,77 @@ def out(x):
     return rows
 
 
+def complex_numbers(x):
+    pairs = torch.view_as_complex(x.unflatten(1, (3, 2)))
+    pairs.mul_(2j)
+    x.add_(1)
+    pairs[1] = 3
+    torch.view_as_real(pairs).sub_(x[:, 0].clone().view(8, 1, 1))
+    return pairs
+
+
+def bits(x):
+    words = x.view(torch.int64)
+    words[0].zero_()
+    x[1].add_(1)
+    return words
+
+
+# A view in place is a copy where a dim goes that is sharded, or where sizes count in the memory of the whole.
+
+
+def column_that_becomes_a_vector(x):
+    column, first = x[:, :1], x[3]
+    column.squeeze_(1)
+    column.add_(1)
+    first.mul_(2)
+    return column
+
+
+def row_that_becomes_a_vector(x):
+    rows = x[:1]
+    entries = rows[:, 2:5]
+    rows.squeeze_()
+    entries.neg_()
+    rows[2] = 5.0
+    rows.unsqueeze_(1).t_()
+    rows.sub_(1)
+    return rows
+
+
+def a_copy_that_turns(x):
+    flat = x.view(-1).view(6, 8)
+    flat.t_()
+    flat.mul_(2)
+    x.add_(1)
+    return flat
+
+
+def other_sizes(x):
+    row, y = x[0], x.clone()
+    x.resize_(2, 7)
+    row.add_(1)
+    x.mul_(3)
+    y.resize_(9, 6)
+    y.fill_(2.0)
+    return torch.cat([x.view(-1), y.view(-1), row])
+
+
+def sizes_of_another(x):
+    row = x[1]
+    x.resize_as_(torch.zeros_like(x)[:3])
+    x.zero_()
+    return row
+
+
+def other_strides(x):
+    row = x[1]
+    x.as_strided_((3, 4), (2, 3))
+    row.add_(1)
+    x.mul_(2)
+    return row
+
+
 PROGRAMS = [
     row,
     rows,
@@ -151,6 +222,14 @@ PROGRAMS = [
     without_gradients,
     parameters_to_vector,
     out,
+    complex_numbers,
+    bits,
+    column_that_becomes_a_vector,
+    row_that_becomes_a_vector,
+    a_copy_that_turns,
+    other_sizes,
+    sizes_of_another,
+    other_strides,
 ]
 
 

@@ -30,6 +30,7 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import functional_of
 
 __all__ = ["PlanningEngine"]
 
@@ -103,7 +104,8 @@ class PlanningEngine:
 
     def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Note what the results of a view op are copies of."""
-        link(self.tensor_class, self.registry().views.get(plan.schema.op), plan, results, args, kwargs)
+        op = functional_of(plan.schema.op) or plan.schema.op
+        link(self.tensor_class, op, self.registry().views.get(op), results, args, kwargs)
 
     def after_write(self, tensors: Sequence[Any]) -> None:
         """Bring what an op has written to the bases of copies."""

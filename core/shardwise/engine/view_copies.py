@@ -10,7 +10,6 @@ from attrs import define
 
 from shardwise.errors import InPlaceError
 from shardwise.kernel.nested import tensors_in
-from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
 from shardwise.kernel.view_copies import Writes, fresh, note_write, source_of_copy, tie, writes_of
 from shardwise.private_torch.dispatch import memory_of, new_wrapper
@@ -87,9 +86,9 @@ class _ViewOfCopy:
 
 
 def link(
-    cls: Any, undo: Undo | None, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    cls: Any, op: Op, undo: Undo | None, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> None:
-    """Note where the results of a view op come from that are copies."""
+    """Note where the results of a view op come from that are copies. ``op`` makes the view of the base anew."""
     base: Any = args[0] if args else None
     if not isinstance(base, cls) or is_layout_only(base._local_tensor):
         return  # dynamo keeps tensors with its graphs, and copies that are alive make writes slower
@@ -103,7 +102,7 @@ def link(
             continue
         writes = writes_of(local)
         own = _alias(cls, base)
-        moved = _MovedView(plan.schema.op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count)
+        moved = _MovedView(op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count)
         tie(copy._local_tensor, moved)
 
 

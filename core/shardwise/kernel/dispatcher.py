@@ -231,6 +231,21 @@ def reseat(tensor: Any, local: torch.Tensor, spec: TensorSpec) -> Any:
     return tensor
 
 
+def _reseat_copy(
+    plan: Plan,
+    tensor: Any,
+    local: torch.Tensor,
+    spec: TensorSpec,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+) -> Any:
+    """As :func:`reseat`, for a view that is a copy. Its base is what the tensor was: earlier views share its memory."""
+    base = new_wrapper(_state.tensor_class, tensor._local_tensor, tensor._spec, False)
+    reseat(tensor, local, spec)
+    _link(plan, tensor, (base, *args[1:]) if args else args, kwargs)
+    return tensor
+
+
 def _on_meta(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The plain result on the meta device, as ``x.to("meta")`` asks for."""
 
@@ -272,6 +287,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "elsewhere": lambda args, kwargs: dispatch(op, args, kwargs),
         "raised": lambda error: _state.engine.raised(op, error),
         "reseat": reseat,
+        "reseat_copy": _reseat_copy,
         "watched": watched,
         "after_write": _after_write,
         "link": _link,

@@ -11,7 +11,8 @@ The text is compiled once per call shape, as attrs and dataclasses do for their 
 - ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument, ``others`` that for a list
   (``other_written`` and ``others_written`` for arguments that the op writes)
 - ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
-- ``guard`` the check of a view that would be a copy, ``reseat`` the function that makes a tensor another view of itself
+- ``guard`` the check of a view that would be a copy
+- ``reseat`` the function that makes a tensor another view of itself, ``reseat_copy`` the one for a view that is a copy
 - ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keep the two equal
 - ``elsewhere`` the function that finds the handler of another call shape
 - ``on_meta`` the function that runs the op on the meta device
@@ -248,7 +249,8 @@ def _wrapped(results: Sequence[Result], variables: Sequence[_Variable]) -> list[
 
 def _wrap_result(result: Result, var: str, variables: Sequence[_Variable], spec: str = "plan.out") -> str:
     if result.reseats and result.alias is not None:
-        return f"reseat({variables[result.alias].var}, {var}, {spec})"
+        parts = f"{variables[result.alias].var}, {var}, {spec}"
+        return f"(reseat({parts}) if not plan.links else reseat_copy(plan, {parts}, args, kwargs))"
     if result.written and result.alias is not None and not result.is_list:
         return variables[result.alias].var
     make = "new" if result.alias is None else f"({_view_maker(result, variables)})"

@@ -63,7 +63,7 @@ class Plan:
         self.outs = outs
         self.out = outs[0] if len(outs) == 1 else None
         declared = [r for r in schema.signature.results if r.is_tensor]
-        is_view = any(r.alias is not None and not r.written and not r.reseats for r in declared)
+        is_view = any(r.alias is not None and not r.written for r in declared)
         self.links = is_view and any(spec is not None and spec.is_copy for spec in outs)
         self.writes_copy = any((spec := schema.specs[i]) is not None and spec.is_copy for i in schema.written)
 
