@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.private_torch.placements import strided_shard
 from shardwise.testing import mesh
 
 aten = torch.ops.aten
@@ -68,6 +69,20 @@ def test_a_write_to_a_partial_sum(pool):
 @pytest.mark.sample
 def test_a_write_to_other_partial_tensors(pool):
     pool.run(write, ["max", "avg", "product"])
+
+
+def write_beside_strided_shards():
+    """The row that reduces a partial tensor runs a lowering, which does not run on strided shards."""
+    whole, places = torch.arange(24.0).sin() * 3, [Partial(), strided_shard(0, 4)]
+    for program in (lambda x: x.clamp_(-1, 2), lambda x: x.pow_(2), lambda x: x.cumsum_(0)):
+        x = sw.distribute_tensor(whole, mesh((2, 2)), [Replicate(), Replicate()]).redistribute(placements=places)
+        program(x)
+        assert torch.allclose(x.full_tensor(), program(whole.clone()), atol=1e-5)
+        assert list(x.placements) == places
+
+
+def test_a_write_to_a_partial_tensor_with_strided_shards(pool):
+    pool.run(write_beside_strided_shards)
 
 
 def write_on_two_mesh_dims():

@@ -79,10 +79,10 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
     """
     try:
         return _plan(described, choose)
-    except InPlaceError:
+    except NoStrategyError:
         metas = described.metas if described.is_known else None
         for schema in moved_writes(described.schema):
-            with suppress(InPlaceError):
+            with suppress(NoStrategyError):
                 return writing_back(described.schema, _plan(DescribedCall.of(described.entry, schema, metas), choose))
         raise
 
