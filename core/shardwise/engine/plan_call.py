@@ -13,7 +13,7 @@ from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.resized_outs import resize_outs
-from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, plan_of_lists
+from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, only_mesh, plan_of_lists
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.dispatcher import NUMBERS
 from shardwise.kernel.mesh import Mesh
@@ -47,7 +47,7 @@ def plan_call(
     An illegal call raises here, before anything is communicated.
     """
     op = entry.op
-    values = [_without_symbol(v) for v in signature(op).bind(args, kwargs)]
+    values: Sequence[Any] = [_without_symbol(v) for v in signature(op).bind(args, kwargs)]
     if entry.rule.zip_lists and not signature(op).results[1:]:
         lists = Lists.of(cls, op, values)
         if len(lists.by_mesh) > 1:
@@ -58,10 +58,14 @@ def plan_call(
             ]
             schema, _ = describe_call(cls, entry, info, next(iter(lists.by_mesh)), values)
             return put_in_order(plan_of_lists(lists, schema, plans))
-    mesh = mesh_of(cls, values)
-    assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
-    compare_on(cls, op, values, mesh)
-    described, moved = _describe_on(cls, entry, info, mesh, values)
+    mesh = only_mesh(cls, values)
+    if mesh is not None:
+        described, moved = _describe(cls, entry, info, mesh, values), values
+    else:
+        mesh = mesh_of(cls, values)
+        assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
+        compare_on(cls, op, values, mesh)
+        described, moved = _describe_on(cls, entry, info, mesh, values)
     if resize_outs(registry, described.schema, values, described.metas if described.is_known else None):
         return None
     plan = _plan(cls, described, moved, values)
@@ -76,13 +80,17 @@ def _describe_on(
     """A call on one mesh, and its values with the replicated numbers of other meshes brought to this mesh."""
     moved = on_one_mesh(cls, entry.op, values, mesh)
     common_mesh(cls, entry.op, moved)
-    schema, arguments = describe_call(cls, entry, info, mesh, moved)
-    return DescribedCall.of(entry, schema, output_metas(entry.op, arguments, entry.rule.meta)), moved
+    return _describe(cls, entry, info, mesh, moved), moved
+
+
+def _describe(cls: type, entry: Entry, info: RuntimeSchemaInfo, mesh: Mesh, values: Sequence[Any]) -> DescribedCall:
+    schema, arguments = describe_call(cls, entry, info, mesh, values)
+    return DescribedCall.of(entry, schema, output_metas(entry.op, arguments, entry.rule.meta))
 
 
 def _plan(cls: type, described: DescribedCall, moved: Sequence[Any], values: Sequence[Any]) -> Plan:
     plan = make_plan(described)
-    return plan if all(map(is_, values, moved)) else compared(cls, plan, values)
+    return plan if moved is values or all(map(is_, values, moved)) else compared(cls, plan, values)
 
 
 def _without_symbol(value: Any) -> Any:

@@ -36,6 +36,8 @@ def resize_outs(
 
     Raises :class:`InPlaceError` for a MeshTensor if the shape depends on data, for which ``metas`` is None.
     """
+    if not schema.signature.has_outs:
+        return False
     if metas is None:
         for arg, value in zip(schema.signature.args, values, strict=True):
             if arg.is_out and isinstance(value, tensor_class()):

@@ -23,10 +23,25 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, Signature, op_name, signature
 from shardwise.kernel.spec import TensorSpec
 
-__all__ = ["Lists", "compared", "mesh_of", "on_one_mesh", "plan_of_lists"]
+__all__ = ["Lists", "compared", "mesh_of", "on_one_mesh", "only_mesh", "plan_of_lists"]
 
 
 # -- numbers from another mesh -----------------------------------------------------------------------------------------
+
+
+def only_mesh(cls: Any, values: Sequence[Any]) -> Mesh | None:
+    """The mesh of a call whose tensors are all MeshTensors on one mesh; None for any other call."""
+    mesh: Mesh | None = None
+    for value in values:
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, cls):
+                here = part._spec.mesh
+                if mesh is not None and here is not mesh:
+                    return None
+                mesh = here
+            elif isinstance(part, torch.Tensor):
+                return None
+    return mesh
 
 
 def mesh_of(cls: Any, values: Sequence[Any]) -> Mesh | None:

@@ -83,6 +83,11 @@ class Signature:
         """Arguments that hold tensors, ``out=`` ones included."""
         return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
 
+    @cached_property
+    def has_outs(self) -> bool:
+        """Whether an argument is ``out=``."""
+        return any(a.is_out for a in self.args)
+
     @property
     def positional(self) -> tuple[Arg, ...]:
         return tuple(a for a in self.args if not a.kwarg_only)

@@ -21,7 +21,7 @@ from heapq import heappop, heappush
 from operator import itemgetter
 
 from shardwise.planning.bounds import Bounds
-from shardwise.planning.cost import links_of
+from shardwise.planning.cost import Links, links_of
 from shardwise.planning.layout_graph import Codes, LayoutGraph, graph_of, searching
 from shardwise.planning.path_search import Search
 from shardwise.planning.problem import Choice, Problem, no_choice
@@ -47,10 +47,12 @@ class Chooser:
         #: Per operand that is present: its index, its graph, the bounds on leaving its layout.
         self._operands: list[tuple[int, LayoutGraph, Bounds]] = []
         known: dict[int, tuple[LayoutGraph, Bounds]] = {}
+        links: Links | None = None
         for i, (spec, source) in enumerate(zip(problem.specs, problem.sources, strict=True)):
             if spec is not None and source is not None:
                 if id(spec) not in known:
-                    graph = graph_of(spec, links_of(spec.mesh))
+                    links = links or links_of(spec.mesh)
+                    graph = graph_of(spec, links)
                     known[id(spec)] = graph, Bounds(graph, source)
                 self._operands.append((i, *known[id(spec)]))
         self._candidates = self._sorted_candidates()
