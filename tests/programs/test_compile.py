@@ -493,6 +493,24 @@ def test_plain_tensors_in_compiled_code_are_compared_when_it_runs(ranks, dynamic
     ranks.run(plain_compiled, "aot_eager", dynamic)
 
 
+def complex_number_compiled():
+    """Autograd keeps the number for the backward pass, as a tensor of the graph that torch has not made functional."""
+    torch._dynamo.reset()
+    whole = torch.linspace(-1, 1, 48).view(8, 6).requires_grad_()
+    x = sw.distribute_tensor(whole.detach(), one_dim(), [Shard(0)]).requires_grad_()
+
+    def program(x):
+        return torch.view_as_real(torch.complex(x, x.cos()) * 2j).sin().sum()
+
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x).backward()
+    program(whole).backward()
+    torch.testing.assert_close(x.grad.full_tensor(), whole.grad)
+
+
+def test_a_complex_number_in_compiled_code(ranks):
+    ranks.run(complex_number_compiled)
+
+
 class TwosBehind(torch.autograd.Function):
     """Gives a plain tensor for a gradient, which is neither zeros nor ones."""
 

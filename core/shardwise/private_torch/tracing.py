@@ -217,8 +217,10 @@ def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     inner = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
-    sync: Any = torch._sync  # type: ignore[attr-defined]
-    sync(tensor)
+    # A number that autograd keeps for the backward pass may be traced without being functional.
+    if isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor):
+        sync: Any = torch._sync  # type: ignore[attr-defined]
+        sync(tensor)
     slot = get_proxy_slot(inner, tracer, None)
     if slot is None:
         return True
