@@ -66,14 +66,6 @@ def _as_real(base: Tensor, value: Tensor, _: int) -> Tensor:
     return torch.view_as_real(value.resolve_conj())
 
 
-def _conj(base: Tensor, value: Tensor, _: int) -> Tensor:
-    return value.conj()
-
-
-def _neg(base: Tensor, value: Tensor, _: int) -> Tensor:
-    return value.neg()
-
-
 def _resize(base: Tensor, value: Tensor, _: int, *__: Any, **___: Any) -> Tensor:
     if value.numel() <= base.numel():
         return torch.as_strided_scatter(base, value, value.shape, value.stride())
@@ -82,8 +74,6 @@ def _resize(base: Tensor, value: Tensor, _: int, *__: Any, **___: Any) -> Tensor
 
 
 UNDO: Mapping[Any, Callable[..., Tensor]] = {
-    aten._conj.default: _conj,
-    aten._neg_view.default: _neg,
     aten._reshape_alias.default: _reshaped,
     aten.as_strided.default: _as_strided,
     aten.diagonal.default: _diagonal,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm.events import observe
+from shardwise.errors import InPlaceError
 from shardwise.kernel import view_copies
 from shardwise.testing import mesh
 
@@ -172,6 +173,22 @@ def row_that_becomes_a_vector(x):
     return rows
 
 
+def reshaped_alias(x):
+    flat = torch.ops.aten._reshape_alias(x, [48], [1])
+    flat[7:9] = 2.0
+    x.add_(1)
+    return flat
+
+
+def a_copy_that_turns_often(x):
+    flat = x.view(-1).view(6, 8)
+    for _ in range(600):
+        flat.t_()
+    x.add_(1)
+    flat.mul_(2)
+    return flat
+
+
 def a_copy_that_turns(x):
     flat = x.view(-1).view(6, 8)
     flat.t_()
@@ -182,12 +199,13 @@ def a_copy_that_turns(x):
 
 def other_sizes(x):
     row, y = x[0], x.clone()
+    first = y[0]
     x.resize_(2, 7)
     row.add_(1)
     x.mul_(3)
     y.resize_(9, 6)
     y.fill_(2.0)
-    return torch.cat([x.view(-1), y.view(-1), row])
+    return torch.cat([x.view(-1), y.view(-1), row, first])
 
 
 def sizes_of_another(x):
@@ -227,6 +245,8 @@ PROGRAMS = [
     column_that_becomes_a_vector,
     row_that_becomes_a_vector,
     a_copy_that_turns,
+    a_copy_that_turns_often,
+    reshaped_alias,
     other_sizes,
     sizes_of_another,
     other_strides,
@@ -238,6 +258,18 @@ def runs(program):
         whole, x = values(), sw.distribute_tensor(values(), mesh((dist.get_world_size(),)), layout)
         equal(program(x), program(whole))
         equal(x, whole)
+
+
+def write_a_negative_view():
+    """It is refused, not lost: its base had to be reduced for it."""
+    x = sw.MeshTensor.from_local(values(), mesh((2,)), [Partial("product")])
+    with pytest.raises(InPlaceError):
+        torch._neg_view(x).add_(1)
+    equal(x, values() ** 2)
+
+
+def test_a_negative_view_of_a_partial_product_cannot_be_written(two_ranks):
+    two_ranks.run(write_a_negative_view)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.__name__)

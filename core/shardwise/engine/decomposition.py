@@ -91,7 +91,7 @@ def formulas(op: Op) -> Iterator[Formula]:
         return
     table, kernel = python_decomposition(op), composite_kernel(op)
     if draws(op):
-        if kernel is not None and any(a.is_out for a in signature(op).args):
+        if kernel is not None and signature(op).has_outs:
             yield Formula("torch's composite kernel", kernel)
         return
     if table is not None:

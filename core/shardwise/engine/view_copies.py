@@ -108,8 +108,11 @@ def link(
 
 def link_view(base: Any, view: Any) -> None:
     """Note that a tensor is a view that shares memory with another, if that is a copy."""
-    if source_of_copy(base._local_tensor) is not None:
-        tie(view._local_tensor, _ViewOfCopy(_alias(type(view), base)))
+    source = source_of_copy(base._local_tensor)
+    if source is not None:
+        # A view of a view is one of the copy itself: a tensor may be turned in place any number of times.
+        copy = source.copy if isinstance(source, _ViewOfCopy) else _alias(type(view), base)
+        tie(view._local_tensor, _ViewOfCopy(copy))
 
 
 def _alias(cls: Any, tensor: Any) -> Any:

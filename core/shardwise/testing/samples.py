@@ -89,7 +89,7 @@ def out_variants(given: Mapping[Op, Callable[[], Sequence[Sample]]]) -> dict[Op,
     for op, calls in given.items():
         overloads = (getattr(op.overloadpacket, name) for name in op.overloadpacket.overloads())
         for other in overloads:
-            if other is not op and any(arg.is_out for arg in signature(other).args):
+            if other is not op and signature(other).has_outs:
                 variants[other] = partial(_with_results, op, other, calls)
                 break
     return variants

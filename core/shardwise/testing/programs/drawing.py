@@ -302,7 +302,7 @@ class _Drawing:
         by_chance = any(n in self.machine.values and self.machine.is_loose(n) for n in names if n is not None)
         if by_chance and {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(sample.op.tags):
             return None  # its shapes or its plain results would be chance
-        if self.machine.grad and any(arg.is_out for arg in signature(sample.op).args):
+        if self.machine.grad and signature(sample.op).has_outs:
             return None  # with gradients torch refuses most of these, but not the same ones for a subclass of Tensor
         wrapped = [None if name is None else Value(name) for name in names]
         args, kwargs = signature(sample.op).unbind(with_operands(sample.op, sample.values, wrapped))
