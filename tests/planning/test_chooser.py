@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import InPlaceError, ListLengthError
+from shardwise.errors import InPlaceError, ListLengthError, NoStrategyError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial, shard
 from shardwise.kernel.precedence import Origin
@@ -115,6 +115,36 @@ def test_the_choice_for_a_biased_product_equals_exhaustive_search(data):
     cost, first = best_by_exhaustion(own_problem)
     assert strategy.cost == pytest.approx(cost, rel=1e-9, abs=0)
     assert choice == first
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_choice_among_any_rows_equals_exhaustive_search(data):
+    """Also where rows that leave the operand as it is differ in their results, exclude each other or may not write."""
+    mesh = data.draw(meshes)
+    x = data.draw(specs(mesh, (6, 8)))
+    lies = st.sampled_from([*dict.fromkeys(x.placements)]) | placements(2)
+    row = st.builds(
+        lambda before, after, divides: Row((before,), (after,), "row", divides=divides),
+        lies,
+        placements(2),
+        st.sampled_from([(), (), ((0, 0, 6),), ((0, 1, 2),)]),
+    )
+    rows = tuple(data.draw(st.lists(row, min_size=1, max_size=6, unique_by=lambda r: (r.inputs, r.outputs))))
+    written = data.draw(st.booleans())
+    schema = OpSchema.of(aten.clone.default, x)
+    own_problem = Problem(
+        schema, rows, (x,), (x.tensor_meta,), (0,) if written else (), ((0, 0),) if written else (), mesh.shape
+    )
+    try:
+        expected = best_by_exhaustion(own_problem)
+    except (ValueError, InPlaceError):  # no choice is legal
+        with pytest.raises(NoStrategyError):
+            choose(own_problem)
+        return
+    choice, strategy = choose(own_problem)
+    assert strategy.cost == pytest.approx(expected[0], rel=1e-9, abs=0)
+    assert choice == expected[1]
 
 
 def spec(mesh_shape, shape, *ps):

@@ -42,6 +42,7 @@ class PlanningEngine:
     tensor_class: type
     # The registries themselves, not their ids: Python may use the id of a deleted one again.
     _known: WeakSet[Registry] = field(factory=WeakSet, init=False)
+    _latest: Registry | None = field(default=None, init=False)
     _intercepted: dict[Any, object] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -53,6 +54,8 @@ class PlanningEngine:
         At its first use the caches of plans begin to follow its changes, and its plugins' observers begin to listen.
         """
         registry = default_registry()
+        if registry is self._latest:
+            return registry
         if registry not in self._known:
             self._known.add(registry)
             for op in registry.composites:
@@ -69,6 +72,7 @@ class PlanningEngine:
             registry.on_change(clear_plans)
             for observer in registry.observers:
                 listen(observer)
+        self._latest = registry
         return registry
 
     def meet(self, mesh: Mesh) -> None:

@@ -26,8 +26,8 @@ from shardwise.private_torch.ops import direct_call, draws
 
 __all__ = ["refuse_dtypes"]
 
-# The dtypes for which torch writes every kernel: nobody needs to ask.
-_ALWAYS = frozenset({torch.float32, torch.float64})
+# The dtypes for which torch writes every kernel, and None for an operand that is absent: nobody needs to ask.
+_ALWAYS = frozenset({torch.float32, torch.float64, None})
 
 # Names of arguments in torch's schemas that are not sizes, offsets or counts, beside numbers and flags.
 _NO_SIZES = frozenset(
@@ -53,7 +53,7 @@ _known: dict[Any, Exception | None] = {}
 def refuse_dtypes(schema: OpSchema) -> None:
     """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes."""
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
-    if all(dtype is None or dtype in _ALWAYS for dtype in dtypes):
+    if _ALWAYS.issuperset(dtypes):
         return
     named = tuple(v for v in schema.values if isinstance(v, (torch.dtype, bool)))
     key = (schema.op, schema.mesh.device_type, freeze(dtypes), named)

@@ -28,7 +28,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
 from shardwise.planning.strategies import cheapest, make_call, merged
-from shardwise.private_torch.ops import direct_call, draws
+from shardwise.private_torch.ops import direct_call
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["DescribedCall", "check_written", "is_joined", "local_statics", "make_plan"]
@@ -100,7 +100,7 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
     lowering = entry.rule.lowering if any(s.lowered for s in chosen) else None
     results = _marked_copies(schema, inputs, results, lowering is not None)
     described.check(inputs)
-    if draws(schema.op):
+    if schema.signature.draws:
         agree_on_generator(schema.mesh)
     local = None
     if entry.rule.lowering is not None or entry.rule.local_args is not None:
@@ -126,7 +126,7 @@ def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tup
         None if src is None or dst is None else _move(schema, i, src, dst)
         for i, (src, dst) in enumerate(zip(schema.specs, inputs, strict=True))
     ]
-    if all(move is None for move in moves):
+    if not any(moves):
         return None
     flat = iter(moves)
     redistributes: list[Any] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.meeting import meet
 from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
@@ -51,6 +52,8 @@ def plan_call(
     if entry.rule.zip_lists and not signature(op).results[1:]:
         lists = Lists.of(cls, op, values)
         if len(lists.by_mesh) > 1:
+            for part_mesh in lists.by_mesh:
+                meet(part_mesh)
             parts = [lists.part(signature(op), values, at) for at in lists.by_mesh.values()]
             plans = [
                 _plan(cls, *_describe_on(cls, entry, info, mesh, part), part)
@@ -60,10 +63,12 @@ def plan_call(
             return put_in_order(plan_of_lists(lists, schema, plans))
     mesh = only_mesh(cls, values)
     if mesh is not None:
+        meet(mesh)
         described, moved = _describe(cls, entry, info, mesh, values), values
     else:
         mesh = mesh_of(cls, values)
         assert mesh is not None, f"{op_name(op)} was dispatched without a MeshTensor"
+        meet(mesh)
         compare_on(cls, op, values, mesh)
         described, moved = _describe_on(cls, entry, info, mesh, values)
     if resize_outs(registry, described.schema, values, described.metas if described.is_known else None):
@@ -109,6 +114,7 @@ def describe_call(
     stays a number.
     """
     op, whole, values = entry.op, (REPLICATE,) * mesh.ndim, list(values)
+    described = signature(op)
 
     def spec_of(value: Any) -> Any:
         if isinstance(value, cls):
@@ -120,7 +126,7 @@ def describe_call(
     specs: list[Any] = []
     arguments: list[Any] = []
     fixed: list[int] = []
-    for arg, value, start in zip(signature(op).args, values, signature(op).starts(values), strict=True):
+    for arg, value, start in zip(described.args, values, described.starts(values), strict=True):
         if arg.kind is Kind.TENSOR and isinstance(value, NUMBERS):
             number = _LIKE_SYMBOLS.get(type(value), value)
             specs.append(TensorSpec(mesh, whole, TensorMeta((), (), torch.tensor(number).dtype)))

@@ -31,7 +31,7 @@ from shardwise.kernel.signature import Call, op_name, signature
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec, hinted, hinted_meta, in_numbers
 from shardwise.kernel.symbols import hint, is_symbolic, lengths
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.chooser import Chooser
+from shardwise.planning.chooser import best
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import problems
@@ -142,7 +142,7 @@ def _choice(problem: Problem, key: Any) -> Choice:
         choice = tuple(problem.rows.index(row) for row in rows)
         if all(r in problem.candidates(m) and problem.conflict(choice[: m + 1]) is None for m, r in enumerate(choice)):
             return choice
-    choice = Chooser(problem).best()[0]
+    choice = best(problem)[0]
     _chosen[key] = tuple(problem.rows[r] for r in choice)
     return choice
 

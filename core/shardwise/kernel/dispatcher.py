@@ -447,11 +447,11 @@ class _PlanStore:
         """
         plan = self.cold.get(key)
         if plan is None:
-            place = comparable(key), torch.get_default_dtype()
+            # Values alone may be NaN.
+            place = comparable(key) if self.info.by_value else key, torch.get_default_dtype()
             plan = self.apart.get(place)
             is_apart = plan is not None
             if plan is None:
-                _meet(args, kwargs)
                 with outside_modes():
                     plan = _state.engine.plan(self.entry, self.info, args, kwargs or {})
                 if plan is None:

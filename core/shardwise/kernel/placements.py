@@ -130,7 +130,9 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
     checked: list[Placement] = []
     for placement in listed:
         # `type is`, not isinstance: a class of somebody else's may split differently.
-        if type(placement) is Replicate:
+        if type(placement) is Shard and 0 <= placement.dim < ndim:  # the usual case
+            checked.append(shard(placement.dim))
+        elif type(placement) is Replicate:
             checked.append(REPLICATE)
         elif type(placement) is Partial and placement.reduce_op in REDUCE_OPS:
             checked.append(partial(placement.reduce_op))

@@ -82,8 +82,11 @@ class Plan:
     @property
     def follows_default_dtype(self) -> bool:
         """Whether torch's default dtype decides the dtype of a result: no tensor operand decides it."""
-        operands = [s for i, s in enumerate(self.schema.specs) if i not in self.schema.fixed]
-        return not any(map(_is_inexact, operands)) and any(map(_is_inexact, self.outs))
+        fixed = self.schema.fixed
+        for i, spec in enumerate(self.schema.specs):
+            if _is_inexact(spec) and i not in fixed:
+                return False
+        return any(map(_is_inexact, self.outs))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -87,7 +87,13 @@ class OpSchema:
     @cached_property
     def specs(self) -> tuple[TensorSpec | None, ...]:
         """Specs of all tensor operands in schema order, lists flattened, ``out=`` included and last."""
-        specs = tuple(spec for _, spec, _, _ in self._tensors())
+        flat: list[TensorSpec | None] = []
+        for arg, value in zip(self.signature.args, self.values, strict=True):
+            if arg.kind is Kind.TENSOR:
+                flat.append(value)
+            elif arg.kind is Kind.TENSORS:
+                flat.extend(value or ())
+        specs = tuple(flat)
         # Schemas stay in memory with their plans, and many ops take tensors only: one tuple serves for both.
         return self.values if specs == self.values else specs
 
@@ -98,6 +104,8 @@ class OpSchema:
     @cached_property
     def written(self) -> tuple[int, ...]:
         """Indices in :attr:`specs` of the operands that the op writes."""
+        if not self.signature.writes and not self.info.writes:
+            return ()
         return tuple(i for i, (_, spec, _, written) in enumerate(self._tensors()) if written and spec is not None)
 
     @property

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.private_torch.ops import is_view_in_place, overload_of, schema_of
+from shardwise.private_torch.ops import draws, is_view_in_place, overload_of, schema_of
 
 __all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
 
@@ -67,11 +66,12 @@ class Result:
 
 @frozen(eq=False)
 class Signature:
-    """The arguments and results of one op, in schema order."""
+    """The arguments and results of one op, in schema order. ``draws`` says that it draws from a generator."""
 
     name: str
     args: tuple[Arg, ...]
     results: tuple[Result, ...]
+    draws: bool
 
     @cached_property
     def makes_tensors(self) -> bool:
@@ -82,6 +82,16 @@ class Signature:
     def tensor_args(self) -> tuple[Arg, ...]:
         """Arguments that hold tensors, ``out=`` ones included."""
         return tuple(a for a in self.args if a.kind in (Kind.TENSOR, Kind.TENSORS))
+
+    @cached_property
+    def writes(self) -> bool:
+        """Whether an argument is written."""
+        return any(a.written for a in self.args)
+
+    @cached_property
+    def has_lists(self) -> bool:
+        """Whether an argument is a list of tensors."""
+        return any(a.kind is Kind.TENSORS for a in self.args)
 
     @cached_property
     def has_outs(self) -> bool:
@@ -100,11 +110,14 @@ class Signature:
 
         A call of ``cat([x, y], out=z)`` has the tensor operands x, y, z: ``tensors`` starts at 0, ``out`` at 2.
         """
-        counts = (
-            len(value or ()) if arg.kind is Kind.TENSORS else int(arg.kind is Kind.TENSOR)
-            for arg, value in zip(self.args, values, strict=True)
-        )
-        return list(accumulate(counts, initial=0))[:-1]
+        starts, start = [], 0
+        for arg, value in zip(self.args, values, strict=True):
+            starts.append(start)
+            if arg.kind is Kind.TENSOR:
+                start += 1
+            elif arg.kind is Kind.TENSORS:
+                start += len(value or ())
+        return starts
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """One value per schema argument, defaults filled in."""
@@ -133,9 +146,19 @@ def _kind(type_text: str) -> Kind:
 _LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
 
 
-@cache
+# By identity, since hashing an OpOverload runs Python code. Each is kept alive, so that no other one gets its id.
+_signatures: dict[int, tuple[Op, Signature]] = {}
+
+
 def signature(op: Op) -> Signature:
     """The signature of an op, cached for the life of the process."""
+    known = _signatures.get(id(op))
+    if known is None:
+        known = _signatures[id(op)] = op, _read(op)
+    return known[1]
+
+
+def _read(op: Op) -> Signature:
     schema = schema_of(op)
     reseats = is_view_in_place(op)
     returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
@@ -164,7 +187,7 @@ def signature(op: Op) -> Signature:
                 reseats=reseats,
             )
         )
-    return Signature(op_name(op), tuple(args), tuple(results))
+    return Signature(op_name(op), tuple(args), tuple(results), draws(op))
 
 
 def op_name(op: Op) -> str:
@@ -250,6 +273,8 @@ class Call:
     @cached_property
     def operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of all tensor arguments in schema order, lists flattened, ``out=`` excluded."""
+        if not self.signature.has_outs and not self.signature.has_lists:
+            return tuple([self.args[arg.name] for arg in self.signature.tensor_args])
         return tuple(meta for _, meta, is_out in self._tensors() if not is_out)
 
     @cached_property
@@ -260,6 +285,8 @@ class Call:
     @cached_property
     def out_operands(self) -> tuple[TensorMeta | None, ...]:
         """Metas of the ``out=`` tensors."""
+        if not self.signature.has_outs:
+            return ()
         return tuple(meta for _, meta, is_out in self._tensors() if is_out)
 
     def __str__(self) -> str:

@@ -75,7 +75,8 @@ class _Interned(type):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))
             return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
         checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
-        spec = known.get((checked, tensor_meta))
+        # Where the placements are the same after the check, the spec was looked up above.
+        spec = None if checked == placements else known.get((checked, tensor_meta))
         if spec is None:
             if is_strided(checked):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))

@@ -11,6 +11,9 @@ every other entry has a bound above 7, (0, 0) leaves it again: it is the cheapes
 
 Of equally cheap choices, the one with the smaller row index on the first mesh dim on which they differ wins. Nothing
 else decides, so every rank has the same choice.
+
+Every step costs more than nothing. So where the operands already lie as a legal choice needs them, the first such
+choice is the cheapest, without a search.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from shardwise.planning.layout_graph import Codes, LayoutGraph, graph_of, search
 from shardwise.planning.path_search import Search
 from shardwise.planning.problem import Choice, Problem, no_choice
 
-__all__ = ["Chooser"]
+__all__ = ["Chooser", "best"]
 
 # The figure of a heap entry is a bound from its mesh dims one by one, or from all of them together, or its exact cost.
 _FIRST, _REFINED, _EXACT = range(3)
@@ -35,6 +38,41 @@ _Candidate = tuple[float, int, float]
 # The figure and which of the three it is; the rows, and the last row's index among the candidates of its mesh dim; the
 # sums over the rows of the candidates' two bounds.
 _Entry = tuple[float, int, Choice, int, float, float]
+
+
+def best(problem: Problem) -> tuple[Choice, list[float]]:
+    """The cheapest choice, and seconds per operand for its redistribution.
+
+    Raises :class:`NoStrategyError` when no combination of rows is legal.
+    """
+    choice = _unmoved(problem)
+    if choice is not None:
+        return choice, [0.0] * len(problem.specs)
+    chooser = Chooser(problem)
+    with searching(*chooser.graphs):
+        choice = next(chooser.ranked(), None)
+    if choice is None:
+        raise no_choice(problem)
+    return choice, chooser.costs(choice)
+
+
+def _unmoved(problem: Problem) -> Choice | None:
+    """The first legal choice under which every operand stays as it is; None where there is none."""
+    inputs, per_dim = problem.table.inputs, []
+    for m in range(len(problem.mesh_shape)):
+        here = tuple([None if source is None else source[m] for source in problem.sources])
+        rows = [r for r, codes in enumerate(inputs) if codes == here and (not problem.same or problem.keeps_written(r))]
+        if not rows:
+            return None
+        per_dim.append(rows)
+
+    def longer(prefix: Choice) -> Choice | None:
+        if len(prefix) == len(per_dim):
+            return prefix
+        choices = ((*prefix, r) for r in per_dim[len(prefix)])
+        return next((whole for c in choices if problem.conflict(c) is None and (whole := longer(c)) is not None), None)
+
+    return longer(())
 
 
 class Chooser:
@@ -93,16 +131,10 @@ class Chooser:
             sums.append(sums[-1] + min(map(itemgetter(figure), candidates)))
         return sums[::-1]
 
-    def best(self) -> tuple[Choice, list[float]]:
-        """The cheapest choice, and seconds per operand for its redistribution.
-
-        Raises :class:`NoStrategyError` when no combination of rows is legal.
-        """
-        with searching(*(graph for _, graph, _ in self._operands)):
-            choice = next(self.ranked(), None)
-        if choice is None:
-            raise no_choice(self._problem)
-        return choice, self.costs(choice)
+    @property
+    def graphs(self) -> list[LayoutGraph]:
+        """The graphs that are searched."""
+        return [graph for _, graph, _ in self._operands]
 
     def ranked(self) -> Iterator[Choice]:
         """Every legal choice, cheapest first. The search goes on when the next one is asked for. Call this once."""

@@ -32,7 +32,7 @@ __all__ = ["FactoredProblem", "factored", "in_factors"]
 Place = tuple[str, int, int]
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class FactoredProblem(Problem):
     """A problem whose tensors have factors for dims, and the problem that it stands for."""
 

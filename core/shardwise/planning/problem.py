@@ -73,7 +73,8 @@ def _cached_table(rows: tuple[Row, ...], ndims: tuple[int | None, ...]) -> Table
     return Table(rows, ndims)
 
 
-@frozen(eq=False)
+# Without slots: what is computed on demand is then an attribute like any other, which is faster.
+@frozen(eq=False, slots=False)
 class Problem:
     """The choice of a row per mesh dim, for one call or one list position.
 
@@ -158,6 +159,10 @@ class Problem:
         sharded = [i for i, code in enumerate(here) if code is not None and code > 0]
         return [self._obstacle(row, here, unmoved, sharded) for row in range(len(self.rows))]
 
+    def keeps_written(self, row: int) -> bool:
+        """Whether a written operand has the placement afterwards that it has in a row."""
+        return all(self.rows[row].inputs[i] == self.rows[row].outputs[o] for i, o in self.same)
+
     def _obstacle(
         self, row: int, here: Sequence[int | None], unmoved: Sequence[int], sharded: Sequence[int]
     ) -> Obstacle | None:
@@ -165,9 +170,8 @@ class Problem:
         for i in unmoved:
             if codes[i] != here[i]:
                 return "moves", i
-        for i, o in self.same:
-            if self.rows[row].inputs[i] != self.rows[row].outputs[o]:
-                return "changes", i
+        if self.same and not self.keeps_written(row):
+            return "changes", next(i for i, o in self.same if self.rows[row].inputs[i] != self.rows[row].outputs[o])
         for i in sharded:
             if (code := codes[i]) is not None and code < 0:
                 return "deferred", i
@@ -220,7 +224,7 @@ class Problem:
 
     def target(self, choice: Choice, operand: int) -> tuple[Placement, ...]:
         """The placements of an operand under a choice for the whole mesh."""
-        return tuple(p for r in choice if (p := self.rows[r].inputs[operand]) is not None)
+        return tuple([p for r in choice if (p := self.rows[r].inputs[operand]) is not None])
 
     def strategy(self, choice: Choice, costs: Sequence[float] | None = None) -> PlacementStrategy:
         """The strategy of a choice: specs of all inputs and outputs, and the cost of each redistribution in seconds.
@@ -228,16 +232,15 @@ class Problem:
         ``costs`` are used as they are; without them each redistribution is searched.
         """
         mesh = self.schema.mesh
-        inputs = tuple(
-            None
-            if s is None
-            else s
-            if (target := self.target(choice, i)) == s.placements
-            else s.with_placements(target)
-            for i, s in enumerate(self.specs)
-        )
-        if inputs == self.specs:
-            inputs = self.specs
+        targets = [None if s is None else self.target(choice, i) for i, s in enumerate(self.specs)]
+        inputs = self.specs
+        if targets != [None if s is None else s.placements for s in self.specs]:
+            inputs = tuple(
+                [
+                    s if s is None or target is None or target == s.placements else s.with_placements(target)
+                    for s, target in zip(self.specs, targets, strict=True)
+                ]
+            )
         outputs = []
         for o, meta in enumerate(self.outputs):
             placements = tuple(p for r in choice if (p := self.rows[r].outputs[o]) is not None)

@@ -13,7 +13,7 @@ from shardwise.kernel.schema import OpSchema, OpStrategy, OutputSharding, Placem
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.planning.chooser import Chooser
+from shardwise.planning.chooser import best
 from shardwise.planning.in_factors import in_factors
 from shardwise.planning.path import path_cost
 from shardwise.planning.problem import Choice, Problem, exhaustive
@@ -90,13 +90,14 @@ def _problem(
     written: Sequence[int],
     fixed: Sequence[int],
 ) -> Problem:
-    # In-place and ``out=`` ops return operands that they write.
-    starts, results = schema.starts, [r for r in schema.signature.results if r.is_tensor]
-    same = tuple(
-        (starts[r.alias], o)
-        for o, r in enumerate(results)
-        if r.alias is not None and r.written and not r.is_list and starts[r.alias] in written
-    )
+    same: tuple[tuple[int, int], ...] = ()
+    if written:  # in-place and ``out=`` ops return operands that they write
+        starts, results = schema.starts, [r for r in schema.signature.results if r.is_tensor]
+        same = tuple(
+            (starts[r.alias], o)
+            for o, r in enumerate(results)
+            if r.alias is not None and r.written and not r.is_list and starts[r.alias] in written
+        )
     mesh_shape = tuple(schema.mesh.shape)
     return Problem(schema, rows, tuple(specs), tuple(outputs), tuple(written), same, mesh_shape, tuple(fixed))
 
@@ -137,7 +138,7 @@ def choose(problem: Problem) -> tuple[Choice, PlacementStrategy]:
     """The cheapest legal choice; :mod:`shardwise.planning.chooser` says which of equals. Raises
     :class:`NoStrategyError`, or :class:`InPlaceError`, which is one.
     """
-    choice, costs = Chooser(problem).best()
+    choice, costs = best(problem)
     return choice, problem.strategy(choice, costs)
 
 

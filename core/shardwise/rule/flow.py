@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import count
 from typing import Any, Unpack
 
 from attrs import evolve, field, frozen
@@ -31,6 +33,9 @@ Dims = Sequence[Label] | None
 # Rows of flows by all that they depend on. A full table is emptied.
 _bound: dict[tuple[Any, ...], Rows] = {}
 _MAX_BOUND = 1024
+# A number for each flow by all that it says. No number is used twice, so the table may be emptied, too.
+_numbers: dict[tuple[Any, ...], int] = {}
+_unused = count()
 
 # Rows by name: a dim, a row text, R, *, or facts.
 RowNames = str | Facts | Iterable[str | Facts]
@@ -106,7 +111,7 @@ class Flow:
             explicit += [(text, lowered) for text in ((row,) if isinstance(row, str) else row.rows(call))]
         key: tuple[Any, ...] | None
         try:
-            key = self._key(call, tuple(explicit))
+            key = self._number, tuple(explicit), *self._key(call)
             rows = _bound.get(key)
         except TypeError:  # symbolic sizes have no hash
             key = rows = None
@@ -118,12 +123,30 @@ class Flow:
                 _bound[key] = rows
         return rows
 
-    def _key(self, call: Call, explicit: tuple[tuple[str, bool], ...]) -> tuple[Any, ...]:
-        """All that the rows depend on. Of the sizes that is only which dims are broadcast, unless dims have factors."""
+    @cached_property
+    def _number(self) -> int:
+        """A number that equal flows share. A flow that many calls have in common is hashed once."""
+        options = tuple(self.reduce.items()), self.replicate, self.lowered, self.nonempty, self.strided, self.scattered
+        key = self.inputs, self.outputs, options
+        number = _numbers.get(key)
+        if number is None:
+            if len(_numbers) >= _MAX_BOUND:
+                _numbers.clear()
+            number = _numbers[key] = next(_unused)
+        return number
+
+    @cached_property
+    def _has_factors(self) -> bool:
+        return any(tuple in map(type, labels) for labels in (*self.inputs, *self.outputs) if labels)
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        """What the rows depend on in a call. Of the sizes that is only which dims are broadcast, unless dims have
+        factors.
+        """
         operands = call.operands
         inputs = _serve(self.inputs, len(operands))
         fits: list[Any] = [None if meta is None else len(meta.shape) for meta in operands]
-        if any(tuple in map(type, labels) for labels in (*inputs, *self.outputs) if labels):
+        if self._has_factors:
             fits = [None if meta is None else meta.shape for meta in operands]
         else:
             sizes: dict[Label, int] = {}
@@ -142,16 +165,7 @@ class Flow:
                         dims = zip(labels, meta.shape, strict=True)
                         fits[i] = tuple([label is None or bool(n == sizes[label]) for label, n in dims])
         ndims = tuple([None if meta is None else len(meta.shape) for meta in call.outputs])
-        options = (
-            tuple(self.reduce.items()),
-            self.replicate,
-            explicit,
-            self.lowered,
-            self.nonempty,
-            self.strided,
-            self.scattered,
-        )
-        return self.inputs, self.outputs, tuple(fits), ndims, len(call.out_operands), options
+        return tuple(fits), ndims, len(call.out_operands)
 
     def _fitted(self, call: Call) -> Flow:
         """The flow with one entry per operand and result, checked against their numbers of dims."""

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
 from shardwise.kernel.reductions import REDUCE_OPS
-from shardwise.kernel.signature import Call, Kind, Op, Signature, op_name, signature
+from shardwise.kernel.signature import Call, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rule.facts import Facts
 from shardwise.rule.flow import Flow, Label, split_row
@@ -137,7 +137,7 @@ class Pattern:
         if self.has_compound:
             return self._labelled(call)  # the sizes of factors depend on the call
         ndims = tuple([None if m is None else len(m.shape) for m in (*call.operands, None, *call.outputs)])
-        named = self.positional is None or _has_lists(call.signature)
+        named = self.positional is None or call.signature.has_lists
         key = (ndims, len(call.outputs), call.operand_names if named else None)
         flow = self._flows.get(key)
         if flow is None:
@@ -182,7 +182,7 @@ class Pattern:
         names = [a.name for a in call.signature.tensor_args if not a.is_out]
         if len(inputs) == 1:
             inputs *= len(call.operands)
-        elif _has_lists(call.signature) and len(inputs) == len(names):
+        elif call.signature.has_lists and len(inputs) == len(names):
             written = dict(zip(names, inputs, strict=True))
             inputs = [written[name.partition("[")[0]] for name in call.operand_names]
         return inputs, outputs * len(call.outputs) if len(outputs) == 1 else outputs
@@ -190,7 +190,7 @@ class Pattern:
 
 def _check_counts(op: Op, text: str, parsed: Notation) -> None:
     tensors = [a.name for a in signature(op).tensor_args if not a.is_out]
-    if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and _has_lists(signature(op))):
+    if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and signature(op).has_lists):
         raise NotationError(
             asked=f"make the rule {text!r} for {op_name(op)}",
             found=f"it has {len(parsed.inputs)} inputs, the op {len(tensors)} tensor arguments: {listed(tensors)}",
@@ -219,10 +219,6 @@ def _check_names(op: Op, named: Mapping[str, Operand]) -> None:
             op=op_name(op),
             argument=(unknown or missing)[0],
         )
-
-
-def _has_lists(op: Signature) -> bool:
-    return any(a.kind is Kind.TENSORS for a in op.tensor_args)
 
 
 def _expanded(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[Any, ...] | None:
