@@ -6,6 +6,7 @@ import torch
 from shardwise.discovery.process import default_registry
 from shardwise.errors import NoRuleError, RuleConflictError, RuleError
 from shardwise.kernel import dispatcher
+from shardwise.kernel.engine import started
 from shardwise.rule.authoring import rule
 from shardwise.testing import isolated_registry
 
@@ -62,7 +63,7 @@ def test_a_new_registry_at_the_address_of_an_old_one_is_listened_to():
     """Plans were bound to the id of a registry, which the next one may be given."""
     for _ in range(20):
         with isolated_registry(RELU) as registry:
-            dispatcher._state.engine.registry()
+            started.engine.registry()
             before = dispatcher.rules_version()
             registry.override(UNRULED)
             assert dispatcher.rules_version() > before

@@ -17,11 +17,12 @@ from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
 from shardwise.engine.resized_outs import resize_outs
 from shardwise.errors import InPlaceError
-from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, operand_of, tell_observers
+from shardwise.kernel.dispatcher import PLANS_PER_OP, handler_of, tell_observers
 from shardwise.kernel.engine import Handler
 from shardwise.kernel.known_tensors import key_of_plain
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.operands import operand_of
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry, Origin

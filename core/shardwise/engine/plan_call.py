@@ -16,8 +16,8 @@ from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.resized_outs import resize_outs
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, only_mesh, plan_of_lists
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
-from shardwise.kernel.dispatcher import NUMBERS
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.operands import NUMBERS
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry

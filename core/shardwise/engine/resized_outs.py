@@ -14,10 +14,11 @@ import torch
 
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.errors import InPlaceError, ShardingError
-from shardwise.kernel.dispatcher import reseat, tensor_class
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial
 from shardwise.kernel.registry import Registry
+from shardwise.kernel.results import reseat
 from shardwise.kernel.schema import OpSchema, RuntimeSchemaInfo
 from shardwise.kernel.signature import Kind, op_name
 from shardwise.kernel.spec import TensorSpec

@@ -14,7 +14,7 @@ from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op
 
-__all__ = ["Engine", "Handler"]
+__all__ = ["Engine", "Handler", "start", "started", "tensor_class"]
 
 Handler = Callable[..., Any]
 """What runs the calls of an op; it has the arguments of ``__torch_dispatch__``."""
@@ -63,3 +63,23 @@ class Engine(Protocol):
 
     def forget(self) -> None:
         """Drop what was made by earlier rules: some rule changed."""
+
+
+class _Started:
+    """The tensor class and the engine of this process; both are there once ``shardwise.tensor`` is imported."""
+
+    tensor_class: type
+    engine: Engine
+
+
+started = _Started()
+
+
+def start(tensor_class: type, engine: Engine) -> None:
+    """Dispatch ops on a tensor class by the plans of an engine; ``shardwise.tensor`` calls this once."""
+    started.tensor_class, started.engine = tensor_class, engine
+
+
+def tensor_class() -> Any:
+    """The class of tensors that lie on a mesh."""
+    return started.tensor_class

@@ -25,9 +25,11 @@ from shardwise.comm.run_step import StepRunner
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
-from shardwise.kernel.dispatcher import at_next_dispatch, tensor_class, wrap
+from shardwise.kernel.dispatcher import at_next_dispatch
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import alias, in_order
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
+from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh

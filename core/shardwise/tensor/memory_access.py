@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.errors import LayoutError, PlainTensorError
-from shardwise.kernel.dispatcher import tensor_class
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import dense_in_order, lies_as
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta

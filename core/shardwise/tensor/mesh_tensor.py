@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
-from shardwise.kernel.dispatcher import dispatch, rules_version, start, views
+from shardwise.kernel.dispatcher import dispatch, rules_version
+from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
+from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh

@@ -21,9 +21,11 @@ import torch
 from shardwise.comm.rank_failures import trying
 from shardwise.discovery.process import default_registry
 from shardwise.errors import ViewError
-from shardwise.kernel.dispatcher import dispatch, tensor_class, views, wrap
+from shardwise.kernel.dispatcher import dispatch
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.nested import freeze
 from shardwise.kernel.registry import Registry
+from shardwise.kernel.results import views, wrap
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import memory_order
