@@ -128,7 +128,8 @@ class Group(Collectives):
             result = AsyncResult(work, tensor, staged, self.process_group)
             if staged is not flat:
                 result.then(lambda whole: _filled(flat, staged, whole))
-            result = self._averaged(result, kind)
+            if kind == "avg":
+                result = self._averaged(result)
         return self._observed(result, "all_reduce", tensor) if observers else result
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
@@ -140,7 +141,9 @@ class Group(Collectives):
             out = pieces.new_empty(pieces.shape[1:])
             flat = [out.view(-1)], [pieces.view(-1)]
             work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
-            result = self._averaged(AsyncResult(work, out, pieces, self.process_group), kind)
+            result = AsyncResult(work, out, pieces, self.process_group)
+            if kind == "avg":
+                result = self._averaged(result)
         return self._observed(result, "reduce_scatter", pieces) if observers else result
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
@@ -149,8 +152,8 @@ class Group(Collectives):
         result.then(lambda received: self._reduce(received.view(self.size, share), kind))
         return self._observed(result, "reduce_scatter", flat) if observers else result
 
-    def _averaged(self, result: AsyncResult, kind: str) -> AsyncResult:
-        return result.then(lambda total: average(total, self.size)) if kind == "avg" else result
+    def _averaged(self, total: AsyncResult) -> AsyncResult:
+        return total.then(lambda whole: average(whole, self.size))
 
     def _reduce(self, stacked: Tensor, kind: str) -> Tensor:
         if not is_native(kind, stacked.dtype):
@@ -209,7 +212,7 @@ class Group(Collectives):
 
     def _stages(self, tensor: Tensor) -> bool:
         """Whether a tensor passes through CPU memory, because gloo sends no other."""
-        return tensor.is_cuda and self.is_gloo
+        return self.is_gloo and tensor.is_cuda
 
     def _staged(self, out: Tensor, piece: Tensor) -> tuple[Tensor, Tensor]:
         """The tensor to receive into and the tensor to send."""
