@@ -44,7 +44,7 @@ def call(name, tensor, options):
     return function(tensor, tensor, **options) if name == "cosine_similarity" else function(tensor, **options)
 
 
-def refused_alike(name, tensor, options, layout):
+def refuses_as_torch_does(name, tensor, options, layout):
     with pytest.raises((RuntimeError, NotImplementedError)) as expected:
         call(name, tensor, options)
     placed = sw.distribute_tensor(tensor, mesh((4,)), layout)
@@ -57,10 +57,10 @@ def refused_alike(name, tensor, options, layout):
 @pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
 @pytest.mark.parametrize(("name", "tensor", "options"), REFUSED)
 def test_what_a_kernel_refuses_is_refused(pool, name, tensor, options, layout):
-    pool.run(refused_alike, name, tensor, options, layout)
+    pool.run(refuses_as_torch_does, name, tensor, options, layout)
 
 
-def computed_alike(name, tensor, options, layout):
+def computes_as_torch_does(name, tensor, options, layout):
     expected = call(name, tensor, options)
     result = call(name, sw.distribute_tensor(tensor, mesh((4,)), layout), options)
     expected, result = (t if isinstance(t, torch.Tensor) else t.values for t in (expected, result))
@@ -70,4 +70,4 @@ def computed_alike(name, tensor, options, layout):
 @pytest.mark.parametrize("layout", [[Replicate()], [Shard(0)], [Shard(1)]])
 @pytest.mark.parametrize(("name", "tensor", "options"), TAKEN)
 def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
-    pool.run(computed_alike, name, tensor, options, layout)
+    pool.run(computes_as_torch_does, name, tensor, options, layout)

@@ -46,7 +46,7 @@ PROGRAMS = {
 }
 
 
-def compiled_alike(name):
+def equals_one_device_when_compiled(name):
     """On one device, and compiled on two ranks."""
     torch._dynamo.reset()
     program, x, y = PROGRAMS[name], values(4, 4), values(4, 4).cos()
@@ -76,7 +76,7 @@ def compiled_alike(name):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_compile_the_same_collectives(two_ranks, name):
-    two_ranks.run(compiled_alike, name)
+    two_ranks.run(equals_one_device_when_compiled, name)
 
 
 def gathered_rows(x, y):

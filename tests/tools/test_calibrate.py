@@ -127,7 +127,7 @@ def executed(shape, size, src, dst):
     return shortest_path(before, after), events
 
 
-def handed_in(step, mesh_shape):
+def bytes_of_inputs(step, mesh_shape):
     """The bytes that a rank with the largest shards sends in a step, from the bytes that the step is costed by."""
     n = math.prod(mesh_shape[m] for m in step.mesh_dims)
     return step.nbytes * (n if step.kind in ("reduce_scatter", "all_to_all") else 1)
@@ -139,7 +139,7 @@ def test_what_is_costed_is_what_is_executed(pool, shape, size, src, dst):
     for planned, events in pool.run(executed, shape, size, src, dst):
         steps = [step for step in planned.steps if step.kind in KINDS]
         assert [(e.kind, e.mesh_dims) for e in events] == [(s.kind, s.mesh_dims) for s in steps]
-        assert [e.nbytes for e in events] == [handed_in(step, shape) for step in steps]
+        assert [e.nbytes for e in events] == [bytes_of_inputs(step, shape) for step in steps]
         assert planned.cost == pytest.approx(sum(step.cost for step in planned.steps))
 
 
@@ -149,4 +149,4 @@ def test_uneven_shards_are_costed_by_the_largest(pool, shape, src, dst):
     for planned, events in results:
         steps = [step for step in planned.steps if step.kind in KINDS]
         assert [(e.kind, e.mesh_dims) for e in events] == [(s.kind, s.mesh_dims) for s in steps]
-        assert all(e.nbytes <= handed_in(step, shape) for e, step in zip(events, steps, strict=True))
+        assert all(e.nbytes <= bytes_of_inputs(step, shape) for e, step in zip(events, steps, strict=True))

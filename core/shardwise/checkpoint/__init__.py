@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardwise.checkpoint import folder, optimizers
 from shardwise.checkpoint.agreement import Ranks
-from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, gathered, modules_of
+from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, modules_of, state_dict_of
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.errors import CheckpointFileError, RankDisagreementError
@@ -48,7 +48,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     content: dict[str, Any] = {}
 
     def describe() -> tuple[Any, dict[str, int]]:
-        content.update(gathered(state))
+        content.update(state_dict_of(state))
         return (str(where), step, keep), exact_sums(content)
 
     with torch.no_grad():
@@ -145,7 +145,7 @@ def _quietly() -> Iterator[None]:
 
 def _room_for(state: State, path: Path) -> dict[str, Any]:
     metadata, modules = read_metadata(path), modules_of(state)
-    room = gathered({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
+    room = state_dict_of({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
     for name in modules:
         for key, value in list(room[name].items()):
             if isinstance(value, MeshTensor) and value.is_meta:

@@ -22,12 +22,12 @@ from shardwise.comm.contents import octets
 from shardwise.errors import CheckpointValueError, RankDisagreementError
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["State", "check_same_on_ranks", "exact_sums", "gathered"]
+__all__ = ["State", "check_same_on_ranks", "exact_sums", "modules_of", "state_dict_of"]
 
 State = Mapping[str, Any]
 
 
-def gathered(state: State) -> dict[str, Any]:
+def state_dict_of(state: State) -> dict[str, Any]:
     """The state as nested dicts and lists. Tensors are not copied."""
     content = {}
     for name, value in state.items():
