@@ -39,6 +39,7 @@ def state_dict_of(state: State) -> dict[str, Any]:
 
 
 def modules_of(state: State) -> dict[str, nn.Module]:
+    """The modules among the state, by name."""
     return {name: value for name, value in state.items() if isinstance(value, nn.Module)}
 
 
