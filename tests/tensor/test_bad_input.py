@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -176,7 +178,49 @@ def sparse_gradient():
     return [table], torch.nn.functional.embedding(ids, table, sparse=True).sum(dtype=torch.float64).backward
 
 
+def nested_tensor():
+    return [], lambda: sw.distribute_tensor(torch.nested.nested_tensor([torch.ones(3)]), mesh((4,)), [Shard(0)])
+
+
+def whole_by_an_unknown_op(run):
+    x = on([Replicate()], 4, 4)
+
+    def call():
+        with sw.replicate_unknown(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(x)
+
+    return [x], call
+
+
+def sparse_result():
+    return whole_by_an_unknown_op(torch.Tensor.to_sparse)
+
+
+def sparse_rows_for_a_result():
+    return whole_by_an_unknown_op(torch.Tensor.to_sparse_csr)
+
+
+def opaque_result():
+    return whole_by_an_unknown_op(torch.Tensor.to_mkldnn)
+
+
+def quantized_result():
+    return whole_by_an_unknown_op(lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))
+
+
+def sparse_operand():
+    x = on([Shard(0)], 4, 4)
+    return [x], lambda: x + torch.eye(4).to_sparse()
+
+
 CASES = [
+    (nested_tensor, errors.LayoutError, "nested"),
+    (sparse_result, errors.LayoutError, "torch.sparse_coo"),
+    (sparse_rows_for_a_result, errors.LayoutError, "torch.sparse_csr"),
+    (opaque_result, errors.LayoutError, "torch._mkldnn"),
+    (quantized_result, errors.LayoutError, "quantized"),
+    (sparse_operand, errors.PlainTensorError, "to_dense()"),
     (sparse_gradient, errors.LayoutError, "sparse=False"),
     (sparse_tensor, errors.LayoutError, "torch.sparse_csr"),
     (sparse_part, errors.LayoutError, "torch.sparse_coo"),

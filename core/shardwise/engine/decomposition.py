@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 
-from shardwise.errors import LayoutError
+from shardwise.engine.first_run import refuse_other_layout
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Op, op_name, signature
@@ -254,14 +254,7 @@ class _OwnResults:
         except NotImplementedError:
             return cls()
         for tensor in tensors_in(result):
-            if tensor.layout is not torch.strided:
-                raise LayoutError(
-                    asked=f"run {op_name(op)} on MeshTensors",
-                    found=f"its result has the layout {tensor.layout}, and placements say how dense memory is divided",
-                    do="Ask for a dense result, as nn.Embedding(..., sparse=False) does.",
-                    op=op_name(op),
-                    layout=str(tensor.layout),
-                )
+            refuse_other_layout(op, tensor)
         return cls(tuple(flat_metas(result)), _shared(result, list(tensors_in([args, kwargs]))))
 
     def differs(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, trial: _Trial) -> str:

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.kernel.local_strides import in_order, lies_as, restrided
+from shardwise.kernel.local_strides import in_order, lies_as, other_layout, restrided
+from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
-from shardwise.kernel.signature import Kind, Result, op_name
+from shardwise.kernel.signature import Kind, Op, Result, op_name
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec
 from shardwise.planning.strategies import merged
 from shardwise.private_torch.tracing import is_without_data
 
-__all__ = ["CHECK_STRIDES", "put_in_order"]
+__all__ = ["CHECK_STRIDES", "put_in_order", "refuse_other_layout"]
 
 CHECK_STRIDES = "SHARDWISE_CHECK_STRIDES"
 """The environment variable that has every run of every plan checked, operands and views included: for tests."""
@@ -50,15 +51,30 @@ class _FirstRun:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan, call = self._plan, self._call
         out = call(*args, **kwargs)
-        if type(out) is torch.Tensor and out.is_contiguous() and plan.out is not None and _is_row_major(plan.out):
-            plan.run_by(call)  # the usual case
+        is_usual = type(out) is torch.Tensor and not other_layout(out) and out.is_contiguous()
+        if is_usual and plan.out is not None and _is_row_major(plan.out):
+            plan.run_by(call)
             return out
+        for local in tensors_in(out):
+            refuse_other_layout(plan.schema.op, local)
         parts = _new_results(plan, out)
         wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
         # A value of a graph that is being traced has the strides that torch expects, not those of a kernel.
         if not any(is_without_data(local) for local, _ in parts):
             plan.run_by((lambda *args, **kwargs: _put_in_order(plan, call(*args, **kwargs), wrong)) if wrong else call)
         return _put_in_order(plan, out, wrong) if wrong else out
+
+
+def refuse_other_layout(op: Op, result: torch.Tensor) -> None:
+    """Raise :class:`LayoutError` for a result that is sparse, opaque, nested or quantized."""
+    if layout := other_layout(result):
+        raise LayoutError(
+            asked=f"run {op_name(op)} on MeshTensors",
+            found=f"its result has the layout {layout}, and placements say how dense memory is divided",
+            do="Ask for a dense result, as nn.Embedding(..., sparse=False) does, or run the op on to_local().",
+            op=op_name(op),
+            layout=layout,
+        )
 
 
 class _FirstView:

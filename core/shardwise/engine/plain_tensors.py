@@ -27,6 +27,7 @@ from shardwise.engine.call_site import users_line
 from shardwise.engine.several_meshes import mesh_of
 from shardwise.errors import PlainTensorError, RankDisagreementError, SettingsError
 from shardwise.kernel.known_tensors import key_of_plain, known_tensor, known_without_mesh, remember
+from shardwise.kernel.local_strides import other_layout
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -232,26 +233,33 @@ def accept(tensor: torch.Tensor, mesh: Mesh, asked: str, *, compare: bool = True
 def _refuse_unless_ordinary(op: Op, name: str, tensor: torch.Tensor) -> None:
     """Raise unless a tensor is one of torch's own, with its elements in memory."""
     is_torchs = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__ or is_without_data(tensor)
-    if not is_torchs or tensor.layout is not torch.strided or tensor.is_quantized:
-        what = f"a {type(tensor).__name__}" + ("" if tensor.layout is torch.strided else f" with {tensor.layout}")
-        raise _refusal(op, name, tensor, what, _MAKE_ONE)
+    layout = other_layout(tensor)
+    if is_torchs and not layout:
+        return
+    what = f"a {type(tensor).__name__}" + (f" with the layout {layout}" if layout else "")
+    raise _refusal(op, name, tensor, what, _MAKE_DENSE if layout else _MAKE_ONE)
 
 
 def _refusal(op: Op, name: str, tensor: torch.Tensor, what: str, do: str) -> PlainTensorError:
     file, line = users_line()
+    shape = None if tensor.is_nested else tuple(tensor.shape)
     return PlainTensorError(
         asked=f"run {op_name(op)} on MeshTensors ({file}:{line})",
-        found=f"its argument {name!r} is {what} of shape {tuple(tensor.shape)}",
+        found=f"its argument {name!r} is {what}" + ("" if shape is None else f" of shape {shape}"),
         do=do,
         op=op_name(op),
         argument=name,
-        shape=tuple(tensor.shape),
+        shape=shape,
     )
 
 
 _MAKE_ONE = (
     "Make it a MeshTensor: distribute_tensor(t, mesh, placements) for a whole tensor, "
     "or MeshTensor.from_local(t, mesh, placements) for this rank's part."
+)
+_MAKE_DENSE = (
+    "Pass a dense tensor (to_dense(), to_padded_tensor(0), dequantize()), or use this one with to_local() of the "
+    "others: placements say how dense memory is divided."
 )
 _IN_BACKWARD = (
     "It was made in a backward: make it there from a tensor that is at hand (torch.zeros_like(grad), "

@@ -26,11 +26,20 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.symbols import hint
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
-__all__ = ["alias", "dense_in_order", "in_order", "lies_as", "restrided"]
+__all__ = ["alias", "dense_in_order", "in_order", "lies_as", "other_layout", "restrided"]
 
 
 HAVE_MEMORY_FORMATS = (4, 5)
 """The numbers of dims for which torch knows the channels-last memory format."""
+
+
+def other_layout(tensor: torch.Tensor) -> str:
+    """The layout of a tensor that is not an array of numbers by strides: sparse, opaque, nested or quantized; else
+    empty.
+    """
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
 
 
 def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bool:

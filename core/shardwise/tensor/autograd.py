@@ -27,7 +27,7 @@ from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.engine import tensor_class
-from shardwise.kernel.local_strides import alias, in_order
+from shardwise.kernel.local_strides import alias, in_order, other_layout
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
@@ -227,12 +227,13 @@ def from_local(
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     """Check that a tensor is dense and is on the device type of its mesh or on the meta device."""
-    if tensor.layout is not torch.strided:
+    if layout := other_layout(tensor):
         raise LayoutError(
-            asked=f"put a tensor of shape {tuple(tensor.shape)} on a mesh",
-            found=f"its layout is {tensor.layout}, and placements say how dense memory is divided",
-            do="Distribute tensor.to_dense(), or keep the sparse tensor on each rank and multiply by to_local().",
-            layout=str(tensor.layout),
+            asked="put a tensor" + ("" if tensor.is_nested else f" of shape {tuple(tensor.shape)}") + " on a mesh",
+            found=f"its layout is {layout}, and placements say how dense memory is divided",
+            do="Distribute a dense tensor (to_dense(), to_padded_tensor(0), dequantize()), or keep this one on each "
+            "rank and use it with to_local().",
+            layout=layout,
         )
     if tensor.device.type in (mesh.device_type, "meta"):
         return
