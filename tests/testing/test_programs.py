@@ -10,6 +10,7 @@ import torch
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry
+from shardwise.errors import RankFailedError
 from shardwise.kernel.placements import StridedShard
 from shardwise.rule.authoring import rule
 from shardwise.testing.programs import (
@@ -25,6 +26,7 @@ from shardwise.testing.programs import (
     draw,
     drawn,
     leaf,
+    replay,
 )
 from shardwise.testing.programs import shrink as shrunk
 
@@ -176,6 +178,30 @@ def test_a_crash_on_every_rank_is_wrong_and_names_its_line(pool):
         assert "no_such_thing" in verdict.wrong
     finally:
         pool.run(uproot)
+
+
+def test_a_move_of_a_tensor_with_gaps_has_none(pool):
+    """One device clones there, and a clone has no gaps; ops that read strides must see the same."""
+    gapped = torch.arange(60.0).reshape(6, 10)[:, :5]
+    lines = (
+        Leaf(0, gapped, (Shard(0),)),
+        Move(1, 0, (Replicate(),)),
+        Call((2,), "aten.as_strided.default", (Value(1), (6, 5), (5, 1))),
+    )
+    verdict = check_program(Program((4,), lines), pool)
+    assert not verdict.wrong
+    assert verdict.counts["call ran"] == 1
+
+
+def test_a_failed_rank_is_no_failed_line(monkeypatch):
+    """The pool starts anew after it: the ranks are not in step any more."""
+
+    def fail(_, line):
+        raise RankFailedError(asked=f"run {line}", found="rank 1 raised", do="Correct it.", rank=1)
+
+    monkeypatch.setattr(replay._Replay, "_run", fail)
+    with pytest.raises(RankFailedError):
+        replay._Replay(TANH, None).line(TANH.lines[0], ())
 
 
 def test_shrinking_keeps_what_is_wrong():

@@ -11,7 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError
+from shardwise.errors import DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError, RankFailedError
 from shardwise.kernel.local_strides import in_order, lies_as
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.spec import TensorSpec
@@ -121,6 +121,8 @@ class _Replay:
         except (NoRuleError, NoStrategyError, PlainTensorError) as error:
             self.ended = _writes(line)
             return LineOutcome("refused", f"{type(error).__name__}: {error}")
+        except RankFailedError:  # by its type the pool knows that the ranks are not in step
+            raise
         except Exception as error:  # noqa: BLE001  # whatever it is, its name is reported
             raise LineFailedError(f"{line}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         return LineOutcome("ran", "", {n: _seen(self.values[n]) for n in watched if n in self.values}, others)
@@ -131,11 +133,13 @@ class _Replay:
             return ()
         if isinstance(line, Move):
             # The value gets memory of its own. If the placements do not change, redistribute returns the source itself.
+            # Otherwise it keeps the strides, and one device clones, which leaves no gaps.
             source = self.values[line.source]
             moved = source.redistribute(placements=line.placements)
             with torch.no_grad():
                 stays = memory_of(moved.to_local()) == memory_of(source.to_local())
-            self.values[line.name] = moved.clone() if stays else moved
+            has_gaps = moved.spec.tensor_meta.to_meta_tensor().clone().stride() != moved.stride()
+            self.values[line.name] = moved.clone() if stays or has_gaps else moved
             return ()
         if isinstance(line, Copy):
             self.values[line.name] = WAYS_TO_COPY[line.way](self.values[line.source])
@@ -162,6 +166,8 @@ class _Replay:
         except (DeviceMismatchError, NoRuleError, NoStrategyError, PlainTensorError) as error:
             # Some of torch's formulas make plain constants, or ask what would come out on the meta device.
             return LineOutcome("refused", f"{type(error).__name__}: {error}")
+        except RankFailedError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever it is, its name is reported
             raise LineFailedError(f"{BACKWARD}: {type(error).__name__}: {error}\n{traceback.format_exc()}") from None
         return LineOutcome("ran", "", {n: _seen(g) for n, g in gradients.items() if g is not None})
