@@ -9,6 +9,7 @@ from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.comm.events import observe
 from shardwise.private_torch.placements import strided_shard
 from shardwise.testing import mesh
 
@@ -144,6 +145,61 @@ def write_shards(name):
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_write_to_a_shard_that_no_row_writes(pool, name):
     pool.run(write_shards, name)
+
+
+OVERWRITES = {
+    "out": lambda x, y: torch.exp(y, out=x),
+    "two operands, out": lambda x, y: torch.mul(y, y, out=x),
+    "cat, out": lambda x, y: torch.cat([y[:1], y[1:]], out=x),
+    "out= that is an operand": lambda x, _: torch.exp(x, out=x),
+    "zero_": lambda x, _: x.zero_(),
+    "copy_": lambda x, y: x.copy_(y),
+}
+
+
+def overwrite(name):
+    """Nothing of what is overwritten is sent, unless the op reads it."""
+    program = OVERWRITES[name]
+    local, whole = parts("sum")
+    x = sw.MeshTensor.from_local(local, mesh((4,)), [Partial("sum")])
+    y = sw.distribute_tensor(MINE, mesh((4,)), [Replicate()])
+    view, events = x.t(), []
+    with observe(events.append):
+        program(x, y)
+    program(whole, MINE)
+    assert x.placements == (Partial("sum"),)
+    for actual in (x, view.t()):
+        torch.testing.assert_close(actual.full_tensor(), whole)
+    assert len(events) == (name == "out= that is an operand")
+
+
+@pytest.mark.parametrize("name", OVERWRITES)
+def test_what_is_overwritten_is_not_sent(pool, name):
+    pool.run(overwrite, name)
+
+
+def explain_overwritten():
+    x = sw.MeshTensor.from_local(MINE.clone(), mesh((4,)), [Partial()])
+    y = sw.distribute_tensor(MINE, mesh((4,)), [Replicate()])
+    explanation = sw.explain(aten.exp.out, y, out=x)
+    assert not explanation.redistributions
+    assert explanation.results[0].placements == (Partial(),)
+
+
+def test_what_is_overwritten_is_not_explained_as_sent(pool):
+    pool.run(explain_overwritten)
+
+
+def explain_beside_strided_shards():
+    whole, places = torch.arange(24.0), [Partial(), strided_shard(0, 4)]
+    x = sw.distribute_tensor(whole, mesh((2, 2)), [Replicate(), Replicate()]).redistribute(placements=places)
+    explanation = sw.explain(aten.clamp_.default, x, -1, 2)
+    assert [r.operand for r in explanation.redistributions] == ["self"]
+    assert list(explanation.results[0].placements) == places
+
+
+def test_a_write_beside_strided_shards_is_explained(pool):
+    pool.run(explain_beside_strided_shards)
 
 
 def explained():

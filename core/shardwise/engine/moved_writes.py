@@ -1,7 +1,8 @@
 """Writes for which no row is legal: the op runs on the reduced or gathered tensor, and each rank writes its part back.
 
 The written tensor keeps its layout, because its views, its base and whoever else holds it have that layout. On one rank
-of a partial sum the part is the new value, on the others it is zero.
+of a partial sum the part is the new value, on the others it is zero. Where the op reads nothing of what it writes (an
+``out=``, ``fill_``), nothing is reduced or gathered: it writes to new memory.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import torch
 
 from shardwise.comm.redistribute import runner
 from shardwise.engine.view_copies import writable
+from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, Signature
 from shardwise.kernel.spec import TensorSpec
+from shardwise.private_torch.ops import overwritten_arg
 
-__all__ = ["moved_writes", "writing_back"]
+__all__ = ["moved_writes", "overwritten", "writing_back"]
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 # The argument, the position in a list or None, and how its local tensor is moved and becomes this rank's part again.
@@ -51,28 +54,45 @@ def _whole(spec: TensorSpec) -> TensorSpec:
     return spec.with_placements([REPLICATE] * len(spec.placements))
 
 
+def overwritten(schema: OpSchema) -> frozenset[str]:
+    """The names of the arguments of which a call replaces all elements and reads none."""
+    if not overwritten_arg(schema.op):
+        return frozenset()
+    args = schema.signature.args
+    return frozenset(a.name for a in args if (a.is_out if schema.signature.has_outs else a.written))
+
+
 def writing_back(schema: OpSchema, plan: Plan) -> Plan:
     """The plan of a call, from that of the call with moved tensors."""
     writes: list[Write] = []
+    not_read = overwritten(schema)
     pairs = iter(zip(schema.specs, plan.schema.specs, strict=True))
     for k, (arg, value) in enumerate(zip(schema.signature.args, schema.values, strict=True)):
+        is_read = arg.name not in not_read
         if arg.kind is Kind.TENSOR:
-            writes += _write(schema.op, k, None, *next(pairs))
+            writes += _write(schema.op, k, None, *next(pairs), is_read)
         elif arg.kind is Kind.TENSORS:
             for i in range(len(value or ())):
-                writes += _write(schema.op, k, i, *next(pairs))
+                writes += _write(schema.op, k, i, *next(pairs), is_read)
     run = partial(_run, schema.signature, plan.call, writes)
     return Plan(schema, plan.entry, plan.strategies, plan.redistributes, plan.static, run, plan.full, plan.outs)
 
 
-def _write(op: Op, k: int, i: int | None, part: TensorSpec | None, whole: TensorSpec | None) -> list[Write]:
+def _write(
+    op: Op, k: int, i: int | None, part: TensorSpec | None, whole: TensorSpec | None, is_read: bool
+) -> list[Write]:
     if part is None or whole is None or part.placements == whole.placements:
         return []
-    move, keep_part = runner(part, whole), runner(whole, part)
+    move, keep_part = runner(part, whole) if is_read else _new(whole), runner(whole, part)
     if not part.is_copy:
         return [(k, i, move, keep_part)]
     up_to_date = writable(op)
     return [(k, i, lambda local: move(up_to_date(local)), keep_part)]
+
+
+def _new(whole: TensorSpec) -> Run:
+    shape = whole.local_shape()
+    return lambda local: in_order(local.new_empty(shape), whole.tensor_meta)
 
 
 def _run(signature: Signature, call: Callable[..., Any], writes: Sequence[Write], *args: Any, **kwargs: Any) -> Any:

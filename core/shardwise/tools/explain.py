@@ -17,10 +17,10 @@ from attrs import evolve, frozen
 from shardwise.discovery.process import default_registry
 from shardwise.engine.decomposition import Failed, answered, decompose, stand_ins
 from shardwise.engine.make_plan import DescribedCall
-from shardwise.engine.moved_writes import moved_writes
+from shardwise.engine.moved_writes import moved_writes, overwritten
 from shardwise.engine.no_rule import decomposed_entry
 from shardwise.engine.plan_call import describe_call
-from shardwise.errors import CallError, InPlaceError, MeshMismatchError
+from shardwise.errors import CallError, MeshMismatchError, NoStrategyError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
@@ -174,13 +174,15 @@ def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limi
     stated = DescribedCall.of(entry, schema, outputs)
     try:
         return _explain_stated(stated, described, limit)
-    except InPlaceError:
+    except NoStrategyError:
+        not_read = overwritten(schema)
         for moved in moved_writes(schema):
             pairs = zip(described, moved.values, strict=True)
             arguments = [spec if isinstance(old, (TensorSpec, tuple)) else old for old, spec in pairs]
-            with suppress(InPlaceError):
+            with suppress(NoStrategyError):
                 explanation = _explain_stated(DescribedCall.of(entry, moved, outputs), arguments, limit)
-                moves = (*_redistributions(schema, moved.specs), *explanation.redistributions)
+                reads = [r for r in _redistributions(schema, moved.specs) if r.operand.split("[")[0] not in not_read]
+                moves = (*reads, *explanation.redistributions)
                 parts = {new: old for old, new in zip(schema.specs, moved.specs, strict=True) if old is not new}
                 results = tuple(parts.get(spec, spec) for spec in explanation.results)
                 return evolve(explanation, schema=schema, redistributions=moves, results=results)
