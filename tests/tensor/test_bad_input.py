@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard, errors
 from shardwise.comm.events import observe
+from shardwise.engine.first_run import CHECK_STRIDES
 from shardwise.testing import mesh
 
 
@@ -201,6 +204,14 @@ def sparse_rows_for_a_result():
     return whole_by_an_unknown_op(torch.Tensor.to_sparse_csr)
 
 
+def sparse_result_where_every_run_is_checked():
+    def run(x):
+        with mock.patch.dict(os.environ, {CHECK_STRIDES: "1"}):
+            x.to_sparse_csc()
+
+    return whole_by_an_unknown_op(run)
+
+
 def opaque_result():
     return whole_by_an_unknown_op(torch.Tensor.to_mkldnn)
 
@@ -218,6 +229,7 @@ CASES = [
     (nested_tensor, errors.LayoutError, "nested"),
     (sparse_result, errors.LayoutError, "torch.sparse_coo"),
     (sparse_rows_for_a_result, errors.LayoutError, "torch.sparse_csr"),
+    (sparse_result_where_every_run_is_checked, errors.LayoutError, "torch.sparse_csc"),
     (opaque_result, errors.LayoutError, "torch._mkldnn"),
     (quantized_result, errors.LayoutError, "quantized"),
     (sparse_operand, errors.PlainTensorError, "to_dense()"),

@@ -139,6 +139,8 @@ class _CheckedRuns:
         ):
             _check(plan, f"its operand {name!r}", local, spec)
         out = self._call(*args, **kwargs)
+        for local in tensors_in(out):
+            refuse_other_layout(plan.schema.op, local)
         parts = _new_results(plan, out)
         wrong = {i for i, (local, spec) in enumerate(parts) if not _lies_as(local, spec)}
         if self._wrong is None and not any(is_without_data(local) for local, _ in parts):
