@@ -48,14 +48,36 @@ def check(trial):
     warnings.simplefilter("ignore")
     results = []
     for number, sample in enumerate(samples(entry.record, trial.direction, limit=trial.limit)):
-        expected = _expected(entry.record, sample, trial.direction)
+        leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
+        expected = _expected(entry.record, sample, leaves, tree, trial.direction)
         if expected is None:
             continue
-        leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
         for placing in placings(leaves, trial, number):
             outcome, message = _agreed(*_case(trial, entry.record, sample, leaves, tree, placing, expected))
+            if outcome == "wrong" and _only_rounds(trial, entry.record, sample, leaves, tree, placing):
+                outcome, message = "pass", ""
             results.append((outcome, number, _written(placing), message))
     return results
+
+
+def _only_rounds(trial, record, sample, leaves, tree, placing):
+    """Whether a case that is wrong in float32 is right in float64, by a bound that is a thousand times nearer.
+
+    Some gradients are zero but for rounding, which the steps before magnify (the orthogonal bases of pca_lowrank).
+    """
+    if torch.float32 not in {leaf.dtype for leaf in leaves if is_tensor(leaf)}:
+        return False
+    double = [
+        leaf.detach().double().requires_grad_(leaf.requires_grad)
+        if is_tensor(leaf) and leaf.dtype == torch.float32
+        else leaf
+        for leaf in leaves
+    ]
+    expected = _expected(record, sample, double, tree, trial.direction)
+    if expected is None:
+        return False
+    case = _case(trial, record, sample, double, tree, placing, expected, nearer=1000)
+    return _agreed(*case)[0] == "pass"
 
 
 # -- where the operands lie ------------------------------------------------------------------------------------------
@@ -105,9 +127,8 @@ def _fresh(leaves):
     return [leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_tensor(leaf) else leaf for leaf in leaves]
 
 
-def _expected(record, sample, direction):
+def _expected(record, sample, leaves, tree, direction):
     """The results, and gradients or the written operand, on one device; None where torch itself refuses the sample."""
-    leaves, tree = tree_flatten((sample.input, sample.args, sample.kwargs))
     leaves = _fresh(leaves)
     try:
         results = _run(record, direction, tree_unflatten(leaves, tree))
@@ -136,7 +157,7 @@ def _found(sample, results, leaves, direction, whole):
     return found, [whole(g) for g in gradients]
 
 
-def _case(trial, record, sample, leaves, tree, placed, expected):
+def _case(trial, record, sample, leaves, tree, placed, expected, nearer=1):
     library = LIBRARIES[trial.library]
     where = mesh(trial.shape)
     try:
@@ -148,21 +169,21 @@ def _case(trial, record, sample, leaves, tree, placed, expected):
         found = _found(sample, results, put, trial.direction, library.whole)
     except Exception as error:  # noqa: BLE001 - every error is an outcome
         return library.kind_of(error), f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return _judged(record, found, expected)
+    return _judged(record, found, expected, nearer)
 
 
-def _judged(record, found, expected):
+def _judged(record, found, expected, nearer):
     loose = record.name.startswith(UNWRITTEN)
     try:
-        _compare(found[0], expected[0], loose=loose)
+        _compare(found[0], expected[0], nearer, loose=loose)
         if expected[1] is not None:
-            _compare(found[1], expected[1], loose=loose)
+            _compare(found[1], expected[1], nearer, loose=loose)
     except AssertionError as error:
         return "wrong", " ".join(str(error).split())[:300]
     return "pass", ""
 
 
-def _compare(found, expected, *, loose):
+def _compare(found, expected, nearer, *, loose):
     ours, theirs = tree_leaves(found), tree_leaves(expected)
     assert len(ours) == len(theirs), f"{len(ours)} results for {len(theirs)}"
     for a, b in zip(ours, theirs, strict=True):
@@ -174,7 +195,8 @@ def _compare(found, expected, *, loose):
         assert is_tensor(a), f"{a!r} for a tensor"
         assert (a.shape, a.dtype) == (b.shape, b.dtype), f"{a.shape} {a.dtype} for {b.shape} {b.dtype}"
         if not loose:
-            torch.testing.assert_close(a.detach(), b.detach(), rtol=2e-3, atol=2e-4, equal_nan=True, check_stride=False)
+            near = {"rtol": 2e-3 / nearer, "atol": 2e-4 / nearer}
+            torch.testing.assert_close(a.detach(), b.detach(), **near, equal_nan=True, check_stride=False)
 
 
 def _agreed(outcome, message):

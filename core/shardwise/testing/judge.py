@@ -239,12 +239,15 @@ def comparable(tensor: Tensor) -> Tensor:
 
 
 def _part(expected: Tensor, spec: TensorSpec | None, at: Coordinate) -> Tensor:
-    """One rank's part of a whole tensor, partial or not."""
+    """One rank's part of a whole tensor, partial or not. There may be dims behind those of the spec: the parts of
+    complex numbers.
+    """
     if spec is None:
         return expected
     if spec.is_strided:
-        inner = spec.unflattened(spec.factors)
-        return _part(expected.view(inner.shape), inner, at).reshape(spec.local_shape(at))
+        behind, inner = expected.shape[spec.ndim :], spec.unflattened(spec.factors)
+        unflattened = expected.reshape((*inner.shape, *behind))
+        return _part(unflattened, inner, at).reshape((*spec.local_shape(at), *behind))
     for dim, (size, start) in enumerate(zip(*spec.local_shape_and_offset(at), strict=True)):
         expected = expected.narrow(dim, start, size)
     return expected
