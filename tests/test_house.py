@@ -20,6 +20,7 @@ STOREYS = (
     "hookspecs rule",
     "discovery",
     "planning",
+    "program",
     "comm",
     "engine",
     "tensor",

@@ -1,0 +1,102 @@
+"""A cost graph as the solvers want it: at most one table per two variables, kept by variable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attrs import frozen
+
+from shardwise.program.array_cache import ArrayCache
+from shardwise.program.cost_graph import CostGraph, Costs
+
+__all__ = ["Network"]
+
+
+@frozen(eq=False)
+class Network:
+    """Unary costs of the variables that are left, one table per pair (u < v), and the neighbours."""
+
+    unary: dict[int, Costs]
+    tables: dict[tuple[int, int], Costs]
+    neighbours: dict[int, set[int]]
+    cache: ArrayCache
+
+    @classmethod
+    def of(cls, graph: CostGraph, cache: ArrayCache | None = None) -> Network:
+        cache = cache or ArrayCache()
+        unary = {v: cache.interned(costs) for v, costs in enumerate(graph.unary)}
+        neighbours: dict[int, set[int]] = {v: set() for v in unary}
+        tables: dict[tuple[int, int], Costs] = {}
+        for u, v, given in graph.pairs:
+            costs = given if u < v else cache.transposed(given)
+            pair = (u, v) if u < v else (v, u)
+            tables[pair] = cache.added(tables[pair], costs) if pair in tables else costs
+            neighbours[u].add(v)
+            neighbours[v].add(u)
+        return cls(unary, tables, neighbours, cache)
+
+    def table(self, u: int, v: int) -> Costs:
+        """The costs [states of u, states of v] of two neighbours."""
+        return self.tables[u, v] if u < v else self.cache.transposed(self.tables[v, u])
+
+    def fixed(self, states: Mapping[int, int]) -> Network:
+        """What remains when some variables have a state: their tables become costs of their neighbours.
+
+        The costs between fixed variables, and their own, are left out.
+        """
+        cache = self.cache
+        unary = {v: costs for v, costs in self.unary.items() if v not in states}
+        neighbours = {v: self.neighbours[v] - states.keys() for v in unary}
+        for u in sorted(states):
+            for v in sorted(self.neighbours[u]):
+                if v in unary:
+                    costs = (
+                        cache.row(self.tables[u, v], states[u]) if u < v else cache.column(self.tables[v, u], states[u])
+                    )
+                    unary[v] = cache.added(unary[v], costs)
+        tables = {pair: costs for pair, costs in self.tables.items() if pair[0] in unary and pair[1] in unary}
+        return Network(unary, tables, neighbours, cache)
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        return {v: len(costs) for v, costs in self.unary.items()}
+
+    def eliminated(self, order: Sequence[int]) -> dict[int, int]:
+        """The optimal states, by eliminating the variables in an order.
+
+        Each variable takes the lowest state that is optimal together with the states of the variables that are
+        eliminated after it.
+        """
+        unary = dict(self.unary)
+        tables: dict[tuple[int, ...], Costs] = {**self.tables}
+        scopes: dict[int, set[tuple[int, ...]]] = {v: set() for v in unary}
+        for scope in tables:
+            for v in scope:
+                scopes[v].add(scope)
+        records = []
+        for v in order:
+            mine = sorted(scopes.pop(v))
+            others = sorted({u for scope in mine for u in scope if u != v})
+            axis = {u: i + 1 for i, u in enumerate(others)}
+            axis[v] = 0
+            factors: list[tuple[Costs, tuple[int, ...]]] = [(unary.pop(v), (0,))]
+            for scope in mine:
+                costs = tables.pop(scope)
+                factors.append((costs, tuple(axis[u] for u in scope)))
+                for u in scope:
+                    if u != v:
+                        scopes[u].remove(scope)
+            shape = (len(factors[0][0]), *(len(unary[u]) for u in others))
+            least, choice = self.cache.minimum(factors, shape)
+            records.append((v, others, choice))
+            scope = tuple(others)
+            if len(scope) == 1:
+                unary[scope[0]] = self.cache.added(unary[scope[0]], least)
+            elif scope:
+                tables[scope] = self.cache.added(tables[scope], least) if scope in tables else least
+                for u in scope:
+                    scopes[u].add(scope)
+        states: dict[int, int] = {}
+        for v, others, choice in reversed(records):
+            states[v] = int(choice[tuple(states[u] for u in others)])
+        return states
