@@ -25,6 +25,7 @@ STOREYS = (
     "engine",
     "tensor",
     "tools checkpoint",
+    "steps",
     "testing random",
     "shardwise",
     "demo",

@@ -21,6 +21,7 @@ from shardwise.tensor.sharing import sharing_views
 if TYPE_CHECKING:
     from shardwise.kernel.registry import Override
     from shardwise.kernel.rule import AnyRule
+    from shardwise.steps.learning import learn
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
@@ -40,6 +41,7 @@ __all__ = [
     "empty",
     "explain",
     "full",
+    "learn",
     "manual_seed",
     "on",
     "ones",
@@ -82,6 +84,10 @@ def __getattr__(name: str) -> Any:
         from shardwise.tools.explain import explain
 
         return explain
+    if name == "learn":
+        from shardwise.steps.learning import learn
+
+        return learn
     if name == "prefetch":
         from shardwise.tensor.prefetch import prefetch
 

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from shardwise.rule import REPLICATE, Call, Flow, LocalCall, Row, Rows, partial, rule_from, shard, strides_of_kernel
+from shardwise.rule import (
+    REPLICATE,
+    Call,
+    Flow,
+    LocalCall,
+    Row,
+    Rows,
+    TensorMeta,
+    partial,
+    rule_from,
+    shard,
+    strides_of_kernel,
+)
 from shardwise_conv.spatial import convolve, differentiate
 
 __all__ = ["RULES"]
@@ -63,6 +75,13 @@ def _local_sizes(local: LocalCall) -> Mapping[str, Any]:
     return {"groups": groups, "bias_sizes": sizes and (channels,)}
 
 
+def _multiply_adds(call: Call, result: TensorMeta | None) -> float:
+    """Floating-point operations of the forward pass: each position meets the weights of one channel."""
+    weight: TensorMeta = call.args["weight"]
+    positions: TensorMeta | None = call.args["input"] if call.args["transposed"] else result
+    return 2.0 * (0 if positions is None else positions.numel) * weight.numel / max(weight.shape[0], 1)
+
+
 # Affine in the input and in the weight. A bias that every rank has whole would be added to a partial sum once per rank.
 AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, avg, R -> avg")
 
@@ -72,6 +91,7 @@ AFFINE = ("sum, R, sum -> sum", "R, sum, sum -> sum", "avg, R, R -> avg", "R, av
     local_args=_local_sizes,
     lowering=convolve,
     results=strides_of_kernel,
+    work=lambda call: _multiply_adds(call, call.outputs[0]),
 )
 def convolution(call: Call) -> Rows:
     """Batch, output channels, groups or positions; sharded input channels leave a partial sum, bias included.
@@ -93,7 +113,11 @@ def convolution(call: Call) -> Rows:
 
 
 @rule_from(
-    aten.convolution_backward.default, local_args=_local_sizes, lowering=differentiate, results=strides_of_kernel
+    aten.convolution_backward.default,
+    local_args=_local_sizes,
+    lowering=differentiate,
+    results=strides_of_kernel,
+    work=lambda call: 2 * _multiply_adds(call, call.args["grad_output"]),
 )
 def backward(call: Call) -> Rows:
     """A gradient that lacks the sharded dim is a partial sum; that of the bias does not depend on the input.

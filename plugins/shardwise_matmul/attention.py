@@ -15,6 +15,7 @@ import torch
 from attrs import evolve
 
 from shardwise.rule import Call, Facts, Flow, LocalCall, Row, Rows, TensorMeta, linear, rule_from
+from shardwise_matmul import work
 
 __all__ = ["RULES"]
 
@@ -186,13 +187,16 @@ _LINEAR_BACKWARD = linear("grad_out|grad_out_")
     ],
     static=("dropout_p",),
     lowering=_seeded,
+    work=work.attention,
 )
 def ATTENTION(call: Call) -> Callable[[Call], Rows]:
     """Named dims b h q e, b h s e, b h s v -> b h q v, b h q; s is whole, q too when causal."""
     return _rows(_flow(call, _RESULTS, reduce="R", facts=_LINEAR))
 
 
-@rule_from(aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_seeded)
+@rule_from(
+    aten._scaled_dot_product_attention_math.default, static=("dropout_p",), lowering=_seeded, work=work.attention
+)
 def MATH(call: Call) -> Callable[[Call], Rows]:
     """Named dims ... h q e, ... h s e, ... h s v -> ... h q v, ... h q s; s is whole, q too when causal."""
     return _rows(_flow(call, _RESULTS_OF_MATH, reduce="R", facts=_LINEAR))
@@ -208,6 +212,7 @@ def MATH(call: Call) -> Callable[[Call], Rows]:
     static=("dropout_p",),
     lowering=_locally,
     local_args=_local_lengths,
+    work=work.attention_backward,
 )
 def ATTENTION_BACKWARD(call: Call) -> Callable[[Call], Rows]:
     """As forward; gradients of what every shard used whole (keys and values of a sharded q) are partial sums."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.rule import Call, Flow, TensorMeta, einop, rule, rule_from
+from shardwise_matmul.work import product
 
 __all__ = ["RULES"]
 
@@ -18,6 +19,7 @@ MM = rule(
     "m k, k n -> m n",
     reduce={"k": "sum"},
     linear=("self", "mat2"),
+    work=product,
 )
 
 BMM = rule(
@@ -25,6 +27,7 @@ BMM = rule(
     "b m k, b k n -> b m n",
     reduce={"k": "sum"},
     linear=("self", "mat2"),
+    work=product,
 )
 
 MV = rule([aten.mv.default, aten.mv.out], "m k, k -> m", reduce={"k": "sum"}, linear=("self", "vec"))
@@ -37,7 +40,7 @@ DOT = rule(
 )
 
 
-@rule_from(aten.matmul.default)
+@rule_from(aten.matmul.default, work=product)
 def MATMUL(self: TensorMeta, other: TensorMeta) -> Callable[[Call], Flow]:
     """Named dims ... m k, ... k n -> ... m n, without those that a vector lacks; inference mode alone gets here."""
     left, m = ("... m k", " m") if self.ndim > 1 else ("k", "")

@@ -27,6 +27,8 @@ from shardwise.rule import (
     tensor_if,
     whole,
 )
+from shardwise_matmul import work
+from shardwise_matmul.work import product
 
 __all__ = ["RULES"]
 
@@ -67,6 +69,7 @@ def _added(ops: Sequence[Any], notation: str, factors: str, contracted: str = ""
         partial=[*(f"sum, {name}, {name} -> sum" for name in names), _facts("self", factors)],
         lowering={(*names, *ADDED_ONCE): _add_once},
         scattered="*",
+        work=product,
     )
 
 
@@ -118,6 +121,7 @@ LINEAR = rule(
     partial=["k, k, sum -> sum", _facts("bias", "input weight")],
     lowering={("k", "sum, R, R -> sum", "R, sum, R -> sum"): _bias_once},
     scattered="*",
+    work=work.linear,
 )
 
 RULES = (ADDMM, BADDBMM, ADDBMM, ADDMV, ADDR, ADDMM_ACTIVATION, LINEAR)

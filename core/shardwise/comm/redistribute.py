@@ -77,7 +77,7 @@ def _build_route(src: TensorSpec, placements: tuple[Placement, ...]) -> tuple[Te
 
 def _step_runner(src: TensorSpec, dst: TensorSpec) -> StepRunner:
     if not isinstance(src, SymbolicSpec):
-        return _cached_runner.now()(src, dst)
+        return _cached_runner.now()(src.untagged, dst.untagged)
 
     # A spec with symbols belongs to one graph, so it is not cached. In a graph nothing is started early.
     def run(local: Tensor) -> Tensor:

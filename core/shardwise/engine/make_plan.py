@@ -13,6 +13,7 @@ from attrs import frozen
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
+from shardwise.engine.decided import decided, resting, tagged, then_moved
 from shardwise.engine.kernel_dtypes import refuse_dtypes
 from shardwise.engine.moved_writes import moved_writes, writing_back
 from shardwise.engine.view_copies import writable
@@ -90,7 +91,8 @@ def make_plan(described: DescribedCall, choose: Choose = cheapest) -> Plan:
 def _plan(described: DescribedCall, choose: Choose) -> Plan:
     entry, schema, call = described.entry, described.schema, described.call
     refuse_dtypes(schema)
-    chosen = choose(entry.rule, schema, call)
+    decision = decided(entry.rule, schema, call) if choose is cheapest else None
+    chosen = choose(entry.rule, schema, call) if decision is None else [decision[0]]
     targets, results = merged(schema, chosen)
     # An operand that is not redistributed keeps its own spec, which may be marked as a copy.
     inputs = [
@@ -98,7 +100,7 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
         for src, dst in zip(schema.specs, targets, strict=True)
     ]
     lowering = entry.rule.lowering if any(s.lowered for s in chosen) else None
-    results = _marked_copies(schema, inputs, results, lowering is not None)
+    results = tagged(schema, _marked_copies(schema, inputs, results, lowering is not None))
     described.check(inputs)
     if schema.signature.draws:
         agree_on_generator(schema.mesh)
@@ -111,6 +113,9 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
     run: Callable[..., Any] = direct_call(schema.op) if lowering is None else partial(lowering, local)
     if any(r.reseats for r in schema.signature.results):
         run = partial(_on_alias, run)
+    if decision is not None and decision[1].moves_results:
+        made, results = results, resting(results, decision[1])
+        run = then_moved(run, made, results)
     full = lowering is not None or static is not None
     return Plan(schema, entry, chosen, _redistributes(schema, inputs), static, run, full, tuple(results))
 

@@ -17,6 +17,7 @@ from shardwise.kernel.nested import comparable, freeze
 from shardwise.kernel.operands import PLAIN, on_meta, operand_of, operands_of
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
+from shardwise.kernel.recording import Recorder, recording
 from shardwise.kernel.results import guard, new_view_of, reseat, reseat_copy, wrap_results, wrap_unknown
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name
@@ -37,9 +38,11 @@ __all__ = [
     "clear_plans",
     "dispatch",
     "dispatch_under_mode",
+    "drop_plans",
     "is_observed",
     "listen",
     "observe",
+    "record",
     "rules_version",
     "tell_observers",
 ]
@@ -55,6 +58,8 @@ class _State:
         # By op, number of positional arguments and keyword names. Ops are keyed by identity: hashing an OpOverload runs
         # Python code, and overloads live as long as the process.
         self.handlers: dict[Any, Handler] = {}
+        # The same, as they are without a recorder; they outlive its coming and going.
+        self.generated: dict[Any, Handler] = {}
         # By op, the library that holds its first handler. Dropping it removes the handler from torch.
         self.libraries: dict[int, torch.library.Library] = {}
         # The same for handlers that are called while a mode is on.
@@ -80,7 +85,11 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
     _meet(args, kwargs)
     registry = started.engine.registry()
     if op in registry:
-        handle = handler_of(registry.lookup(op), len(args), tuple(kwargs or ()))
+        handle = _state.generated.get(key)
+        if handle is None:
+            handle = _state.generated[key] = handler_of(registry.lookup(op), len(args), tuple(kwargs or ()))
+        if recording.recorder is not None:
+            handle = _recorded(handle, recording.recorder)
     elif is_composite(op):
         # Under inference mode torch does not decompose composite ops; their parts have the rules.
         handle = _decompose
@@ -149,6 +158,41 @@ def at_next_dispatch(callback: Callable[[], None]) -> None:
     listen(call)
 
 
+# -- recording ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def record(recorder: Recorder) -> Iterator[None]:
+    """Tell a recorder of each call of an op with a rule while the context lasts. There is one recorder at a time."""
+    assert recording.recorder is None, "a program is recorded already"
+    recording.recorder = recorder
+    _replace_handlers()
+    try:
+        yield
+    finally:
+        recording.recorder = None
+        _replace_handlers()
+
+
+def _replace_handlers() -> None:
+    """Have each op come here once more for its handler. Plans stay."""
+    _state.handlers.clear()
+    _state.libraries.clear()
+    _state.under_modes.clear()
+
+
+def _recorded(handle: Handler, recorder: Recorder) -> Handler:
+    def handle_and_tell(
+        cls: Any, op: Op, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = handle(cls, op, types, args, kwargs)
+        recorder.called(op, args, kwargs, result)
+        return result
+
+    leave_out_of_graphs(handle_and_tell)
+    return handle_and_tell
+
+
 # -- handlers ----------------------------------------------------------------------------------------------------
 
 
@@ -212,15 +256,19 @@ def _meet(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
 
 def clear_plans() -> None:
     """Forget all plans and handlers: some rule changed."""
-    _state.handlers.clear()
-    _state.libraries.clear()
-    _state.under_modes.clear()
-    for store in _state.stores:
-        store.clear()
+    _replace_handlers()
+    _state.generated.clear()
+    drop_plans()
     _state.stores.clear()
     if hasattr(started, "engine"):
         started.engine.forget()
     _state.rules_version += 1
+
+
+def drop_plans() -> None:
+    """Forget all plans, but no handler: other strategies are to be chosen from now on."""
+    for store in _state.stores:
+        store.clear()
 
 
 def rules_version() -> int:

@@ -12,7 +12,7 @@ from shardwise.kernel.placements import Placement, is_strided, show_all
 from shardwise.kernel.signature import ByType, Call, Kind, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 
-__all__ = ["FullMeshRule", "Row", "Rows", "Rule"]
+__all__ = ["FullMeshRule", "Row", "Rows", "Rule", "Work"]
 
 
 @frozen(cache_hash=True)
@@ -56,6 +56,8 @@ class Rows:
         return self
 
 
+# The floating-point operations of a whole call.
+Work = Callable[[Call], float]
 # (call, device type) -> metas of the results as that device's kernels return them, if the meta device says otherwise.
 Results = Callable[[Call, str], Sequence[TensorMeta | None]]
 
@@ -68,7 +70,8 @@ class Rule:
     keyed by type. ``zip_lists`` gives each position of the tensor lists its own choice. ``writes`` names operands that
     the ops write though their schemas do not say so. ``results`` corrects the metas of the results. ``meta`` runs on
     the meta device in place of the ops. ``replaces`` names the distribution whose rule for an op is replaced by this
-    one. ``form`` names the function that made the rule.
+    one. ``form`` names the function that made the rule. ``work`` gives the floating-point operations of a whole call,
+    for planning; without it a call costs the bytes that it reads and writes.
     """
 
     ops: tuple[Op, ...]
@@ -85,6 +88,7 @@ class Rule:
     replaces: str | None = None
     meta: Callable[..., Any] | None = None
     form: str = "rule"
+    work: Work | None = None
 
     def rows(self, call: Call) -> tuple[Row, ...]:
         """The legal rows of one call in order of preference. For a ``zip_lists`` rule: of one list position."""

@@ -47,6 +47,8 @@ class Arg:
     is_list: bool
     has_default: bool
     default: Any
+    #: Whether it is a size or an index into a dim, which may be a symbol in a graph; dims and flags are not.
+    is_size: bool = False
 
 
 @frozen
@@ -143,6 +145,8 @@ def _kind(type_text: str) -> Kind:
 
 
 # `Tensor(a)[]`: what the elements of a returned list alias is only in the schema's text.
+# `SymInt[] size`: only the schema's text says so.
+_SIZE = re.compile(r"SymInt(?:\[\d*\])?\??\s+(\w+)")
 _LIST_ALIAS = re.compile(r"Tensor\((\w+)\)\[\]")
 
 
@@ -161,6 +165,7 @@ def signature(op: Op) -> Signature:
 def _read(op: Op) -> Signature:
     schema = schema_of(op)
     reseats = is_view_in_place(op)
+    sizes = set(_SIZE.findall(str(schema)))
     returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
     args = []
     for a in schema.arguments:
@@ -171,7 +176,10 @@ def _read(op: Op) -> Signature:
         default = a.default_value if a.has_default_value() else None
         written = bool(alias and alias.is_write) and not reseats
         is_list = "List[" in str(a.type)
-        args.append(Arg(a.name, kind, a.kwarg_only, is_result, written, is_list, a.has_default_value(), default))
+        is_size = a.name in sizes
+        args.append(
+            Arg(a.name, kind, a.kwarg_only, is_result, written, is_list, a.has_default_value(), default, is_size)
+        )
     aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
     in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
     results = []

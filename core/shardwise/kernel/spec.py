@@ -31,6 +31,7 @@ from shardwise.kernel.placements import (
     show_all,
 )
 from shardwise.kernel.symbols import chunk, hint, numbers, place, settled_sizes
+from shardwise.kernel.tags import Tag
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.world import PerWorld, world_number
 
@@ -49,11 +50,16 @@ class _Interned(type):
     _known: ClassVar[dict[Any, WeakValueDictionary[Any, Any]]] = {}
 
     def __call__(
-        cls, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+        cls,
+        mesh: Mesh,
+        placements: Sequence[Placement],
+        tensor_meta: TensorMeta,
+        is_copy: bool = False,
+        tag: Tag | None = None,
     ) -> Any:
         # The class is in the key because attrs builds a slotted class from a first, slotless one. The number of the
         # world is in it because a mesh of a new world equals one of an earlier world, whose groups are gone.
-        key = (cls, mesh, is_copy, world_number() if isinstance(mesh, DeviceMesh) else None)
+        key = (cls, mesh, is_copy, world_number() if isinstance(mesh, DeviceMesh) else None, tag)
         known = _Interned._known.get(key)
         if known is None:
             for unused in [k for k, specs in _Interned._known.items() if not specs]:
@@ -69,7 +75,7 @@ class _Interned(type):
             shape, stride = settled_sizes(tensor_meta.shape), settled_sizes(tensor_meta.stride)
             tensor_meta = TensorMeta(shape, stride, tensor_meta.dtype)
             if not tensor_meta.is_symbolic:
-                return cls(mesh, placements, tensor_meta, is_copy)
+                return cls(mesh, placements, tensor_meta, is_copy, tag)
             checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
             if is_strided(checked):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))
@@ -80,7 +86,7 @@ class _Interned(type):
         if spec is None:
             if is_strided(checked):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))
-            spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy)
+            spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy, tag)
         return spec
 
 
@@ -104,18 +110,25 @@ class TensorSpec(metaclass=_Interned):
     """Mesh, one placement per mesh dim, and the global tensor meta. Equal specs are one object.
 
     ``is_copy`` marks the result of a view op whose operand had to be redistributed: it does not share memory with its
-    base, so writing to it is refused.
+    base, so writing to it is refused. ``tag`` says where in a program the tensor comes from, if the program runs by
+    decisions for its whole step (see :mod:`shardwise.kernel.tags`); specs that differ in it are the same layout.
     """
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     tensor_meta: TensorMeta
     is_copy: bool = False
+    tag: Tag | None = None
 
     if TYPE_CHECKING:
 
         def __init__(
-            self, mesh: Mesh, placements: Sequence[Placement], tensor_meta: TensorMeta, is_copy: bool = False
+            self,
+            mesh: Mesh,
+            placements: Sequence[Placement],
+            tensor_meta: TensorMeta,
+            is_copy: bool = False,
+            tag: Tag | None = None,
         ) -> None: ...
 
     # -- the tensor --
@@ -276,7 +289,16 @@ class TensorSpec(metaclass=_Interned):
     # -- derived --
     def with_placements(self, placements: Sequence[Placement]) -> TensorSpec:
         """The same tensor with other placements; never a copy that may not be written."""
-        return TensorSpec(self.mesh, tuple(placements), self.tensor_meta)
+        return TensorSpec(self.mesh, tuple(placements), self.tensor_meta, False, self.tag)
+
+    def with_tag(self, tag: Tag | None) -> TensorSpec:
+        """The same tensor and layout with another tag."""
+        return TensorSpec(self.mesh, self.placements, self.tensor_meta, self.is_copy, tag)
+
+    @property
+    def untagged(self) -> TensorSpec:
+        """The same tensor and layout without a tag."""
+        return self if self.tag is None else self.with_tag(None)
 
     @cached_property
     def layout(self) -> SpecLayout:
@@ -285,10 +307,10 @@ class TensorSpec(metaclass=_Interned):
 
     def as_copy(self) -> TensorSpec:
         """The same, marked as a copy that may not be written."""
-        return TensorSpec(self.mesh, self.placements, self.tensor_meta, True)
+        return TensorSpec(self.mesh, self.placements, self.tensor_meta, True, self.tag)
 
     def with_meta(self, tensor_meta: TensorMeta) -> TensorSpec:
-        return TensorSpec(self.mesh, self.placements, tensor_meta)
+        return TensorSpec(self.mesh, self.placements, tensor_meta, False, self.tag)
 
     def __str__(self) -> str:
         return f"{self.tensor_meta} {show_all(self.placements)}"
@@ -375,6 +397,9 @@ class SymbolicSpec(TensorSpec):
         """The same tensor with other placements; this object where the placements are the same."""
         target = tuple(placements)
         return self if target == self.placements else TensorSpec(self.mesh, target, self.tensor_meta)
+
+    def with_tag(self, tag: Tag | None) -> TensorSpec:  # noqa: ARG002  # a graph is guarded by layouts, without tags
+        return self
 
 
 def hinted(spec: TensorSpec) -> TensorSpec:

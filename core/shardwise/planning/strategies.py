@@ -163,7 +163,7 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
             per_position.append(solved[id(problem)])
         return per_position
     enumerated = listed(rule, schema)
-    legal = [s for s in enumerated.strategies if all(s.input_specs[i] is schema.specs[i] for i in schema.written)]
+    legal = [s for s in enumerated.strategies if all(_stays(s.input_specs[i], schema.specs[i]) for i in schema.written)]
     if not legal:
         raise NoStrategyError(
             asked=f"run {schema}",
@@ -172,6 +172,11 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
             op=op_name(schema.op),
         )
     return [min(legal, key=lambda s: s.cost)]
+
+
+def _stays(after: TensorSpec | None, before: TensorSpec | None) -> bool:
+    """Whether an operand keeps its layout."""
+    return after is before or (after is not None and before is not None and after.untagged is before.untagged)
 
 
 # -- what tools ask ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Planning a whole step: solvers that choose a state for every variable at the least sum of costs.
+"""A whole step as values: its calls and tensors, the problem of choosing for all of them at once, and its solvers.
 
-They know whole numbers only: no operator, no mesh, no torch.
+The solvers know whole numbers only: no operator, no mesh, no torch. Nothing here runs a program or sends anything.
 """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
-from attrs import field, frozen
+from attrs import frozen
 from numpy.typing import NDArray
 
 from shardwise.program.errors import CostGraphError
@@ -41,8 +41,8 @@ class CostGraph:
     their work once. The arrays must not change afterwards.
     """
 
-    unary: tuple[Costs, ...] = field(converter=tuple)
-    pairs: tuple[tuple[int, int, Costs], ...] = field(converter=tuple)
+    unary: tuple[Costs, ...]
+    pairs: tuple[tuple[int, int, Costs], ...]
 
     def __attrs_post_init__(self) -> None:
         seen = set()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from shardwise.errors import RuleArgumentError, RuleError
-from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule
+from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule, Work
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import OpLike
@@ -46,6 +46,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     nonempty: Iterable[str] = (),
     scattered: Iterable[str] = (),
     replaces: str | None = None,
+    work: Work | None = None,
     **facts: Unpack[FactWords],
 ) -> Rule:
     """A rule in einop notation.
@@ -70,6 +71,9 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     ``replaces`` names a distribution; this rule replaces the rules for these ops that it provides (``"shardwise"`` for
     the plugins that ship with it). Without it, two rules for one op are a conflict.
 
+    ``work(call)`` gives the floating-point operations of the whole call, for planning; rows that shard a dim divide
+    them. An op whose time goes into reading and writing its tensors needs none.
+
     Raises :class:`NotationError` or :class:`RuleArgumentError` when the rule does not fit the ops' schemas.
     """
     ops = _as_ops(ops)
@@ -90,6 +94,7 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
         source=_caller(),
         partial=tuple(map(str, partial)),
         replaces=replaces,
+        work=work,
     )
 
 
@@ -104,6 +109,7 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
     results: Results | None = None,
     replaces: str | None = None,
     meta: Callable[..., Any] | None = None,
+    work: Work | None = None,
 ) -> Callable[[Callable[..., Description]], Rule]:
     """Decorator: a rule from a function of one call's arguments.
 
@@ -117,7 +123,7 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
     written operand of an in-place op does. ``results(call, device_type)`` gives the metas of the results where a
     device's kernel differs from the meta device. ``meta`` takes the op's arguments, tensors on the meta device, and
     returns its results there: for an op without a meta kernel, or with one that refuses what a device takes. It should
-    refuse what every device refuses. ``replaces`` is as in :func:`rule`.
+    refuse what every device refuses. ``replaces`` and ``work`` are as in :func:`rule`.
     """
     ops = _as_ops(ops)
     keyed = _checked_static(ops, static)
@@ -139,6 +145,7 @@ def rule_from(  # noqa: PLR0913  # keyword-only options of one value
             replaces=replaces,
             meta=meta,
             form="rule_from",
+            work=work,
         )
 
     return make

@@ -29,6 +29,7 @@ from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.local_strides import alias, in_order, other_layout
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
+from shardwise.kernel.recording import recording
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
@@ -98,6 +99,8 @@ def redistribute(
         _refuse_in_a_graph(tensor, "redistribute {}")
     target, steps = route(tensor._spec, placements)
     if steps is None and grad_placements is None and grad_dtype is None:
+        if recording.recorder is not None:
+            recording.recorder.redistributed(tensor, tensor)
         return tensor
     if torch.is_grad_enabled() and _requires_grad(tensor):
         layout = _checked_grad_layout(grad_placements, tensor._spec)
@@ -126,6 +129,13 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 
 
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
+    result = _redistributed(tensor, target, steps, async_op)
+    if recording.recorder is not None:
+        recording.recorder.redistributed(tensor, result)
+    return result
+
+
+def _redistributed(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
@@ -165,6 +175,8 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
     if recording_mode() is not None:
         _refuse_in_a_graph(tensor, "take the local part of {}")
+    if recording.recorder is not None:
+        recording.recorder.read(tensor)
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
@@ -344,7 +356,12 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
     def keep_layout(grad: Any) -> Any:
         # The usual case is cheap, as this runs for every leaf at every step. A backward without a gradient for the leaf
         # passes None.
-        if grad is None or getattr(grad, "_spec", None) is spec:
+        if grad is None:
+            return None
+        own = getattr(grad, "_spec", None)
+        if own is spec or (own is not None and own.tag is not None and own.untagged is spec.untagged):
+            if recording.recorder is not None:
+                recording.recorder.kept(grad)
             return None
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
             return None

@@ -22,6 +22,7 @@ from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor.autograd import check_device
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.names import name_tensor
 from shardwise.tensor.on_mesh import enter_in_forward
 from shardwise.tensor.shards import scatter_local
 from shardwise.tensor.traceable import traceable
@@ -144,6 +145,7 @@ def _replace_tensors(
                 name = f"{prefix}.{key}" if prefix else key
                 places = _placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+                name_tensor(by_id[id(tensor)], name)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
 
 

@@ -1,0 +1,157 @@
+"""Calls that were decided about for the whole step: their strategy, and where their results rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from shardwise.comm.redistribute import runner
+from shardwise.kernel.dispatcher import drop_plans
+from shardwise.kernel.rule import AnyRule, Rule
+from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.signature import Call
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tags import Tag, tag_of_result
+from shardwise.planning.in_factors import in_factors
+from shardwise.planning.strategies import stated
+from shardwise.program.decisions import Decision, Decisions
+from shardwise.program.step_graph import Places
+from shardwise.program.step_rows import as_placements, flat_rows, in_whole
+
+__all__ = ["InForce", "decided", "in_force", "resting", "tagged", "use_decisions"]
+
+
+@define
+class InForce:
+    """The decisions that plans are made by, if any, and how many calls they knew and did not know."""
+
+    decisions: Decisions | None = None
+    known: int = 0
+    unknown: int = 0
+    #: Called with the schema of each call that the decisions do not know.
+    on_unknown: Callable[[OpSchema], None] | None = field(default=None)
+
+
+in_force = InForce()
+
+
+def use_decisions(decisions: Decisions | None) -> None:
+    """Make plans by decisions from now on, or by none. Every rank must call this at the same point of the program."""
+    in_force.decisions = decisions
+    in_force.known = in_force.unknown = 0
+    drop_plans()
+
+
+def _tags(schema: OpSchema) -> list[Tag | None]:
+    return [None if spec is None else spec.tag for spec in schema.specs]
+
+
+def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrategy, Decision] | None:
+    """The strategy that was decided on for a call; None if there is none, or if it is not legal for this call."""
+    decisions = in_force.decisions
+    if decisions is None or not isinstance(rule, Rule) or rule.zip_lists or schema.is_symbolic:
+        return None
+    if tuple(schema.mesh.shape) != decisions.mesh_shape:
+        return None
+    layouts = tuple(None if spec is None else in_whole(spec.placements, spec.mesh_shape) for spec in schema.specs)
+    decision = decisions.find(schema, _tags(schema), layouts)
+    strategy = None if decision is None else _strategy(rule, schema, call, decision)
+    if decision is None or strategy is None:
+        in_force.unknown += 1
+        if in_force.on_unknown is not None:
+            in_force.on_unknown(schema)
+        return None
+    in_force.known += 1
+    return strategy, decision
+
+
+def _strategy(rule: Rule, schema: OpSchema, call: Call, decision: Decision) -> PlacementStrategy | None:
+    (whole,) = stated(rule, schema, call)
+    if len(decision.inputs) != len(whole.specs) or len(decision.outputs) != len(whole.outputs):
+        return None
+    problem = in_factors(whole)
+    rows = list(flat_rows(problem))
+    choice: list[int] = []
+    for m in range(len(problem.mesh_shape)):
+        inputs = tuple(None if places is None else places[m] for places in decision.inputs)
+        outputs = [None if places is None else places[m] for places in decision.outputs]
+        fitting = (r for r, row in rows if row.inputs == inputs and _agrees(row.outputs, outputs, problem.outputs))
+        r = next(fitting, None)
+        if r is None:
+            return None
+        choice.append(r)
+        if problem.conflict(tuple(choice)) is not None or not problem.keeps_written(r):
+            return None
+    for i in (*problem.written, *problem.fixed):
+        spec = problem.specs[i]
+        if spec is not None and spec.placements != problem.target(tuple(choice), i):
+            return None
+    # Their costs were part of the decision; a plan does not need them again.
+    return problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+
+
+def _agrees(row: Sequence[Any], decided_on: Sequence[Any], metas: Sequence[Any]) -> bool:
+    """Whether a row makes the results as decided. A decision has nothing of results that are not used as tensors."""
+    return all(b is None or a == b or meta is None for a, b, meta in zip(row, decided_on, metas, strict=True))
+
+
+def tagged(schema: OpSchema, results: Sequence[TensorSpec | None]) -> Sequence[TensorSpec | None]:
+    """The specs of results with the tags by which later calls are known."""
+    decisions = in_force.decisions
+    if decisions is None or schema.is_symbolic:
+        return results
+    tags = _tags(schema)
+    declared = [r for r in schema.signature.results if r.is_tensor]
+    # What an op writes and returns is the operand itself, and no wrapper takes a new spec.
+    is_new = [not r.written for r in declared for _ in range(_length(r.is_list, declared, results))]
+    return [
+        spec if spec is None or not new else spec.with_tag(tag_of_result(schema, tags, i, decisions.depth))
+        for i, (spec, new) in enumerate(zip(results, is_new, strict=True))
+    ]
+
+
+def _length(is_list: bool, declared: Sequence[Any], results: Sequence[Any]) -> int:
+    return len(results) - len(declared) + 1 if is_list else 1
+
+
+def resting(results: Sequence[TensorSpec | None], decision: Decision) -> Sequence[TensorSpec | None]:
+    """The specs in which results rest."""
+    return [
+        spec if spec is None or places is None else _resting_at(spec, as_placements(places, spec.mesh_shape))
+        for spec, places in zip(results, decision.rests, strict=True)
+    ]
+
+
+def _resting_at(spec: TensorSpec, placements: Places) -> TensorSpec:
+    return spec if placements == spec.placements else spec.with_placements(placements)
+
+
+def then_moved(
+    run: Callable[..., Any], made: Sequence[TensorSpec | None], rests: Sequence[TensorSpec | None]
+) -> Callable[..., Any]:
+    """A local call whose tensor results are redistributed."""
+    moves = [None if a is None or b is None or a is b else runner(a, b) for a, b in zip(made, rests, strict=True)]
+    return partial(_run_and_move, run, moves) if any(moves) else run
+
+
+def _run_and_move(run: Callable[..., Any], moves: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    out = run(*args, **kwargs)
+    rest = iter(moves)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return (
+                type(value)([moved(part) for part in value])
+                if type(value) in (tuple, list)
+                else tuple(map(moved, value))
+            )
+        if not isinstance(value, torch.Tensor) and value is not None:
+            return value
+        move = next(rest, None)
+        return value if move is None or value is None else move(value)
+
+    return moved(out)

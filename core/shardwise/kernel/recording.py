@@ -1,0 +1,35 @@
+"""The recorder of a program, if there is one: it is told of each call, with its operands and its results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from shardwise.kernel.signature import Op
+
+__all__ = ["Recorder", "recording"]
+
+
+class Recorder(Protocol):
+    """What records a program. Tensors are those of the tensor class; it must not keep them."""
+
+    def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
+        """A call that ran by a rule."""
+
+    def redistributed(self, source: Any, result: Any) -> None:
+        """The program, or the layout of a gradient, asked for another layout of a tensor."""
+
+    def kept(self, gradient: Any) -> None:
+        """A gradient that already has the layout of its leaf."""
+
+    def read(self, tensor: Any) -> None:
+        """The program took the local part of a tensor."""
+
+
+class _Recording:
+    """The recorder of this process; the hot path never reads it."""
+
+    recorder: Recorder | None = None
+
+
+recording = _Recording()

@@ -1,0 +1,136 @@
+"""Decisions: which rows each call of a step takes and where its results rest, by a digest that any run can compute.
+
+A digest is of the op, its static arguments and the tags of its operands (:mod:`shardwise.kernel.tags`). The first
+look-up is with the sizes of the call. A call that is known but for its sizes takes the decision without them, if it is
+legal for these sizes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from shardwise.errors import ShardingError
+from shardwise.kernel.placements import parse_placement, show
+from shardwise.kernel.schema import OpSchema
+from shardwise.kernel.tags import DEPTH, Tag, call_digest
+from shardwise.program.step_graph import Places
+
+__all__ = ["Decision", "Decisions"]
+
+Layouts = tuple[Places | None, ...]
+
+
+@frozen
+class Decision:
+    """The layouts in which a call finds its operands, uses them and makes its results, and where the results rest.
+
+    Tensors are flat. A strided shard counts its factor in the whole dim, as in rows.
+    """
+
+    sources: Layouts
+    inputs: Layouts
+    outputs: Layouts
+    rests: Layouts
+
+    @property
+    def moves_results(self) -> bool:
+        """Whether a result rests elsewhere than its row leaves it."""
+        return self.rests != self.outputs
+
+
+@frozen(eq=False)
+class Decisions:
+    """The decisions of one program on meshes of one shape, by digest with sizes and without them."""
+
+    mesh_shape: tuple[int, ...]
+    exact: Mapping[int, tuple[Decision, ...]]
+    loose: Mapping[int, tuple[Decision, ...]] = field(factory=dict)
+    depth: int = DEPTH
+
+    def find(self, schema: OpSchema, tags: Sequence[Tag | None], layouts: Layouts) -> Decision | None:
+        """The decision about a call whose operands have these tags and layouts.
+
+        If it was decided on for other layouts only, that holds too, unless the results are views: a view of a moved
+        tensor is a copy.
+        """
+        known = self.exact.get(call_digest(schema, tags, sizes=True))
+        known = known if known is not None else self.loose.get(call_digest(schema, tags, sizes=False), ())
+        for decision in known:
+            if decision.sources == layouts:
+                return decision
+        is_view = any(r.alias is not None and not r.written for r in schema.signature.results)
+        return known[0] if known and not is_view else None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.exact.values()))
+
+    # -- as text -------------------------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: the same text on every machine."""
+
+        def layouts(of: Layouts) -> list[str | None]:
+            return [None if places is None else ",".join(map(show, places)) for places in of]
+
+        def table(of: Mapping[int, tuple[Decision, ...]]) -> dict[str, Any]:
+            return {
+                f"{digest:016x}": [[layouts(part) for part in (d.sources, d.inputs, d.outputs, d.rests)] for d in known]
+                for digest, known in sorted(of.items())
+            }
+
+        return {
+            "format": 1,
+            "mesh": list(self.mesh_shape),
+            "depth": self.depth,
+            "exact": table(self.exact),
+            "loose": table(self.loose),
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Decisions:
+        """From :meth:`as_json`. Raises :class:`ShardingError` for anything else."""
+        try:
+            if data["format"] != 1:
+                raise ShardingError(
+                    asked="read decisions",
+                    found=f"their format is {data['format']!r}, and this release reads 1",
+                    do="Learn or plan the program again with this release.",
+                )
+
+            def layouts(of: Sequence[str | None]) -> Layouts:
+                return tuple(None if text is None else _places(text) for text in of)
+
+            def table(of: Mapping[str, Any]) -> dict[int, tuple[Decision, ...]]:
+                return {
+                    int(digest, 16): tuple(Decision(*map(layouts, parts)) for parts in known)
+                    for digest, known in of.items()
+                }
+
+            mesh, depth = tuple(map(int, data["mesh"])), int(data["depth"])
+            return cls(mesh, table(data["exact"]), table(data["loose"]), depth)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ShardingError(
+                asked="read decisions",
+                found=f"the data is not what this library writes ({type(error).__name__}: {error})",
+                do="Learn or plan the program again.",
+            ) from error
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of all decisions."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _places(text: str) -> Places:
+    parts, depth, start = [], 0, 0
+    for i, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            parts.append(text[start:i])
+            start = i + 1
+    return tuple(parse_placement(part) for part in [*parts, text[start:]] if part)

@@ -1,0 +1,132 @@
+"""A recorded step: its calls, the tensors between them, and what the program fixes about layouts.
+
+Layouts play no part in which rows a call has, so one recording serves every placement of activations.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from attrs import field, frozen
+
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.placements import Placement
+from shardwise.kernel.precedence import Entry
+from shardwise.kernel.schema import OpSchema, PlacementStrategy
+from shardwise.kernel.signature import op_name
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tags import DEPTH, Tag, tag_of_name, tag_of_result
+
+__all__ = ["CallNode", "Places", "Sink", "StepGraph", "TensorNode"]
+
+Places = tuple[Placement, ...]
+
+
+@frozen(eq=False)
+class TensorNode:
+    """A tensor of the step.
+
+    ``spec`` is how it lay when it was recorded. ``maker`` is the call that made it, and None for a leaf, an input, or
+    what the program took from elsewhere. ``name`` is a parameter's or buffer's qualified name, or empty. ``root`` is
+    the first tensor whose memory it shares, itself if it has its own.
+    """
+
+    number: int
+    spec: TensorSpec
+    maker: int | None
+    root: int
+    name: str = ""
+
+
+@frozen(eq=False)
+class CallNode:
+    """A call of an op by a rule. ``operands`` and ``results`` are tensor numbers, flat as in specs; None where absent.
+
+    ``strategies`` are those that ran. ``module`` is the path of the module that made the call, or whose forward call
+    it belongs to.
+    """
+
+    number: int
+    entry: Entry
+    schema: OpSchema
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    strategies: tuple[PlacementStrategy, ...]
+    phase: str
+    module: str = ""
+
+    def __str__(self) -> str:
+        return f"{op_name(self.schema.op)}" + (f" in {self.module}" if self.module else "")
+
+
+@frozen(eq=False)
+class Sink:
+    """A layout that a tensor must reach: a gradient that of its leaf, a tensor that of an explicit ``redistribute``.
+
+    With ``stays`` the tensor itself must rest there, because the program reads its local part.
+    """
+
+    tensor: int
+    placements: Places
+    stays: bool = False
+
+
+@frozen(eq=False)
+class StepGraph:
+    """The calls of one step in order, its tensors by number, and its sinks. ``written`` are roots of memory that some
+    call writes.
+    """
+
+    mesh: Mesh
+    calls: tuple[CallNode, ...]
+    tensors: tuple[TensorNode, ...]
+    sinks: tuple[Sink, ...]
+    written: frozenset[int]
+    #: Tensor that an explicit redistribution made -> the tensor that it was.
+    moved: dict[int, int] = field(factory=dict)
+
+    @cached_property
+    def uses(self) -> dict[int, list[tuple[int, int]]]:
+        """Per tensor, its uses: (index into ``calls``, operand)."""
+        uses: dict[int, list[tuple[int, int]]] = {}
+        for place, call in enumerate(self.calls):
+            for i, t in enumerate(call.operands):
+                if t is not None:
+                    uses.setdefault(t, []).append((place, i))
+        return uses
+
+    @cached_property
+    def ends(self) -> dict[int, list[Sink]]:
+        """Per tensor, its sinks."""
+        ends: dict[int, list[Sink]] = {}
+        for sink in self.sinks:
+            ends.setdefault(sink.tensor, []).append(sink)
+        return ends
+
+    def without_dead_calls(self) -> StepGraph:
+        """The same step without calls whose results nobody uses and that write nothing: planning probes such calls."""
+        wanted = {sink.tensor for sink in self.sinks}
+        alive: list[CallNode] = []
+        for call in reversed(self.calls):
+            results = [t for t in call.results if t is not None]
+            if call.schema.written or any(t in wanted for t in results):
+                alive.append(call)
+                wanted.update(t for t in call.operands if t is not None)
+                wanted.update(self.moved[t] for t in call.operands if t in self.moved)
+        calls = tuple(reversed(alive))
+        return StepGraph(self.mesh, calls, self.tensors, self.sinks, self.written, self.moved)
+
+    def tags(self, depth: int = DEPTH) -> list[Tag | None]:
+        """The tag of every tensor, as a run by decisions gives them."""
+        tags: list[Tag | None] = [None] * len(self.tensors)
+        made = {t: (call, i) for call in self.calls for i, t in enumerate(call.results) if t is not None}
+        for node in self.tensors:
+            if node.number in self.moved:
+                tags[node.number] = tags[self.moved[node.number]]
+            elif node.number in made:
+                call, i = made[node.number]
+                operands = [None if t is None else tags[t] for t in call.operands]
+                tags[node.number] = tag_of_result(call.schema, operands, i, depth)
+            elif node.name:
+                tags[node.number] = tag_of_name(node.name, depth)
+        return tags

@@ -1,0 +1,113 @@
+"""What a call costs apart from moving its operands: its local work, and what its lowering sends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import define, field
+
+from shardwise.kernel.placements import shard_dim
+from shardwise.kernel.rule import Row
+from shardwise.kernel.signature import Call
+from shardwise.kernel.spec import TensorSpec
+from shardwise.planning.cost import StepCosts, links_of, step_costs
+from shardwise.planning.strategies import make_call
+from shardwise.program.step_graph import CallNode, StepGraph
+from shardwise.program.step_rows import Choices, as_placements, shards_of
+from shardwise.tools.traffic import Collective, in_lowering
+
+__all__ = ["WorkCosts"]
+
+
+@define(eq=False)
+class WorkCosts:
+    """Seconds of a call on one rank: a start, its floating-point operations or its bytes, whichever take longer, and
+    the collectives of its lowering.
+    """
+
+    graph: StepGraph
+    _lowered: dict[Any, float] = field(factory=dict, init=False)
+    _flops: dict[Any, float] = field(factory=dict, init=False)
+
+    def __call__(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
+        return self._work(call, choices, rows) + self._sent(call, choices, rows)
+
+    def _work(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
+        declared = [r for r in call.schema.signature.results if r.is_tensor]
+        if declared and all(r.alias is not None and not r.written for r in declared):
+            return 0.0  # a view
+        links = links_of(self.graph.mesh)
+        shape = tuple(self.graph.mesh.shape)
+        nbytes = 0.0
+        for tensors, sides in ((call.operands, [r.inputs for r in rows]), (call.results, [r.outputs for r in rows])):
+            for i, t in enumerate(tensors):
+                if t is not None:
+                    meta = self.graph.tensors[t].spec.tensor_meta
+                    pieces = math.prod(n for n, side in zip(shape, sides, strict=True) if _is_cut(side[i]))
+                    nbytes += meta.nbytes / pieces
+        seconds = nbytes / links.memory_bandwidth
+        flops = self._operations(call, choices)
+        if flops:
+            seconds = max(seconds, flops / shards_of(rows, shape) / links.flops)
+        return links.local_start + seconds
+
+    def _operations(self, call: CallNode, choices: Choices) -> float:
+        """Floating-point operations of the whole call, by its rule."""
+        work = getattr(call.entry.rule, "work", None)
+        if work is None:
+            return 0.0
+        key = id(choices)
+        if key not in self._flops:
+            self._flops[key] = float(work(self._as_call(call)))
+        return self._flops[key]
+
+    def _as_call(self, call: CallNode) -> Call:
+        metas = [None if t is None else self.graph.tensors[t].spec.tensor_meta for t in call.results]
+        return make_call(call.entry.rule, call.schema, metas)
+
+    def _sent(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
+        """Seconds of what a lowering sends. One that depends on data counts for what is known before it does."""
+        if not any(row.lowered for row in rows) or call.entry.rule.lowering is None:
+            return 0.0
+        key = (id(choices), tuple(rows))
+        known = self._lowered.get(key)
+        if known is None:
+            known = self._lowered[key] = self._lowering(call, rows)
+        return known
+
+    def _lowering(self, call: CallNode, rows: Sequence[Row]) -> float:
+        inputs = [
+            None if spec is None else _placed(spec, [row.inputs[i] for row in rows])
+            for i, spec in enumerate(call.schema.specs)
+        ]
+        results = [
+            None if t is None else _placed(self.graph.tensors[t].spec, [row.outputs[i] for row in rows])
+            for i, t in enumerate(call.results)
+        ]
+        schema = call.schema.with_specs(inputs)
+        issued = in_lowering(call.entry, schema, schema.values, self._as_call(call), inputs, results)
+        costs = step_costs(tuple(self.graph.mesh.shape), links_of(self.graph.mesh))
+        return sum(_seconds(costs, one) for one in issued.collectives)
+
+
+def _is_cut(placement: Any) -> bool:
+    return shard_dim(placement) is not None
+
+
+def _placed(spec: TensorSpec, places: Sequence[Any]) -> TensorSpec:
+    return spec.untagged.with_placements(as_placements(tuple(places), spec.mesh_shape))
+
+
+def _seconds(costs: StepCosts, one: Collective) -> float:
+    """A collective by the bytes that a rank sends in."""
+    match one.kind:
+        case "all_gather":
+            return costs.all_gather(one.mesh_dims, one.nbytes)
+        case "reduce_scatter":
+            return costs.reduce_scatter(one.mesh_dims, one.nbytes // one.ranks)
+        case "all_reduce":
+            return costs.all_reduce(one.mesh_dims, one.nbytes)
+        case _:  # an exchange of pieces, or a shift to the neighbours
+            return costs.all_to_all(one.mesh_dims, -(-one.nbytes // one.ranks))

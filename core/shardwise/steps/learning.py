@@ -1,0 +1,178 @@
+"""Learn a program: record its first step, decide for all of its calls, and run by the decisions from then on.
+
+The first step runs as it would. It ends with the first ``optimizer.step()``. Then the ranks compare what they recorded,
+one of them solves, and all take its decisions. A call that the decisions do not know is chosen as it always was.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import ExitStack
+from typing import Any, Self
+
+import torch
+from attrs import define, field, frozen
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.comm.groups import backend_of
+from shardwise.comm.link_agreement import from_first
+from shardwise.engine.decided import in_force, use_decisions
+from shardwise.errors import ShardingError
+from shardwise.kernel.mesh import own_coordinate
+from shardwise.kernel.tags import DEPTH
+from shardwise.private_torch.tracing import outside_modes
+from shardwise.program.deciding import decide
+from shardwise.program.decisions import Decisions
+from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_problem import StepProblem
+from shardwise.program.step_solution import solve_step
+from shardwise.steps.agreement import agree_on_recording
+from shardwise.steps.costs import WorkCosts
+from shardwise.steps.recording import Recording
+
+__all__ = ["Learned", "Learning", "decide_step", "learn"]
+
+_log = logging.getLogger(__name__)
+
+
+@frozen
+class Learned:
+    """What was decided: seconds of a step by the cost model before and after, and what it took."""
+
+    decisions: Decisions
+    before: float
+    after: float
+    calls: int
+    torn: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.calls} calls, {len(self.decisions)} decisions in {self.seconds:.2f} s: "
+            f"{self.before * 1e3:.3f} ms a step before, {self.after * 1e3:.3f} ms after (by the cost model)"
+        )
+
+
+def decide_step(graph: StepGraph, depth: int = DEPTH) -> Learned:
+    """Decide for a recorded step. It is arithmetic alone: every rank with the same graph gets the same decisions."""
+    begin = time.perf_counter()
+    problem = StepProblem(graph, WorkCosts(graph))
+    recorded = problem.as_recorded()
+    best = solve_step(problem, [recorded])
+    decisions, torn = decide(problem, best, depth)
+    if torn:
+        _log.info("%d keys have calls with different decisions; each takes the most frequent one", len(torn))
+    seconds = time.perf_counter() - begin
+    return Learned(decisions, recorded.cost / 1e12, best.cost / 1e12, len(graph.calls), len(torn), seconds)
+
+
+@define(eq=False)
+class Learning:
+    """Learning that is on, from the first call after :func:`learn` until it is closed."""
+
+    learned: Learned | None = field(default=None, init=False)
+    _recording: Recording | None = field(default=None, init=False)
+    _running: ExitStack = field(factory=ExitStack, init=False)
+    _hooks: list[Any] = field(factory=list, init=False)
+
+    def start(self) -> None:
+        """Record from now on, until the first optimizer's step has run."""
+        self._recording = Recording()
+        self._running.enter_context(self._recording.running())
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ended),
+        ]
+
+    def close(self) -> None:
+        """Choose op by op again. Every rank must call this at the same point of the program."""
+        self._stop_recording()
+        if self.learned is not None and in_force.decisions is self.learned.decisions:
+            use_decisions(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _step_begins(self, *_: Any) -> None:
+        # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.
+        self._running.close()
+
+    def _step_ended(self, *_: Any) -> None:
+        recording = self._recording
+        self._stop_recording()
+        if recording is not None and recording.calls:
+            self._decide(recording)
+
+    def _stop_recording(self) -> None:
+        self._running.close()
+        self._recording = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _decide(self, recording: Recording) -> None:
+        if len(recording.meshes) > 1:
+            _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
+            return
+        with outside_modes(), torch.no_grad():
+            self.learned = _decided_by_all(recording)
+            recording.tag_leaves(self.learned.decisions.depth)
+            use_decisions(self.learned.decisions)
+        _log.info("learned the program: %s", self.learned)
+
+
+def _decided_by_all(recording: Recording) -> Learned:
+    """Decide on the first rank of the mesh; every rank has its decisions, or raises."""
+    graph = recording.graph()
+    mesh: Any = graph.mesh
+    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1 or backend_of(mesh) == "fake":
+        return decide_step(graph)
+    agree_on_recording(graph)
+    told: dict[str, Any] = {}
+    if not any(own_coordinate(mesh)):
+        try:
+            learned = decide_step(graph)
+            told = {
+                "decisions": learned.decisions.as_json(),
+                "figures": [learned.before, learned.after, learned.calls, learned.torn, learned.seconds],
+            }
+        except Exception as error:  # noqa: BLE001  # the other ranks wait for this one: they must be told
+            _log.exception("the step could not be planned")
+            told = {"error": f"{type(error).__name__}: {error}"}
+    told = from_first(mesh, told)
+    if "error" in told:
+        raise ShardingError(
+            asked="decide for the whole step that was recorded",
+            found=f"the first rank of the mesh failed: {told['error']}",
+            do="Run without learn(), and report the program if it is not the rule of a plugin that fails.",
+        )
+    before, after, calls, torn, seconds = told["figures"]
+    return Learned(Decisions.from_json(told["decisions"]), before, after, calls, torn, seconds)
+
+
+_active: Learning | None = None
+
+
+def learn(enabled: bool = True) -> Learning:
+    """Record the first training step from here on, decide for all of its calls together, and run by the decisions.
+
+    The decisions take effect after the first ``optimizer.step()``. They change layouts of intermediate tensors and so
+    the collectives; numbers differ by the order of sums only. Every rank must call this at the same point of the
+    program. As a context, it ends with the context; ``learn(False)`` ends what is on.
+
+    Raises :class:`RankDisagreementError` on every rank, after the first step, if the ranks ran different calls.
+    """
+    global _active  # noqa: PLW0603  # one program runs in a process
+    if _active is not None:
+        _active.close()
+        _active = None
+    learning = Learning()
+    if enabled:
+        _active = learning
+        learning.start()
+    return learning
