@@ -68,7 +68,7 @@ class Network:
         eliminated after it.
         """
         unary = dict(self.unary)
-        tables: dict[tuple[int, ...], Costs] = {**self.tables}
+        tables: dict[tuple[int, ...], Costs] = dict(self.tables.items())
         scopes: dict[int, set[tuple[int, ...]]] = {v: set() for v in unary}
         for scope in tables:
             for v in scope:
