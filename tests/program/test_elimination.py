@@ -92,3 +92,12 @@ def test_a_chain_of_five_thousand_variables_with_skip_links_is_solved():
     states, cost, proven = solve(graph)
     assert proven
     assert graph.cost(states) == cost
+
+
+def test_a_variable_of_one_state_does_not_tie_its_neighbours_together():
+    rng = np.random.default_rng(3)
+    sizes = [1] + [2] * 200
+    pairs = [(0, v, rng.integers(0, 100, size=(1, 2))) for v in range(1, 201)]
+    pairs += [(v, v + 1, rng.integers(0, 100, size=(2, 2))) for v in range(1, 200)]
+    graph = CostGraph([rng.integers(0, 100, size=size) for size in sizes], pairs)
+    assert eliminate(graph, limit=4) == solve(graph)[:2]

@@ -24,7 +24,7 @@ _IDLE_ROUNDS = 4  # cuts of one size that are tried without any gain; each avoid
 
 def descend(graph: CostGraph, network: Network, limit: int, start: Sequence[int] | None) -> list[int]:
     """States that no round improves, at most as expensive as ``start``."""
-    best = list(start) if start is not None else first_states(network, min(limit, _TABLES[0]))
+    best = list(start) if start is not None else first_states(network, len(graph.unary), min(limit, _TABLES[0]))
     cost = graph.cost(best)
     times_cut: Counter[int] = Counter()
     for entries in sorted({min(limit, n) for n in _TABLES}):
@@ -51,7 +51,7 @@ def least_cut(times_cut: Mapping[int, int]) -> Callable[[int, int, Mapping[int, 
     return cut
 
 
-def first_states(network: Network, entries: int) -> list[int]:
+def first_states(network: Network, variables: int, entries: int) -> list[int]:
     """Where a descent starts without a solution: what is cut chooses last.
 
     Until then it has, for each neighbour alone, the state that is cheapest for that neighbour.
@@ -77,4 +77,4 @@ def first_states(network: Network, entries: int) -> list[int]:
         for u in sorted(network.neighbours[v] & states.keys()):
             costs = cache.added(costs, cache.column(network.table(v, u), states[u]))
         states[v] = int(np.argmin(costs))
-    return [states[v] for v in range(len(states))]
+    return [states.get(v, 0) for v in range(variables)]

@@ -63,5 +63,5 @@ def _exact_order(network: Network, limit: int) -> Order:
 
 def _eliminated(graph: CostGraph, network: Network, order: Order) -> tuple[list[int], int]:
     chosen = network.eliminated(order.variables)
-    states = [chosen[v] for v in range(len(graph.unary))]
+    states = [chosen.get(v, 0) for v in range(len(graph.unary))]
     return states, graph.cost(states)

@@ -1,4 +1,4 @@
-"""A cost graph as the solvers want it: at most one table per two variables, kept by variable."""
+"""A cost graph as the solvers want it: one table per two variables, and no variable that has a single state."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Network:
             tables[pair] = cache.added(tables[pair], costs) if pair in tables else costs
             neighbours[u].add(v)
             neighbours[v].add(u)
-        return cls(unary, tables, neighbours, cache)
+        # A single state is no choice, and its elimination would tie all its neighbours together.
+        return cls(unary, tables, neighbours, cache).fixed({v: 0 for v, costs in unary.items() if len(costs) == 1})
 
     def table(self, u: int, v: int) -> Costs:
         """The costs [states of u, states of v] of two neighbours."""
@@ -68,7 +69,7 @@ class Network:
         eliminated after it.
         """
         unary = dict(self.unary)
-        tables: dict[tuple[int, ...], Costs] = {scope: costs for scope, costs in self.tables.items()}  # noqa: C416  # a wider type of key
+        tables: dict[tuple[int, ...], Costs] = dict(self.tables.items())
         scopes: dict[int, set[tuple[int, ...]]] = {v: set() for v in unary}
         for scope in tables:
             for v in scope:

@@ -69,15 +69,19 @@ class WorkCosts:
 
     def _sent(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
         """Seconds of what a lowering sends. One that depends on data counts for what is known before it does."""
-        if not any(row.lowered for row in rows) or call.entry.rule.lowering is None:
+        if not any(row.lowered for row in rows):
             return 0.0
         key = (id(choices), tuple(rows))
         known = self._lowered.get(key)
         if known is None:
-            known = self._lowered[key] = self._lowering(call, rows)
+            costs = step_costs(tuple(self.graph.mesh.shape), links_of(self.graph.mesh))
+            known = self._lowered[key] = sum(_seconds(costs, one) for one in self.sent_by_lowering(call, rows))
         return known
 
-    def _lowering(self, call: CallNode, rows: Sequence[Row]) -> float:
+    def sent_by_lowering(self, call: CallNode, rows: Sequence[Row]) -> tuple[Collective, ...]:
+        """The collectives of a lowering under rows, one per mesh dim."""
+        if not any(row.lowered for row in rows) or call.entry.rule.lowering is None:
+            return ()
         inputs = [
             None if spec is None else _placed(spec, [row.inputs[i] for row in rows])
             for i, spec in enumerate(call.schema.specs)
@@ -87,9 +91,7 @@ class WorkCosts:
             for i, t in enumerate(call.results)
         ]
         schema = call.schema.with_specs(inputs)
-        issued = in_lowering(call.entry, schema, schema.values, self._as_call(call), inputs, results)
-        costs = step_costs(tuple(self.graph.mesh.shape), links_of(self.graph.mesh))
-        return sum(_seconds(costs, one) for one in issued.collectives)
+        return in_lowering(call.entry, schema, schema.values, self._as_call(call), inputs, results).collectives
 
 
 def _is_cut(placement: Any) -> bool:
