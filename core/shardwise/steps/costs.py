@@ -9,7 +9,7 @@ from typing import Any
 from attrs import define, field
 
 from shardwise.kernel.placements import shard_dim
-from shardwise.kernel.rule import Row
+from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.cost import StepCosts, links_of, step_costs
@@ -28,8 +28,12 @@ class WorkCosts:
     """
 
     graph: StepGraph
+    _costs: StepCosts = field(init=False)
     _lowered: dict[Any, float] = field(factory=dict, init=False)
     _flops: dict[Any, float] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._costs = step_costs(tuple(self.graph.mesh.shape), links_of(self.graph.mesh))
 
     def __call__(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
         return self._work(call, choices, rows) + self._sent(call, choices, rows)
@@ -38,7 +42,6 @@ class WorkCosts:
         declared = [r for r in call.schema.signature.results if r.is_tensor]
         if declared and all(r.alias is not None and not r.written for r in declared):
             return 0.0  # a view
-        links = links_of(self.graph.mesh)
         shape = tuple(self.graph.mesh.shape)
         nbytes = 0.0
         for tensors, sides in ((call.operands, [r.inputs for r in rows]), (call.results, [r.outputs for r in rows])):
@@ -47,15 +50,11 @@ class WorkCosts:
                     meta = self.graph.tensors[t].spec.tensor_meta
                     pieces = math.prod(n for n, side in zip(shape, sides, strict=True) if _is_cut(side[i]))
                     nbytes += meta.nbytes / pieces
-        seconds = nbytes / links.memory_bandwidth
-        flops = self._operations(call, choices)
-        if flops:
-            seconds = max(seconds, flops / shards_of(rows, shape) / links.flops)
-        return links.local_start + seconds
+        return self._costs.work(nbytes, self._operations(call, choices) / shards_of(rows, shape))
 
     def _operations(self, call: CallNode, choices: Choices) -> float:
         """Floating-point operations of the whole call, by its rule."""
-        work = getattr(call.entry.rule, "work", None)
+        work = call.entry.rule.work if isinstance(call.entry.rule, Rule) else None
         if work is None:
             return 0.0
         key = id(choices)
@@ -74,8 +73,7 @@ class WorkCosts:
         key = (id(choices), tuple(rows))
         known = self._lowered.get(key)
         if known is None:
-            costs = step_costs(tuple(self.graph.mesh.shape), links_of(self.graph.mesh))
-            known = self._lowered[key] = sum(_seconds(costs, one) for one in self.sent_by_lowering(call, rows))
+            known = self._lowered[key] = sum(_seconds(self._costs, one) for one in self.sent_by_lowering(call, rows))
         return known
 
     def sent_by_lowering(self, call: CallNode, rows: Sequence[Row]) -> tuple[Collective, ...]:
