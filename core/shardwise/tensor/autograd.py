@@ -359,9 +359,10 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
         if grad is None:
             return None
         own = getattr(grad, "_spec", None)
-        if own is spec or (own is not None and own.tag is not None and own.untagged is spec.untagged):
-            if recording.recorder is not None:
-                recording.recorder.kept(grad)
+        is_placed = own is spec or (own is not None and own.tag is not None and own.placements == spec.placements)
+        if recording.recorder is not None and own is not None:
+            recording.recorder.accumulated(grad, is_placed)
+        if is_placed:
             return None
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
             return None
