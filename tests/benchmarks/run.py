@@ -35,6 +35,7 @@ QUICKER = {
     "bench_overlap": ["--size", "64", "--width", "32", "--layers", "2", "--rows", "64"],
     "bench_random": [*ONE_CALL, "--size", "1000"],
     "bench_redistribute": ONE_CALL,
+    "bench_solver": ["--most", "500"],
     "bench_step": [*ONE_CALL, "--mode", "fake", "--mode", "gloo", "--layers", "1", "--width", "32", "--context", "16"],
 }
 """What a run that only shows that the scripts work leaves out."""
