@@ -30,6 +30,7 @@ QUICKER = {
     "bench_dispatch": ONE_CALL,
     "bench_growth": ["--calls", "200"],
     "bench_import": ONE_CALL,
+    "bench_learn": [*ONE_CALL, "--layers", "1", "--width", "32", "--context", "16"],
     "bench_memory": ["--calls", "50", "--level-calls", "400"],
     "bench_optim": [*ONE_CALL, "--count", "20"],
     "bench_overlap": ["--size", "64", "--width", "32", "--layers", "2", "--rows", "64"],
