@@ -99,14 +99,20 @@ def step_in(mesh, case):
     return step_of(model, x, target)
 
 
-@pytest.mark.parametrize("case", CASES)
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+EVERYDAY = ("an mlp on 2x2", "a transformer on (4,)")
+SOME_CASES = [pytest.param(case, marks=() if case in EVERYDAY else SAMPLE) for case in CASES]
+SOME_SEEDS = [0, *(pytest.param(seed, marks=SAMPLE) for seed in range(1, 4))]
+
+
+@pytest.mark.parametrize("case", SOME_CASES)
 def test_the_recorded_choices_send_what_was_sent(case):
     with fake_mesh(*CASES[case][0]) as mesh:
         sent, problem, costs, _ = recorded(step_in(mesh, case))
         assert predicted(problem, problem.as_recorded(), costs) == sent
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_CASES)
 def test_a_step_by_decisions_sends_what_was_predicted(case):
     with fake_mesh(*CASES[case][0]) as mesh:
         step = step_in(mesh, case)
@@ -172,7 +178,7 @@ def every_assignment(problem):
             yield candidate
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SOME_SEEDS)
 def test_the_solution_is_the_best_of_all_assignments(seed):
     with fake_mesh(4) as mesh:
         _, problem, _, _ = recorded(chain(mesh, seed))
@@ -180,7 +186,7 @@ def test_the_solution_is_the_best_of_all_assignments(seed):
         assert best.cost == min(problem.cost(candidate) for candidate in every_assignment(problem))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", SOME_SEEDS)
 def test_no_change_on_one_mesh_dim_improves_the_solution(seed):
     with fake_mesh(2, 2) as mesh:
         _, problem, _, _ = recorded(chain(mesh, seed))
