@@ -129,23 +129,19 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 
 
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
-    result = _redistributed(tensor, target, steps, async_op)
-    if recording.recorder is not None:
-        recording.recorder.redistributed(tensor, result)
-    return result
-
-
-def _redistributed(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        same = wrap(alias(local), target)
+        result = wrap(alias(local), target)
         if tensor._spec.is_copy:
-            link_view(tensor, same)
-        return same
-    if async_op and steps.start is not None and not is_recorded(local):
-        return waiting(steps.start(local).keep(tensor, local), target, local.device)
-    return wrap(steps.run(local), target)
+            link_view(tensor, result)
+    elif async_op and steps.start is not None and not is_recorded(local):
+        result = waiting(steps.start(local).keep(tensor, local), target, local.device)
+    else:
+        result = wrap(steps.run(local), target)
+    if recording.recorder is not None:
+        recording.recorder.redistributed(tensor, result)
+    return result
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
