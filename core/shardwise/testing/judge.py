@@ -166,9 +166,9 @@ def difference(
     number is relative to the largest value in play. Integers and bools must be equal, infinities and NaN must be where
     they are on one device. Without ``signs`` the sign of a zero does not matter, and without ``infinities`` NaN is
     accepted for an infinity. If the op ``pads``, NaN and infinities are one: whether the zeros of the padding are
-    multiplied by an infinite weight depends on the kernel, and that on the shape. ``spec`` is ``None`` for a result whose
-    shape depends on data: then every rank must hold the whole tensor. Without ``values`` only shapes and dtypes are
-    compared.
+    multiplied by an infinite weight depends on the kernel, and that on the shape. ``spec`` is ``None`` for a result
+    whose shape depends on data: then every rank must hold the whole tensor. Without ``values`` only shapes and dtypes
+    are compared.
     """
     for at, local in parts.items():
         wrong = _wrong_form(at, local, spec, expected)
