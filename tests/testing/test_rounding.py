@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from shardwise.kernel.mesh import AbstractMesh
-from shardwise.kernel.placements import REPLICATE
+from shardwise.kernel.placements import REPLICATE, partial
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.testing.judge import difference
-from shardwise.testing.rounding import Rounding
+from shardwise.testing.rounding import Rounding, sizes_of
 from shardwise.testing.special_values import special_samples
 from shardwise.testing.values import made
 
@@ -54,14 +54,14 @@ def test_moved_operands_lie_in_memory_as_the_operands_do():
     assert reach_holds(picky, [operand], 1e-6)
 
 
-@pytest.mark.parametrize("pads", [True, False])
-def test_of_convolutions_nan_and_infinity_are_one(pads):
+@pytest.mark.parametrize("as_one", [True, False])
+def test_nan_and_infinity_may_be_one_but_no_number_is_either(as_one):
     expected = torch.tensor([float("nan"), float("inf"), 1.0])
     spec = TensorSpec(AbstractMesh((1,)), (REPLICATE,), TensorMeta.of(expected))
     found = torch.tensor([float("inf"), float("nan"), 1.0])
-    assert (difference({(0,): found}, spec, expected, 1e-4, pads=pads) is None) is pads
+    assert (difference({(0,): found}, spec, expected, 1e-4, as_one=as_one) is None) is as_one
     finite = torch.tensor([float("inf"), 2.0, 1.0])
-    assert difference({(0,): finite}, spec, expected, 1e-4, pads=pads) is not None
+    assert difference({(0,): finite}, spec, expected, 1e-4, as_one=as_one) is not None
 
 
 def is_finite(sample):
@@ -73,3 +73,10 @@ def test_calls_that_no_kernel_defines_for_nan_have_none():
     lstsq = special_samples(aten.linalg_lstsq.default, [((made((4, 3)), made((4, 3))), {})], 4)
     assert all(map(is_finite, [*binomial, *lstsq]))
     assert not all(map(is_finite, special_samples(aten.mm.default, [((made((8, 8)), made((8, 8))), {})], 4)))
+
+
+def test_the_sizes_of_pieces_are_the_largest_of_all_ranks_with_the_same_value():
+    value = torch.tensor([1.0])
+    spec = TensorSpec(AbstractMesh((2, 2)), (REPLICATE, partial("sum")), TensorMeta.of(value))
+    pieces = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 65.0, (1, 1): -64.0}
+    assert sizes_of(value, spec, {at: torch.tensor([piece]) for at, piece in pieces.items()}).item() == 129

@@ -44,6 +44,7 @@ import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
+from shardwise.kernel.placements import REPLICATE, partial
 from shardwise.kernel.spec import TensorSpec
 from shardwise.tensor.shards import assemble
 
@@ -116,7 +117,9 @@ def sizes_of(full: Tensor, spec: TensorSpec, parts: Mapping[tuple[int, ...], Ten
         return value
     sizes = {at: part.abs().nan_to_num(0, 0, 0) for at, part in parts.items()}
     meta = evolve(spec.tensor_meta, dtype=value.dtype)
-    return torch.maximum(value, assemble(sizes, TensorSpec(spec.mesh, spec.placements, meta)))
+    # Ranks with the same value may have other pieces of it: the largest count.
+    placements = tuple(partial("max") if p is REPLICATE else p for p in spec.placements)
+    return torch.maximum(value, assemble(sizes, TensorSpec(spec.mesh, placements, meta)))
 
 
 Results = Sequence[Tensor | None]
