@@ -43,10 +43,13 @@ def reduction(
     """The flow of a reduction: the other dims pass, and a sharded reduced dim gives a partial ``kind``.
 
     With ``R`` for the kind, a lowering makes the result whole. ``in_order`` says that it needs to know where shards
-    start.
+    start. Reduced dims stay whole if there is nothing to reduce: torch refuses that for some ops, and knows no neutral
+    value of theirs.
     """
-    names = labels(call.args["self"].ndim)
-    kinds = {f"d{d}": kind for d in reduced_dims(call)}
+    x, dims = call.args["self"], reduced_dims(call)
+    names, kinds = labels(x.ndim), {f"d{d}": kind for d in dims}
+    if 0 in (x.shape[d] for d in dims):
+        names, kinds = tuple(None if d in dims else name for d, name in enumerate(names)), {}
     return Flow(
         [names],
         [result_labels(call, names)],

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from shardwise.rule import Call, Flow, TensorMeta, dim_of, labels, rule_from
+from shardwise.rule import Call, Flow, LocalCall, TensorMeta, dim_of, labels, rule_from
 from shardwise_tensor.dtypes import same_dtype
 
 __all__ = ["RULES"]
@@ -14,13 +15,19 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-@rule_from([aten.cat.default, aten.cat.out])
+def _joined(_: LocalCall, tensors: Sequence[Tensor], dim: int = 0, *, out: Tensor | None = None) -> Tensor:
+    """Copied to ``out``: the kernel writes nothing to one of joined size 1 whose stride there is more than its rows."""
+    joined = torch.cat(tuple(tensors), dim)
+    return joined if out is None else out.copy_(joined)
+
+
+@rule_from([aten.cat.default, aten.cat.out], lowering=_joined)
 def CAT(tensors: Sequence[TensorMeta], dim: int = 0, *, call: Call) -> Flow:
     """All tensors with the same placements, the joined dim whole; tensors of shape (0,) are ignored."""
     ndim = next((t.ndim for t in tensors if t.shape != (0,)), 1)
     names = labels(ndim, {dim_of(dim, ndim)})
     inputs = [(None,) if t.shape == (0,) else names for t in tensors]
-    return Flow(inputs, [names], moves=_one_dtype(call))
+    return Flow(inputs, [names], moves=_one_dtype(call), lowered="*" if call.out_operands else ())
 
 
 @rule_from([aten.stack.default, aten.stack.out])

@@ -245,3 +245,12 @@ def compare_inference(ours, one, shape, layout):
 )
 def test_on_ranks(pool, program):
     pool.run(program)
+
+
+def test_an_infinite_inverse_deviation_meets_the_numbers_that_it_meets_in_torch():
+    """The weight's gradient is a sum times infinity, not a sum of terms times infinity, which is NaN."""
+    x, gradient, ones = torch.randn(4, 3, 5), torch.randn(4, 3, 5), torch.ones(3)
+    inverse = torch.tensor([1.0, float("inf"), 2.0])
+    sample = (gradient, x, ones, ones, ones, torch.zeros(3), inverse, True, 1e-5, [True, True, True])
+    only = evolve(batch.backward, ops=batch.backward.ops[:1])
+    assert check_rule(only, [(sample, {})], meshes=[(4,)]).cases

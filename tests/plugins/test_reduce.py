@@ -1,6 +1,7 @@
 """Rules for reductions: what they print, the traps, and reductions of real tensors on real ranks."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -267,3 +268,48 @@ def written_out():
 @pytest.mark.parametrize("program", [differentiable, answers, written_out])
 def test_on_ranks(pool, program):
     pool.run(program)
+
+
+# -- nothing to reduce -------------------------------------------------------------------------------------------
+
+OF_NOTHING = {
+    "max": lambda x: x.max(),
+    "min": lambda x: x.min(),
+    "amax": lambda x: x.amax(0),
+    "amin": lambda x: x.amin(-1),
+    "max of a dim": lambda x: x.max(0).values,
+    "min of a dim": lambda x: x.min(-1).indices,
+    "argmax": lambda x: x.argmax(0),
+    "aminmax": lambda x: x.aminmax()[0],
+    "negative norm": lambda x: torch.linalg.vector_norm(x, -1),
+    "infinite norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "sum": lambda x: x.sum(0),
+    "mean": lambda x: x.mean(),
+    "std": lambda x: x.std(0),
+    "logsumexp": lambda x: x.logsumexp(0),
+    "any": lambda x: x.any(),
+}
+
+
+def answers_for_nothing(shape):
+    def of(x, op):
+        try:
+            result = op(x)
+        except (IndexError, RuntimeError):
+            return "refused"
+        return result.full_tensor() if isinstance(result, sw.MeshTensor) else result
+
+    device_mesh = mesh((torch.distributed.get_world_size(),))
+    for placement, dtype in product((Shard(0), Shard(len(shape) - 1)), (torch.float32, torch.bool)):
+        for name, op in OF_NOTHING.items():
+            plain = torch.zeros(shape, dtype=dtype)
+            found, expected = of(sw.distribute_tensor(plain, device_mesh, [placement]), op), of(plain, op)
+            if isinstance(found, str) or isinstance(expected, str):
+                assert found is expected, (name, found, expected)
+            else:
+                torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_what_torch_refuses_to_make_of_nothing_is_refused(two_ranks, shape):
+    two_ranks.run(answers_for_nothing, shape)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from attrs import evolve
 from described import empty, rows_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import DeviceMismatchError
-from shardwise.testing import mesh
+from shardwise.testing import check_rule, mesh
 from shardwise_tensor import (
     copying,
     creating,
@@ -446,3 +447,12 @@ def one_hot_of(layout, num_classes):
 @pytest.mark.parametrize("num_classes", [-1, 4, 6])
 def test_one_hot_is_one_devices(pool, layout, num_classes):
     pool.run(one_hot_of, layout, num_classes)
+
+
+def test_cat_writes_to_a_row_of_a_larger_tensor():
+    """Torch's kernel takes it for contiguous, and finds nothing to write by its strides."""
+    x, out = torch.arange(3.0).view(1, 1, 3), torch.empty_strided((1, 1, 3), (6, 6, 1)).fill_(9)
+    assert torch.cat([x], 1, out=out).eq(9).all(), "torch is right now: cat.out needs no lowering"
+    only = evolve(joining.CAT, ops=(aten.cat.out,))
+    samples = [(([torch.randn(3, 1, 6)], 1), {"out": torch.empty(3, 1, 6)})]
+    assert check_rule(only, samples, meshes=[(2, 2), (3, 2)]).cases

@@ -28,7 +28,10 @@ def zeros_keep_their_signs(dtype):
     for placement in (Replicate(), Shard(0)):
         x = sw.distribute_tensor(values, device_mesh, [placement])
         for kind in ("sum", "avg"):
-            same(x.redistribute(placements=[Partial(kind)]), values)
+            partial = x.redistribute(placements=[Partial(kind)])
+            same(partial, values)
+            same(partial.redistribute(placements=[Shard(0)]), values)
+            same(partial[:7].redistribute(placements=[Shard(0)]), values[:7])
     for kind in ("sum", "avg"):
         same(sw.distribute_tensor(values, device_mesh, [Partial(kind)]), values)
     x = sw.distribute_tensor(values, device_mesh, [Shard(0)])

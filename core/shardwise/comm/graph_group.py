@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.collectives import Collectives
-from shardwise.kernel.reductions import REAL, as_sendable, average, is_native, reduce_stacked
+from shardwise.kernel.reductions import REAL, add_up, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.distributed import (
     graph_all_gather,
     graph_all_reduce,
@@ -110,7 +110,7 @@ class GraphGroup(Collectives):
 
     def _reduced(self, stacked: Tensor, kind: str) -> Tensor:
         if kind in ("sum", "avg") and is_native(kind, stacked.dtype):
-            return self._averaged(stacked.sum(0, dtype=stacked.dtype), kind)
+            return self._averaged(add_up(stacked), kind)
         return reduce_stacked(stacked, kind)
 
     def _averaged(self, total: Tensor, kind: str) -> Tensor:

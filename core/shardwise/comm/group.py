@@ -19,7 +19,7 @@ from shardwise.comm.coalescing import GatherBatch, open_batch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
-from shardwise.kernel.reductions import REAL, SENDABLE, as_sendable, average, is_native, reduce_stacked
+from shardwise.kernel.reductions import REAL, SENDABLE, add_up, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.tracing import is_recorded
 
 __all__ = ["REDUCE_OP_OF", "Group"]
@@ -160,7 +160,7 @@ class Group(Collectives):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
-        total = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else stacked.sum(0, dtype=stacked.dtype)
+        total = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else add_up(stacked)
         return average(total, self.size) if kind == "avg" else total
 
     def _reduce_by_moving(self, tensor: Tensor, kind: str) -> AsyncResult:

@@ -15,6 +15,7 @@ __all__ = [
     "LINEAR",
     "REDUCE_OPS",
     "REAL",
+    "add_up",
     "average",
     "as_sendable",
     "is_native",
@@ -103,6 +104,21 @@ def neutral(kind: str, dtype: torch.dtype) -> complex | float | int | bool:
         return float("-inf") if kind == "max" else float("inf")
     limits = torch.iinfo(dtype)
     return int(limits.min if kind == "max" else limits.max)
+
+
+def add_up(stacked: Tensor) -> Tensor:
+    """The sum over dim 0 in the dtype of the pieces, which backends can add too. Halves are added in float32."""
+    dtype = stacked.dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(add_up(torch.view_as_real(stacked)))
+    if not dtype.is_floating_point:
+        return stacked.sum(0, dtype=dtype)
+    # Not torch.sum: see reduce_stacked.
+    first, *others = stacked.unbind(0)
+    total = first.to(torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype, copy=True)
+    for piece in others:
+        total += piece
+    return total.to(dtype)
 
 
 #: Reductions that commute with addition and with multiplication by a constant.

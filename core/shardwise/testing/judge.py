@@ -22,6 +22,13 @@ __all__ = ["comparable", "difference", "judge"]
 # Ops that return memory that nobody wrote. Only shape and dtype of their results can be judged.
 _UNDEFINED = ("empty", "new_empty")
 
+# Of zeros of both signs either is the largest.
+_UNSIGNED = frozenset({"max", "min"})
+# Ops whose kernels make NaN or infinity of an infinity, by the shape and by where it lies. Some kernels of convolutions
+# multiply the zeros of the padding by an infinite weight. A running mean becomes NaN after an infinity, but not at its
+# end.
+_MIXED = ("convolution", "var_mean", "std_mean")
+
 Locals = Mapping[Coordinate, Tensor | None]
 
 
@@ -44,12 +51,19 @@ def judge(
         and any(bool((ts[i] != 0).any()) for ts in before.values() if ts[i] is not None)  # type: ignore[union-attr]
         for i, spec in enumerate(case.inputs)
     )
+    # And of zeros of both signs either is the largest.
+    extremes = any(spec is not None and not _UNSIGNED.isdisjoint(spec.reductions.values()) for spec in case.inputs)
     rounding = trial.rounding(case, before, piecewise=piecewise)
     # Pieces of both signs times infinity are NaN, and so are infinities of both signs in the parts of a sum. A factor
     # that is one number can be looked at; tensors are not.
     factors = sum(spec is not None and spec.ndim > 0 for spec in case.inputs) > 1
     adds = any(spec is not None and not {"sum", "avg"}.isdisjoint(spec.reductions.values()) for spec in case.outputs)
-    compare = partial(difference, signs=signs and not piecewise, infinities=not (factors and (piecewise or adds)))
+    compare = partial(
+        difference,
+        signs=signs and not (piecewise or extremes),
+        infinities=not (factors and (piecewise or adds)),
+        as_one=any(part in str(trial.op) for part in _MIXED),
+    )
     return (
         _judge_results(trial, case, answers, rounding, compare)
         or _judge_operands(trial, case, before, answers, rounding, compare)
@@ -153,14 +167,15 @@ def difference(
     values: bool = True,
     signs: bool = True,
     infinities: bool = True,
+    as_one: bool = False,
 ) -> str | None:
     """How local tensors differ from the parts of a whole tensor under a spec; ``None`` if they do not.
 
     ``tolerance`` says which differences are rounding, element by element (see :mod:`shardwise.testing.rounding`); a
     number is relative to the largest value in play. Integers and bools must be equal, infinities and NaN must be where
     they are on one device. Without ``signs`` the sign of a zero does not matter, and without ``infinities`` NaN is
-    accepted for an infinity. ``spec`` is ``None`` for a result whose shape depends on data: then every rank must hold
-    the whole tensor. Without ``values`` only shapes and dtypes are compared.
+    accepted for an infinity; ``as_one`` accepts each for the other. ``spec`` is ``None`` for a result whose shape
+    depends on data: then every rank must hold the whole tensor. Without ``values`` only shapes and dtypes are compared.
     """
     for at, local in parts.items():
         wrong = _wrong_form(at, local, spec, expected)
@@ -173,8 +188,8 @@ def difference(
         reduced = _reduced(locals_, spec)
     except ShardingError as error:
         return str(error)
-    # Of zeros of both signs either is the largest, and products of complex numbers mix the zeros of their parts.
-    unsigned = {"max", "min", "product"} if expected.is_complex() else {"max", "min"}
+    # Products of complex numbers mix the zeros of their parts.
+    unsigned = _UNSIGNED | {"product"} if expected.is_complex() else _UNSIGNED
     signs = signs and (spec is None or unsigned.isdisjoint(spec.reductions.values()))
     for at, (tensor, size) in reduced.items():
         wanted = _part(expected, spec, at)
@@ -184,6 +199,8 @@ def difference(
         close = _close(comparable(tensor), comparable(wanted), size, tolerance, cut, signs=signs)
         if not infinities and _is_inexact(wanted):
             close |= tensor.isnan() & wanted.isinf()
+        if as_one and _is_inexact(wanted):
+            close |= ~tensor.isfinite() & ~wanted.isfinite()
         if not bool(close.all()):
             return f"at rank {at} {_shown(close, tensor, wanted)}"
     return None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import random
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -271,11 +272,17 @@ class _Attempt:
             gradients = answer.gradients or [None] * len(answer.operands)
             return [None if t is None else t.detach() for t in (*answer.tensors, *answer.operands, *gradients)]
 
-        def again(operands: Sequence[Tensor | None]) -> list[Tensor | None]:
+        def again(
+            operands: Sequence[Tensor | None], dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}), /
+        ) -> list[Tensor | None]:
             answer = self._call([None if t is None else copied(t.detach()) for t in operands])
-            return flat(self._with_gradients(answer, cotangents))
+            cast = [t.to(dtypes.get(t.dtype, t.dtype)) if isinstance(t, Tensor) else t for t in cotangents]
+            return flat(self._with_gradients(answer, cast))
 
-        return Rounding(again, flat_operands(self.op, self.values), self.sizes, flat(whole), pointwise=False)
+        by_chance = torch.Tag.nondeterministic_seeded in self.op.tags
+        return Rounding(
+            again, flat_operands(self.op, self.values), self.sizes, flat(whole), pointwise=False, random=by_chance
+        )
 
     def _forward_pairs(self, whole: _Answer, answer: _Answer, names: Sequence[str]) -> list[_Pair]:
         if len(whole.tensors) != len(answer.tensors) or whole.others != answer.others:

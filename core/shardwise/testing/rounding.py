@@ -13,6 +13,11 @@ on operands whose elements are each moved up or down by one rounding, and the la
 with what the op itself rounds on the way. For a partial sum the op runs also on operands of the size of its pieces,
 because the ranks round those. These runs happen only where an element differs by more than the first reach.
 
+Moved operands do not show what an op rounds on its way to a result that they hardly change: in ``65536 - exp(1e-5) *
+65538`` both terms move together, and in the distance of two points that a product of matrices gives, squares round far
+above their difference. That is measured by the results of one device in double precision, from which its own are as far
+as it rounds. In double precision the op's results in single precision are taken, and the distance is scaled.
+
 A zero of the other sign is a difference, the least there is: it is within any reach but 0. So a sum that cancels may
 have either zero, and an element that is not the result of an addition has the sign that it has on one device. Where
 partial pieces are added, the sign may come from a sum that was multiplied by 0: there it must be the same only if it is
@@ -20,8 +25,10 @@ the same for operands of any signs. Kernels that add, and do not act on each ele
 the signs of zeros, so these are not judged. Such a kernel gives other absolute values for operands of other signs.
 
 One device may disagree with itself: a kernel has a vectorised loop and a scalar one, and which of them meets an element
-depends on where it lies in memory. Some kernels give zeros of another sign there, or a number for NaN. So the op also
-runs on the same operands with gaps in memory, and an element may be as far away as that result of one device is.
+depends on where it lies in memory. Some kernels give zeros of another sign there, or a number for NaN. And which kernel
+of a convolution runs depends on the shape: some multiply the zeros of the padding by an infinite weight, which is NaN.
+So the op also runs on the same operands with gaps in memory, and without the kernels of oneDNN, and an element may be
+as far away as those results of one device are.
 
 Infinity and NaN are themselves. They are within reach of other values only where the moved operands cross that border,
 too, and where one device overflows on the way: in double precision the element is not what it is in its own.
@@ -29,13 +36,15 @@ too, and where one device overflows on the way: in double precision the element 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import torch
 from attrs import define, evolve, field
 from torch import Tensor
 
+from shardwise.kernel.placements import REPLICATE, partial
 from shardwise.kernel.spec import TensorSpec
 from shardwise.tensor.shards import assemble
 
@@ -88,6 +97,11 @@ def turned(tensor: Tensor, generator: torch.Generator) -> Tensor:
     return tensor * (torch.randint(0, 2, tensor.shape, generator=generator) * 2 - 1).to(tensor.dtype)
 
 
+def _shares(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Random numbers between 1/2 and 1."""
+    return (0.5 + torch.rand(tensor.shape, generator=generator, dtype=torch.float64) / 2).to(tensor.dtype)
+
+
 def rounds(tensor: Tensor) -> bool:
     """Whether arithmetic of this dtype rounds. Results in float8 are compared exactly."""
     return tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
@@ -103,32 +117,50 @@ def sizes_of(full: Tensor, spec: TensorSpec, parts: Mapping[tuple[int, ...], Ten
         return value
     sizes = {at: part.abs().nan_to_num(0, 0, 0) for at, part in parts.items()}
     meta = evolve(spec.tensor_meta, dtype=value.dtype)
-    return torch.maximum(value, assemble(sizes, TensorSpec(spec.mesh, spec.placements, meta)))
+    # Ranks with the same value may have other pieces of it: the largest count.
+    placements = tuple(partial("max") if p is REPLICATE else p for p in spec.placements)
+    return torch.maximum(value, assemble(sizes, TensorSpec(spec.mesh, placements, meta)))
 
 
 Results = Sequence[Tensor | None]
+
+_DOUBLE: Mapping[torch.dtype, torch.dtype] = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+_SINGLE: Mapping[torch.dtype, torch.dtype] = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+
+
+class Whole(Protocol):
+    """Makes the call on copies of other operands, with other dtypes as arguments, and returns all its tensors."""
+
+    def __call__(self, operands: Results, dtypes: Mapping[torch.dtype, torch.dtype] = ..., /) -> Results: ...
 
 
 @define(eq=False)
 class Rounding:
     """The reach of each element of the tensors that one call on one device gives.
 
-    ``whole`` makes the call on copies of other operands and returns all these tensors. ``sizes`` are those of the
-    operands' elements (see :func:`sizes_of`), ``None`` for operands that stay as they are.
+    ``whole`` makes the call. ``sizes`` are those of the operands' elements (see :func:`sizes_of`), ``None`` for
+    operands that stay as they are. The results of a call that is ``random`` are others for each dtype.
     """
 
-    whole: Callable[[Results], Results]
+    whole: Whole
     operands: Results
     sizes: Results
     expected: Results
     pointwise: bool
+    random: bool = False
     eps: float = field(init=False)
     _changes: list[Tensor | None] = field(init=False)
     _fickle: list[Tensor | None] = field(init=False)
     _double: Results | None = field(default=None, init=False)
-    _gapped: Results | None = field(default=None, init=False)
+    _others: Sequence[Results] | None = field(default=None, init=False)
     _sums: list[bool] | None = field(default=None, init=False)
     _runs: int = field(default=0, init=False)
+    _measured: int = field(default=0, init=False)
     _turns: int = field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -143,14 +175,14 @@ class Rounding:
         them; ``cut`` gives this rank's part of a whole tensor.
         """
         close = apart <= _OWN * self.eps * size
-        runs = 0
-        while not bool(close.all()) and runs < _RUNS:
-            runs += 1
-            if runs > self._runs:
-                self._run()
-            changes = self._changes[i]
-            if changes is not None:
-                close |= apart <= _OWN * self.eps * size + _CONDITION * cut(changes)
+        for run in (self._run, self._measure):
+            runs = 0
+            while not bool(close.all()) and runs < _RUNS:
+                runs += 1
+                run(runs)
+                changes = self._changes[i]
+                if changes is not None:
+                    close |= apart <= _OWN * self.eps * size + _CONDITION * cut(changes)
         if not self.pointwise and bool(((apart == LEAST) & ~close).any()) and self._adds(i):
             close |= apart == LEAST
         turns = 0 if added or not self.pointwise else _TURNS
@@ -162,29 +194,57 @@ class Rounding:
             if fickle is not None:
                 close |= (apart == LEAST) & cut(fickle)
         if not bool(close.all()):
-            close |= apart <= cut(self._with_gaps(i))
+            close |= apart <= cut(self._elsewhere(i))
         if bool((apart.isinf() & ~close).any()):
             close |= cut(self._overflows(i))
         return close
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         """Run on operands that differ by one rounding. Every second time they are of the size of the pieces."""
-        self._runs += 1
-        generator = torch.Generator().manual_seed(self._runs)
+        if number <= self._runs:
+            return
+        self._runs = number
+        generator = torch.Generator().manual_seed(number)
         start = self.operands
-        if self._runs % 2 == 0:
+        if number % 2 == 0:
             start = self._changed(start, lambda t, size: torch.where(size > t.abs(), turned(size, generator), t))
         nearby = self._changed(start, lambda t, size: moved(t, size * self.eps, generator))
         # A moved operand may leave the op's domain; then this run shows nothing.
         with suppress(Exception):
             ones = self.expected if start is self.operands else self.whole(start)
             for i, (one, other) in enumerate(zip(ones, self.whole(nearby), strict=True)):
-                wanted = self.expected[i]
-                if one is None or other is None or wanted is None or not rounds(wanted) or one.shape != other.shape:
+                if one is not None and other is not None and one.shape == other.shape:
+                    self._note(i, distance(one, other))
+
+    def _measure(self, number: int) -> None:
+        """Run on nearby operands in two precisions. An element that one of them cannot hold shows nothing."""
+        if number <= self._measured or self.random:
+            return
+        self._measured = number
+        generator = torch.Generator().manual_seed(number)
+        nearby, scale = self.operands, 1.0
+        if number % 2 == 0:  # of about the size of the pieces, with all their digits: sums of short numbers are exact
+            nearby = self._changed(
+                nearby,
+                lambda t, size: torch.where(size > t.abs(), turned(size * _shares(size, generator), generator), t),
+            )
+        nearby = self._changed(nearby, lambda t, size: moved(t, size * self.eps, generator))
+        if all(t is None or not rounds(t) or t.dtype in _SINGLE for t in nearby):
+            nearby, scale = _cast(nearby, _SINGLE), torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+        with suppress(Exception):
+            ones = self.whole(nearby, {} if scale == 1 else _SINGLE)
+            for i, (one, other) in enumerate(zip(ones, self.whole(_cast(nearby, _DOUBLE), _DOUBLE), strict=True)):
+                if one is None or other is None or one.shape != other.shape or not rounds(one):
                     continue
-                change, before = distance(one, other), self._changes[i]
-                change = torch.where(change == LEAST, 0.0, change)
-                self._changes[i] = change if before is None else torch.maximum(before, change)
+                held = _wide(one).isfinite() & (_wide(other).abs() <= torch.finfo(one.dtype).max)
+                self._note(i, torch.where(held, scale * distance(one, other), 0.0))
+
+    def _note(self, i: int, change: Tensor) -> None:
+        """Remember a change of the elements of tensor ``i`` if it is their largest."""
+        wanted, before = self.expected[i], self._changes[i]
+        if wanted is not None and rounds(wanted) and change.shape == _wide(wanted).shape:
+            change = torch.where(change == LEAST, 0.0, change)
+            self._changes[i] = change if before is None else torch.maximum(before, change)
 
     def _turn(self) -> None:
         """Run on operands with other signs."""
@@ -216,27 +276,29 @@ class Rounding:
                 self._sums = [a is None or b is None or bool(distance(a.abs(), b.abs()).any()) for a, b in pairs]
         return self._sums[i]
 
-    def _with_gaps(self, i: int) -> Tensor:
-        """How far tensor ``i`` is from that of the same operands with a gap behind each element."""
-        if self._gapped is None:
-            self._gapped = [None for _ in self.expected]
-            with suppress(Exception):
-                self._gapped = self.whole(self._changed(self.operands, lambda t, _: _gapped(t)))
-        gapped, wanted = self._gapped[i], self.expected[i]
+    def _elsewhere(self, i: int) -> Tensor:
+        """How far tensor ``i`` is from that of operands with a gap behind each element, and from other kernels'."""
+        wanted = self.expected[i]
         assert wanted is not None
-        if gapped is None or gapped.shape != wanted.shape:
-            return torch.zeros(_wide(wanted).shape, dtype=torch.float64)
-        return distance(gapped, wanted)
+        if self._others is None:
+            self._others = []
+            gapped = [t if t is None or size is None else _gapped(t) for t, size in self._pairs(self.operands)]
+            with suppress(Exception):
+                self._others.append(self.whole(gapped))
+            with suppress(Exception), torch.backends.mkldnn.flags(enabled=False):
+                self._others.append(self.whole(self.operands))
+        far = torch.zeros(_wide(wanted).shape, dtype=torch.float64)
+        for other in (others[i] for others in self._others):
+            if other is not None and other.shape == wanted.shape:
+                far = torch.maximum(far, distance(other, wanted))
+        return far
 
     def _overflows(self, i: int) -> Tensor:
         """Where tensor ``i`` is finite in double precision and not in its own, or the reverse."""
         if self._double is None:
             self._double = [None for _ in self.expected]
             with suppress(Exception):
-                double_of = {False: torch.float64, True: torch.complex128}
-                self._double = self.whole(
-                    [t if t is None or not rounds(t) else t.to(double_of[t.is_complex()]) for t in self.operands]
-                )
+                self._double = self.whole(_cast(self.operands, _DOUBLE), _DOUBLE)
         double, wanted = self._double[i], self.expected[i]
         assert wanted is not None
         if double is None or double.shape != wanted.shape:
@@ -244,8 +306,21 @@ class Rounding:
         return _wide(double).isfinite() != _wide(wanted).isfinite()
 
     def _changed(self, operands: Results, change: Callable[[Tensor, Tensor], Tensor]) -> Results:
-        pairs = zip(operands, self.sizes, strict=True)
-        return [t if t is None or size is None else change(t, size) for t, size in pairs]
+        return [t if t is None or size is None else _lying_as(t, change(t, size)) for t, size in self._pairs(operands)]
+
+    def _pairs(self, operands: Results) -> Iterator[tuple[Tensor | None, Tensor | None]]:
+        return zip(operands, self.sizes, strict=True)
+
+
+def _cast(operands: Results, dtypes: Mapping[torch.dtype, torch.dtype]) -> Results:
+    return [t if t is None or t.dtype not in dtypes else _lying_as(t, t.to(dtypes[t.dtype])) for t in operands]
+
+
+def _lying_as(tensor: Tensor, changed: Tensor) -> Tensor:
+    """A changed tensor with the strides of the first: some kernels refuse others. Not if elements share memory."""
+    if changed.stride() == tensor.stride() or 0 in tensor.stride():
+        return changed
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=changed.dtype).copy_(changed)
 
 
 def _gapped(tensor: Tensor) -> Tensor:

@@ -8,9 +8,12 @@ hang.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -175,6 +178,18 @@ class SilentComm(SimulatedComm):
         super().__init__(_no_collective)
 
 
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that serve one rank after another: kernels of convolutions keep in their thread what they prepared for a
+    shape, and that takes longer than what ranks do.
+    """
+    return ThreadPoolExecutor(max_workers=sys.maxsize, thread_name_prefix="rank")
+
+
+# A forked process has none of the threads.
+os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
 class _CancelledError(BaseException):
     """Ends a rank's thread after another rank failed."""
 
@@ -189,7 +204,7 @@ class _Rank:
     draws: Tensor
     turn: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
     back: threading.Semaphore = field(factory=lambda: threading.Semaphore(0), init=False)
-    thread: threading.Thread = field(init=False)
+    done: Future[None] = field(init=False)
     request: _Request | None = field(default=None, init=False)
     answer: Any = field(default=None, init=False)
     result: Any = field(default=None, init=False)
@@ -197,8 +212,7 @@ class _Rank:
     cancelled: bool = field(default=False, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.thread = threading.Thread(target=self._main, name=f"rank {self.coordinate}", daemon=True)
-        self.thread.start()
+        self.done = _threads().submit(self._main)
 
     def _main(self) -> None:
         self.turn.acquire()
@@ -234,7 +248,7 @@ class _Rank:
     def cancel(self) -> None:
         self.cancelled = True
         self.turn.release()
-        self.thread.join()
+        self.done.result()
 
 
 def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedComm], Any]) -> dict[Coordinate, Any]:
@@ -260,7 +274,7 @@ def run_ranks(mesh_shape: Sequence[int], work: Callable[[Coordinate, SimulatedCo
                 ranks[at].answer = answer
     finally:
         for rank in ranks.values():
-            if rank.thread.is_alive():
+            if not rank.done.done():
                 rank.cancel()
     return {c: rank.result for c, rank in ranks.items()}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ TOLERANCE = {
 }
 _SEED = 20
 _LOSES_STRIDES = 0.3
+# What factors or solves, and distances by a product of matrices.
+_NORMWISE = ("linalg", "_euclidean_dist")
 
 
 class Illegal(Exception):  # noqa: N818  not an error: the op itself refuses the sample
@@ -160,13 +163,15 @@ class Trial:
         return self.operands[: len(self.operands) - self.outs]
 
     def _rounding_of(self, sizes: Sequence[Tensor | None]) -> Rounding:
-        def whole(operands: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-            answer = _alone(self.run, self.op, self.values, [None if t is None else copied(t) for t in operands])
+        def whole(
+            operands: Sequence[Tensor | None], dtypes: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}), /
+        ) -> tuple[Tensor | None, ...]:
+            values = [dtypes.get(v, v) if isinstance(v, torch.dtype) else v for v in self.values]
+            answer = _alone(self.run, self.op, values, [None if t is None else copied(t) for t in operands])
             return *answer.tensors, *answer.operands
 
-        if "linalg" in str(self.op):
-            # What factors or solves is exact for operands that differ by a rounding of their norms, also in elements
-            # that are zero.
+        if any(part in str(self.op) for part in _NORMWISE):
+            # Exact for operands that differ by a rounding of their norms, also in elements that are zero.
             sizes = [
                 None
                 if size is None or not size.numel()
@@ -175,7 +180,7 @@ class Trial:
             ]
         expected = (*self.expected.tensors, *self.expected.operands)
         sizes = [*sizes, *[None] * self.outs]
-        return Rounding(whole, self.operands, sizes, expected, torch.Tag.pointwise in self.op.tags)
+        return Rounding(whole, self.operands, sizes, expected, torch.Tag.pointwise in self.op.tags, self.random)
 
     @property
     def random(self) -> bool:

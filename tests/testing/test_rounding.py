@@ -1,0 +1,82 @@
+"""The reach of rounding: what an op rounds is within it, what a wrong rule does is not."""
+
+import pytest
+import torch
+
+from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.placements import REPLICATE, partial
+from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.testing.judge import difference
+from shardwise.testing.rounding import Rounding, sizes_of
+from shardwise.testing.special_values import special_samples
+from shardwise.testing.values import made
+
+aten = torch.ops.aten
+
+
+def reach_holds(whole, operands, apart, **kwargs):
+    expected = whole(operands)
+    rounding = Rounding(whole, operands, [t.abs() for t in operands], expected, pointwise=False, **kwargs)
+    apart = torch.full(expected[0].shape, apart, dtype=torch.float64)
+    return bool(rounding.within(0, apart, expected[0].abs().double(), lambda t: t, added=False).all())
+
+
+def small_of_large(operands, _=None):
+    large, exponent, small = operands
+    return [large - torch.exp(exponent) * (large + small)]
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.float32, 2.0**-7), (torch.float64, 2.0**-36)])
+def test_what_an_op_rounds_on_its_way_counts(dtype, unit):
+    """The large terms move together, so moved operands do not show that each is rounded to a multiple of a unit."""
+    operands = [torch.tensor([value], dtype=dtype) for value in (65536.0, 2.0**-16, 2.3145)]
+    assert reach_holds(small_of_large, operands, unit / 2)
+    assert not reach_holds(small_of_large, operands, 100 * unit)
+
+
+def test_a_random_op_is_not_compared_with_its_draws_in_double_precision():
+    def whole(operands, _=None):
+        (x,) = operands
+        return [x * (2.0 if x.dtype == torch.float64 else 1.0)]
+
+    assert not reach_holds(whole, [torch.ones(3)], 0.1, random=True)
+
+
+def test_moved_operands_lie_in_memory_as_the_operands_do():
+    def picky(operands, _=None):
+        (x,) = operands
+        if x.stride() != (8, 1):
+            raise RuntimeError("strides must be multiples of 16 bytes")
+        return [x - x.sum()]
+
+    operand = torch.empty_strided((3, 5), (8, 1)).copy_(made((3, 5)))
+    assert reach_holds(picky, [operand], 1e-6)
+
+
+@pytest.mark.parametrize("as_one", [True, False])
+def test_nan_and_infinity_may_be_one_but_no_number_is_either(as_one):
+    expected = torch.tensor([float("nan"), float("inf"), 1.0])
+    spec = TensorSpec(AbstractMesh((1,)), (REPLICATE,), TensorMeta.of(expected))
+    found = torch.tensor([float("inf"), float("nan"), 1.0])
+    assert (difference({(0,): found}, spec, expected, 1e-4, as_one=as_one) is None) is as_one
+    finite = torch.tensor([float("inf"), 2.0, 1.0])
+    assert difference({(0,): finite}, spec, expected, 1e-4, as_one=as_one) is not None
+
+
+def is_finite(sample):
+    return all(t.isfinite().all() for t in sample[0] if isinstance(t, torch.Tensor))
+
+
+def test_calls_that_no_kernel_defines_for_nan_have_none():
+    binomial = special_samples(aten.binomial.default, [((made((5, 7)).abs(), made((5, 7)).sigmoid()), {})], 4)
+    lstsq = special_samples(aten.linalg_lstsq.default, [((made((4, 3)), made((4, 3))), {})], 4)
+    assert all(map(is_finite, [*binomial, *lstsq]))
+    assert not all(map(is_finite, special_samples(aten.mm.default, [((made((8, 8)), made((8, 8))), {})], 4)))
+
+
+def test_the_sizes_of_pieces_are_the_largest_of_all_ranks_with_the_same_value():
+    value = torch.tensor([1.0])
+    spec = TensorSpec(AbstractMesh((2, 2)), (REPLICATE, partial("sum")), TensorMeta.of(value))
+    pieces = {(0, 0): 1.0, (0, 1): 0.0, (1, 0): 65.0, (1, 1): -64.0}
+    assert sizes_of(value, spec, {at: torch.tensor([piece]) for at, piece in pieces.items()}).item() == 129
