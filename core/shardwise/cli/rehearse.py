@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts
 from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.program.amounts import size_text
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import Rehearsal
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _EVERY = 25  # ops between two looks at the terminal
 
 
@@ -136,11 +136,3 @@ def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
             *([use.op] if by_op else []),
         )
     yield table
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the largest unit that leaves something before the point: ``1.71 GiB``."""
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  # bytes
-        size, unit = size / 1024, unit + 1
-    return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"

@@ -33,7 +33,17 @@ from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
 
-__all__ = ["CollectiveUse", "Memory", "NO_OP", "Rehearsal", "rehearse"]
+__all__ = [
+    "CollectiveUse",
+    "Memory",
+    "NO_OP",
+    "RankWatch",
+    "Rehearsal",
+    "fake_ranks",
+    "follow",
+    "refuse_in_a_group",
+    "rehearse",
+]
 
 NO_OP = "redistribute"
 """The name for collectives that no op needs: the program asks for them, or the layout of a gradient does."""
@@ -133,22 +143,27 @@ def rehearse(
     and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
     has a process group already.
     """
+    refuse_in_a_group("rehearse a program")
+    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    with fake_ranks(math.prod(mesh_shape), rank):
+        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
+        watch = RankWatch(tell or (lambda _phase, _ops: None))
+        with fake_tensors(), torch.device(device), watch.installed():
+            return follow(program, mesh, watch)
+
+
+def refuse_in_a_group(asked: str) -> None:
+    """Raise :class:`MeshMismatchError` where this process has a process group: a fake one would take its place."""
     if dist.is_initialized():
         raise MeshMismatchError(
-            asked="rehearse a program",
+            asked=asked,
             found="this process has a process group of its own already",
-            do="Rehearse in a process without a process group.",
+            do="Do it in a process without a process group.",
         )
-    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    with _fake_ranks(math.prod(mesh_shape), rank):
-        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
-        watch = _Watch(tell or (lambda _phase, _ops: None))
-        with fake_tensors(), torch.device(device), watch.installed():
-            return _follow(program, mesh, watch)
 
 
 @contextmanager
-def _fake_ranks(count: int, rank: int) -> Iterator[None]:
+def fake_ranks(count: int, rank: int) -> Iterator[None]:
     """A fake process group in which only this rank exists."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
     try:
@@ -159,7 +174,8 @@ def _fake_ranks(count: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watch) -> Rehearsal:
+def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWatch) -> Rehearsal:
+    """Run a program, and the step that it returns, under a watch that is installed."""
     with watch.watching():
         returned = program(mesh)
     step = run_returned(returned, "rehearse the program", watch, fused=True)
@@ -200,7 +216,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @define(eq=False)
-class _Watch:
+class RankWatch:
     """Counts the memory that is alive on this rank, its ops, and the collectives that it issues for each op."""
 
     tell: Callable[[str, int], None]
@@ -217,7 +233,7 @@ class _Watch:
     _op: str = NO_OP
     _running: Op | None = None
 
-    def restart(self) -> None:
+    def begins(self, _model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """Forget ops and collectives; memory that is alive stays counted."""
         self.counts.clear()
         self.nbytes.clear()
