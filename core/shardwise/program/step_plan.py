@@ -13,7 +13,7 @@ from shardwise.errors import PlanFileError, PlanMeshError, ShardingError
 from shardwise.program.decisions import Decisions
 from shardwise.program.plan_file import PlanFile, parse
 
-__all__ = ["StepPlan", "decisions_path", "read_plan"]
+__all__ = ["StepPlan", "decisions_path", "read_plan", "read_text"]
 
 
 def decisions_path(path: Path) -> Path:
@@ -37,8 +37,16 @@ class StepPlan:
             (target, self.file.text()),
         ):
             part = file.with_name(f"{file.name}.part")
-            part.write_text(text, encoding="utf-8")
-            part.replace(file)
+            try:
+                part.write_text(text, encoding="utf-8")
+                part.replace(file)
+            except OSError as error:
+                raise PlanFileError(
+                    asked=f"write the plan {target}",
+                    found=f"{file} cannot be written ({error.strerror})",
+                    do="Name a file in a folder that can be written.",
+                    path=str(file),
+                ) from error
 
     def check_mesh(self, asked: str, mesh_shape: Sequence[int], mesh_names: Sequence[str] | None) -> None:
         """Raise :class:`PlanMeshError` unless a mesh has the shape and the names of the plan's."""
@@ -61,9 +69,9 @@ def read_plan(path: str | os.PathLike[str]) -> StepPlan:
     Raises :class:`PlanFileError` or :class:`PlanVersionError`, with the file and the line; nothing is read in part.
     """
     target = Path(path)
-    file = parse(_text(target, "the plan"), str(target))
+    file = parse(read_text(target, "the plan"), str(target))
     beside = decisions_path(target)
-    text = _text(beside, f"the decisions of the plan {target}")
+    text = read_text(beside, f"the decisions of the plan {target}")
     asked = f"read the decisions of the plan {target}"
     try:
         data = json.loads(text)
@@ -97,7 +105,8 @@ def read_plan(path: str | os.PathLike[str]) -> StepPlan:
     return StepPlan(file, decisions)
 
 
-def _text(path: Path, what: str) -> str:
+def read_text(path: Path, what: str) -> str:
+    """The text of a file of a plan. Raises :class:`PlanFileError`."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

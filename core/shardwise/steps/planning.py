@@ -44,7 +44,7 @@ from shardwise.tensor.names import name_of
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import RankWatch, Rehearsal, fake_ranks, follow, refuse_in_a_group
 
-__all__ = ["Difference", "PLAN_PHASES", "Planned", "Use", "plan", "uses_of"]
+__all__ = ["Difference", "PLAN_PHASES", "Planned", "Use", "communication_of", "plan", "uses_of"]
 
 PLAN_PHASES = ("record", "solve", "verify")
 """What :func:`plan` does, in order."""
@@ -351,10 +351,6 @@ def _file(
         predicted["op_by_op_ms"] = round(recorded_cost * 1e3, 6)
     if differences:
         predicted["differences"] = len(differences)
-    communication: dict[str, Sequence[str]] = dict.fromkeys(_RECORDED, ())
-    for use, (times, nbytes) in uses_of(rehearsal).items():
-        text = use_text(use, times, nbytes, rehearsal.mesh_names, rehearsal.mesh_shape)
-        communication[use.phase] = (*communication.get(use.phase, ()), text)
     return PlanFile(
         program=name,
         mesh_names=rehearsal.mesh_names,
@@ -365,15 +361,19 @@ def _file(
         inputs=step.inputs,
         rests=rests,
         moves=moves,
-        communication=communication,
+        communication=communication_of(rehearsal),
     )
 
 
-def use_text(use: Use, times: int, nbytes: int, mesh_names: Sequence[str], mesh_shape: Sequence[int]) -> str:
-    """A line of a file's communication."""
-    over = ",".join(mesh_names[m] for m in use.mesh_dims)
-    ranks = math.prod(mesh_shape[m] for m in use.mesh_dims)
-    return f"{use.kind} {over} {ranks} ranks x{times} {nbytes} B ({size_text(nbytes)})"
+def communication_of(rehearsal: Rehearsal) -> dict[str, Sequence[str]]:
+    """The collectives of a rehearsal by phase, as a plan file has them."""
+    communication: dict[str, Sequence[str]] = dict.fromkeys(_RECORDED, ())
+    for use, (times, nbytes) in uses_of(rehearsal).items():
+        over = ",".join(rehearsal.mesh_names[m] for m in use.mesh_dims)
+        ranks = math.prod(rehearsal.mesh_shape[m] for m in use.mesh_dims)
+        text = f"{use.kind} {over} {ranks} ranks x{times} {nbytes} B ({size_text(nbytes)})"
+        communication[use.phase] = (*communication.get(use.phase, ()), text)
+    return communication
 
 
 def _figures(mesh: Mesh, wires: Sequence[str] | None) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.events import Event, observe
+from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shutdown import let_go
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
@@ -30,6 +31,7 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
+from shardwise.program.step_plan import StepPlan
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
 
@@ -130,6 +132,7 @@ def rehearse(
     *,
     rank: int = 0,
     device: str = "cpu",
+    plan: StepPlan | None = None,
     tell: Callable[[str, int], None] | None = None,
 ) -> Rehearsal:
     """Run ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
@@ -139,15 +142,35 @@ def rehearse(
     of arguments or a dict of them. Without an optimizer the step is that of AdamW, fused. The gradient of a result that
     is not a scalar starts from ones.
 
-    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. ``tell`` is called with the phase
-    and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
-    has a process group already.
+    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the
+    whole step all calls go by its decisions. ``tell`` is called with the phase and the number of ops so far. Raises what
+    the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError` where this
+    process has a process group already.
     """
     refuse_in_a_group("rehearse a program")
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    before = in_force.decisions
+    if plan is not None:
+        plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
+        use_decisions(plan.decisions)
+    try:
+        return _rehearsed(program, mesh_shape, names, rank, device, tell or (lambda _phase, _ops: None))
+    finally:
+        if plan is not None:
+            use_decisions(before)
+
+
+def _rehearsed(
+    program: Callable[[DeviceMesh], Any],
+    mesh_shape: Sequence[int],
+    names: Sequence[str],
+    rank: int,
+    device: str,
+    tell: Callable[[str, int], None],
+) -> Rehearsal:
     with fake_ranks(math.prod(mesh_shape), rank):
-        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
-        watch = RankWatch(tell or (lambda _phase, _ops: None))
+        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
+        watch = RankWatch(tell)
         with fake_tensors(), torch.device(device), watch.installed():
             return follow(program, mesh, watch)
 
