@@ -142,10 +142,11 @@ def rehearse(
     of arguments or a dict of them. Without an optimizer the step is that of AdamW, fused. The gradient of a result that
     is not a scalar starts from ones.
 
-    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the
-    whole step all calls go by its decisions. ``tell`` is called with the phase and the number of ops so far. Raises what
-    the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError` where this
-    process has a process group already.
+    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the whole
+    step all calls go by its decisions. ``tell`` is called with the phase and the number of ops so far.
+
+    Raises what the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError`
+    where this process has a process group already.
     """
     refuse_in_a_group("rehearse a program")
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
