@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.kernel.registry import Override
     from shardwise.kernel.rule import AnyRule
     from shardwise.steps.learning import learn
+    from shardwise.steps.planning import plan
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
@@ -47,6 +48,7 @@ __all__ = [
     "ones",
     "override",
     "plain",
+    "plan",
     "prefetch",
     "rand",
     "randint",
@@ -102,6 +104,10 @@ def __getattr__(name: str) -> Any:
         from shardwise.steps.learning import learn
 
         return learn
+    if name == "plan":
+        from shardwise.steps.planning import plan
+
+        return plan
     if name == "prefetch":
         from shardwise.tensor.prefetch import prefetch
 

@@ -185,6 +185,29 @@ class LinksFitError(LinksError):
     """The file of measured figures that the environment names has no figures for a mesh."""
 
 
+# -- plans of whole steps --------------------------------------------------------------------------------------
+
+
+class PlanError(ShardingError):
+    """A plan of a whole step cannot be made or used."""
+
+
+class PlanFileError(PlanError):
+    """A plan file, or the decisions beside it, cannot be read. ``path`` names it, and ``line`` the line, if any."""
+
+
+class PlanVersionError(PlanFileError):
+    """A plan file was written by another version."""
+
+
+class PlanMeshError(PlanError):
+    """A plan is for another mesh."""
+
+
+class PlanFitError(PlanError):
+    """A plan and a module do not have the same parameters and buffers."""
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,26 +19,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts
 from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.program.amounts import size_text
+from shardwise.program.plan_file import PlanFile
+from shardwise.program.step_plan import read_plan
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import Rehearsal
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _EVERY = 25  # ops between two looks at the terminal
 
 
 @click.command()
 @click.argument("program", metavar="FILE.py:FUNCTION")
-@click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
+@click.option("--mesh", "mesh_shape", callback=mesh_option_shape, help="Sizes of the mesh dims: 8x16x8.")
 @click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank to play.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
+@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Run by this plan, on its mesh.")
 @click.option("--by-op", is_flag=True, help="List the collectives of each op.")
 @json_option
 def rehearse(
-    *, program: str, mesh_shape: tuple[int, ...], names: str | None, rank: int, device: str, by_op: bool, as_json: bool
+    *,
+    program: str,
+    mesh_shape: tuple[int, ...] | None,
+    names: str | None,
+    rank: int,
+    device: str,
+    plan_path: Path | None,
+    by_op: bool,
+    as_json: bool,
 ) -> None:
     """Follow a program on a mesh of any size, without data and without the mesh: what one rank holds and sends.
 
@@ -45,7 +57,12 @@ def rehearse(
     returns a loss, or (model, inputs), or (model, inputs, optimizer). Rank 0 has the largest part of whatever is
     sharded unevenly.
     """
+    plan = None if plan_path is None else read_plan(plan_path)
     words = names.split(",") if names else None
+    if plan is not None and mesh_shape is None:
+        mesh_shape, words = plan.file.mesh_shape, words or list(plan.file.mesh_names)
+    if mesh_shape is None:
+        raise click.UsageError("it needs --mesh, or a --plan that has one")
     if words and len(words) != len(mesh_shape):
         raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
     if rank >= math.prod(mesh_shape):
@@ -59,7 +76,7 @@ def rehearse(
         return function(mesh)
 
     with _progress(shown=not as_json) as tell:
-        rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, tell=tell)
+        rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, plan=plan, tell=tell)
     if as_json:
         memory = rehearsal.memory
         click.echo(
@@ -75,12 +92,17 @@ def rehearse(
                         {**asdict(use), "times": times, "bytes": nbytes} for use, times, nbytes in rehearsal.by_op
                     ],
                     "ops": dict(rehearsal.ops),
+                    **({} if plan is None else {"as_planned": not _unplanned(plan.file, rehearsal)}),
                 },
                 indent=1,
             )
         )
     else:
         print_parts(list(_tables(rehearsal, by_op=by_op)))
+        if plan is not None:
+            unplanned = _unplanned(plan.file, rehearsal)
+            head = "Not as planned:" if unplanned else "These are the collectives of the plan."
+            click.echo("\n".join([head, *(f"  {line}" for line in unplanned)]))
 
 
 @contextmanager
@@ -96,6 +118,19 @@ def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
                 status.update(f"{phase}: {ops:,} ops")
 
         yield tell
+
+
+def _unplanned(file: PlanFile, rehearsal: Rehearsal) -> list[str]:
+    """What a rehearsal sends otherwise than a plan says."""
+    from shardwise.steps.planning import communication_of
+
+    now = communication_of(rehearsal)
+    lines = []
+    for phase in dict.fromkeys([*file.communication, *now]):
+        planned, sent = set(file.communication.get(phase, ())), set(now.get(phase, ()))
+        lines += [f"{phase} in the plan only: {use}" for use in sorted(planned - sent)]
+        lines += [f"{phase} in the rehearsal only: {use}" for use in sorted(sent - planned)]
+    return lines
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
@@ -136,11 +171,3 @@ def _tables(rehearsal: Rehearsal, *, by_op: bool) -> Iterator[Table]:
             *([use.op] if by_op else []),
         )
     yield table
-
-
-def size_text(nbytes: int) -> str:
-    """Bytes in the largest unit that leaves something before the point: ``1.71 GiB``."""
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  # bytes
-        size, unit = size / 1024, unit + 1
-    return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"

@@ -49,8 +49,10 @@ def read_mesh_shape(text: str) -> tuple[int, ...] | None:
     return tuple(map(int, words)) if all(word.isdigit() and int(word) for word in words) else None
 
 
-def mesh_option_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """The value of a ``--mesh`` option."""
+def mesh_option_shape(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    """The value of a ``--mesh`` option; None where it is not given."""
+    if value is None:
+        return None
     shape = read_mesh_shape(value)
     if shape is None:
         raise click.BadParameter(f"{value!r} is not a mesh: write 4, 2x2, 2x4x2", ctx, param)

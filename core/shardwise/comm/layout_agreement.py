@@ -18,7 +18,7 @@ from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["agree_on_layout"]
+__all__ = ["agree_on_layout", "agree_on_plan"]
 
 _MOST = 4096  # layouts that are remembered; then all are forgotten, at the same call on every rank
 _layouts: set[TensorSpec] = set()
@@ -51,3 +51,22 @@ def agree_on_layout(spec: TensorSpec, function: str) -> None:
     if len(_layouts) >= _MOST:
         _layouts.clear()
     _layouts.add(spec)
+
+
+def agree_on_plan(mesh: DeviceMesh, file: str, decisions: str) -> None:
+    """Compare over a mesh's ranks the digests of a plan for the whole step. Every rank must call this.
+
+    Raises :class:`RankDisagreementError` on every rank if they differ.
+    """
+    if mesh.size() == 1 or mesh.get_coordinate() is None or is_rehearsing() or backend_of(mesh) == "fake":
+        return
+    with outside_modes():
+        digests = different_summaries(mesh, {"plan": {"plan": file, "decisions": decisions}})
+    if digests is not None:
+        different = differences("its", {rank: one["plan"] for rank, one in digests.items()})
+        raise RankDisagreementError(
+            asked="distribute a module by a plan",
+            found=f"the ranks of the mesh have different plans: {'; '.join(different)}",
+            do="Give every rank the same plan file and the decisions beside it.",
+            differences=tuple(different),
+        )

@@ -14,7 +14,7 @@ from shardwise.demo.model import GPT, Attention, FeedForward
 from shardwise.demo.run import TENSOR_PARALLEL
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 
-__all__ = ["placed_step", "seven_billion"]
+__all__ = ["placed_step", "seven_billion", "seven_billion_to_plan"]
 
 LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 32, 4288, 32, 4096, 128
 """12 * 32 * 4288 ** 2 parameters and a few: 7.08 billion. Two sequences of 4,096 bytes a rank on 8 x 16 x 8."""
@@ -39,10 +39,29 @@ def seven_billion(mesh: DeviceMesh) -> tuple[nn.Module, tuple[Tensor, Tensor], t
     return placed_step(mesh, layers=LAYERS, width=WIDTH, heads=HEADS, context=CONTEXT, batch=BATCH)
 
 
-def placed_step(
-    mesh: DeviceMesh, *, layers: int, width: int, heads: int, context: int, batch: int
+def seven_billion_to_plan(
+    mesh: DeviceMesh,
 ) -> tuple[nn.Module, tuple[Tensor, Tensor], torch.optim.Optimizer]:
-    """The model with its loss, one batch of zeros, and AdamW, all on the mesh."""
+    """The same step with weights and batch placed and no activation: ``shardwise plan`` finds where those lie."""
+    return placed_step(
+        mesh, layers=LAYERS, width=WIDTH, heads=HEADS, context=CONTEXT, batch=BATCH, places_activations=False
+    )
+
+
+def placed_step(
+    mesh: DeviceMesh,
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    context: int,
+    batch: int,
+    places_activations: bool = True,
+) -> tuple[nn.Module, tuple[Tensor, Tensor], torch.optim.Optimizer]:
+    """The model with its loss, one batch of zeros, and AdamW, all on the mesh.
+
+    ``places_activations`` redistributes activations by hand at two places per layer.
+    """
     names = mesh.mesh_dim_names or ()
     rows: list[Placement] = [REPLICATE if name == "tp" else Shard(0) for name in names]
 
@@ -54,7 +73,7 @@ def placed_step(
     # Partial results of tensor parallelism are reduced at the end of each half of a layer. Otherwise each op takes its
     # own cheapest strategy, and the next op pays for it.
     for module in model.modules():
-        if isinstance(module, (nn.Embedding, Attention, FeedForward)):
+        if places_activations and isinstance(module, (nn.Embedding, Attention, FeedForward)):
             module.register_forward_hook(whole_rows)
     ids = torch.zeros(batch, context, dtype=torch.int64, device=mesh.device_type)
     batch_ids = sw.distribute_tensor(ids, mesh, rows, src_data_rank=None)

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from attrs import Attribute, field, frozen
 
 from shardwise.discovery.process import default_registry
-from shardwise.errors import PluginLoadError
+from shardwise.errors import LinksFitError, PluginLoadError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.registry import Registry
 
@@ -34,6 +34,7 @@ __all__ = [
     "Wire",
     "default_links",
     "links_of",
+    "links_of_wires",
     "step_costs",
     "use_agreed_links",
     "use_links",
@@ -185,6 +186,23 @@ def default_links(mesh: Mesh, wires: Sequence[Wire] | None = None) -> Links:
     inside = "loopback" if mesh.device_type == "cpu" else "nvlink"
     per_dim = (inside,) * mesh.ndim if wires is None else tuple(wires)
     return _by_plugins(tuple(mesh.shape), mesh.device_type, per_dim) or _defaults(mesh.device_type, per_dim)
+
+
+def links_of_wires(mesh: Mesh, wires: Sequence[Wire]) -> Links:
+    """The written figures of devices with these connections, one per mesh dim, whatever devices the mesh has here.
+
+    With ``nvlink`` or ``infiniband`` they are those of accelerators. Raises :class:`LinksFitError` for another number
+    of connections than mesh dims, and for a connection without figures.
+    """
+    unknown = [wire for wire in wires if wire not in WIRES]
+    if unknown or len(wires) != mesh.ndim:
+        raise LinksFitError(
+            asked=f"cost redistributions with the connections {', '.join(wires)}",
+            found=f"{unknown[0]!r} has no figures" if unknown else f"the mesh has {mesh.ndim} dims",
+            do=f"Name one of {', '.join(WIRES)} for each mesh dim.",
+        )
+    device = "cuda" if any(wire in ("nvlink", "infiniband") for wire in wires) else "cpu"
+    return _defaults(device, tuple(wires))
 
 
 # -- the figures in use ----------------------------------------------------------------------------------------------

@@ -96,6 +96,19 @@ class StepProblem:
         assignment.cost = self.cost(assignment)
         return assignment
 
+    def as_replicated(self) -> Assignment:
+        """Every call on whole tensors, where it has such a row: legal wherever operands may move."""
+        rows = [list(ran) for ran in self.as_recorded().rows]
+        for place, choices in enumerate(self.choices):
+            whole = [next((r for r in legal if _is_whole(choices.rows[r])), None) for legal in choices.legal]
+            chosen = [r for r in whole if r is not None]
+            if len(chosen) == len(whole) and choices.allows(chosen):
+                rows[place] = chosen
+        assignment = Assignment(rows, {})
+        assignment.rests = {t: self.made(assignment, t) for t in self.resting}
+        assignment.cost = self.cost(assignment)
+        return assignment
+
     # -- layouts -------------------------------------------------------------------------------------------------
 
     def made(self, assignment: Assignment, tensor: int) -> Places:
@@ -216,6 +229,10 @@ class StepProblem:
         for graph in self._searched.values():
             graph.keep_paths_only()
         self._searched.clear()
+
+
+def _is_whole(row: Row) -> bool:
+    return not row.lowered and all(p is None or p == REPLICATE for p in (*row.inputs, *row.outputs))
 
 
 def _strides_anew(src: Places, dst: Places) -> bool:

@@ -171,7 +171,8 @@ class Recording:
         if not isinstance(value, MeshTensor):
             return self._append(spec, None, None)
         known = value.__dict__.get(_NODE)
-        if known is not None and known[0] == self._token:
+        # A parameter that is made while this records was an op's result before it had its name.
+        if known is not None and known[0] == self._token and (self._tensors[known[1]].name or not name_of(value)):
             return int(known[1])
         number = self._new(value, None, None)
         if (value.is_leaf and value.requires_grad) or name_of(value):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,14 +13,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import broadcast_whole
-from shardwise.comm.layout_agreement import agree_on_layout
+from shardwise.comm.layout_agreement import agree_on_layout, agree_on_plan
 from shardwise.comm.meeting import meet
-from shardwise.errors import LeafError, PlacementCountError, PlacementError
+from shardwise.engine.decided import in_force, use_decisions
+from shardwise.errors import LeafError, PlacementCountError, PlacementError, PlanFitError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.tags import tag_of_name
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
+from shardwise.program.step_plan import StepPlan, read_plan
 from shardwise.tensor.autograd import check_device
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor
@@ -87,7 +91,7 @@ def distribute_tensor(
 def distribute_module(
     module: nn.Module,
     device_mesh: DeviceMesh | None = None,
-    partition: Mapping[str, Places] | PartitionFn | None = None,
+    partition: Mapping[str, Places] | PartitionFn | StepPlan | str | os.PathLike[str] | None = None,
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
     *,
@@ -97,18 +101,25 @@ def distribute_module(
 
     ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
-    Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``.
+    Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``,
+    or a plan of the whole step (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer,
+    and its decisions hold for all calls from here on.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
     may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
-    (:func:`shardwise.on`). Raises :class:`PlacementError` for a pattern that matches nothing.
+    (:func:`shardwise.on`). Raises :class:`PlacementError` for a pattern that matches nothing, and a
+    :class:`PlanError` for a plan that cannot be read or is for another mesh or module.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
+    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    if isinstance(partition, (str, os.PathLike)):
+        partition = read_plan(partition)
+    if isinstance(partition, StepPlan):
+        partition = _install(partition, type(module).__name__, names, mesh)
     if callable(partition):
         for name, submodule in module.named_modules():
             partition(name, submodule, mesh)
     patterns = dict(partition) if isinstance(partition, Mapping) else {}
-    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise PlacementError(
@@ -128,6 +139,36 @@ def distribute_module(
         after = _with_module(output_fn)
         module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
     return module
+
+
+def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh) -> dict[str, Places]:
+    """Have all calls go by a plan from here on; the placements of these parameters and buffers by the plan."""
+    asked = f"distribute a {kind} by the plan {plan.file.source or plan.file.program}"
+    plan.check_mesh(asked, tuple(mesh.shape), mesh.mesh_dim_names)
+    partition: dict[str, Places] = {}
+    used = set()
+    for name in names:
+        known = plan.file.placements_of(name)
+        if known is None:
+            raise PlanFitError(
+                asked=asked,
+                found=f"no line of [parameters] places {name!r}",
+                do="Plan the program again, with this module in it.",
+                name=name,
+            )
+        used.add(known[0])
+        partition[name] = known[1]
+    unused = [pattern for pattern in plan.file.parameters if pattern not in used]
+    if unused:
+        raise PlanFitError(
+            asked=asked,
+            found=f"its line {unused[0]!r} of [parameters] fits nothing in the module",
+            do="Plan the program again, with this module in it.",
+            name=unused[0],
+        )
+    agree_on_plan(mesh, plan.file.digest, plan.decisions.fingerprint)
+    use_decisions(plan.decisions)
+    return partition
 
 
 def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -151,7 +192,16 @@ def _replace_tensors(
                 places = _placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
                 name_tensor(by_id[id(tensor)], name)
+                _tag(by_id[id(tensor)], name)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
+
+
+def _tag(tensor: Any, name: str) -> None:
+    """While decisions are in force: the tag by which they know a parameter or buffer."""
+    decisions = in_force.decisions
+    if decisions is not None:
+        tensor._spec = tensor._spec.with_tag(tag_of_name(name, decisions.depth))
+        tensor._follow_layout()
 
 
 def _placements_for(

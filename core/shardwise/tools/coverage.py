@@ -154,7 +154,7 @@ class _Watch:
             uses[op] = uses[op].joined(use) if op in uses else use
         return uses.values()
 
-    def restart(self) -> None:
+    def begins(self, _model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """Forget what was seen."""
         self._setup.clear()
         self._uses.clear()

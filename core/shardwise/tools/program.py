@@ -66,8 +66,8 @@ class Watch(Protocol):
     def watching(self) -> AbstractContextManager[Any]:
         """A context whose ops are observed."""
 
-    def restart(self) -> None:
-        """Forget what was observed: the step begins here."""
+    def begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Forget what was observed: the step of a model and its arguments begins here."""
 
     def first_gradients(self, roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Ones for the tensors that the backward pass starts from. The forward pass is over."""
@@ -107,7 +107,7 @@ def run_returned(returned: Any, asked: str, watch: Watch, *, fused: bool | None 
     args = () if inputs is None or isinstance(inputs, Mapping) else args
     kwargs = inputs if isinstance(inputs, Mapping) else {}
     # What built the model and its inputs is not part of the step.
-    watch.restart()
+    watch.begins(model, args, kwargs)
     with watch.watching():
         outputs = model(*args, **kwargs)
     _run_backward(outputs, watch)

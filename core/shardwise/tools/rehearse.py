@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.events import Event, observe
+from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shutdown import let_go
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
@@ -30,10 +31,21 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
+from shardwise.program.step_plan import StepPlan
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
 
-__all__ = ["CollectiveUse", "Memory", "NO_OP", "Rehearsal", "rehearse"]
+__all__ = [
+    "CollectiveUse",
+    "Memory",
+    "NO_OP",
+    "RankWatch",
+    "Rehearsal",
+    "fake_ranks",
+    "follow",
+    "refuse_in_a_group",
+    "rehearse",
+]
 
 NO_OP = "redistribute"
 """The name for collectives that no op needs: the program asks for them, or the layout of a gradient does."""
@@ -120,6 +132,7 @@ def rehearse(
     *,
     rank: int = 0,
     device: str = "cpu",
+    plan: StepPlan | None = None,
     tell: Callable[[str, int], None] | None = None,
 ) -> Rehearsal:
     """Run ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
@@ -129,26 +142,52 @@ def rehearse(
     of arguments or a dict of them. Without an optimizer the step is that of AdamW, fused. The gradient of a result that
     is not a scalar starts from ones.
 
-    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. ``tell`` is called with the phase
-    and the number of ops so far. Raises what the program raises, and :class:`MeshMismatchError` where this process
-    has a process group already.
+    Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the whole
+    step all calls go by its decisions. ``tell`` is called with the phase and the number of ops so far.
+
+    Raises what the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError`
+    where this process has a process group already.
     """
+    refuse_in_a_group("rehearse a program")
+    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    before = in_force.decisions
+    if plan is not None:
+        plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
+        use_decisions(plan.decisions)
+    try:
+        return _rehearsed(program, mesh_shape, names, rank, device, tell or (lambda _phase, _ops: None))
+    finally:
+        if plan is not None:
+            use_decisions(before)
+
+
+def _rehearsed(
+    program: Callable[[DeviceMesh], Any],
+    mesh_shape: Sequence[int],
+    names: Sequence[str],
+    rank: int,
+    device: str,
+    tell: Callable[[str, int], None],
+) -> Rehearsal:
+    with fake_ranks(math.prod(mesh_shape), rank):
+        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
+        watch = RankWatch(tell)
+        with fake_tensors(), torch.device(device), watch.installed():
+            return follow(program, mesh, watch)
+
+
+def refuse_in_a_group(asked: str) -> None:
+    """Raise :class:`MeshMismatchError` where this process has a process group: a fake one would take its place."""
     if dist.is_initialized():
         raise MeshMismatchError(
-            asked="rehearse a program",
+            asked=asked,
             found="this process has a process group of its own already",
-            do="Rehearse in a process without a process group.",
+            do="Do it in a process without a process group.",
         )
-    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    with _fake_ranks(math.prod(mesh_shape), rank):
-        mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
-        watch = _Watch(tell or (lambda _phase, _ops: None))
-        with fake_tensors(), torch.device(device), watch.installed():
-            return _follow(program, mesh, watch)
 
 
 @contextmanager
-def _fake_ranks(count: int, rank: int) -> Iterator[None]:
+def fake_ranks(count: int, rank: int) -> Iterator[None]:
     """A fake process group in which only this rank exists."""
     dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=count)
     try:
@@ -159,7 +198,8 @@ def _fake_ranks(count: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: _Watch) -> Rehearsal:
+def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWatch) -> Rehearsal:
+    """Run a program, and the step that it returns, under a watch that is installed."""
     with watch.watching():
         returned = program(mesh)
     step = run_returned(returned, "rehearse the program", watch, fused=True)
@@ -200,7 +240,7 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 @define(eq=False)
-class _Watch:
+class RankWatch:
     """Counts the memory that is alive on this rank, its ops, and the collectives that it issues for each op."""
 
     tell: Callable[[str, int], None]
@@ -217,7 +257,7 @@ class _Watch:
     _op: str = NO_OP
     _running: Op | None = None
 
-    def restart(self) -> None:
+    def begins(self, _model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """Forget ops and collectives; memory that is alive stays counted."""
         self.counts.clear()
         self.nbytes.clear()

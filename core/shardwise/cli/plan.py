@@ -1,0 +1,308 @@
+"""``shardwise plan``: choose the layouts of a whole step together, without the mesh, and compare two plans."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from shardwise.cli.modules import load_function
+from shardwise.cli.output import json_option, print_parts, print_rows
+from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.program.amounts import milliseconds, size_text
+from shardwise.program.plan_file import Line, PlanFile, parse
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.steps.planning import Planned
+    from shardwise.tools.rehearse import Rehearsal
+
+__all__ = ["plan"]
+
+
+class _WithPrograms(click.Group):
+    """A group in which a word that is no command is a program to plan."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        named = bool(args) and (args[0] in self.commands or args[0] in ("-h", "--help"))
+        return super().parse_args(ctx, args if named else ["step", *args])
+
+
+@click.group(cls=_WithPrograms)
+def plan() -> None:
+    """Choose the layouts of a whole step together: shardwise plan FILE.py:FUNCTION --mesh 8x16x8.
+
+    See shardwise plan step --help for all options, and shardwise plan diff --help.
+    """
+
+
+@plan.command()
+@click.argument("program", metavar="FILE.py:FUNCTION")
+@click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
+@click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
+@click.option("--wires", help="Connection of each mesh dim: loopback, ethernet, infiniband, nvlink; with commas.")
+@click.option("--fixed", type=click.Choice(["parameters"]), default="parameters", help="What stays as placed.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
+@json_option
+def step(
+    *,
+    program: str,
+    mesh_shape: tuple[int, ...],
+    names: str | None,
+    device: str,
+    wires: str | None,
+    fixed: str,
+    out: Path | None,
+    as_json: bool,
+) -> None:
+    """Choose where all activations and gradients of a step lie, for the least cost together, and verify the choice.
+
+    FUNCTION (of a file, or of a module: package.module:FUNCTION) takes the mesh, as for shardwise rehearse. Parameters
+    and inputs stay where it places them. --out writes the plan, which distribute_module and shardwise rehearse take.
+    """
+    import torch
+
+    from shardwise.steps.planning import plan as planned_by
+
+    words = _words("--names", names, mesh_shape)
+    connections = _words("--wires", wires, mesh_shape)
+    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
+    if out is not None and not out.absolute().parent.is_dir():
+        raise click.UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
+
+    def run(mesh: DeviceMesh) -> Any:
+        # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
+        function: Callable[..., Any] = load_function(program)
+        return function(mesh)
+
+    with _progress(shown=not as_json) as tell:
+        made = planned_by(
+            run, mesh_shape, words, fixed=(fixed,), device=device, wires=connections, name=program, tell=tell
+        )
+    if out is not None:
+        made.save(out)
+    if as_json:
+        click.echo(json.dumps(_as_json(made), indent=1))
+    else:
+        print_parts(list(_tables(made)))
+        click.echo(_verdict(made))
+
+
+def _words(option: str, text: str | None, mesh_shape: Sequence[int]) -> list[str] | None:
+    words = text.split(",") if text else None
+    if words and len(words) != len(mesh_shape):
+        raise click.UsageError(f"{option} has {len(words)} names and the mesh {len(mesh_shape)} dims")
+    return words
+
+
+@contextmanager
+def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
+    """A live bar over the phases where stderr is a terminal."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda _phase, _ops: None
+        return
+    phases = ("record", "solve", "verify")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # Few refreshes: the cores are for the plan.
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        task = bar.add_task("record", total=len(phases))
+
+        def tell(phase: str, ops: int) -> None:
+            text = f"{phase}: {ops:,} ops" if ops else phase
+            bar.update(task, completed=phases.index(phase), description=text)
+
+        yield tell
+
+
+# -- one plan --------------------------------------------------------------------------------------------------------
+
+
+def _verdict(made: Planned) -> str:
+    seconds = ", ".join(f"{phase} {s:.1f} s" for phase, s in made.seconds.items())
+    head = f"{made.calls:,} calls, {len(made.decisions):,} decisions; {seconds}."
+    if not made.differences:
+        return f"{head}\nVerified: a rehearsal of the plan issues the collectives that were predicted, byte by byte."
+    lines = [f"{head}\nNot verified: a rehearsal of the plan issues other collectives than were predicted."]
+    for one in made.differences:
+        over = ", ".join(made.file.mesh_names[m] for m in one.use.mesh_dims)
+        counts = (f"{times} times, {size_text(nbytes)}" for times, nbytes in (one.predicted, one.rehearsed))
+        lines.append("  {} {} over {}: {} predicted, {} rehearsed".format(one.use.phase, one.use.kind, over, *counts))
+    return "\n".join(lines)
+
+
+def _tables(made: Planned) -> Iterator[Table]:
+    shape = "x".join(map(str, made.file.mesh_shape))
+    table = Table("one rank, one step", title=f"{made.file.program} on {shape} ({', '.join(made.file.mesh_names)})")
+    table.add_column("op by op", justify="right")
+    table.add_column("plan", justify="right")
+    today = "-" if made.recorded_cost is None else milliseconds(made.recorded_cost)
+    table.add_row("forward and backward, by the cost model", today, milliseconds(made.cost))
+    for name, of in _MEMORY.items():
+        table.add_row(name, size_text(of(made.recorded)), size_text(of(made.rehearsal)))
+    before, after = made.recorded_collectives, made.collectives
+    for use in sorted({*before, *after}, key=lambda u: (_ORDER.index(u.phase), u)):
+        over = ", ".join(made.file.mesh_names[m] for m in use.mesh_dims)
+        table.add_row(f"{use.phase} {use.kind} over {over}", _use(before.get(use)), _use(after.get(use)))
+    yield table
+    if made.file.rests or made.file.moves:
+        yield _lines_table("What moves, and why", [*made.file.rests, *made.file.moves])
+
+
+_ORDER = ("forward", "backward", "optimizer")
+_MEMORY: Mapping[str, Callable[[Rehearsal], int]] = {
+    "kept by forward for backward": lambda r: r.memory.kept,
+    "most at a time": lambda r: r.memory.peak,
+}
+
+
+def _use(figures: tuple[int, int] | None) -> str:
+    return "-" if figures is None else f"{figures[0]:,} x, {size_text(figures[1])}"
+
+
+def _lines_table(title: str, lines: Sequence[Line]) -> Table:
+    table = Table("phase", "module", "op", "what", "to", title=title)
+    table.add_column("times", justify="right")
+    table.add_column("why", overflow="fold")
+    for line in lines:
+        table.add_row(
+            line.phase, line.at or "-", line.op, line.operand or "result", _to(line), f"{line.times:,}", line.why
+        )
+    return table
+
+
+def _to(line: Line) -> str:
+    return ", ".join(f"{name} {placement}" for name, placement in line.to.items())
+
+
+def _as_json(made: Planned) -> dict[str, Any]:
+    def uses(of: Mapping[Any, tuple[int, int]]) -> list[dict[str, object]]:
+        return [
+            {"phase": u.phase, "kind": u.kind, "mesh_dims": list(u.mesh_dims), "times": times, "bytes": nbytes}
+            for u, (times, nbytes) in of.items()
+        ]
+
+    def side(cost: float | None, rehearsal: Rehearsal, of: Mapping[Any, tuple[int, int]]) -> dict[str, object]:
+        memory = {"kept": rehearsal.memory.kept, "peak": rehearsal.memory.peak}
+        return {"cost": cost, "memory": memory, "collectives": uses(of)}
+
+    return {
+        "program": made.file.program,
+        "mesh": list(made.file.mesh_shape),
+        "names": list(made.file.mesh_names),
+        "figures": made.file.figures,
+        "plan": side(made.cost, made.rehearsal, made.collectives),
+        "op_by_op": side(made.recorded_cost, made.recorded, made.recorded_collectives),
+        "verified": not made.differences,
+        "differences": [
+            {
+                "phase": d.use.phase,
+                "kind": d.use.kind,
+                "mesh_dims": list(d.use.mesh_dims),
+                "predicted": list(d.predicted),
+                "rehearsed": list(d.rehearsed),
+            }
+            for d in made.differences
+        ],
+        "rests": [_line_json(line) for line in made.file.rests],
+        "moves": [_line_json(line) for line in made.file.moves],
+        "calls": made.calls,
+        "decisions": len(made.decisions),
+        "torn": made.torn,
+        "seconds": dict(made.seconds),
+    }
+
+
+def _line_json(line: Line) -> dict[str, object]:
+    operand = {"operand": line.operand} if line.operand else {}
+    return {
+        "at": line.at,
+        "op": line.op,
+        **operand,
+        "phase": line.phase,
+        "to": dict(line.to),
+        "times": line.times,
+        "why": line.why,
+    }
+
+
+# -- two plans -------------------------------------------------------------------------------------------------------
+
+
+@plan.command()
+@click.argument("a", metavar="A", type=click.Path(path_type=Path))
+@click.argument("b", metavar="B", type=click.Path(path_type=Path))
+@json_option
+def diff(*, a: Path, b: Path, as_json: bool) -> None:
+    """Compare two plan files: figures and collectives side by side, then the lines that only one of them has."""
+    first, second = _read(a), _read(b)
+    figures = [{"what": name, "A": str(x), "B": str(y)} for name, x, y in _figures(first, second)]
+    lines = _changed(first, second)
+    if as_json:
+        click.echo(json.dumps({"figures": figures, "lines": lines}, indent=1))
+        return
+    print_rows(figures, ["what", "A", "B"])
+    if lines:
+        click.echo()
+        print_rows(lines, ["change", "line", "A", "B"])
+    else:
+        click.echo("\nNo line differs.")
+
+
+def _read(path: Path) -> PlanFile:
+    from shardwise.program.step_plan import read_text
+
+    return parse(read_text(path, "the plan"), str(path))
+
+
+def _figures(a: PlanFile, b: PlanFile) -> Iterator[tuple[str, object, object]]:
+    yield "program", a.program, b.program
+    yield "mesh", a.mesh_text, b.mesh_text
+    yield "figures", a.figures, b.figures
+    for name in dict.fromkeys([*a.predicted, *b.predicted]):
+        yield name, a.predicted.get(name, "-"), b.predicted.get(name, "-")
+    for phase in dict.fromkeys([*a.communication, *b.communication]):
+        uses = [_by_use(file.communication.get(phase, ())) for file in (a, b)]
+        for use in dict.fromkeys([*uses[0], *uses[1]]):
+            yield f"{phase} {use}", uses[0].get(use, "-"), uses[1].get(use, "-")
+
+
+def _by_use(texts: Sequence[str]) -> dict[str, str]:
+    """``all_reduce tp 16 ranks`` -> ``x67 8.51 GiB``, of the lines of a file's communication."""
+    parts = (text.partition(" x") for text in texts)
+    return {use: f"x{figures}" for use, _, figures in parts}
+
+
+def _changed(a: PlanFile, b: PlanFile) -> list[dict[str, str]]:
+    changes = []
+    sides = [dict(_keyed(file)) for file in (a, b)]
+    for line in dict.fromkeys([*sides[0], *sides[1]]):
+        before, after = (side.get(line) for side in sides)
+        if before != after:
+            kind = "added" if before is None else "gone" if after is None else "changed"
+            changes.append({"change": kind, "line": line, "A": before or "-", "B": after or "-"})
+    return changes
+
+
+def _keyed(file: PlanFile) -> Iterator[tuple[str, str]]:
+    for table, layouts in (("parameters", file.parameters), ("inputs", file.inputs)):
+        for name, layout in layouts.items():
+            yield f"[{table}] {name}", ", ".join(f"{n} {p}" for n, p in layout.items()) or "replicated"
+    seen: dict[str, str] = {}
+    for table, lines in (("rests", file.rests), ("moves", file.moves)):
+        for line in lines:
+            what = f"[[{table}]] {line.phase} {line.at or '-'} {line.op} {line.operand}".rstrip()
+            to = f"{_to(line)} x{line.times}"
+            # One op of a module may have several lines.
+            seen[what] = f"{seen[what]}; {to}" if what in seen else to
+    yield from seen.items()

@@ -1,0 +1,386 @@
+"""Plan a whole step ahead of a run: record it without data, decide for all of its calls together, and verify that.
+
+All of it runs in this one process, as one rank of a fake process group, on tensors without data. The plan is verified
+by a rehearsal under it: the collectives that really run are compared with those that the solver counted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.engine.decided import in_force, use_decisions
+from shardwise.errors import PlanError
+from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.tags import DEPTH
+from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
+from shardwise.private_torch.fake import fake_tensors
+from shardwise.program.amounts import size_text
+from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.deciding import decide
+from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_of
+from shardwise.program.plan_lines import lines_of
+from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_plan import StepPlan
+from shardwise.program.step_problem import PICOSECONDS, Assignment, StepProblem
+from shardwise.program.step_solution import solve_step
+from shardwise.steps.costs import WorkCosts
+from shardwise.steps.recording import Recording
+from shardwise.steps.sent import sent_by
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.names import name_of
+from shardwise.tools.program import PHASES
+from shardwise.tools.rehearse import RankWatch, Rehearsal, fake_ranks, follow, refuse_in_a_group
+
+__all__ = ["Difference", "PLAN_PHASES", "Planned", "Use", "communication_of", "plan", "uses_of"]
+
+PLAN_PHASES = ("record", "solve", "verify")
+"""What :func:`plan` does, in order."""
+
+_RECORDED = ("forward", "backward")
+
+
+@frozen(order=True)
+class Use:
+    """A kind of collective over some mesh dims in a phase."""
+
+    phase: str
+    kind: str
+    mesh_dims: tuple[int, ...]
+
+
+Uses = Mapping[Use, tuple[int, int]]
+"""How often each runs in a step, and how many bytes a rank hands in."""
+
+
+@frozen
+class Difference:
+    """A collective that a rehearsal issues otherwise than predicted: times and bytes of both."""
+
+    use: Use
+    predicted: tuple[int, int]
+    rehearsed: tuple[int, int]
+
+
+@frozen(eq=False)
+class Planned(StepPlan):
+    """A plan, and what it costs.
+
+    ``cost`` and ``recorded_cost`` are seconds of forward and backward by the cost model: of the plan, and of the choice
+    op by op, which is None where the solver cannot count it. ``recorded`` and ``rehearsal`` are rehearsals of the two.
+    ``differences`` are the collectives of the rehearsal that were not predicted so; a plan is verified if there are
+    none. ``torn`` is the number of calls that look the same and were decided on differently. ``seconds`` are what each
+    of :data:`PLAN_PHASES` took.
+    """
+
+    cost: float
+    recorded_cost: float | None
+    recorded: Rehearsal
+    rehearsal: Rehearsal
+    predicted: Uses
+    differences: tuple[Difference, ...]
+    calls: int
+    torn: int
+    seconds: Mapping[str, float]
+
+    @cached_property
+    def collectives(self) -> Uses:
+        """What the rehearsal of the plan issues."""
+        return uses_of(self.rehearsal)
+
+    @cached_property
+    def recorded_collectives(self) -> Uses:
+        """What the choice op by op issues."""
+        return uses_of(self.recorded)
+
+
+def plan(
+    program: Callable[[DeviceMesh], Any],
+    mesh_shape: Sequence[int],
+    mesh_names: Sequence[str] | None = None,
+    *,
+    fixed: Sequence[str] = ("parameters",),
+    device: str = "cpu",
+    wires: Sequence[str] | None = None,
+    name: str = "",
+    tell: Callable[[str, int], None] | None = None,
+) -> Planned:
+    """Choose the layouts of all activations and gradients of a step together, for the least cost by the cost model.
+
+    ``program(mesh)`` places its parameters and inputs, and runs a step or returns one, as for
+    :func:`shardwise.tools.rehearse.rehearse`. What it places stays where it is (``fixed``). It runs twice: once to be
+    recorded, once under the plan. ``wires`` has the connection of each mesh dim (``"nvlink"``, ``"infiniband"``,
+    ``"ethernet"``, ``"loopback"``), whose written figures are used; the default is that of ranks of ``device`` on one
+    host. ``tell`` is called with one of :data:`PLAN_PHASES` and the number of ops so far.
+
+    Raises what the program raises, :class:`PlanError` for a program that cannot be planned, and
+    :class:`MeshMismatchError` where this process has a process group already.
+    """
+    if tuple(fixed) != ("parameters",):
+        raise PlanError(
+            asked=f"plan a step with fixed={tuple(fixed)!r}",
+            found="the placements of parameters cannot be chosen yet",
+            do='Place the parameters in the program, and leave fixed at ("parameters",).',
+        )
+    refuse_in_a_group("plan a step")
+    say = tell or (lambda _phase, _ops: None)
+    names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
+    before = in_force.decisions
+    try:
+        with fake_ranks(math.prod(mesh_shape), 0):
+            mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
+            if wires is not None:
+                use_links(mesh, links_of_wires(mesh, wires))
+            with fake_tensors(), torch.device(device):
+                return _planned(program, mesh, name or _name_of(program), wires, say)
+    finally:
+        use_decisions(before)
+
+
+def _planned(
+    program: Callable[[DeviceMesh], Any],
+    mesh: DeviceMesh,
+    name: str,
+    wires: Sequence[str] | None,
+    say: Callable[[str, int], None],
+) -> Planned:
+    times = [time.perf_counter()]
+    use_decisions(None)
+    watch = _RecordingWatch(lambda _, ops: say("record", ops))
+    with watch.installed(), watch.recorded():
+        recorded = follow(program, mesh, watch)
+    step = watch.step()
+    del watch
+    times.append(time.perf_counter())
+    say("solve", 0)
+    costs = WorkCosts(step.graph)
+    problem = StepProblem(step.graph, costs)
+    today = problem.as_recorded()
+    best = solve_step(problem, [today, problem.as_replicated()])
+    decisions, torn = decide(problem, best, DEPTH)
+    times.append(time.perf_counter())
+    use_decisions(decisions)
+    check = RankWatch(lambda _, ops: say("verify", ops))
+    with check.installed():
+        rehearsal = follow(program, mesh, check)
+    predicted = _predicted(problem, best, costs)
+    differences = tuple(_differences(predicted, uses_of(rehearsal)))
+    times.append(time.perf_counter())
+    recorded_cost = None if today.cost >= FORBIDDEN else today.cost / PICOSECONDS
+    return Planned(
+        file=_file(name, wires, step, problem, best, rehearsal, recorded_cost, differences),
+        decisions=decisions,
+        cost=best.cost / PICOSECONDS,
+        recorded_cost=recorded_cost,
+        recorded=recorded,
+        rehearsal=rehearsal,
+        predicted=predicted,
+        differences=differences,
+        calls=len(step.graph.calls),
+        torn=len(torn),
+        seconds={phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)},
+    )
+
+
+def _name_of(program: Callable[..., Any]) -> str:
+    name = getattr(program, "__qualname__", None)
+    return f"{program.__module__}:{name}" if name else type(program).__qualname__
+
+
+# -- recording -------------------------------------------------------------------------------------------------------
+
+
+@frozen(eq=False)
+class _Step:
+    """A recorded step, and how what the program gives it lies."""
+
+    graph: StepGraph
+    parameters: Mapping[str, Layout]
+    inputs: Mapping[str, Layout]
+
+
+@define(eq=False)
+class _RecordingWatch(RankWatch):
+    """A rehearsal's watch that records the step as well, up to its first optimizer step."""
+
+    recording: Recording = field(factory=Recording)
+    _open: ExitStack = field(factory=ExitStack)
+    _is_over: bool = False
+    _inputs: dict[str, Layout] = field(factory=dict)
+    _placed: dict[str, Layout] = field(factory=dict)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record what runs while the context lasts."""
+        hook = register_optimizer_step_pre_hook(lambda *_: self._stop())
+        self._open.enter_context(self.recording.running())
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._stop()
+
+    def begins(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A step that the program returned begins: what came before is not part of it."""
+        RankWatch.begins(self, model, args, kwargs)
+        self._open.close()
+        self.recording = Recording()
+        self.recording.name_modules(model)
+        self._open = ExitStack()
+        self._open.enter_context(self.recording.running())
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._note(tensor)
+        for name, value in _named_inputs(model, args, kwargs):
+            if isinstance(value, MeshTensor):
+                self._inputs[name] = _layout(value)
+
+    def step(self) -> _Step:
+        """What was recorded."""
+        recording = self.recording
+        if not recording.calls:
+            raise PlanError(
+                asked="plan a step",
+                found="the program ran no op on a mesh",
+                do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
+            )
+        if len(recording.meshes) > 1:
+            raise PlanError(
+                asked="plan a step",
+                found=f"the program uses {len(recording.meshes)} meshes",
+                do="Plan a step that uses the mesh that the program gets, and no submesh of it.",
+            )
+        for leaf in recording.leaves:
+            self._note(leaf)
+        return _Step(recording.graph(), self._placed, self._inputs)
+
+    def backward_ended(self, parameters: Sequence[nn.Parameter]) -> None:
+        RankWatch.backward_ended(self, parameters)
+        self._stop()
+
+    def _stop(self) -> None:
+        self._open.close()
+
+    def _note(self, tensor: Any) -> None:
+        name = name_of(tensor) if isinstance(tensor, MeshTensor) else ""
+        if not name:
+            return
+        layout = _layout(tensor)
+        if self._placed.setdefault(name, layout) != layout:
+            raise PlanError(
+                asked="plan a step",
+                found=f"two tensors are called {name!r}, and they lie differently: {self._placed[name]} and {layout}",
+                do="Place the modules together, as children of one module, so that their names differ.",
+            )
+
+
+def _layout(tensor: MeshTensor) -> Layout:
+    return layout_text(tensor.device_mesh.mesh_dim_names or (), tensor.placements)
+
+
+def _named_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    try:
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        given = {**{f"arg{i}": value for i, value in enumerate(args)}, **kwargs}
+    for name, value in given.items():
+        if isinstance(value, (tuple, list)):
+            yield from ((f"{name}.{i}", part) for i, part in enumerate(value))
+        elif isinstance(value, dict):
+            yield from ((f"{name}.{key}", part) for key, part in value.items())
+        else:
+            yield name, value
+
+
+# -- verifying -------------------------------------------------------------------------------------------------------
+
+
+def uses_of(rehearsal: Rehearsal) -> dict[Use, tuple[int, int]]:
+    """The collectives of a rehearsal, phase by phase."""
+    return {Use(use.phase, use.kind, use.mesh_dims): (times, nbytes) for use, times, nbytes in rehearsal.collectives}
+
+
+def _predicted(problem: StepProblem, assignment: Assignment, costs: WorkCosts) -> dict[Use, tuple[int, int]]:
+    totals: dict[Use, tuple[int, int]] = {}
+    for sent, count in sorted(sent_by(problem, assignment, costs).items()):
+        use = Use(problem.graph.calls[sent.call].phase, sent.kind, sent.mesh_dims)
+        times, nbytes = totals.get(use, (0, 0))
+        totals[use] = times + count, nbytes + count * sent.nbytes
+    return totals
+
+
+def _differences(predicted: Uses, rehearsed: Uses) -> Iterator[Difference]:
+    for use in sorted({*predicted, *rehearsed}, key=lambda use: (PHASES.index(use.phase), use)):
+        if use.phase in _RECORDED and predicted.get(use) != rehearsed.get(use):
+            yield Difference(use, predicted.get(use, (0, 0)), rehearsed.get(use, (0, 0)))
+
+
+# -- the file --------------------------------------------------------------------------------------------------------
+
+
+def _file(
+    name: str,
+    wires: Sequence[str] | None,
+    step: _Step,
+    problem: StepProblem,
+    best: Assignment,
+    rehearsal: Rehearsal,
+    recorded_cost: float | None,
+    differences: Sequence[Difference],
+) -> PlanFile:
+    rests, moves = lines_of(problem, best, rehearsal.mesh_names)
+    memory = rehearsal.memory
+    predicted: dict[str, str | float | int] = {
+        "step_ms": round(best.cost / PICOSECONDS * 1e3, 6),
+        "model_state": size_text(memory.parameters + memory.buffers + memory.gradients + memory.optimizer),
+        "kept": size_text(memory.kept),
+        "peak": size_text(memory.peak),
+    }
+    if recorded_cost is not None:
+        predicted["op_by_op_ms"] = round(recorded_cost * 1e3, 6)
+    if differences:
+        predicted["differences"] = len(differences)
+    return PlanFile(
+        program=name,
+        mesh_names=rehearsal.mesh_names,
+        mesh_shape=rehearsal.mesh_shape,
+        figures=_figures(problem.graph.mesh, wires),
+        predicted=predicted,
+        parameters=patterns_of(step.parameters),
+        inputs=step.inputs,
+        rests=rests,
+        moves=moves,
+        communication=communication_of(rehearsal),
+    )
+
+
+def communication_of(rehearsal: Rehearsal) -> dict[str, Sequence[str]]:
+    """The collectives of a rehearsal by phase, as a plan file has them."""
+    communication: dict[str, Sequence[str]] = dict.fromkeys(_RECORDED, ())
+    for use, (times, nbytes) in uses_of(rehearsal).items():
+        over = ",".join(rehearsal.mesh_names[m] for m in use.mesh_dims)
+        ranks = math.prod(rehearsal.mesh_shape[m] for m in use.mesh_dims)
+        text = f"{use.kind} {over} {ranks} ranks x{times} {nbytes} B ({size_text(nbytes)})"
+        communication[use.phase] = (*communication.get(use.phase, ()), text)
+    return communication
+
+
+def _figures(mesh: Mesh, wires: Sequence[str] | None) -> str:
+    """Which figures the costs come from, and a digest of them."""
+    links = links_of(mesh)
+    if wires is not None and links == links_of_wires(mesh, wires):
+        kind = ", ".join(wires)
+    else:
+        kind = "those of the program" if are_chosen(mesh) else "defaults"
+    return f"{kind} ({sha256(repr(links).encode()).hexdigest()[:12]})"

@@ -1,0 +1,103 @@
+"""``shardwise plan``, ``plan diff`` and ``rehearse --plan``: their tables, their JSON, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli.main import main
+
+PROGRAM = """
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+
+def step(mesh):
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False), nn.LayerNorm(8))
+    sw.distribute_module(model, mesh, {"0.weight": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}, src_data_rank=None)
+    return model, sw.zeros((4, 8), device_mesh=mesh, placements=[Shard(0), Replicate()])
+"""
+ON = ("--mesh", "2x4", "--names", "dp,tp")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plans")
+    (folder / "train_plan.py").write_text(PROGRAM)
+    return folder
+
+
+@pytest.fixture
+def run(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    return lambda *args: CliRunner().invoke(main, list(args))
+
+
+@pytest.fixture
+def made(run, folder):
+    """Two plans of one program: by the defaults, and by the figures of accelerators."""
+    if not (folder / "b.plan").exists():
+        for name, more in (("a.plan", ()), ("b.plan", ("--wires", "infiniband,nvlink"))):
+            result = run("plan", "train_plan.py:step", *ON, *more, "--out", name)
+            assert result.exit_code == 0, result.output
+    return run
+
+
+def test_it_shows_the_plan_beside_the_choice_op_by_op(run):
+    result = run("plan", "train_plan.py:step", *ON)
+    assert result.exit_code == 0, result.output
+    assert "train_plan.py:step on 2x4 (dp, tp)" in result.output
+    for text in ("op by op", "kept by forward for backward", "What moves, and why", "Verified: a rehearsal"):
+        assert text in result.output
+
+
+def test_json_has_everything(run):
+    content = json.loads(run("plan", "train_plan.py:step", *ON, "--json").output)
+    assert (content["mesh"], content["names"], content["verified"]) == ([2, 4], ["dp", "tp"], True)
+    assert content["plan"]["cost"] <= content["op_by_op"]["cost"]
+    assert {"at", "op", "phase", "to", "times", "why"} <= set(content["rests"][0])
+
+
+def test_two_plans_side_by_side(made):
+    result = made("plan", "diff", "a.plan", "b.plan")
+    assert result.exit_code == 0, result.output
+    assert "infiniband, nvlink" in result.output
+    same = made("plan", "diff", "a.plan", "a.plan")
+    assert "No line differs." in same.output
+    assert json.loads(made("plan", "diff", "a.plan", "a.plan", "--json").output)["lines"] == []
+
+
+def test_a_rehearsal_by_a_plan_takes_its_mesh(made):
+    result = made("rehearse", "train_plan.py:step", "--plan", "a.plan")
+    assert result.exit_code == 0, result.output
+    assert "One of 8 ranks (2x4)" in result.output
+    assert "These are the collectives of the plan." in result.output
+    assert json.loads(made("rehearse", "train_plan.py:step", "--plan", "a.plan", "--json").output)["as_planned"]
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("plan", "train_plan.py:step", "--mesh", "two"), 2, "is not a mesh"),
+        (("plan", "train_plan.py:step"), 2, "Missing option '--mesh'"),
+        (("plan", "train_plan.py:step", "--mesh", "2x4", "--names", "dp"), 2, "--names has 1 names"),
+        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink"), 2, "--wires has 1 names"),
+        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink,tin"), 1, "'tin' has no figures"),
+        (("plan", "train_plan.py:step", *ON, "--fixed", "inputs"), 2, "is not 'parameters'"),
+        (("plan", "train_plan.py:step", *ON, "--out", "no/where.plan"), 2, "there is no folder"),
+        (("plan", "none.py:step", *ON), 1, "there is no file none.py"),
+        (("plan", "diff", "a.plan", "none.plan"), 1, "none.plan cannot be read"),
+        (("plan", "diff", "a.plan", "train_plan.py"), 1, "PlanFileError: read the plan train_plan.py: line 2"),
+        (("rehearse", "train_plan.py:step"), 2, "it needs --mesh, or a --plan that has one"),
+        (("rehearse", "train_plan.py:step", "--plan", "a.plan", "--mesh", "4"), 1, "PlanMeshError"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(made, args, code, message):
+    result = made(*args)
+    assert result.exit_code == code, result.output
+    assert message in result.output

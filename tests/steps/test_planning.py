@@ -1,0 +1,217 @@
+"""Plans of whole steps: verified by a rehearsal, the same in every process, and held from the first step on."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.demo.large import placed_step
+from shardwise.engine.decided import in_force
+from shardwise.errors import LinksFitError, MeshMismatchError, PlanError, PlanFitError, PlanMeshError
+from shardwise.program.step_plan import read_plan
+from shardwise.steps.planning import PLAN_PHASES
+from shardwise.testing import mesh
+from shardwise.tools.rehearse import rehearse
+
+SMALL = partial(placed_step, layers=2, width=16, heads=4, context=8, batch=8, places_activations=False)
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 16, dtype=torch.float64)
+        self.down = nn.Linear(16, 5, dtype=torch.float64)
+
+    def forward(self, x, target):
+        return functional.cross_entropy(self.down(torch.relu(self.up(x))), target)
+
+
+def mlp(on):
+    places = {"up.*": [Shard(0)] * on.ndim, "down.weight": [Shard(1)] * on.ndim}
+    model = sw.distribute_module(MLP(), on, places, src_data_rank=None)
+    whole = [Replicate()] * on.ndim
+    x = sw.distribute_tensor(torch.zeros(8, 6, dtype=torch.float64), on, whole, src_data_rank=None)
+    target = sw.distribute_tensor(torch.zeros(8, dtype=torch.int64), on, whole, src_data_rank=None)
+    return model, (x, target)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return sw.plan(mlp, (2,), ("tp",), name="mlp")
+
+
+@pytest.mark.parametrize(
+    ("program", "shape", "names"),
+    [(mlp, (4,), ("tp",)), (SMALL, (4,), ("tp",)), (SMALL, (2, 2), ("dp", "tp"))],
+    ids=["mlp", "gpt", "gpt on 2x2"],
+)
+def test_the_rehearsal_issues_what_was_predicted(program, shape, names):
+    planned = sw.plan(program, shape, names)
+    assert planned.differences == ()
+    step = {use: figures for use, figures in planned.collectives.items() if use.phase != "optimizer"}
+    assert step == planned.predicted
+    assert planned.recorded_cost is None or planned.cost <= planned.recorded_cost
+    assert planned.torn == 0
+    assert in_force.decisions is None
+
+
+def test_it_says_how_far_it_is_and_how_long_it_took():
+    told = []
+    planned = sw.plan(mlp, (2,), tell=lambda phase, ops: told.append((phase, ops)))
+    assert tuple(dict.fromkeys(phase for phase, _ in told)) == PLAN_PHASES == tuple(planned.seconds)
+    assert planned.file.mesh_names == ("dim0",)
+
+
+def test_a_program_that_runs_its_step_itself_is_planned():
+    def program(on):
+        model, inputs = mlp(on)
+        model(*inputs).backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    planned = sw.plan(program, (2,), ("tp",))
+    assert planned.differences == ()
+    assert set(planned.file.parameters) == {"up.weight", "up.bias", "down.weight", "down.bias"}
+
+
+# -- the files -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_is_read(planned, tmp_path):
+    planned.save(tmp_path / "mlp.plan")
+    read = read_plan(tmp_path / "mlp.plan")
+    assert read.file.text() == planned.file.text() == (tmp_path / "mlp.plan").read_text()
+    assert read.file.digest == planned.file.digest
+    assert read.decisions.fingerprint == planned.decisions.fingerprint
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mlp.plan", "mlp.plan.decisions.json"]
+
+
+def test_a_rehearsal_by_a_file_issues_what_the_plan_says(planned, tmp_path):
+    planned.save(tmp_path / "mlp.plan")
+    rehearsal = rehearse(mlp, (2,), ("tp",), plan=read_plan(tmp_path / "mlp.plan"))
+    assert rehearsal.counts == planned.rehearsal.counts
+    assert rehearse(mlp, (2,), ("tp",)).counts == planned.recorded.counts
+
+
+IN_A_PROCESS = (
+    "import sys, test_planning as t, shardwise as sw; sw.plan(t.mlp, (2,), ('tp',), name='mlp').save(sys.argv[1])"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_two_processes_write_the_same_bytes(planned, tmp_path):
+    planned.save(tmp_path / "here.plan")
+    environment = {**os.environ, "PYTHONHASHSEED": "7", "SHARDWISE_LINKS": "off"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    command = [sys.executable, "-c", IN_A_PROCESS, str(tmp_path / "there.plan")]
+    subprocess.run(command, env=environment, check=True, timeout=200)
+    for end in ("plan", "plan.decisions.json"):
+        assert (tmp_path / f"here.{end}").read_bytes() == (tmp_path / f"there.{end}").read_bytes()
+
+
+# -- real ranks ------------------------------------------------------------------------------------------------------
+
+
+def train_by(path):
+    from shardwise.engine import decided  # its state is that of the rank, and not of the process that sends this
+
+    on = mesh((2,), ("tp",))
+    torch.manual_seed(0)
+    one = MLP()
+    many = copy.deepcopy(one)
+    x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    target = torch.arange(8) % 5
+    try:
+        sw.distribute_module(many, on, path)
+        inputs = sw.distribute_tensor(x, on, [Replicate()]), sw.distribute_tensor(target, on, [Replicate()])
+        steps = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, many)]
+        for _ in range(3):
+            losses = one(x, target), many(*inputs)
+            torch.testing.assert_close(losses[1].full_tensor(), losses[0], **TIGHT)
+            for loss, step in zip(losses, steps, strict=True):
+                step.zero_grad()
+                loss.backward()
+                step.step()
+        assert decided.in_force.known > 0
+        for p, q in zip(one.parameters(), many.parameters(), strict=True):
+            torch.testing.assert_close(q.grad.full_tensor(), p.grad, **TIGHT)
+            torch.testing.assert_close(q.full_tensor(), p, **TIGHT)
+    finally:
+        decided.use_decisions(None)
+
+
+def test_two_ranks_train_by_a_plan_as_one_device(two_ranks, planned, tmp_path):
+    planned.save(tmp_path / "mlp.plan")
+    two_ranks.run(train_by, str(tmp_path / "mlp.plan"))
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def other_module(path):
+    from shardwise.engine import decided
+
+    on = mesh((2,), ("tp",))
+    with pytest.raises(PlanFitError, match=r"no line of \[parameters\] places 'weight'"):
+        sw.distribute_module(nn.Linear(4, 4), on, path)
+    with pytest.raises(PlanFitError, match=r"its line 'down.bias' of \[parameters\] fits nothing"):
+        sw.distribute_module(nn.ReLU(), on, path)
+    with pytest.raises(PlanMeshError, match="is for a mesh of tp 2, and this mesh has dp 2"):
+        sw.distribute_module(MLP(), mesh((2,), ("dp",)), path)
+    assert decided.in_force.decisions is None
+
+
+def test_a_plan_for_another_module_or_mesh_is_refused(two_ranks, planned, tmp_path):
+    planned.save(tmp_path / "mlp.plan")
+    two_ranks.run(other_module, str(tmp_path / "mlp.plan"))
+
+
+def test_parameters_are_fixed():
+    with pytest.raises(PlanError, match="the placements of parameters cannot be chosen yet"):
+        sw.plan(mlp, (2,), fixed=())
+
+
+def test_a_program_without_ops_on_the_mesh_is_refused():
+    with pytest.raises(PlanError, match="the program ran no op on a mesh"):
+        sw.plan(lambda _mesh: None, (2,))
+
+
+def test_two_layouts_of_one_name_are_refused():
+    def program(on):
+        a, b = (nn.Linear(4, 4, bias=False) for _ in "ab")
+        sw.distribute_module(a, on, {"weight": [Shard(0)]}, src_data_rank=None)
+        sw.distribute_module(b, on, {"weight": [Shard(1)]}, src_data_rank=None)
+        x = sw.zeros((4, 4), device_mesh=on, placements=[Replicate()])
+        b(a(x)).sum().backward()
+
+    with pytest.raises(PlanError, match="two tensors are called 'weight', and they lie differently"):
+        sw.plan(program, (2,))
+
+
+@pytest.mark.parametrize("wires", [("copper",), ("nvlink", "nvlink")])
+def test_connections_without_figures_are_refused(wires):
+    with pytest.raises(LinksFitError, match="cost redistributions with the connections"):
+        sw.plan(mlp, (2,), wires=wires)
+
+
+def test_a_process_with_a_group_is_refused():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(MeshMismatchError, match="plan a step: this process has a process group"):
+            sw.plan(mlp, (2,))
+    finally:
+        dist.destroy_process_group()
