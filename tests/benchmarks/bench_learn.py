@@ -48,14 +48,15 @@ def learned_step(settings, mesh):
 def kinds(settings, mesh):
     """The steps by kind, and the learned one's figures."""
     plain_first = _first_step(settings, mesh)
-    step, learning, first, losses = learned_step(settings, mesh)
     ids, targets = batch(settings)
+    # Made before decisions are in force: parameters of the same names would follow them.
     runs = {
-        LEARNED: step,
         FREE_KIND: steps(settings, mesh, FREE)[OURS],
         PINNED_KIND: steps(settings, mesh, PINNED)[OURS],
         PLAIN: _plain(settings, mesh, ids, targets),
     }
+    step, learning, first, losses = learned_step(settings, mesh)
+    runs = {LEARNED: step, **runs}
     figures = {
         "seconds to decide": learning.learned.seconds,
         "first step over one without recording": (first - learning.learned.seconds) / plain_first,
