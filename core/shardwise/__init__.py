@@ -11,7 +11,7 @@ from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.rng.generator import manual_seed
-from shardwise.tensor import dcp_state_dicts, optimizer_step
+from shardwise.tensor import dcp_state_dicts, distribute, optimizer_step
 from shardwise.tensor.distribute import distribute_module, distribute_tensor
 from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -63,6 +63,20 @@ __all__ = [
 optimizer_step.install()
 shutdown.install()
 dcp_state_dicts.install()
+
+
+def _learn_if_asked() -> None:
+    """Learn from a program's first ``distribute_module`` on, where the setting ``learn`` is on."""
+    from shardwise.settings import read_settings
+
+    distribute.at_module.remove(_learn_if_asked)
+    if read_settings().learn:
+        from shardwise.steps.learning import learn
+
+        learn()
+
+
+distribute.at_module.append(_learn_if_asked)
 
 
 def override(*rules: "AnyRule") -> "Override":

@@ -15,6 +15,8 @@ SHARDWISE_RANDOM           random              how random ops draw: ``counter``,
 SHARDWISE_PLAIN            plain               plain tensors among operands: ``compare`` (unset), ``replicate`` or
                                                ``refuse``
 SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors at every use
+SHARDWISE_LEARN            learn               on: programs are learned from their first ``distribute_module`` on (see
+                                               ``shardwise.learn``); off (unset): only where they call ``learn``
 ========================== =================== ================================================================
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
@@ -60,6 +62,7 @@ class Settings:
     random: str | None = None
     plain: str = "compare"
     check_ranks: bool = False
+    learn: bool = False
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -204,4 +207,5 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
     "plain": ("plain", _plain_policy, "SHARDWISE_PLAIN"),
     "check-ranks": ("check_ranks", _flag, "SHARDWISE_CHECK_RANKS"),
+    "learn": ("learn", _flag, "SHARDWISE_LEARN"),
 }

@@ -54,6 +54,21 @@ def _diagonal(base: Tensor, value: Tensor, _: int, offset: int = 0, dim1: int = 
     return torch.diagonal_scatter(base, value, offset, dim1, dim2)
 
 
+def _unfold(base: Tensor, value: Tensor, _: int, dimension: int, size: int, step: int) -> Tensor:
+    """Of the windows but the last, what the next one does not overwrite, and what lies between them; then the last."""
+    if size == 0 or base.ndim == 0:
+        return value.reshape(base.shape) if size else base
+    dim = dimension % base.ndim
+    before = value.shape[dim] - 1
+    last = before * step
+    starts = value.narrow(dim, 0, before).narrow(-1, 0, min(size, step)).movedim(-1, dim + 1)
+    if step > size:
+        between = torch.unflatten(base.narrow(dim, 0, last), dim, (before, step)).narrow(dim + 1, size, step - size)
+        starts = torch.cat([starts, between], dim + 1)
+    rest = base.narrow(dim, last + size, base.shape[dim] - last - size)
+    return torch.cat([starts.flatten(dim, dim + 1), value.select(dim, -1).movedim(-1, dim), rest], dim)
+
+
 def _as_dtype(base: Tensor, value: Tensor, _: int, *__: Any) -> Tensor:
     return value.contiguous().view(base.dtype)
 
@@ -87,6 +102,7 @@ UNDO: Mapping[Any, Callable[..., Tensor]] = {
     aten.squeeze.dim: _reshaped,
     aten.squeeze.dims: _reshaped,
     aten.unbind.int: _unbind,
+    aten.unfold.default: _unfold,
     aten.unsqueeze.default: _reshaped,
     aten.view.default: _reshaped,
     aten.view.dtype: _as_dtype,

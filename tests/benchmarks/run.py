@@ -30,11 +30,13 @@ QUICKER = {
     "bench_dispatch": ONE_CALL,
     "bench_growth": ["--calls", "200"],
     "bench_import": ONE_CALL,
+    "bench_learn": [*ONE_CALL, "--layers", "1", "--width", "32", "--context", "16"],
     "bench_memory": ["--calls", "50", "--level-calls", "400"],
     "bench_optim": [*ONE_CALL, "--count", "20"],
     "bench_overlap": ["--size", "64", "--width", "32", "--layers", "2", "--rows", "64"],
     "bench_random": [*ONE_CALL, "--size", "1000"],
     "bench_redistribute": ONE_CALL,
+    "bench_solver": ["--most", "500"],
     "bench_step": [*ONE_CALL, "--mode", "fake", "--mode", "gloo", "--layers", "1", "--width", "32", "--context", "16"],
 }
 """What a run that only shows that the scripts work leaves out."""

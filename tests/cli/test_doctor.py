@@ -150,7 +150,7 @@ def test_broken_settings_fail_and_the_rest_is_checked(fresh, monkeypatch, name, 
         (None, "failed", "does not exist"),
         ("mine", "failed", "is not a file of link figures"),
         ('{"version": 99, "meshes": []}', "failed", "version 99"),
-        ('{"version": 1, "meshes": []}', "ok", "no mesh"),
+        ('{"version": 2, "meshes": []}', "ok", "no mesh"),
     ],
     ids=["missing", "malformed", "newer", "empty"],
 )

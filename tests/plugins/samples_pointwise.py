@@ -37,6 +37,24 @@ def pairs(dtypes, *more, **named):
     return [((made(a, one), made(b, other, 1), *more), named) for (a, b), (one, other) in product(PAIRS, dtypes)]
 
 
+def on_grids(shape, *more, dtype=I32):
+    """Tensors of each shape with the step and the zero point of a grid."""
+    step, zero = torch.full(shape, 0.1), torch.full(shape, 3, dtype=dtype)
+    return [(made(s), step, zero, *more, -8, 7) for s in SHAPES]
+
+
+def by_channel(dtype):
+    """The same with a grid for each channel."""
+    shapes = [(s, axis) for s in SHAPES for axis in range(len(s)) if 0 not in s]
+    return [(made(s), made((s[a],), F32).abs() + 0.1, made((s[a],), I64).to(dtype), a, -8, 7) for s, a in shapes]
+
+
+def grid(channels):
+    """Running extremes, steps and zero points."""
+    zeros = torch.zeros(channels)
+    return zeros - 1, zeros + 1, zeros + 0.1, zeros.to(I32)
+
+
 def integers(*more):
     return [
         *(((made(s, dtype), *more), {}) for s in SHAPES for dtype in (I64, U8)),
@@ -174,6 +192,25 @@ SAMPLES = {
         ((made(s, I64), made(t, I64, 1)), {}) for s in SHAPES for t in ((4,), (2, 3), (0,))
     ],
     aten.isin.Tensor_Scalar: lambda: unary([I64, F32], 2),
+    aten.fake_quantize_per_tensor_affine_cachemask.default: lambda: unary([F32], 0.1, 3, -8, 7),
+    aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default: lambda: [
+        (args, {}) for n in ((1,), ()) for args in on_grids(n, torch.ones(n, dtype=I64))
+    ],
+    aten._fake_quantize_learnable_per_tensor_affine.default: lambda: [(args, {}) for args in on_grids((1,), dtype=F32)],
+    aten.fake_quantize_per_channel_affine_cachemask.default: lambda: [(args, {}) for args in by_channel(I32)],
+    aten._fake_quantize_learnable_per_channel_affine.default: lambda: [(args, {}) for args in by_channel(F32)],
+    aten._fake_quantize_learnable_per_tensor_affine_backward.default: lambda: [
+        ((args[0].cos(), *args), {}) for args in on_grids((1,), dtype=F32)
+    ],
+    aten._fake_quantize_learnable_per_channel_affine_backward.default: lambda: [
+        ((args[0].cos(), *args), {})
+        for args in by_channel(F32)
+        if args[0].ndim > 1  # torch adds up the gradients of all channels where there is no other dim
+    ],
+    aten._fused_moving_avg_obs_fq_helper.default: lambda: [
+        ((made((5, 6)), *(torch.ones(1, dtype=I64),) * 2, *observed, 0.1, -8, 7, axis, by_row), {})
+        for observed, axis, by_row in ((grid(1), -1, False), (grid(5), 0, True), (grid(6), 1, True))
+    ],
     aten.glu.default: lambda: [((made(s), d), {}) for s, d in HALVES],
     aten.glu_backward.default: lambda: [
         ((made(half), made(s, F32, 1), d), {})

@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph
+from shardwise.program.memory_row import MemoryRow
 
 VARIABLES = 8
 STATES = 4
@@ -62,6 +63,28 @@ def all_bytes(graph, row):
     n = len(graph.unary)
     total = sum((along(nbytes, [v], n) for v, nbytes in row.nbytes.items()), np.zeros([1] * n, np.int64))
     return np.broadcast_to(total, graph.sizes)
+
+
+@st.composite
+def limited(draw, most_rows):
+    """A graph with limits from what nobody keeps to what everybody keeps."""
+    graph = draw(cost_graphs(variables=6))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    rows = []
+    for _ in range(draw(st.integers(1, most_rows))):
+        nbytes = {v: rng.integers(0, 50, size=size) for v, size in enumerate(graph.sizes) if rng.random() < 0.8}
+        row = MemoryRow(0, nbytes)
+        most = int(all_bytes(graph, row).max())
+        rows.append(MemoryRow(draw(st.integers(0, most + 1)), nbytes))
+    return graph, rows
+
+
+def least(graph, rows):
+    """The optimum within the rows by brute force, FORBIDDEN where there is none."""
+    costs = all_costs(graph)
+    for row in rows:
+        costs = np.where(all_bytes(graph, row) <= row.limit, costs, FORBIDDEN)
+    return int(costs.min())
 
 
 def chain(n, *, states=10, kinds=40, seed=0):

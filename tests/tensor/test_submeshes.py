@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -109,3 +110,30 @@ def unlike_numbers():
 
 def test_a_number_of_a_slice_must_be_the_same_on_the_whole_mesh(pool):
     pool.run(unlike_numbers)
+
+
+def cached_indices():
+    """As in a module whose cache for the process was filled on another mesh."""
+    index, mask = torch.tensor([3, 0, 3, 1]), torch.tensor([True, False, True, True])
+    table, line = torch.arange(24.0).view(4, 6).requires_grad_(), mesh((4,))
+    everywhere = [Replicate(), Replicate()]
+    here, hidden = (sw.distribute_tensor(t, grid(), everywhere) for t in (index, mask))
+    for layout in ([Shard(0)], [Shard(1)], [Replicate()]):
+        ours = sw.distribute_tensor(table.detach(), line, layout).requires_grad_()
+        for x in (table, ours):
+            at, out = (index, mask) if x is table else (here, hidden)
+            rows = functional.embedding(at, x) + x[at] + torch.where(out[:, None], x, 1.0) + at[:, None]
+            x.grad = None
+            rows.square().sum().backward()
+        torch.testing.assert_close(ours.grad.full_tensor(), table.grad)
+        assert rows.device_mesh == line
+    with pytest.raises(MeshMismatchError):  # a gradient would have to get back to the other mesh
+        ours * sw.distribute_tensor(torch.ones(4, 6), grid(), everywhere)
+    with pytest.raises(MeshMismatchError):  # the other ranks of the line do not have it
+        ours[sw.distribute_tensor(index, grid()["tp"], [Replicate()])]
+    with pytest.raises(MeshMismatchError):
+        ours[sw.distribute_tensor(index, grid(), [Shard(0), Replicate()])]
+
+
+def test_replicated_integers_may_come_from_a_mesh_with_the_same_ranks(pool):
+    pool.run(cached_indices)

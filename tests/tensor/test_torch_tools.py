@@ -210,3 +210,34 @@ def numbers_by_rprop(foreach):
 @pytest.mark.parametrize("foreach", [False, True])
 def test_rprop_of_a_number(pool, foreach):
     pool.run(numbers_by_rprop, foreach)
+
+
+# -- training that is aware of quantization ------------------------------------------------------------------------
+
+
+def trained_quantized(layout):
+    torch.manual_seed(0)
+    weight, rows, step = torch.randn(6, 8), torch.randn(8, 8), torch.full((6,), 0.05)
+    model = torch.nn.Linear(8, 6)
+    if layout is not None:
+        sw.distribute_module(model, mesh((2, 2)), {"weight": layout, "bias": [Replicate(), Replicate()]})
+        rows = sw.distribute_tensor(rows, mesh((2, 2)), [Shard(0), Replicate()])
+    zeros = torch.zeros(6, dtype=torch.int32)
+    rounded = torch.fake_quantize_per_channel_affine(model.weight, step, zeros, 0, -8, 7)
+    out = torch.fake_quantize_per_tensor_affine(functional.linear(rows, rounded, model.bias), 0.1, 0, -128, 127)
+    out = torch.ao.quantization.FusedMovingAvgObsFakeQuantize()(out) * weight[:, 0]
+    out.square().sum().backward()
+    return whole(out), whole(model.weight.grad), whole(model.bias.grad)
+
+
+def fake_quantization():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = trained_quantized(None)
+        for layout in ([Replicate(), Shard(0)], [Shard(1), Shard(0)]):
+            for found, value in zip(trained_quantized(layout), wanted, strict=True):
+                torch.testing.assert_close(found, value)
+
+
+def test_training_that_is_aware_of_quantization(pool):
+    pool.run(fake_quantization)

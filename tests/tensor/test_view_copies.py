@@ -58,6 +58,22 @@ def view_of_a_view(x):
     return window
 
 
+def windows(x):
+    x.unfold(0, 2, 3)[1] = 4.0
+    x.unfold(1, 2, 2)[:, :, 1].neg_()
+    x.unfold(0, 8, 1).add_(1)
+    x.unfold(1, 2, 4).unfold(0, 4, 4)[0, 1].mul_(2)
+    return x.unfold(0, 3, 3)
+
+
+def windows_that_overlap(x):
+    windows = x.unfold(0, 4, 2)
+    windows.select(-1, 0).add_(1)
+    windows.fill_(5.0)
+    windows.select(-1, 3).neg_()
+    return windows
+
+
 def both_ways(x):
     flat = x.flatten()
     part = flat.unflatten(0, (2, 24))[1]
@@ -227,6 +243,8 @@ PROGRAMS = [
     row,
     rows,
     element_of_a_flat_view,
+    windows,
+    windows_that_overlap,
     read_after_a_write_to_the_base,
     view_of_a_view,
     both_ways,
@@ -258,6 +276,21 @@ def runs(program):
         whole, x = values(), sw.distribute_tensor(values(), mesh((dist.get_world_size(),)), layout)
         equal(program(x), program(whole))
         equal(x, whole)
+
+
+def write_a_row_of_windows_that_overlap():
+    """What is written to one window belongs to its neighbours, too, which share no memory with the copy."""
+    for dim in (0, 1):
+        x = sw.distribute_tensor(values(), mesh((2,)), [Shard(dim)])
+        windows = x.unfold(1 - dim, 3, 1)
+        row = windows.select(dim, 1)
+        with pytest.raises(InPlaceError, match="share memory"):
+            row.select(0, 1).zero_()
+        equal(x, values())
+
+
+def test_a_row_of_windows_that_overlap_cannot_be_written_where_it_moved(two_ranks):
+    two_ranks.run(write_a_row_of_windows_that_overlap)
 
 
 def write_a_negative_view():
@@ -294,6 +327,12 @@ def written_flat(x):
     return (y**2).sum()
 
 
+def written_windows(x):
+    y = x * 1
+    y.unfold(0, 4, 4)[1].mul_(3)
+    return (y**2).sum()
+
+
 def written_base(x):
     y = x * 1
     view = y.view(6, 8)
@@ -317,7 +356,9 @@ def differentiates(program):
         equal(x.grad, whole.grad)
 
 
-@pytest.mark.parametrize("program", [written_rows, written_flat, written_base, written_view], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "program", [written_rows, written_flat, written_windows, written_base, written_view], ids=lambda p: p.__name__
+)
 def test_gradients_go_through_written_views(two_ranks, program):
     two_ranks.run(differentiates, program)
 

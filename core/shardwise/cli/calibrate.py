@@ -175,6 +175,8 @@ def _figure_table(calibration: Calibration) -> Table:
             table.add_row(*head, kind, *figures, end_section=i == len(KINDS) - 1)
     local = (f"{links.local_start * 1e6:.1f}", "", f"{links.memory_bandwidth / 1e9:.2f}")
     table.add_row("local", "", "", "copy", *local)
+    table.add_row("local", "", "", "in its caches", "", "", f"{links.cache_bandwidth / 1e9:.2f}")
+    table.add_row("local", "", "", f"product, {links.flops / 1e9:,.0f} Gflop/s", "", "", "")
     return table
 
 

@@ -61,9 +61,12 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
     decision = decisions.find(schema, _tags(schema), layouts)
     strategy = None if decision is None else _strategy(rule, schema, call, decision)
     if decision is None or strategy is None:
-        in_force.unknown += 1
-        if in_force.on_unknown is not None:
-            in_force.on_unknown(schema)
+        # A call without a tag among its operands is outside of the step: it makes an input, for example.
+        tags = _tags(schema)
+        if any(tag is not None for tag in tags) and (decision is not None or not decisions.leaves(schema, tags)):
+            in_force.unknown += 1
+            if in_force.on_unknown is not None:
+                in_force.on_unknown(schema)
         return None
     in_force.known += 1
     return strategy, decision
@@ -99,10 +102,11 @@ def _agrees(row: Sequence[Any], decided_on: Sequence[Any], metas: Sequence[Any])
     return all(b is None or a == b or meta is None for a, b, meta in zip(row, decided_on, metas, strict=True))
 
 
-def tagged(schema: OpSchema, results: Sequence[TensorSpec | None]) -> Sequence[TensorSpec | None]:
-    """The specs of results with the tags by which later calls are known."""
+def tagged(rule: AnyRule, schema: OpSchema, results: Sequence[TensorSpec | None]) -> Sequence[TensorSpec | None]:
+    """The specs of results with the tags by which later calls are known. What no decision is about makes inputs."""
     decisions = in_force.decisions
-    if decisions is None or schema.is_symbolic:
+    is_open = isinstance(rule, Rule) and not rule.zip_lists and not schema.is_symbolic
+    if decisions is None or not is_open or any(r.reseats for r in schema.signature.results):
         return results
     tags = _tags(schema)
     declared = [r for r in schema.signature.results if r.is_tensor]

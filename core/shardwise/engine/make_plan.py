@@ -100,7 +100,7 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
         for src, dst in zip(schema.specs, targets, strict=True)
     ]
     lowering = entry.rule.lowering if any(s.lowered for s in chosen) else None
-    results = tagged(schema, _marked_copies(schema, inputs, results, lowering is not None))
+    results = tagged(entry.rule, schema, _marked_copies(schema, inputs, results, lowering is not None))
     described.check(inputs)
     if schema.signature.draws:
         agree_on_generator(schema.mesh)

@@ -1,8 +1,9 @@
 """Calls whose operands lie on several meshes, as parameters on different slices of one mesh do.
 
 Ops over lists run once per mesh. A replicated number (a tensor without dims: a norm, a step size) may come from another
-mesh: it is the same number on every rank of its own, and the ranks of the call's mesh compare theirs. Any other mix is
-refused.
+mesh: it is the same number on every rank of its own, and the ranks of the call's mesh compare theirs. So may replicated
+integers and booleans (an index, a mask, which modules keep in a cache for the process) from a mesh that has all ranks
+of the call's: there is nothing to compare, and no gradient that would have to get back. Any other mix is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shardwise.kernel.spec import TensorSpec
 __all__ = ["Lists", "compared", "mesh_of", "on_one_mesh", "only_mesh", "plan_of_lists"]
 
 
-# -- numbers from another mesh -----------------------------------------------------------------------------------------
+# -- what comes from another mesh --------------------------------------------------------------------------------------
 
 
 def only_mesh(cls: Any, values: Sequence[Any]) -> Mesh | None:
@@ -45,20 +46,23 @@ def only_mesh(cls: Any, values: Sequence[Any]) -> Mesh | None:
 
 
 def mesh_of(cls: Any, values: Sequence[Any]) -> Mesh | None:
-    """The mesh on which a call runs: that of its first operand that is not a replicated number."""
+    """The mesh on which a call runs: that of its first operand that cannot come from another mesh."""
     tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
     specs = [t._spec for t in tensors if isinstance(t, cls)]
-    return next((s.mesh for s in (*(s for s in specs if not _is_number(s)), *specs)), None)
+    bound = [s for s in specs if not _is_number(s)]
+    return next((s.mesh for s in (*(s for s in bound if not _is_index(s)), *bound, *specs)), None)
 
 
 def on_one_mesh(cls: Any, op: Op, values: Sequence[Any], mesh: Mesh) -> list[Any]:
-    """The arguments with a spec on ``mesh`` in place of each replicated number of another mesh that is not written."""
+    """The arguments with a spec on ``mesh`` in place of each that may come from another mesh and is not written."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             parts = [moved(part) for part in value]
             return value if all(map(is_, parts, value)) else parts
-        if not isinstance(value, cls) or value._spec.mesh == mesh or not _is_number(value._spec):
+        if not isinstance(value, cls) or value._spec.mesh == mesh:
+            return value
+        if not _is_number(value._spec) and not (_is_index(value._spec) and _has_all_ranks(value._spec.mesh, mesh)):
             return value
         return TensorSpec(mesh, (REPLICATE,) * mesh.ndim, value._spec.tensor_meta)
 
@@ -86,7 +90,7 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
     mesh = plan.schema.mesh
     if not isinstance(value, cls) or value._spec.mesh == mesh:
         return move
-    if set(mesh.mesh.flatten().tolist()) <= set(value._spec.mesh.mesh.flatten().tolist()):  # type: ignore[union-attr]
+    if _has_all_ranks(value._spec.mesh, mesh):
         return move
     name = op_name(plan.schema.op)
 
@@ -114,6 +118,17 @@ def _bits(number: torch.Tensor) -> torch.Tensor:
 
 def _is_number(spec: TensorSpec) -> bool:
     return spec.ndim == 0 and spec.is_replicated
+
+
+def _is_index(spec: TensorSpec) -> bool:
+    dtype = spec.tensor_meta.dtype
+    return spec.is_replicated and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _has_all_ranks(larger: Any, mesh: Any) -> bool:
+    if larger.device_type != mesh.device_type:
+        return False
+    return set(mesh.mesh.flatten().tolist()) <= set(larger.mesh.flatten().tolist())
 
 
 def _is_tensor(kind: Kind) -> bool:

@@ -55,6 +55,14 @@ class _MovedView:
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(self.op),
             )
+        if _may_overlap(self.base):
+            raise InPlaceError(
+                asked=f"write to the result of {op_name(self.op)} in place",
+                found="its base was redistributed for it, and elements of the base share memory, so that a write would "
+                "have to reach several of them",
+                do="Write to the tensor whose view the base is, or clone() the base first.",
+                op=op_name(self.op),
+            )
 
     def write(self, copy: Any) -> None:
         assert self.undo is not None
@@ -113,6 +121,16 @@ def link_view(base: Any, view: Any) -> None:
         # A view of a view is one of the copy itself: a tensor may be turned in place any number of times.
         copy = source.copy if isinstance(source, _ViewOfCopy) else _alias(type(view), base)
         tie(view._local_tensor, _ViewOfCopy(copy))
+
+
+def _may_overlap(tensor: Any) -> bool:
+    """Whether two elements of a tensor may lie in one place, as those of windows that overlap."""
+    extent = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= extent:
+            return True
+        extent += (size - 1) * stride
+    return False
 
 
 def _alias(cls: Any, tensor: Any) -> Any:

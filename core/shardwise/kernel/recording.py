@@ -19,8 +19,8 @@ class Recorder(Protocol):
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
 
-    def kept(self, gradient: Any) -> None:
-        """A gradient that already has the layout of its leaf."""
+    def accumulated(self, gradient: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

@@ -93,7 +93,7 @@ class Links:
 
     A :class:`Link` in place of a :class:`Connection` has the figures of every kind. ``whole`` has the figures of the
     group of all ranks, if they were measured. That group may be slower than its mesh dims, because ranks share cores or
-    network adapters. ``flops`` are floating-point operations per second of one rank, in a large product. An op reads and
+    network adapters. ``flops`` are floating-point operations per second of one rank in a large product. An op reads and
     writes its first ``cache_bytes`` with ``cache_bandwidth``.
     """
 

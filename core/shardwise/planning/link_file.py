@@ -20,7 +20,7 @@ from shardwise.planning.cost import KINDS, Connection, Link, Links
 
 __all__ = ["Calibration", "ENVIRONMENT", "Site", "chosen_file", "default_file", "links_for", "parse", "show", "store"]
 
-VERSION = 1
+VERSION = 2
 ENVIRONMENT = "SHARDWISE_LINKS"
 """The environment variable that names the file; ``off`` for none."""
 
@@ -146,7 +146,8 @@ def _read_entry(entry: Mapping[str, Any]) -> Calibration:
         [dim["hosts"] for dim in dims],
         entry["hosts"],
     )
-    links = Links(connections, local["start"], local["bandwidth"], whole)
+    work = {name: local[name] for name in ("flops", "cache_bytes", "cache_bandwidth")}
+    links = Links(connections, local["start"], local["bandwidth"], whole, **work)
     return Calibration(site, links, entry["torch"], entry["date"])
 
 
@@ -174,7 +175,13 @@ def show(calibrations: Iterable[Calibration]) -> str:
                 "hosts": site.total_hosts,
                 "torch": calibration.torch,
                 "date": calibration.date,
-                "local": {"start": links.local_start, "bandwidth": links.memory_bandwidth},
+                "local": {
+                    "start": links.local_start,
+                    "bandwidth": links.memory_bandwidth,
+                    "flops": links.flops,
+                    "cache_bytes": links.cache_bytes,
+                    "cache_bandwidth": links.cache_bandwidth,
+                },
                 "mesh_dims": mesh_dims,
                 "whole": None if links.whole is None else asdict(links.whole),
             }

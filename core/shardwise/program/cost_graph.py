@@ -6,11 +6,11 @@ depend on the order of their terms.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import numpy as np
-from attrs import frozen
+from attrs import field, frozen
 from numpy.typing import NDArray
 
 from shardwise.program.errors import CostGraphError
@@ -32,6 +32,14 @@ def _checked(costs: Costs, shape: tuple[int, ...] | None, name: str) -> None:
         raise CostGraphError(f"{name} has costs from {costs.min()} to {costs.max()}. They are 0 to FORBIDDEN")
 
 
+def _unary(each: Iterable[Costs]) -> tuple[Costs, ...]:
+    return tuple(each)
+
+
+def _pairs(each: Iterable[tuple[int, int, Costs]]) -> tuple[tuple[int, int, Costs], ...]:
+    return tuple(each)
+
+
 @frozen(eq=False)
 class CostGraph:
     """Variables with states, a cost per state, and costs per pair of states; whole numbers (picoseconds), int64.
@@ -41,8 +49,8 @@ class CostGraph:
     their work once. The arrays must not change afterwards.
     """
 
-    unary: tuple[Costs, ...]
-    pairs: tuple[tuple[int, int, Costs], ...]
+    unary: tuple[Costs, ...] = field(converter=_unary)
+    pairs: tuple[tuple[int, int, Costs], ...] = field(converter=_pairs)
 
     def __attrs_post_init__(self) -> None:
         seen = set()

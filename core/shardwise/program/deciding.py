@@ -29,10 +29,15 @@ def decide(problem: StepProblem, assignment: Assignment, depth: int = DEPTH) -> 
     tags = problem.graph.tags(depth)
     exact: dict[int, dict[Decision, list[int]]] = {}
     loose: dict[int, dict[Decision, list[int]]] = {}
-    for place, call in enumerate(problem.graph.calls):
-        if problem.choices[place].problem is None:
-            continue
+    left: set[int] = set()
+    for call in problem.graph.dead:
         of = [None if t is None else tags[t] for t in call.operands]
+        left.update(call_digest(call.schema, of, sizes=sizes) for sizes in (True, False))
+    for place, call in enumerate(problem.graph.calls):
+        of = [None if t is None else tags[t] for t in call.operands]
+        if problem.choices[place].problem is None:
+            left.update(call_digest(call.schema, of, sizes=sizes) for sizes in (True, False))
+            continue
         decision = decision_of(problem, assignment, place)
         for table, sizes in ((exact, True), (loose, False)):
             table.setdefault(call_digest(call.schema, of, sizes=sizes), {}).setdefault(decision, []).append(place)
@@ -48,4 +53,4 @@ def decide(problem: StepProblem, assignment: Assignment, depth: int = DEPTH) -> 
 
     shape = tuple(problem.graph.mesh.shape)
     with_sizes, without = ({digest: ranked(by) for digest, by in table.items()} for table in (exact, loose))
-    return Decisions(shape, with_sizes, without, depth), torn
+    return Decisions(shape, with_sizes, without, depth, frozenset(left)), torn

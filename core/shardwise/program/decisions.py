@@ -51,6 +51,15 @@ class Decisions:
     exact: Mapping[int, tuple[Decision, ...]]
     loose: Mapping[int, tuple[Decision, ...]] = field(factory=dict)
     depth: int = DEPTH
+    #: Digests of calls that were recorded and left as they are: there is nothing to decide about them.
+    left: frozenset[int] = frozenset()
+
+    def leaves(self, schema: OpSchema, tags: Sequence[Tag | None]) -> bool:
+        """Whether a call without a decision was recorded."""
+        return any(
+            (digest := call_digest(schema, tags, sizes=sizes)) in self.left or digest in known
+            for sizes, known in ((True, self.exact), (False, self.loose))
+        )
 
     def find(self, schema: OpSchema, tags: Sequence[Tag | None], layouts: Layouts) -> Decision | None:
         """The decision about a call whose operands have these tags and layouts.
@@ -65,6 +74,13 @@ class Decisions:
                 return decision
         is_view = any(r.alias is not None and not r.written for r in schema.signature.results)
         return known[0] if known and not is_view else None
+
+    def updated(self, later: Decisions) -> Decisions:
+        """These decisions and later ones, which win. Tags of another depth are not comparable: then the later alone."""
+        if (later.mesh_shape, later.depth) != (self.mesh_shape, self.depth):
+            return later
+        exact, loose = {**self.exact, **later.exact}, {**self.loose, **later.loose}
+        return Decisions(self.mesh_shape, exact, loose, self.depth, self.left | later.left)
 
     def __len__(self) -> int:
         return sum(map(len, self.exact.values()))
@@ -89,6 +105,7 @@ class Decisions:
             "depth": self.depth,
             "exact": table(self.exact),
             "loose": table(self.loose),
+            "left": [f"{digest:016x}" for digest in sorted(self.left)],
         }
 
     @classmethod
@@ -112,7 +129,8 @@ class Decisions:
                 }
 
             mesh, depth = tuple(map(int, data["mesh"])), int(data["depth"])
-            return cls(mesh, table(data["exact"]), table(data["loose"]), depth)
+            left = frozenset(int(digest, 16) for digest in data["left"])
+            return cls(mesh, table(data["exact"]), table(data["loose"]), depth, left)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShardingError(
                 asked="read decisions",

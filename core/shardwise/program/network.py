@@ -9,7 +9,7 @@ from attrs import frozen
 from shardwise.program.array_cache import ArrayCache
 from shardwise.program.cost_graph import CostGraph, Costs
 
-__all__ = ["Network"]
+__all__ = ["Network", "merged_tables"]
 
 
 @frozen(eq=False)
@@ -25,12 +25,9 @@ class Network:
     def of(cls, graph: CostGraph, cache: ArrayCache | None = None) -> Network:
         cache = cache or ArrayCache()
         unary = {v: cache.interned(costs) for v, costs in enumerate(graph.unary)}
+        tables = merged_tables(graph, cache)
         neighbours: dict[int, set[int]] = {v: set() for v in unary}
-        tables: dict[tuple[int, int], Costs] = {}
-        for u, v, given in graph.pairs:
-            costs = given if u < v else cache.transposed(given)
-            pair = (u, v) if u < v else (v, u)
-            tables[pair] = cache.added(tables[pair], costs) if pair in tables else costs
+        for u, v in tables:
             neighbours[u].add(v)
             neighbours[v].add(u)
         # A single state is no choice, and its elimination would tie all its neighbours together.
@@ -47,7 +44,8 @@ class Network:
         """
         cache = self.cache
         unary = {v: costs for v, costs in self.unary.items() if v not in states}
-        neighbours = {v: self.neighbours[v] - states.keys() for v in unary}
+        gone = set(states)
+        neighbours = {v: self.neighbours[v] - gone for v in unary}
         for u in sorted(states):
             for v in sorted(self.neighbours[u]):
                 if v in unary:
@@ -61,6 +59,11 @@ class Network:
     @property
     def sizes(self) -> dict[int, int]:
         return {v: len(costs) for v, costs in self.unary.items()}
+
+    def cost(self, states: Mapping[int, int]) -> int:
+        """The sum of the costs of what is left."""
+        total = sum(int(costs[states[v]]) for v, costs in self.unary.items())
+        return total + sum(int(costs[states[u], states[v]]) for (u, v), costs in self.tables.items())
 
     def eliminated(self, order: Sequence[int]) -> dict[int, int]:
         """The optimal states, by eliminating the variables in an order.
@@ -101,3 +104,14 @@ class Network:
         for v, others, choice in reversed(records):
             states[v] = int(choice[tuple(states[u] for u in others)])
         return states
+
+
+def merged_tables(graph: CostGraph, cache: ArrayCache | None = None) -> dict[tuple[int, int], Costs]:
+    """The costs of pairs, by (u, v) with u < v; those of parallel pairs are added."""
+    cache = cache or ArrayCache()
+    tables: dict[tuple[int, int], Costs] = {}
+    for u, v, given in graph.pairs:
+        costs = given if u < v else cache.transposed(given)
+        pair = (u, v) if u < v else (v, u)
+        tables[pair] = cache.added(tables[pair], costs) if pair in tables else costs
+    return tables

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
@@ -82,6 +82,8 @@ class StepGraph:
     tensors: tuple[TensorNode, ...]
     sinks: tuple[Sink, ...]
     written: frozenset[int]
+    #: Calls that nobody needs: planning leaves them as they are.
+    dead: tuple[CallNode, ...] = ()
     #: Tensor that an explicit redistribution made -> the tensor that it was.
     moved: dict[int, int] = field(factory=dict)
 
@@ -107,19 +109,21 @@ class StepGraph:
         """The same step without calls whose results nobody uses and that write nothing: planning probes such calls."""
         wanted = {sink.tensor for sink in self.sinks}
         alive: list[CallNode] = []
+        dead: list[CallNode] = []
         for call in reversed(self.calls):
             results = [t for t in call.results if t is not None]
             if call.schema.written or any(t in wanted for t in results):
                 alive.append(call)
                 wanted.update(t for t in call.operands if t is not None)
                 wanted.update(self.moved[t] for t in call.operands if t in self.moved)
-        calls = tuple(reversed(alive))
-        return StepGraph(self.mesh, calls, self.tensors, self.sinks, self.written, self.moved)
+            else:
+                dead.append(call)
+        return evolve(self, calls=tuple(reversed(alive)), dead=tuple(reversed(dead)))
 
     def tags(self, depth: int = DEPTH) -> list[Tag | None]:
         """The tag of every tensor, as a run by decisions gives them."""
         tags: list[Tag | None] = [None] * len(self.tensors)
-        made = {t: (call, i) for call in self.calls for i, t in enumerate(call.results) if t is not None}
+        made = {t: (call, i) for call in (*self.calls, *self.dead) for i, t in enumerate(call.results) if t is not None}
         for node in self.tensors:
             if node.number in self.moved:
                 tags[node.number] = tags[self.moved[node.number]]

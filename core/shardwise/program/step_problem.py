@@ -16,6 +16,7 @@ from typing import Any
 
 from attrs import define, field
 
+from shardwise.errors import PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
 from shardwise.kernel.spec import TensorSpec
@@ -85,6 +86,9 @@ class StepProblem:
         rows = []
         for call, choices in zip(self.graph.calls, self.choices, strict=True):
             ran = rows_that_ran(call, mesh_shape)
+            if choices.problem is None:  # one row per mesh dim, the one that ran
+                rows.append(list(range(len(mesh_shape))))
+                continue
             places = [(row.inputs, row.outputs) for row in choices.rows]
             rows.append([places.index((row.inputs, row.outputs)) for row in ran])
         assignment = Assignment(rows, {})
@@ -149,7 +153,10 @@ class StepProblem:
 
     def _path_cost(self, spec: TensorSpec, src: Places, dst: Places) -> float:
         shape = spec.mesh_shape
-        ends = spec.with_placements(as_placements(src, shape)), spec.with_placements(as_placements(dst, shape))
+        try:
+            ends = spec.with_placements(as_placements(src, shape)), spec.with_placements(as_placements(dst, shape))
+        except PlacementError:  # a strided shard that other mesh dims leave no room for
+            return math.inf
         if is_strided((*src, *dst)):
             return path_cost(*ends)
         graph = graph_of(spec, self._links)

@@ -17,6 +17,12 @@ from shardwise.program.step_problem import Assignment, StepProblem, placed
 __all__ = ["MeshDimProblem", "solve_step"]
 
 
+_MOST_ENTRIES = 500_000
+"""Entries of the largest table of an exact solution. Chains of layers need less. A U-Net, whose skips keep many tensors
+alive, would need 3e7 and five times as long for the same cost; beyond the limit variables are fixed in turns.
+"""
+
+
 def solve_step(problem: StepProblem, starts: Iterable[Assignment], rounds: int = 8) -> Assignment:
     """The best assignment found by descent over the mesh dims from each start. It is no worse than any of them.
 
@@ -73,7 +79,7 @@ class MeshDimProblem:
         graph, m = self.cost_graph(), self.m
         start = [rows.index(held[m]) for rows, held in zip(self.rows, self.held.rows, strict=True)]
         start += [states.index(self.held.rests[t][m]) for t, states in self.states.items()]
-        solved, _, _ = solve(graph, start=start)
+        solved, _, _ = solve(graph, _MOST_ENTRIES, start)
         better = self.held.copy()
         for chosen, rows, state in zip(better.rows, self.rows, solved, strict=False):
             chosen[m] = rows[state]

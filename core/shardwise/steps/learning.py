@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -36,6 +36,11 @@ __all__ = ["Learned", "Learning", "decide_step", "learn"]
 
 _log = logging.getLogger(__name__)
 
+#: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
+_DEPTHS = (DEPTH, 6, 8)
+#: The part of calls that may be unknown before the next step is recorded, and how often that may happen.
+_MANY, _MOST_ROUNDS = 0.05, 8
+
 
 @frozen
 class Learned:
@@ -55,13 +60,16 @@ class Learned:
         )
 
 
-def decide_step(graph: StepGraph, depth: int = DEPTH) -> Learned:
+def decide_step(graph: StepGraph) -> Learned:
     """Decide for a recorded step. It is arithmetic alone: every rank with the same graph gets the same decisions."""
     begin = time.perf_counter()
     problem = StepProblem(graph, WorkCosts(graph))
     recorded = problem.as_recorded()
     best = solve_step(problem, [recorded])
-    decisions, torn = decide(problem, best, depth)
+    for depth in _DEPTHS:
+        decisions, torn = decide(problem, best, depth)
+        if not torn:
+            break
     if torn:
         _log.info("%d keys have calls with different decisions; each takes the most frequent one", len(torn))
     seconds = time.perf_counter() - begin
@@ -70,25 +78,33 @@ def decide_step(graph: StepGraph, depth: int = DEPTH) -> Learned:
 
 @define(eq=False)
 class Learning:
-    """Learning that is on, from the first call after :func:`learn` until it is closed."""
+    """Learning that is on, from the first call after :func:`learn` until it is closed.
+
+    A step after which many calls turn out to be unknown (another branch, other shapes) has the next one recorded, too.
+    """
 
     learned: Learned | None = field(default=None, init=False)
+    rounds: int = field(default=0, init=False)
+    """How many steps were recorded and decided on."""
     _recording: Recording | None = field(default=None, init=False)
     _running: ExitStack = field(factory=ExitStack, init=False)
     _hooks: list[Any] = field(factory=list, init=False)
+    _unknown: int = field(default=0, init=False)
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""
-        self._recording = Recording()
-        self._running.enter_context(self._recording.running())
         self._hooks = [
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
         ]
+        self._record()
 
     def close(self) -> None:
         """Choose op by op again. Every rank must call this at the same point of the program."""
         self._stop_recording()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         if self.learned is not None and in_force.decisions is self.learned.decisions:
             use_decisions(None)
 
@@ -98,32 +114,42 @@ class Learning:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _record(self) -> None:
+        self._recording = Recording()
+        self._running.enter_context(self._recording.running())
+
+    def _stop_recording(self) -> Recording | None:
+        self._running.close()
+        recording, self._recording = self._recording, None
+        return recording
+
     def _step_begins(self, *_: Any) -> None:
         # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.
         self._running.close()
 
     def _step_ended(self, *_: Any) -> None:
-        recording = self._recording
-        self._stop_recording()
-        if recording is not None and recording.calls:
-            self._decide(recording)
-
-    def _stop_recording(self) -> None:
-        self._running.close()
-        self._recording = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        recording = self._stop_recording()
+        if recording is not None:
+            if recording.calls:
+                self._decide(recording)
+        elif self.learned is not None and in_force.decisions is self.learned.decisions:
+            fresh, self._unknown = in_force.unknown - self._unknown, in_force.unknown
+            if fresh > _MANY * len(self.learned.decisions) and self.rounds < _MOST_ROUNDS:
+                self._record()
 
     def _decide(self, recording: Recording) -> None:
         if len(recording.meshes) > 1:
             _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
             return
         with outside_modes(), torch.no_grad():
-            self.learned = _decided_by_all(recording)
-            recording.tag_leaves(self.learned.decisions.depth)
-            use_decisions(self.learned.decisions)
-        _log.info("learned the program: %s", self.learned)
+            learned = _decided_by_all(recording)
+            if self.learned is not None:
+                learned = evolve(learned, decisions=self.learned.decisions.updated(learned.decisions))
+            recording.tag_leaves(learned.decisions.depth)
+            use_decisions(learned.decisions)
+        self.learned, self._unknown = learned, 0
+        self.rounds += 1
+        _log.info("learned the program: %s", learned)
 
 
 def _decided_by_all(recording: Recording) -> Learned:

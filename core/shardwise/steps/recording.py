@@ -68,7 +68,7 @@ class Recording:
             tuple(self._tensors),
             tuple(self._sinks),
             frozenset(self._written),
-            dict(self._moved),
+            moved=dict(self._moved),
         )
         return whole.without_dead_calls()
 
@@ -93,7 +93,7 @@ class Recording:
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
         plan, self._plan = self._plan, None
-        if plan is None or plan.schema.op is not op:
+        if plan is None or plan.schema.op is not op or plan.schema.is_symbolic:
             return
         schema = plan.schema
         operands: list[int | None] = []
@@ -143,13 +143,18 @@ class Recording:
         assert before is not None
         # In a run by decisions the source may lie elsewhere, and then the result is another tensor, also where it is
         # the same one here.
-        after = self._new(result, None, None)
+        after = self._new(result, None, before)
         self._moved[after] = before
         self._sinks.append(Sink(before, _layout(result._spec)))
 
-    def kept(self, gradient: Any) -> None:
-        """A gradient that already has the layout of its leaf."""
-        self.redistributed(gradient, gradient)
+    def accumulated(self, gradient: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
+        t = self._operand(gradient, gradient._spec)
+        assert t is not None
+        # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
+        self._written.add(self._tensors[t].root)
+        if is_placed:
+            self.redistributed(gradient, gradient)
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

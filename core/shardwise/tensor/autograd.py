@@ -129,23 +129,19 @@ _requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-de
 
 
 def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
-    result = _redistributed(tensor, target, steps, async_op)
-    if recording.recorder is not None:
-        recording.recorder.redistributed(tensor, result)
-    return result
-
-
-def _redistributed(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bool) -> Any:
     local = fresh(tensor._local_tensor) if tensor._spec.is_copy else tensor._local_tensor
     if steps is None:
         # The layout stays the same and so does the memory: to autograd the result is a view.
-        same = wrap(alias(local), target)
+        result = wrap(alias(local), target)
         if tensor._spec.is_copy:
-            link_view(tensor, same)
-        return same
-    if async_op and steps.start is not None and not is_recorded(local):
-        return waiting(steps.start(local).keep(tensor, local), target, local.device)
-    return wrap(steps.run(local), target)
+            link_view(tensor, result)
+    elif async_op and steps.start is not None and not is_recorded(local):
+        result = waiting(steps.start(local).keep(tensor, local), target, local.device)
+    else:
+        result = wrap(steps.run(local), target)
+    if recording.recorder is not None:
+        recording.recorder.redistributed(tensor, result)
+    return result
 
 
 # -- out and in --------------------------------------------------------------------------------------------------
@@ -359,9 +355,10 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
         if grad is None:
             return None
         own = getattr(grad, "_spec", None)
-        if own is spec or (own is not None and own.tag is not None and own.untagged is spec.untagged):
-            if recording.recorder is not None:
-                recording.recorder.kept(grad)
+        is_placed = own is spec or (own is not None and own.tag is not None and own.placements == spec.placements)
+        if recording.recorder is not None and own is not None:
+            recording.recorder.accumulated(grad, is_placed)
+        if is_placed:
             return None
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
             return None

@@ -36,6 +36,9 @@ __all__ = ["distribute_module", "distribute_tensor"]
 Places = Sequence[Placement] | Mapping[str, Placement]
 PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
 
+at_module: list[Callable[[], None]] = []
+"""Called when a module has been distributed: what stands above this package and wants to know."""
+
 
 # -- tensors -----------------------------------------------------------------------------------------------------
 
@@ -127,6 +130,8 @@ def distribute_module(
             )
     _replace_tensors(module, mesh, patterns, src_data_rank)
     enter_in_forward(module, mesh)
+    for tell in tuple(at_module):
+        tell()
     if input_fn is not None:
         before = _with_module(input_fn)
         module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))

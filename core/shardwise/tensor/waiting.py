@@ -29,6 +29,7 @@ from shardwise.kernel.results import views, wrap
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import memory_order
+from shardwise.private_torch.dispatch import support_foreach
 from shardwise.private_torch.ops import is_composite
 
 __all__ = ["Source", "source_of", "waiting"]
@@ -126,6 +127,8 @@ def _waiting_form() -> tuple[type, Any]:
                     return view
             return dispatch(func, args, kwargs)
 
+    # Gradients that wait must be clipped like others: optimizers and clipping ask for the exact class.
+    support_foreach(Waiting)
     return Waiting, slot
 
 

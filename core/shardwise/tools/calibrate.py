@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial as bound
 from pathlib import Path
+from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.group import Group
@@ -21,6 +22,7 @@ from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.planning.cost import default_links
 from shardwise.planning.link_file import Calibration, chosen_file, default_file, store
 from shardwise.planning.path import Path as LayoutPath
 from shardwise.planning.path import shortest_path
@@ -60,7 +62,8 @@ def calibrate(
     """Measure a mesh, and use the figures for its costs from now on. Every rank of the mesh must call this.
 
     Takes seconds. Each kind of collective is timed over each mesh dim alone and over all of them, as it is executed,
-    with tensors of up to ``largest`` bytes. All ranks get the same figures. Plans that were made before do not change.
+    with tensors of up to ``largest`` bytes; so are local copies, a product and a sum. All ranks get the same figures.
+    Plans that were made before do not change.
     With ``save`` the mesh's first rank writes the figures to ``path``, by default the file that is read from then on
     (docs/cost-model.md); ``tell(done, total)`` is called with the progress.
 
@@ -79,7 +82,7 @@ def calibrate(
     probes = [probe for nbytes in sizes for probe in _probes(mesh, nbytes)]
     times = time_together(mesh, [probe.run for probe in probes], rounds, tell)
     collectives, copies = _points(probes, times, ground)
-    links = fit_links(tuple(mesh.shape), collectives, copies)
+    links = evolve(fit_links(tuple(mesh.shape), collectives, copies), **_work(mesh, rounds))
     calibration = Calibration(ground.site, links, ground.facts["torch"], ground.facts["date"])
     agree_to(mesh, links)
     if save:
@@ -151,6 +154,20 @@ def _collectives(group: Group, nbytes: int, device_type: str) -> Iterator[Probe]
     # Twice the bytes: the reduced pieces are gathered again. A redistribution does not change its input.
     yield Probe("all_reduce", dims, 2 * (n - 1) * piece_bytes, lambda: group.all_reduce_(pieces.clone(), "sum"))
     yield Probe("all_to_all", dims, received, lambda: group.all_to_all(pieces))
+
+
+def _work(mesh: DeviceMesh, rounds: int) -> dict[str, Any]:
+    """What a rank computes, and how fast it reads and writes what its caches hold, while the others do the same."""
+    side = 512 if mesh.device_type == "cpu" else 4096
+    square = torch.ones(side, side, device=mesh.device_type)
+    cache_bytes = default_links(mesh).cache_bytes
+    small = torch.ones(max(cache_bytes // 64, 1 << 18), device=mesh.device_type)
+    product, total = time_together(mesh, [lambda: square @ square, lambda: small + small], rounds)
+    return {
+        "flops": 2.0 * side**3 / product,
+        "cache_bytes": cache_bytes,
+        "cache_bandwidth": 3.0 * small.nbytes / total,
+    }
 
 
 # -- predicted and measured ------------------------------------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""Learning: from the second step on a program runs by decisions for the whole step, and its numbers stay."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import DP_TP, MLP, MLP_CASES, SAMPLE, TIGHT, TRANSFORMER_CASES, ConvNet, Transformer, floats, ids
+from torch import nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.comm.events import observe
+from shardwise.engine import decided
+from shardwise.errors import RankDisagreementError
+from shardwise.testing import mesh
+
+STEPS = 5
+
+
+def train(model, x, target, after_step=lambda: None):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x), target)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.detach())
+        after_step()
+    return losses, list(model.parameters())
+
+
+def compare(make, x, target, mesh_of, partition, data, hook=None):
+    """Train a model that is learned beside one device; returns what was learned, and the collectives of each step."""
+    m = mesh(*mesh_of)
+    torch.manual_seed(0)
+    reference = make().double()
+    spread = make().double()
+    spread.load_state_dict(reference.state_dict())
+    losses, parameters = train(reference, x, target)
+    sw.distribute_module(spread, m, partition)
+    if hook is not None:
+        hook(spread)
+    placements = [p.placements for p in spread.parameters()]
+    x, target = sw.distribute_tensor(x, m, data), sw.distribute_tensor(target, m, data[: m.ndim])
+    counts, sent = [0], Counter()
+
+    def saw(event):
+        sent[len(counts) - 1] += 1
+
+    with sw.learn() as learning, observe(saw):
+        ours, own = train(spread, x, target, lambda: counts.append(0))
+        learned, known = learning.learned, decided.in_force.known
+    assert decided.in_force.decisions is None
+    torch.testing.assert_close([loss.full_tensor() for loss in ours], losses, **TIGHT)
+    torch.testing.assert_close([p.detach().full_tensor() for p in own], [p.detach() for p in parameters], **TIGHT)
+    assert [p.placements for p in own] == placements
+    assert [p.grad.placements for p in own] == placements
+    return {
+        "before": learned.before,
+        "after": learned.after,
+        "torn": learned.torn,
+        "known": known,
+        "rounds": learning.rounds,
+        "sent": [sent[step] for step in range(STEPS)],
+    }
+
+
+def is_cheaper(learned):
+    # Gradients that wait for a collective take other ops than those that do not: a small program is learned twice.
+    assert learned["rounds"] <= 2
+    assert learned["after"] <= learned["before"]
+    assert learned["known"] > 0
+    assert learned["sent"][-1] == learned["sent"][-2] < learned["sent"][0]
+
+
+# The other layouts are for .ci/run's sample.
+EVERYDAY = ("data and tensor 2x2",)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in EVERYDAY else SAMPLE) for case in MLP_CASES],
+)
+def test_a_learned_mlp_trains_as_on_one_device(pool, case):
+    mesh_of, partition, data = MLP_CASES[case]
+    is_cheaper(pool.run(compare, MLP, floats(7, 6), ids(5, 7), mesh_of, partition, data)[0])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in EVERYDAY else SAMPLE) for case in TRANSFORMER_CASES],
+)
+def test_a_learned_transformer_trains_as_on_one_device(pool, case):
+    mesh_of, partition, data, hook = TRANSFORMER_CASES[case]
+    learned = pool.run(compare, Transformer, ids(12, 7, 6), ids(12, 7, 6), mesh_of, partition, data, hook)[0]
+    is_cheaper(learned)
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_learned_convolutional_net_trains_as_on_one_device(pool):
+    partition = {"first.*": {"tp": Shard(0)}, "second.*": {"tp": Shard(0)}}
+    data = [Shard(0), Replicate()]
+    is_cheaper(pool.run(compare, ConvNet, floats(5, 3, 8, 8), ids(5, 5), DP_TP, partition, data)[0])
+
+
+# -- programs that change ----------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+        self.other = nn.Linear(6, 5)
+
+    def forward(self, x, branch):
+        return self.other(x).tanh() if branch else self.second(torch.relu(self.first(x)))
+
+
+def branching(learns):
+    """Losses of steps whose branch and batch change, on the mesh or on one device."""
+    torch.manual_seed(0)
+    model = Branches().double()
+    m = mesh((2,)) if learns else None
+    if m is not None:
+        sw.distribute_module(model, m, {"first.*": [Shard(0)], "second.weight": [Shard(1)], "other.weight": [Shard(0)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, rounds = [], 0
+    learning = sw.learn() if learns else None
+    for step in range(10):
+        x, target = floats(8 + step % 3, 6), ids(5, 8 + step % 3)
+        if m is not None:
+            x, target = (sw.distribute_tensor(t, m, [Shard(0)]) for t in (x, target))
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(x, step % 4 == 3), target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    if learning is not None:
+        losses, rounds = [loss.full_tensor() for loss in losses], learning.rounds
+        learning.close()
+    return losses, rounds
+
+
+def test_another_branch_and_other_batches_are_learned_too(two_ranks):
+    expected, _ = branching(False)
+    for losses, rounds in two_ranks.run(branching, True):
+        torch.testing.assert_close(losses, expected, **TIGHT)
+        assert rounds > 1
+
+
+def parting():
+    """Rank 1 runs one more call than rank 0 in the step that is recorded."""
+    m = mesh((2,))
+    model = nn.Linear(4, 4)
+    sw.distribute_module(model, m, {"weight": [Shard(0)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with sw.learn():
+        loss = model(sw.distribute_tensor(torch.ones(2, 4), m, [Replicate()])).square().sum()
+        if dist.get_rank() == 1:
+            loss = loss * 1.0
+        loss.backward()
+        try:
+            optimizer.step()
+        except RankDisagreementError as error:
+            return str(error)
+    return "nothing was raised"
+
+
+def test_ranks_that_ran_different_calls_all_raise(two_ranks):
+    messages = two_ranks.run(parting)
+    assert all("the ranks of the mesh ran different calls" in message for message in messages)
+    assert "aten.mul" in messages[1]
+
+
+def turned_off():
+    m = mesh((2,))
+    model = nn.Linear(4, 4)
+    sw.distribute_module(model, m, {"weight": [Shard(0)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    learning = sw.learn()
+    sw.learn(False)
+    model(sw.distribute_tensor(torch.ones(2, 4), m, [Replicate()])).sum().backward()
+    optimizer.step()
+    return learning.learned
+
+
+def test_learning_can_be_turned_off(two_ranks):
+    assert two_ranks.run(turned_off) == [None, None]

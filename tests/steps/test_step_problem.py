@@ -1,0 +1,199 @@
+"""The problem of a step: it says what a recorded step sends, and its solution is the best of all assignments."""
+
+from collections import Counter
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_training import MLP, TENSOR, Transformer, floats, ids
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.comm.events import observe
+from shardwise.engine.decided import use_decisions
+from shardwise.engine.shutdown import let_go
+from shardwise.program.step_problem import StepProblem
+from shardwise.program.step_solution import solve_step
+from shardwise.steps.costs import WorkCosts
+from shardwise.steps.learning import decide_step
+from shardwise.steps.recording import Recording
+from shardwise.steps.sent import sent_by
+
+
+@contextmanager
+def fake_mesh(*shape):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=torch.Size(shape).numel())
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    finally:
+        use_decisions(None)
+        let_go()
+        dist.destroy_process_group()
+
+
+def observed(run):
+    """The collectives of a run, by kind, mesh dims and bytes."""
+    sent = Counter()
+
+    def saw(event):
+        sent[event.kind, event.mesh_dims, event.nbytes] += 1
+
+    with observe(saw):
+        run()
+    return sent
+
+
+def predicted(problem, assignment, costs):
+    sent = Counter()
+    for one, times in sent_by(problem, assignment, costs).items():
+        sent[one.kind, one.mesh_dims, one.nbytes] += times
+    return sent
+
+
+def recorded(run):
+    """What a run sends, and its problem with its costs of calls."""
+    recording = Recording()
+    with recording.running():
+        sent = observed(run)
+    graph = recording.graph()
+    costs = WorkCosts(graph)
+    return sent, StepProblem(graph, costs), costs, recording
+
+
+def step_of(model, x, target):
+    def run():
+        model.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), target)
+        loss.backward()
+
+    return run
+
+
+CASES = {
+    "an mlp on (4,)": ((4,), MLP, {"up.*": [Shard(0)], "down.weight": [Shard(1)]}, [Replicate()], (8, 6), 5),
+    "an mlp on 2x2": ((2, 2), MLP, {"up.*": {"tp": Shard(0)}}, [Shard(0), Replicate()], (8, 6), 5),
+    "a transformer on (4,)": (
+        (4,),
+        Transformer,
+        {k: list(v.values()) for k, v in TENSOR.items()},
+        [Replicate()],
+        None,
+        12,
+    ),
+    "a transformer on 2x2": ((2, 2), Transformer, TENSOR, [Shard(0), Replicate()], None, 12),
+}
+
+
+def step_in(mesh, case):
+    _, make, partition, data, shape, classes = CASES[case]
+    model = make().double()
+    sw.distribute_module(model, mesh, partition, src_data_rank=None)
+    x = ids(classes, 4, 6) if shape is None else floats(*shape)
+    target = ids(classes, 4, 6) if shape is None else ids(classes, shape[0])
+    x, target = (sw.distribute_tensor(t, mesh, data, src_data_rank=None) for t in (x, target))
+    return step_of(model, x, target)
+
+
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+EVERYDAY = ("an mlp on 2x2", "a transformer on (4,)")
+SOME_CASES = [pytest.param(case, marks=() if case in EVERYDAY else SAMPLE) for case in CASES]
+SOME_SEEDS = [0, *(pytest.param(seed, marks=SAMPLE) for seed in range(1, 4))]
+
+
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_the_recorded_choices_send_what_was_sent(case):
+    with fake_mesh(*CASES[case][0]) as mesh:
+        sent, problem, costs, _ = recorded(step_in(mesh, case))
+        assert predicted(problem, problem.as_recorded(), costs) == sent
+
+
+@pytest.mark.parametrize("case", SOME_CASES)
+def test_a_step_by_decisions_sends_what_was_predicted(case):
+    with fake_mesh(*CASES[case][0]) as mesh:
+        step = step_in(mesh, case)
+        _, problem, costs, recording = recorded(step)
+        best = solve_step(problem, [problem.as_recorded()])
+        learned = decide_step(problem.graph)
+        recording.tag_leaves(learned.decisions.depth)
+        use_decisions(learned.decisions)
+        sent = observed(step)
+        assert learned.torn == 0
+        assert sent == predicted(problem, best, costs)
+
+
+def test_two_recordings_give_the_same_decisions():
+    fingerprints = []
+    for _ in range(2):
+        with fake_mesh(2, 2) as mesh:
+            _, problem, _, _ = recorded(step_in(mesh, "a transformer on 2x2"))
+            fingerprints.append(decide_step(problem.graph).decisions.fingerprint)
+    assert fingerprints[0] == fingerprints[1]
+
+
+# -- brute force -------------------------------------------------------------------------------------------------
+
+
+def chain(mesh, seed):
+    """A few calls with a tensor that is used twice, on tensors of odd sizes and layouts."""
+    generator = torch.Generator().manual_seed(seed)
+    placements = [Replicate(), Shard(0), Shard(1)]
+
+    def tensor(*shape):
+        at = [placements[int(torch.randint(3, (), generator=generator))] for _ in range(mesh.ndim)]
+        return sw.distribute_tensor(torch.ones(*shape), mesh, at, src_data_rank=None)
+
+    x, w, v = tensor(6, 8), tensor(8, 4), tensor(4, 8)
+
+    def run():
+        hidden = x @ w
+        (torch.relu(hidden) @ v).redistribute(placements=x.placements)
+        hidden.sum(0).redistribute(placements=[Replicate()] * mesh.ndim)
+
+    return run
+
+
+def every_assignment(problem):
+    """All rows of all calls and all layouts of tensors that rest."""
+    start = problem.as_recorded()
+    shape = tuple(problem.graph.mesh.shape)
+    per_call = []
+    for choices in problem.choices:
+        combinations = product(*(choices.legal[m] for m in range(len(shape))))
+        per_call.append([list(rows) for rows in combinations if choices.allows(rows)])
+    layouts = {}
+    for t in sorted(problem.resting):
+        ndim = problem.graph.tensors[t].spec.ndim
+        one = [Replicate(), *(Shard(d) for d in range(ndim)), sw.Partial()]
+        layouts[t] = list(product(one, repeat=len(shape)))
+    for rows in product(*per_call):
+        for rests in product(*layouts.values()):
+            candidate = start.copy()
+            candidate.rows = [list(r) for r in rows]
+            candidate.rests = dict(zip(layouts, rests, strict=True))
+            yield candidate
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_the_solution_is_the_best_of_all_assignments(seed):
+    with fake_mesh(4) as mesh:
+        _, problem, _, _ = recorded(chain(mesh, seed))
+        best = solve_step(problem, [problem.as_recorded()])
+        assert best.cost == min(problem.cost(candidate) for candidate in every_assignment(problem))
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_no_change_on_one_mesh_dim_improves_the_solution(seed):
+    with fake_mesh(2, 2) as mesh:
+        _, problem, _, _ = recorded(chain(mesh, seed))
+        best = solve_step(problem, [problem.as_recorded()])
+        for m in range(2):
+            for place, choices in enumerate(problem.choices):
+                for r in choices.legal[m]:
+                    changed = best.copy()
+                    changed.rows[place][m] = r
+                    assert not choices.allows(changed.rows[place]) or problem.cost(changed) >= best.cost
