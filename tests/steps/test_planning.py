@@ -69,6 +69,15 @@ def test_the_rehearsal_issues_what_was_predicted(program, shape, names):
     assert in_force.decisions is None
 
 
+def test_a_view_of_a_moved_operand_makes_the_strided_shard_that_was_decided():
+    """At real sizes the head's gradient is sharded before the view that flattens it, and only then."""
+    sizes = {"layers": 1, "width": 4288, "heads": 32, "context": 4096, "batch": 128}
+    wires = ("infiniband", "nvlink", "infiniband")
+    planned = sw.plan(partial(SMALL, **sizes), (8, 16, 8), ("pod", "tp", "dp"), wires=wires)
+    assert planned.differences == ()
+    assert planned.rehearsal.memory.kept < planned.recorded.memory.kept / 2
+
+
 def test_it_says_how_far_it_is_and_how_long_it_took():
     told = []
     planned = sw.plan(mlp, (2,), tell=lambda phase, ops: told.append((phase, ops)))

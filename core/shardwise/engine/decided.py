@@ -11,6 +11,7 @@ from attrs import define, field
 
 from shardwise.comm.redistribute import runner
 from shardwise.kernel.dispatcher import drop_plans
+from shardwise.kernel.placements import Placement, is_strided
 from shardwise.kernel.rule import AnyRule, Rule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call
@@ -60,6 +61,10 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
     layouts = tuple(None if spec is None else in_whole(spec.placements, spec.mesh_shape) for spec in schema.specs)
     decision = decisions.find(schema, _tags(schema), layouts)
     strategy = None if decision is None else _strategy(rule, schema, call, decision)
+    if decision is not None and strategy is None and is_strided(_all_placements(decision.outputs)):
+        # The factors of a strided result come from the operands as they are after their moves.
+        moved = _as_used(schema, decision)
+        strategy = None if moved is None else _strategy(rule, moved, call, decision)
     if decision is None or strategy is None:
         # A call without a tag among its operands is outside of the step: it makes an input, for example.
         tags = _tags(schema)
@@ -70,6 +75,22 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
         return None
     in_force.known += 1
     return strategy, decision
+
+
+def _all_placements(layouts: Sequence[Places | None]) -> list[Placement]:
+    return [p for places in layouts if places is not None for p in places]
+
+
+def _as_used(schema: OpSchema, decision: Decision) -> OpSchema | None:
+    """The call with its operands moved as decided; None where one must stay where it is."""
+    if len(decision.inputs) != len(schema.specs):
+        return None
+    specs = [
+        None if spec is None or places is None else spec.with_placements(as_placements(places, spec.mesh_shape))
+        for spec, places in zip(schema.specs, decision.inputs, strict=True)
+    ]
+    stays = (*schema.written, *schema.fixed)
+    return schema.with_specs(specs) if all(specs[i] == schema.specs[i] for i in stays) else None
 
 
 def _strategy(rule: Rule, schema: OpSchema, call: Call, decision: Decision) -> PlacementStrategy | None:
