@@ -20,12 +20,12 @@ __all__ = ["FORBIDDEN", "CostGraph", "Costs"]
 Costs: TypeAlias = NDArray[np.int64]
 
 FORBIDDEN = 1 << 50
-"""The cost of what is not legal: 1,126 seconds in picoseconds. 8,191 such costs add up without an overflow."""
+"""The cost of what is not legal: 13 days in nanoseconds. 8,191 such costs add up without an overflow."""
 
 
 def _checked(costs: Costs, shape: tuple[int, ...] | None, name: str) -> None:
     if costs.dtype != np.int64:
-        raise CostGraphError(f"{name} is {costs.dtype}. Costs are int64, whole picoseconds")
+        raise CostGraphError(f"{name} is {costs.dtype}. Costs are int64, whole nanoseconds")
     if costs.size == 0 or (shape is not None and costs.shape != shape):
         raise CostGraphError(f"{name} has shape {costs.shape}. It needs {shape or 'at least one state'}")
     if costs.min() < 0 or costs.max() > FORBIDDEN:
@@ -42,7 +42,7 @@ def _pairs(each: Iterable[tuple[int, int, Costs]]) -> tuple[tuple[int, int, Cost
 
 @frozen(eq=False)
 class CostGraph:
-    """Variables with states, a cost per state, and costs per pair of states; whole numbers (picoseconds), int64.
+    """Variables with states, a cost per state, and costs per pair of states; whole numbers (nanoseconds), int64.
 
     ``unary`` has an array [states] per variable. ``pairs`` has (u, v, array [states of u, states of v]) with u != v;
     several pairs of the same two variables are added. Equal arrays should be the same object: the solvers then do

@@ -13,7 +13,7 @@ from shardwise.program.amounts import milliseconds
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.plan_file import Line, starred
 from shardwise.program.step_graph import Places
-from shardwise.program.step_problem import PICOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
 
 __all__ = ["lines_of"]
 
@@ -45,7 +45,7 @@ def _merged(lines: Iterator[tuple[Line, str, int | None]]) -> tuple[Line, ...]:
 def _reason(why: str, gain: int | None) -> str:
     if gain is None:
         return why
-    return f"{milliseconds(gain / PICOSECONDS)} cheaper than {why}" if gain > 0 else f"as cheap as {why}"
+    return f"{milliseconds(gain / NANOSECONDS)} cheaper than {why}" if gain > 0 else f"as cheap as {why}"
 
 
 @define
@@ -112,7 +112,7 @@ class _Lines:
         return f"taking it as {left}", best - self._cost(place, rows)
 
     def _cost(self, place: int, rows: list[int]) -> int:
-        """Picoseconds of a call under rows, with the moves to it and from it to where its results are used."""
+        """Nanoseconds of a call under rows, with the moves to it and from it to where its results are used."""
         problem = self.problem
         held = self.assignment.rows[place]
         self.assignment.rows[place] = rows

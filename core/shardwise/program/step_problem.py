@@ -5,7 +5,7 @@ states are layouts: there it *rests*, moved once by whoever makes it. Any other 
 makes it to the row that uses it. The problem is solved for one mesh dim at a time, with the joint costs of all mesh
 dims and the others held as they are (:mod:`shardwise.program.step_solution`).
 
-All costs are whole picoseconds, so that sums are exact and equal on every machine.
+All costs are whole nanoseconds, so that sums are exact and equal on every machine.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shardwise.program.step_rows import Choices, RowTable, as_placements, in_who
 
 __all__ = ["Assignment", "StepProblem", "placed"]
 
-PICOSECONDS = 1e12
-_MOVE = 1_000
-"""Added to each move, a nanosecond: among equals the plan with fewer collectives wins."""
+NANOSECONDS = 1e9
+_MOVE = 1
+"""Added to each move: among equals the plan with fewer collectives wins."""
 
 
 @define(eq=False)
@@ -139,7 +139,7 @@ class StepProblem:
     # -- costs ---------------------------------------------------------------------------------------------------
 
     def move(self, tensor: int, src: Places, dst: Places) -> int:
-        """Picoseconds from one layout of a tensor to another."""
+        """Nanoseconds from one layout of a tensor to another."""
         if src == dst:
             return 0
         spec = self.graph.tensors[tensor].spec
@@ -147,7 +147,7 @@ class StepProblem:
         cost = self._moves.get(key)
         if cost is None:
             seconds = math.inf if _strides_anew(src, dst) else self._path_cost(spec.untagged, src, dst)
-            cost = FORBIDDEN if math.isinf(seconds) else round(seconds * PICOSECONDS) + _MOVE
+            cost = FORBIDDEN if math.isinf(seconds) else round(seconds * NANOSECONDS) + _MOVE
             self._moves[key] = cost
         return cost
 
@@ -166,17 +166,17 @@ class StepProblem:
         return search.lower
 
     def own_cost(self, place: int, rows: Sequence[int]) -> int:
-        """Picoseconds of a call for its work and what its lowering sends."""
+        """Nanoseconds of a call for its work and what its lowering sends."""
         choices = self.choices[place]
         key = (id(choices), tuple(rows))
         cost = self._own.get(key)
         if cost is None:
             seconds = self.call_costs(self.graph.calls[place], choices, [choices.rows[r] for r in rows])
-            cost = self._own[key] = round(seconds * PICOSECONDS)
+            cost = self._own[key] = round(seconds * NANOSECONDS)
         return cost
 
     def end_cost(self, tensor: int, layout: Places) -> int:
-        """Picoseconds from a tensor's layout to its sinks."""
+        """Nanoseconds from a tensor's layout to its sinks."""
         total = 0
         for sink in self.graph.ends.get(tensor, ()):
             if sink.stays:
@@ -186,7 +186,7 @@ class StepProblem:
         return min(total, FORBIDDEN)
 
     def cost(self, assignment: Assignment) -> int:
-        """Picoseconds of the step under an assignment."""
+        """Nanoseconds of the step under an assignment."""
         total = 0
         for place, call in enumerate(self.graph.calls):
             total += self.own_cost(place, assignment.rows[place])
@@ -202,7 +202,7 @@ class StepProblem:
         return min(total, FORBIDDEN)
 
     def operand_cost(self, place: int, operand: int, src: Places, dst: Places) -> int:
-        """Picoseconds to bring an operand to a call; forbidden for one that must stay where it is."""
+        """Nanoseconds to bring an operand to a call; forbidden for one that must stay where it is."""
         call = self.graph.calls[place]
         t = call.operands[operand]
         assert t is not None

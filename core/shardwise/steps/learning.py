@@ -26,7 +26,7 @@ from shardwise.private_torch.tracing import outside_modes
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
-from shardwise.program.step_problem import StepProblem
+from shardwise.program.step_problem import NANOSECONDS, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.agreement import agree_on_recording
 from shardwise.steps.costs import WorkCosts
@@ -73,7 +73,9 @@ def decide_step(graph: StepGraph) -> Learned:
     if torn:
         _log.info("%d keys have calls with different decisions; each takes the most frequent one", len(torn))
     seconds = time.perf_counter() - begin
-    return Learned(decisions, recorded.cost / 1e12, best.cost / 1e12, len(graph.calls), len(torn), seconds)
+    return Learned(
+        decisions, recorded.cost / NANOSECONDS, best.cost / NANOSECONDS, len(graph.calls), len(torn), seconds
+    )
 
 
 @define(eq=False)
@@ -99,12 +101,16 @@ class Learning:
         ]
         self._record()
 
-    def close(self) -> None:
-        """Choose op by op again. Every rank must call this at the same point of the program."""
+    def freeze(self) -> None:
+        """Keep the decisions, and record no more steps. Every rank must call this at the same point of the program."""
         self._stop_recording()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def close(self) -> None:
+        """Choose op by op again. Every rank must call this at the same point of the program."""
+        self.freeze()
         if self.learned is not None and in_force.decisions is self.learned.decisions:
             use_decisions(None)
 

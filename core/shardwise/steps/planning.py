@@ -34,7 +34,7 @@ from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_
 from shardwise.program.plan_lines import lines_of
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_plan import StepPlan
-from shardwise.program.step_problem import PICOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
@@ -178,11 +178,11 @@ def _planned(
     predicted = _predicted(problem, best, costs)
     differences = tuple(_differences(predicted, uses_of(rehearsal)))
     times.append(time.perf_counter())
-    recorded_cost = None if today.cost >= FORBIDDEN else today.cost / PICOSECONDS
+    recorded_cost = None if today.cost >= FORBIDDEN else today.cost / NANOSECONDS
     return Planned(
         file=_file(name, wires, step, problem, best, rehearsal, recorded_cost, differences),
         decisions=decisions,
-        cost=best.cost / PICOSECONDS,
+        cost=best.cost / NANOSECONDS,
         recorded_cost=recorded_cost,
         recorded=recorded,
         rehearsal=rehearsal,
@@ -342,7 +342,7 @@ def _file(
     rests, moves = lines_of(problem, best, rehearsal.mesh_names)
     memory = rehearsal.memory
     predicted: dict[str, str | float | int] = {
-        "step_ms": round(best.cost / PICOSECONDS * 1e3, 6),
+        "step_ms": round(best.cost / NANOSECONDS * 1e3, 6),
         "model_state": size_text(memory.parameters + memory.buffers + memory.gradients + memory.optimizer),
         "kept": size_text(memory.kept),
         "peak": size_text(memory.peak),
