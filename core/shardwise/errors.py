@@ -132,6 +132,10 @@ class RankFailedError(ShardingError):
     """
 
 
+class NoPlanError(ShardingError):
+    """No legal choice for all calls of a step together was found. Each call alone may have one."""
+
+
 # -- rules and plugins -----------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """Learning: from the second step on a program runs by decisions for the whole step, and its numbers stay."""
 
+import warnings
 from collections import Counter
 
 import pytest
@@ -13,7 +14,8 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine import decided
-from shardwise.errors import RankDisagreementError
+from shardwise.errors import NoPlanError, RankDisagreementError
+from shardwise.steps import learning
 from shardwise.testing import mesh
 
 STEPS = 5
@@ -51,9 +53,9 @@ def compare(make, x, target, mesh_of, partition, data, hook=None):
     def saw(event):
         sent[len(counts) - 1] += 1
 
-    with sw.learn() as learning, observe(saw):
+    with sw.learn() as learned_here, observe(saw):
         ours, own = train(spread, x, target, lambda: counts.append(0))
-        learned, known = learning.learned, decided.in_force.known
+        learned, known = learned_here.learned, decided.in_force.known
     assert decided.in_force.decisions is None
     torch.testing.assert_close([loss.full_tensor() for loss in ours], losses, **TIGHT)
     torch.testing.assert_close([p.detach().full_tensor() for p in own], [p.detach() for p in parameters], **TIGHT)
@@ -64,7 +66,7 @@ def compare(make, x, target, mesh_of, partition, data, hook=None):
         "after": learned.after,
         "torn": learned.torn,
         "known": known,
-        "rounds": learning.rounds,
+        "rounds": learned_here.rounds,
         "sent": [sent[step] for step in range(STEPS)],
     }
 
@@ -130,7 +132,7 @@ def branching(learns):
         sw.distribute_module(model, m, {"first.*": [Shard(0)], "second.weight": [Shard(1)], "other.weight": [Shard(0)]})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, rounds = [], 0
-    learning = sw.learn() if learns else None
+    here = sw.learn() if learns else None
     for step in range(10):
         x, target = floats(8 + step % 3, 6), ids(5, 8 + step % 3)
         if m is not None:
@@ -140,9 +142,9 @@ def branching(learns):
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    if learning is not None:
-        losses, rounds = [loss.full_tensor() for loss in losses], learning.rounds
-        learning.close()
+    if here is not None:
+        losses, rounds = [loss.full_tensor() for loss in losses], here.rounds
+        here.close()
     return losses, rounds
 
 
@@ -177,16 +179,46 @@ def test_ranks_that_ran_different_calls_all_raise(two_ranks):
     assert "aten.mul" in messages[1]
 
 
+def without_a_plan():
+    """Learn a program on ranks of which the first finds no plan; the warnings, and whether decisions are in force."""
+    m = mesh((2,))
+    model = nn.Linear(4, 4)
+    sw.distribute_module(model, m, {"weight": [Shard(0)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    real = learning.solve_step
+
+    def failing(problem, starts):
+        raise NoPlanError(asked="plan", found="nothing", do="wait.")
+
+    learning.solve_step = failing
+    try:
+        with sw.learn(), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(sw.distribute_tensor(torch.ones(2, 4), m, [Replicate()])).sum().backward()
+                optimizer.step()
+            return [str(warning.message) for warning in caught], decided.in_force.decisions
+    finally:
+        learning.solve_step = real
+
+
+def test_a_program_without_a_plan_goes_on_with_a_warning(two_ranks):
+    for messages, decisions in two_ranks.run(without_a_plan):
+        assert decisions is None
+        assert "NoPlanError: plan" in messages[0]
+        assert "goes on as before" in messages[0]
+
+
 def turned_off():
     m = mesh((2,))
     model = nn.Linear(4, 4)
     sw.distribute_module(model, m, {"weight": [Shard(0)]})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    learning = sw.learn()
+    here = sw.learn()
     sw.learn(False)
     model(sw.distribute_tensor(torch.ones(2, 4), m, [Replicate()])).sum().backward()
     optimizer.step()
-    return learning.learned
+    return here.learned
 
 
 def test_learning_can_be_turned_off(two_ranks):

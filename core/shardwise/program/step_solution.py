@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from attrs import define, field
 
+from shardwise.errors import NoPlanError
 from shardwise.kernel.placements import Partial, Placement
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph, Costs
 from shardwise.program.elimination import solve
@@ -25,6 +26,8 @@ alive, would need 3e7 and five times as long for the same cost; beyond the limit
 
 def solve_step(problem: StepProblem, starts: Iterable[Assignment], rounds: int = 8) -> Assignment:
     """The best assignment found by descent over the mesh dims from each start. It is no worse than any of them.
+
+    Raises :class:`NoPlanError` where it is not legal.
 
     There is at least one start. Equal matrices are shared by all slices, so a later round costs less than the first.
     """
@@ -44,6 +47,13 @@ def solve_step(problem: StepProblem, starts: Iterable[Assignment], rounds: int =
             best = current
     problem.forget_searches()
     assert best is not None, "there is at least one start"
+    if best.cost >= FORBIDDEN:
+        raise NoPlanError(
+            asked=f"decide for the {len(problem.graph.calls)} calls of a step together",
+            found="in every combination that was found, some call writes a tensor that would have to move, or a step "
+            "takes more than 13 days by the cost model",
+            do="Run the program without a plan. For a mesh that is not at hand, give its connections (wires).",
+        )
     return best
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from contextlib import ExitStack
 from typing import Any, Self
 
@@ -19,10 +20,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import ShardingError
+from shardwise.errors import NoPlanError
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.tags import DEPTH
 from shardwise.private_torch.tracing import outside_modes
+from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
@@ -65,7 +67,9 @@ def decide_step(graph: StepGraph) -> Learned:
     begin = time.perf_counter()
     problem = StepProblem(graph, WorkCosts(graph))
     recorded = problem.as_recorded()
-    best = solve_step(problem, [recorded])
+    # What was chosen op by op may move a tensor that is written later, which a plan does not allow itself.
+    starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
+    best = solve_step(problem, starts)
     for depth in _DEPTHS:
         decisions, torn = decide(problem, best, depth)
         if not torn:
@@ -148,7 +152,11 @@ class Learning:
             _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
             return
         with outside_modes(), torch.no_grad():
-            learned = _decided_by_all(recording)
+            try:
+                learned = _decided_by_all(recording)
+            except NoPlanError as error:
+                warnings.warn(f"{error} The program goes on as before.", stacklevel=2)
+                return
             if self.learned is not None:
                 learned = evolve(learned, decisions=self.learned.decisions.updated(learned.decisions))
             recording.tag_leaves(learned.decisions.depth)
@@ -159,7 +167,7 @@ class Learning:
 
 
 def _decided_by_all(recording: Recording) -> Learned:
-    """Decide on the first rank of the mesh; every rank has its decisions, or raises."""
+    """Decide on the first rank of the mesh; every rank has its decisions, or raises :class:`NoPlanError`."""
     graph = recording.graph()
     mesh: Any = graph.mesh
     if not isinstance(mesh, DeviceMesh) or mesh.size() == 1 or backend_of(mesh) == "fake":
@@ -174,11 +182,11 @@ def _decided_by_all(recording: Recording) -> Learned:
                 "figures": [learned.before, learned.after, learned.calls, learned.torn, learned.seconds],
             }
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one: they must be told
-            _log.exception("the step could not be planned")
+            _log.info("the step could not be planned", exc_info=True)
             told = {"error": f"{type(error).__name__}: {error}"}
     told = from_first(mesh, told)
     if "error" in told:
-        raise ShardingError(
+        raise NoPlanError(
             asked="decide for the whole step that was recorded",
             found=f"the first rank of the mesh failed: {told['error']}",
             do="Run without learn(), and report the program if it is not the rule of a plugin that fails.",
@@ -197,7 +205,8 @@ def learn(enabled: bool = True) -> Learning:
     the collectives; numbers differ by the order of sums only. Every rank must call this at the same point of the
     program. As a context, it ends with the context; ``learn(False)`` ends what is on.
 
-    Raises :class:`RankDisagreementError` on every rank, after the first step, if the ranks ran different calls.
+    Raises :class:`RankDisagreementError` on every rank, after the first step, if the ranks ran different calls. Where
+    no plan is found, every rank warns, and the program goes on as before.
     """
     global _active  # noqa: PLW0603  # one program runs in a process
     if _active is not None:
