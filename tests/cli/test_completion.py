@@ -18,7 +18,7 @@ def words(*typed):
 
 
 def test_commands():
-    assert words("pl") == ["plugins"]
+    assert words("plu") == ["plugins"]
     assert words("plugins", "") == ["check", "list", "show"]
 
 

@@ -34,6 +34,8 @@ class _MovedView:
     index: int
     writes: Writes
     seen: int
+    #: Whether several of its elements are one element of the base, as in windows that overlap.
+    shares: bool
 
     def refresh(self, local: torch.Tensor) -> None:
         if self.base._spec.is_copy:
@@ -52,6 +54,14 @@ class _MovedView:
             raise InPlaceError(
                 asked=f"write to the result of {op_name(self.op)} in place",
                 found="its base was redistributed for it, and nothing says how a write gets back to the base",
+                do="Write to the base itself, or clone() the view first.",
+                op=op_name(self.op),
+            )
+        if self.shares:
+            raise InPlaceError(
+                asked=f"write to the result of {op_name(self.op)} in place",
+                found="its base was redistributed for it, several of its elements are one element of the base, and "
+                "nothing says how a write gets back to that",
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(self.op),
             )
@@ -110,7 +120,9 @@ def link(
             continue
         writes = writes_of(local)
         own = _alias(cls, base)
-        moved = _MovedView(op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count)
+        moved = _MovedView(
+            op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count, _shares(copy)
+        )
         tie(copy._local_tensor, moved)
 
 
@@ -121,6 +133,23 @@ def link_view(base: Any, view: Any) -> None:
         # A view of a view is one of the copy itself: a tensor may be turned in place any number of times.
         copy = source.copy if isinstance(source, _ViewOfCopy) else _alias(type(view), base)
         tie(view._local_tensor, _ViewOfCopy(copy))
+
+
+_MOST_COUNTED = 1 << 16  # elements; a larger view counts as sharing where its strides do not rule it out
+
+
+def _shares(view: Any) -> bool:
+    """Whether elements of a view share memory in its base. On one device torch writes such elements one after the
+    other: ``windows.add_(1)`` adds as often as there are windows over an element.
+    """
+    if not _may_overlap(view):
+        return False
+    if view.numel() > _MOST_COUNTED:
+        return True
+    places = [0]
+    for size, stride in zip(view.shape, view.stride(), strict=True):
+        places = [place + i * stride for place in places for i in range(size)]
+    return len(set(places)) < len(places)
 
 
 def _may_overlap(tensor: Any) -> bool:
