@@ -18,7 +18,7 @@ def words(*typed):
 
 
 def test_commands():
-    assert words("plu") == ["plugins"]
+    assert words("pl") == ["plan", "plugins"]
     assert words("plugins", "") == ["check", "list", "show"]
 
 

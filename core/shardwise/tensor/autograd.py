@@ -354,10 +354,10 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
         # passes None.
         if grad is None:
             return None
-        own = getattr(grad, "_spec", None)
+        own, recorder = getattr(grad, "_spec", None), recording.recorder
         is_placed = own is spec or (own is not None and own.tag is not None and own.placements == spec.placements)
-        if recording.recorder is not None and own is not None:
-            recording.recorder.accumulated(grad, is_placed)
+        if recorder is not None and own is not None:
+            recorder.accumulated(grad, is_placed)
         if is_placed:
             return None
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
