@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ class _MovedView:
     index: int
     writes: Writes
     seen: int
-    #: Whether several of its elements are one element of the base, as in windows that overlap.
-    shares: bool
+    #: Shape and strides that the view would have in the base.
+    form: tuple[Sequence[int], Sequence[int]]
 
     def refresh(self, local: torch.Tensor) -> None:
         if self.base._spec.is_copy:
@@ -57,7 +58,7 @@ class _MovedView:
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(self.op),
             )
-        if self.shares:
+        if _shares(*self.form):
             raise InPlaceError(
                 asked=f"write to the result of {op_name(self.op)} in place",
                 found="its base was redistributed for it, several of its elements are one element of the base, and "
@@ -65,7 +66,7 @@ class _MovedView:
                 do="Write to the base itself, or clone() the view first.",
                 op=op_name(self.op),
             )
-        if _may_overlap(self.base):
+        if _may_overlap(self.base.shape, self.base.stride()):
             raise InPlaceError(
                 asked=f"write to the result of {op_name(self.op)} in place",
                 found="its base was redistributed for it, and elements of the base share memory, so that a write would "
@@ -120,9 +121,8 @@ def link(
             continue
         writes = writes_of(local)
         own = _alias(cls, base)
-        moved = _MovedView(
-            op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count, _shares(copy)
-        )
+        form = copy.shape, copy.stride()
+        moved = _MovedView(op, undo, own, tuple(args[1:]), dict(kwargs or {}), index, writes, writes.count, form)
         tie(copy._local_tensor, moved)
 
 
@@ -138,24 +138,24 @@ def link_view(base: Any, view: Any) -> None:
 _MOST_COUNTED = 1 << 16  # elements; a larger view counts as sharing where its strides do not rule it out
 
 
-def _shares(view: Any) -> bool:
+def _shares(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements of a view share memory in its base. On one device torch writes such elements one after the
     other: ``windows.add_(1)`` adds as often as there are windows over an element.
     """
-    if not _may_overlap(view):
+    if not _may_overlap(shape, strides):
         return False
-    if view.numel() > _MOST_COUNTED:
+    if prod(shape) > _MOST_COUNTED:
         return True
     places = [0]
-    for size, stride in zip(view.shape, view.stride(), strict=True):
+    for size, stride in zip(shape, strides, strict=True):
         places = [place + i * stride for place in places for i in range(size)]
     return len(set(places)) < len(places)
 
 
-def _may_overlap(tensor: Any) -> bool:
+def _may_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a tensor may lie in one place, as those of windows that overlap."""
     extent = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+    for stride, size in sorted(zip(strides, shape, strict=True)):
         if size > 1 and stride <= extent:
             return True
         extent += (size - 1) * stride
