@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from attrs import define, field
+from attrs import define
 
 from shardwise.comm.redistribute import runner
 from shardwise.kernel.dispatcher import drop_plans
@@ -33,8 +33,6 @@ class InForce:
     decisions: Decisions | None = None
     known: int = 0
     unknown: int = 0
-    #: Called with the schema of each call that the decisions do not know.
-    on_unknown: Callable[[OpSchema], None] | None = field(default=None)
 
 
 in_force = InForce()
@@ -70,8 +68,6 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
         tags = _tags(schema)
         if any(tag is not None for tag in tags) and (decision is not None or not decisions.leaves(schema, tags)):
             in_force.unknown += 1
-            if in_force.on_unknown is not None:
-                in_force.on_unknown(schema)
         return None
     in_force.known += 1
     return strategy, decision

@@ -22,64 +22,52 @@ from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import NoPlanError
 from shardwise.kernel.mesh import own_coordinate
-from shardwise.kernel.tags import DEPTH
 from shardwise.private_torch.tracing import outside_modes
-from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
-from shardwise.program.step_problem import NANOSECONDS, StepProblem
-from shardwise.program.step_solution import solve_step
 from shardwise.steps.agreement import agree_on_recording
-from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
+from shardwise.steps.solving import solve_graph
 
 __all__ = ["Learned", "Learning", "decide_step", "learn"]
 
 _log = logging.getLogger(__name__)
 
-#: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
-_DEPTHS = (DEPTH, 6, 8)
 #: The part of calls that may be unknown before the next step is recorded, and how often that may happen.
 _MANY, _MOST_ROUNDS = 0.05, 8
 
 
 @frozen
 class Learned:
-    """What was decided: seconds of a step by the cost model before and after, and what it took."""
+    """What was decided: seconds of a step by the cost model before and after, and what it took.
+
+    ``before`` is None where the choice op by op moves a tensor that a plan must not move.
+    """
 
     decisions: Decisions
-    before: float
+    before: float | None
     after: float
     calls: int
     torn: int
     seconds: float
 
     def __str__(self) -> str:
+        before = "" if self.before is None else f"{self.before * 1e3:.3f} ms a step before, "
         return (
             f"{self.calls} calls, {len(self.decisions)} decisions in {self.seconds:.2f} s: "
-            f"{self.before * 1e3:.3f} ms a step before, {self.after * 1e3:.3f} ms after (by the cost model)"
+            f"{before}{self.after * 1e3:.3f} ms after (by the cost model)"
         )
 
 
 def decide_step(graph: StepGraph) -> Learned:
     """Decide for a recorded step. It is arithmetic alone: every rank with the same graph gets the same decisions."""
     begin = time.perf_counter()
-    problem = StepProblem(graph, WorkCosts(graph))
-    recorded = problem.as_recorded()
-    # What was chosen op by op may move a tensor that is written later, which a plan does not allow itself.
-    starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
-    best = solve_step(problem, starts)
-    for depth in _DEPTHS:
-        decisions, torn = decide(problem, best, depth)
-        if not torn:
-            break
-    if torn:
-        _log.info("%d keys have calls with different decisions; each takes the most frequent one", len(torn))
+    solved = solve_graph(graph)
+    if solved.torn:
+        _log.info("%d keys have calls with different decisions; each takes the most frequent one", solved.torn)
     seconds = time.perf_counter() - begin
-    return Learned(
-        decisions, recorded.cost / NANOSECONDS, best.cost / NANOSECONDS, len(graph.calls), len(torn), seconds
-    )
+    before = solved.recorded_seconds
+    return Learned(solved.decisions, before, solved.seconds, len(graph.calls), solved.torn, seconds)
 
 
 @define(eq=False)

@@ -24,21 +24,18 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import PlanError
 from shardwise.kernel.mesh import Mesh
-from shardwise.kernel.tags import DEPTH
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.amounts import size_text
-from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.deciding import decide
 from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_of
 from shardwise.program.plan_lines import lines_of
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_plan import StepPlan
-from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
-from shardwise.program.step_solution import solve_step
+from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
 from shardwise.steps.sent import sent_by
+from shardwise.steps.solving import Solved, solve_graph
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_of
 from shardwise.tools.program import PHASES
@@ -165,31 +162,26 @@ def _planned(
     del watch
     times.append(time.perf_counter())
     say("solve", 0)
-    costs = WorkCosts(step.graph)
-    problem = StepProblem(step.graph, costs)
-    today = problem.as_recorded()
-    best = solve_step(problem, [today, problem.as_replicated()])
-    decisions, torn = decide(problem, best, DEPTH)
+    solved = solve_graph(step.graph)
     times.append(time.perf_counter())
-    use_decisions(decisions)
+    use_decisions(solved.decisions)
     check = RankWatch(lambda _, ops: say("verify", ops))
     with check.installed():
         rehearsal = follow(program, mesh, check)
-    predicted = _predicted(problem, best, costs)
+    predicted = _predicted(solved.problem, solved.best, solved.costs)
     differences = tuple(_differences(predicted, uses_of(rehearsal)))
     times.append(time.perf_counter())
-    recorded_cost = None if today.cost >= FORBIDDEN else today.cost / NANOSECONDS
     return Planned(
-        file=_file(name, wires, step, problem, best, rehearsal, recorded_cost, differences),
-        decisions=decisions,
-        cost=best.cost / NANOSECONDS,
-        recorded_cost=recorded_cost,
+        file=_file(name, wires, step, solved, rehearsal, differences),
+        decisions=solved.decisions,
+        cost=solved.seconds,
+        recorded_cost=solved.recorded_seconds,
         recorded=recorded,
         rehearsal=rehearsal,
         predicted=predicted,
         differences=differences,
         calls=len(step.graph.calls),
-        torn=len(torn),
+        torn=solved.torn,
         seconds={phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)},
     )
 
@@ -333,29 +325,27 @@ def _file(
     name: str,
     wires: Sequence[str] | None,
     step: _Step,
-    problem: StepProblem,
-    best: Assignment,
+    solved: Solved,
     rehearsal: Rehearsal,
-    recorded_cost: float | None,
     differences: Sequence[Difference],
 ) -> PlanFile:
-    rests, moves = lines_of(problem, best, rehearsal.mesh_names)
+    rests, moves = lines_of(solved.problem, solved.best, rehearsal.mesh_names)
     memory = rehearsal.memory
     predicted: dict[str, str | float | int] = {
-        "step_ms": round(best.cost / NANOSECONDS * 1e3, 6),
+        "step_ms": round(solved.seconds * 1e3, 6),
         "model_state": size_text(memory.parameters + memory.buffers + memory.gradients + memory.optimizer),
         "kept": size_text(memory.kept),
         "peak": size_text(memory.peak),
     }
-    if recorded_cost is not None:
-        predicted["op_by_op_ms"] = round(recorded_cost * 1e3, 6)
+    if solved.recorded_seconds is not None:
+        predicted["op_by_op_ms"] = round(solved.recorded_seconds * 1e3, 6)
     if differences:
         predicted["differences"] = len(differences)
     return PlanFile(
         program=name,
         mesh_names=rehearsal.mesh_names,
         mesh_shape=rehearsal.mesh_shape,
-        figures=_figures(problem.graph.mesh, wires),
+        figures=_figures(solved.problem.graph.mesh, wires),
         predicted=predicted,
         parameters=patterns_of(step.parameters),
         inputs=step.inputs,

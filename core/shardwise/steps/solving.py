@@ -1,0 +1,62 @@
+"""Solve a recorded step: its problem, the best assignment, and the decisions. Arithmetic alone."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from shardwise.kernel.tags import DEPTH
+from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.deciding import decide
+from shardwise.program.decisions import Decisions
+from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
+from shardwise.program.step_solution import solve_step
+from shardwise.steps.costs import WorkCosts
+
+__all__ = ["Solved", "solve_graph"]
+
+#: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
+_DEPTHS = (DEPTH, 6, 8)
+
+
+@frozen(eq=False)
+class Solved:
+    """A step, what was chosen op by op when it was recorded, the best assignment, and its decisions.
+
+    ``torn`` counts the keys whose calls want different decisions with the deepest tags, too: each takes the most
+    frequent one.
+    """
+
+    problem: StepProblem
+    costs: WorkCosts
+    recorded: Assignment
+    best: Assignment
+    decisions: Decisions
+    torn: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step by the cost model."""
+        return self.best.cost / NANOSECONDS
+
+    @property
+    def recorded_seconds(self) -> float | None:
+        """Seconds of the step as it was recorded; None where it moves a tensor that a plan must not move."""
+        return None if self.recorded.cost >= FORBIDDEN else self.recorded.cost / NANOSECONDS
+
+
+def solve_graph(graph: StepGraph) -> Solved:
+    """Decide for a recorded step. Every rank with the same graph gets the same decisions.
+
+    Raises :class:`NoPlanError` where no legal assignment is found.
+    """
+    costs = WorkCosts(graph)
+    problem = StepProblem(graph, costs)
+    recorded = problem.as_recorded()
+    # On one mesh dim the solution does not depend on the start, unless the step is wide.
+    best = solve_step(problem, [recorded, problem.as_replicated()])
+    for depth in _DEPTHS:
+        decisions, torn = decide(problem, best, depth)
+        if not torn:
+            break
+    return Solved(problem, costs, recorded, best, decisions, len(torn))
