@@ -53,8 +53,9 @@ def solve_graph(graph: StepGraph) -> Solved:
     costs = WorkCosts(graph)
     problem = StepProblem(graph, costs)
     recorded = problem.as_recorded()
-    # On one mesh dim the solution does not depend on the start, unless the step is wide.
-    best = solve_step(problem, [recorded, problem.as_replicated()])
+    # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
+    starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
+    best = solve_step(problem, starts)
     for depth in _DEPTHS:
         decisions, torn = decide(problem, best, depth)
         if not torn:
