@@ -21,6 +21,11 @@ def test_unset_and_empty_are_not_the_same(tmp_path):
     assert read_settings({"SHARDWISE_PLUGINS": " "}, tmp_path).plugins == frozenset()
 
 
+@pytest.mark.parametrize(("word", "nbytes"), [("0", 0), ("100", 100), ("4 KiB", 4096), ("1GiB", 1 << 30)])
+def test_numbers_of_bytes(word, nbytes, tmp_path):
+    assert read_settings({"SHARDWISE_KEEP_MOVED": word}, tmp_path).keep_moved == nbytes
+
+
 def test_defaults(tmp_path):
     assert read_settings({}, tmp_path) == Settings()
 
@@ -32,6 +37,7 @@ def test_defaults(tmp_path):
         ("SHARDWISE_STRICT", "", "'' is neither on nor off"),
         ("SHARDWISE_PREFER", "aten.mm", "'aten.mm' is not a pair"),
         ("SHARDWISE_PREFER", "=acme", "'=acme' is not a pair"),
+        ("SHARDWISE_KEEP_MOVED", "much", "'much' is not a number of bytes"),
     ],
 )
 def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp_path):

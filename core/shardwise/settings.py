@@ -14,7 +14,10 @@ SHARDWISE_RANDOM           random              how random ops draw: ``counter``,
                                                until ``shardwise.manual_seed`` is called, counter from then on)
 SHARDWISE_PLAIN            plain               plain tensors among operands: ``compare`` (unset), ``replicate`` or
                                                ``refuse``
-SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors at every use
+SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors at every use, and
+                                               whether they keep the same moved operands
+SHARDWISE_KEEP_MOVED       keep-moved          the most bytes of operands that a rank keeps after it moved them for an
+                                               op, for the next op that needs them so (unset: 256MiB; 0: none)
 SHARDWISE_LEARN            learn               on: programs are learned from their first ``distribute_module`` on (see
                                                ``shardwise.learn``); off (unset): only where they call ``learn``
 ========================== =================== ================================================================
@@ -62,6 +65,7 @@ class Settings:
     random: str | None = None
     plain: str = "compare"
     check_ranks: bool = False
+    keep_moved: int = 256 << 20
     learn: bool = False
     sources: Mapping[str, str] = field(factory=dict)
 
@@ -151,6 +155,15 @@ def _flag(where: str, value: Any) -> bool:
     raise _refusal(where, f"{value!r} is neither on nor off", "Write 1, true, yes or on; or 0, false, no or off.")
 
 
+def _bytes(where: str, value: Any) -> int:
+    parts = re.fullmatch(r"\s*(\d+)\s*([KMG]iB|B)?\s*", value) if isinstance(value, str) else None
+    if parts is not None:
+        return int(parts[1]) << {"KiB": 10, "MiB": 20, "GiB": 30}.get(parts[2], 0)
+    if type(value) is int and value >= 0:
+        return value
+    raise _refusal(where, f"{value!r} is not a number of bytes", "Write a whole number, or one with KiB, MiB or GiB.")
+
+
 def _unknown_ops(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("refuse", "replicate"):
@@ -207,5 +220,6 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
     "plain": ("plain", _plain_policy, "SHARDWISE_PLAIN"),
     "check-ranks": ("check_ranks", _flag, "SHARDWISE_CHECK_RANKS"),
+    "keep-moved": ("keep_moved", _bytes, "SHARDWISE_KEEP_MOVED"),
     "learn": ("learn", _flag, "SHARDWISE_LEARN"),
 }

@@ -91,7 +91,7 @@ def test_the_source_of_a_simple_op_reads_as_documented():
         "                guard(plan)\n"
         "                m0, = plan.redistributes\n"
         "                if m0 is not None:\n"
-        "                    l0 = m0(l0)\n"
+        "                    l0 = m0(l0, a0)\n"
         "            out = plan.call(l0)\n"
         "    except Exception as error:\n"
         "        raised(error)\n"

@@ -17,7 +17,8 @@ class Event:
     """One collective: its kind, the bytes of this rank's input, the group's size and mesh dims.
 
     ``phase`` is ``issued``, ``finished`` when the backend is done with it, or ``waited`` when its result is waited for
-    the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three.
+    the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three. ``reused`` is
+    the phase of a collective that is not issued, because an op before got its result.
     """
 
     kind: str

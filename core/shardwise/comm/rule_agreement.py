@@ -123,6 +123,7 @@ def summary(registry: Registry) -> Summary:
             "unknown-ops": registry.unknown_ops,
             "plain": settings.plain,
             "check-ranks": "on" if settings.check_ranks else "off",
+            "keep-moved": str(settings.keep_moved),
         },
         "plugin": plugins,
         "rule": rules,

@@ -16,6 +16,7 @@ from shardwise.comm.redistribute import runner
 from shardwise.engine.decided import decided, resting, tagged, then_moved
 from shardwise.engine.kernel_dtypes import refuse_dtypes
 from shardwise.engine.moved_writes import moved_writes, writing_back
+from shardwise.engine.shared_moves import Move, operand_move
 from shardwise.engine.view_copies import writable
 from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
 from shardwise.kernel.local_strides import alias
@@ -27,7 +28,7 @@ from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call, Kind, op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.kernel.view_copies import fresh
+from shardwise.kernel.view_copies import fresh, fresh_operand
 from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call
 from shardwise.rule.lowering import LocalCall
@@ -117,7 +118,10 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
         made, results = results, resting(results, decision[1])
         run = then_moved(run, made, results)
     full = lowering is not None or static is not None
-    return Plan(schema, entry, chosen, _redistributes(schema, inputs), static, run, full, tuple(results))
+    # A view of an operand that was moved has its memory. What was decided for a whole step sends what was foreseen.
+    is_shared = decision is None and all(r.alias is None or r.written for r in schema.signature.results)
+    redistributes = _redistributes(schema, inputs, is_shared=is_shared)
+    return Plan(schema, entry, chosen, redistributes, static, run, full, tuple(results))
 
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -125,10 +129,10 @@ def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs
     return run(alias(local), *args, **kwargs)
 
 
-def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tuple[Any, ...] | None:
+def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None], *, is_shared: bool) -> tuple[Any, ...] | None:
     """:attr:`Plan.redistributes` of a call whose operands are redistributed to ``inputs``."""
     moves = [
-        None if src is None or dst is None else _move(schema, i, src, dst)
+        None if src is None or dst is None else _move(schema, i, src, dst, is_shared)
         for i, (src, dst) in enumerate(zip(schema.specs, inputs, strict=True))
     ]
     if not any(moves):
@@ -144,15 +148,20 @@ def _redistributes(schema: OpSchema, inputs: Sequence[TensorSpec | None]) -> tup
     return tuple(redistributes)
 
 
-def _move(schema: OpSchema, i: int, src: TensorSpec, dst: TensorSpec) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _move(schema: OpSchema, i: int, src: TensorSpec, dst: TensorSpec, is_shared: bool) -> Move | None:
     """How an operand gets to the layout that the op needs; a copy of a view is brought up to date first."""
     if not src.is_copy:
-        return None if src is dst else runner(src, dst)
-    first = writable(schema.op) if i in schema.written else fresh
+        return None if src is dst else operand_move(src, dst, is_shared=is_shared)
+    if i not in schema.written:
+        if src is dst:
+            return fresh_operand
+        run = runner(src, dst)
+        return lambda local, _tensor: run(fresh(local))
+    first = writable(schema.op)
     if src is dst:
-        return first
+        return lambda local, _tensor: first(local)
     run = runner(src, dst)
-    return lambda local: run(first(local))
+    return lambda local, _tensor: run(first(local))
 
 
 def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:

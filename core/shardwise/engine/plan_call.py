@@ -15,6 +15,7 @@ from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.resized_outs import resize_outs
 from shardwise.engine.several_meshes import Lists, compared, mesh_of, on_one_mesh, only_mesh, plan_of_lists
+from shardwise.engine.shared_moves import results_apart
 from shardwise.errors import DeviceMismatchError, MeshMismatchError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.operands import NUMBERS
@@ -76,7 +77,7 @@ def plan_call(
     plan = _plan(cls, described, moved, values)
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
-    return put_in_order(plan)
+    return put_in_order(results_apart(plan))
 
 
 def _describe_on(

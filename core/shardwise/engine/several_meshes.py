@@ -94,7 +94,7 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
         return move
     name = op_name(plan.schema.op)
 
-    def compare(local: torch.Tensor) -> torch.Tensor:
+    def compare(local: torch.Tensor, tensor: Any) -> torch.Tensor:
         refuse_traced(local, f"use a number of another mesh in {name}")
         raise_unless_equal(
             _bits(local),
@@ -103,7 +103,7 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
             f"the number {local.item()}",
             "Make the number the same on every rank first, for example by a reduction over the larger mesh.",
         )
-        return local if move is None else move(local)
+        return local if move is None else move(local, tensor)
 
     return compare
 
@@ -220,6 +220,6 @@ def _moved(value: Any, move: Any) -> Any:
     if move is None or value is None:
         return value
     if not isinstance(value, list):
-        return move(value)
+        return move(value, None)
     steps = dict(move)
-    return [steps[i](part) if i in steps else part for i, part in enumerate(value)]
+    return [steps[i](part, None) if i in steps else part for i, part in enumerate(value)]

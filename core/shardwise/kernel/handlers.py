@@ -181,9 +181,9 @@ def _call(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
     for v in tensors:
         n = v.var[1:]
         if v.passed and v.arg.kind is Kind.TENSOR:
-            lines += [f"    if m{n} is not None:", f"        l{n} = m{n}(l{n})"]
+            lines += [f"    if m{n} is not None:", f"        l{n} = m{n}(l{n}, {v.var})"]
         elif v.passed:
-            lines += [f"    if m{n} is not None:", f"        for i, move in m{n}: l{n}[i] = move(l{n}[i])"]
+            lines += [f"    if m{n} is not None:", f"        for i, move in m{n}: l{n}[i] = move(l{n}[i], {v.var}[i])"]
     if len(passed) == len(variables) and not keyed:
         lines.append(f"out = plan.call({_arguments(variables)})")
     else:

@@ -26,7 +26,7 @@ from shardwise.kernel.spec import hinted_meta
 from shardwise.kernel.symbols import hint
 from shardwise.kernel.tensor_meta import TensorMeta, memory_order
 
-__all__ = ["alias", "dense_in_order", "in_order", "lies_as", "other_layout", "restrided"]
+__all__ = ["alias", "dense_in_order", "in_order", "is_dense", "lies_as", "other_layout", "restrided"]
 
 
 HAVE_MEMORY_FORMATS = (4, 5)
@@ -53,14 +53,14 @@ def lies_as(meta: TensorMeta, shape: Sequence[int], stride: Sequence[int]) -> bo
         return True  # torch has them so on one device
     order = [d for d in memory_order(meta) if sizes[d] > 1]
     expected = 1
-    is_dense = True
+    fills = True
     for d in reversed(order):
-        is_dense = is_dense and steps[d] == expected
+        fills = fills and steps[d] == expected
         expected *= sizes[d]
-    if is_dense:
+    if fills:
         return len(sizes) not in HAVE_MEMORY_FORMATS or _is_row_major(sizes, steps) or _only_rise(meta, sizes, steps)
     expanded = [d for d in order if meta.stride[d] == 0]
-    if _is_dense(meta) or any(steps[d] == 0 and d not in expanded for d in order):
+    if is_dense(meta) or any(steps[d] == 0 and d not in expanded for d in order):
         return False
     rest = [d for d in order if d not in expanded]
     return bool(expanded) or all(steps[outer] >= steps[inner] for outer, inner in pairwise(rest))
@@ -81,7 +81,7 @@ def _only_rise(meta: TensorMeta, sizes: Sequence[int], steps: Sequence[int]) -> 
     return True
 
 
-def _is_dense(meta: TensorMeta) -> bool:
+def is_dense(meta: TensorMeta) -> bool:
     """Whether the elements of a tensor fill its memory without a gap, each at a place of its own."""
     expected = 1
     for d in reversed(memory_order(meta)):

@@ -9,7 +9,7 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.view_copies import fresh
+from shardwise.kernel.view_copies import fresh_operand
 
 __all__ = ["Plan"]
 
@@ -18,12 +18,13 @@ class Plan:
     """How calls of one signature run.
 
     ``call`` runs the op on local tensors. ``redistributes`` is ``None`` when no operand is redistributed, the usual
-    case. Otherwise it has an entry per tensor argument: ``None``, a function that redistributes the local tensor, or
-    for a list pairs of position and function. ``static`` replaces the by-value arguments, in schema order, unless it is
-    ``None``. ``full`` says that ``call`` takes all schema arguments (a lowering, or replaced arguments). ``direct`` is
-    ``call`` where no operand is redistributed and ``call`` takes the arguments as they were passed, else ``None``.
-    ``outs`` holds the specs of the tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a
-    result is a view's copy or a view of one; ``writes_copy`` that the op writes one.
+    case. Otherwise it has an entry per tensor argument: ``None``, a function that redistributes it, or for a list pairs
+    of position and function. A function takes the local tensor and its wrapper, and returns a local tensor.
+    ``static`` replaces the by-value arguments, in schema order, unless it is ``None``. ``full`` says that ``call``
+    takes all schema arguments (a lowering, or replaced arguments). ``direct`` is ``call`` where no operand is redistributed and
+    ``call`` takes the arguments as they were passed, else ``None``. ``outs`` holds the specs of the tensor results,
+    flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view of one;
+    ``writes_copy`` that the op writes one.
     """
 
     __slots__ = (
@@ -76,7 +77,7 @@ class Plan:
     def copies(self) -> bool:
         """Whether a result is a view's copy because an operand is redistributed."""
         # A copy that is only brought up to date stays where it is, and so does a view of it.
-        moves = any(move is not None and move is not fresh for move in self.redistributes or ())
+        moves = any(move is not None and move is not fresh_operand for move in self.redistributes or ())
         return moves and any(spec is not None and spec.is_copy for spec in self.outs)
 
     @property

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.private_torch.dispatch import memory_of
 
-__all__ = ["Source", "Writes", "fresh", "note_write", "source_of_copy", "tie", "watched", "writes_of"]
+__all__ = ["Source", "Writes", "fresh", "fresh_operand", "note_write", "source_of_copy", "tie", "watched", "writes_of"]
 
 
 class Writes:
@@ -88,3 +88,8 @@ def fresh(local: torch.Tensor) -> torch.Tensor:
     if source is not None:
         source.refresh(local)
     return local
+
+
+def fresh_operand(local: torch.Tensor, _tensor: Any) -> torch.Tensor:
+    """:func:`fresh`, as a plan calls it."""
+    return fresh(local)

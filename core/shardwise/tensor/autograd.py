@@ -27,6 +27,7 @@ from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.engine import tensor_class
+from shardwise.kernel.kept_moves import leave_out
 from shardwise.kernel.local_strides import alias, in_order, other_layout
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.recording import recording
@@ -34,7 +35,7 @@ from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
-from shardwise.private_torch.dispatch import is_batched
+from shardwise.private_torch.dispatch import base_of, is_batched, memory_of
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
 from shardwise.tensor.traceable import traceable
@@ -152,8 +153,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
         ctx.spec, ctx.grad = tensor._spec, grad
         ctx.set_materialize_grads(False)
-        local: torch.Tensor = tensor._local_tensor
-        return alias(local)  # a new object, because autograd writes its own data into it
+        return _part(tensor)  # a new object, because autograd writes its own data into it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
@@ -167,6 +167,21 @@ class _ToLocal(torch.autograd.Function):
         return _FromLocal.apply(grad, part, grad_layout(ctx.grad)), None  # type: ignore[no-untyped-call]
 
 
+def _part(tensor: Any) -> torch.Tensor:
+    """A new tensor over the local memory. A write to that of a view counts as one to its base: torch's counters of
+    local tensors do not know that a view of a MeshTensor is one.
+    """
+    local: torch.Tensor = tensor._local_tensor
+    base: Any = base_of(tensor)
+    if base is not None and type(local) is torch.Tensor:
+        whole = base._local_tensor
+        is_same = local.dtype is whole.dtype and not local.is_complex() and local.is_neg() == whole.is_neg()
+        if is_same and memory_of(local) == memory_of(whole):
+            part: torch.Tensor = whole.as_strided(local.shape, local.stride(), local.storage_offset())
+            return part
+    return alias(local)
+
+
 def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.Tensor:
     """The part of this rank; see :meth:`MeshTensor.to_local`."""
     if recording_mode() is not None:
@@ -176,8 +191,7 @@ def to_local(tensor: Any, grad_placements: Sequence[Placement] | None) -> torch.
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     if not torch.is_grad_enabled() and grad_placements is None:
-        local: torch.Tensor = tensor._local_tensor
-        return alias(local)
+        return _part(tensor)
     part: torch.Tensor = _ToLocal.apply(tensor, _checked_grad_layout(grad_placements, tensor._spec))  # type: ignore[no-untyped-call]
     return part
 
@@ -200,7 +214,9 @@ class _FromLocal(torch.autograd.Function):
         # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the
         # strides of the spec.
         part = in_order(local, spec.tensor_meta)
-        return wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+        tensor = wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
+        leave_out(tensor)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -50,7 +50,7 @@ class MeshTensor(torch.Tensor):
 
     _local_tensor: torch.Tensor
     _spec: TensorSpec
-    __slots__ = ("_local_tensor", "_spec")
+    __slots__ = ("_kept_moves", "_local_tensor", "_spec")
 
     __torch_function__ = disabled_torch_function
 

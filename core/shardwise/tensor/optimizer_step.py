@@ -21,6 +21,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from shardwise.discovery.process import default_registry
 from shardwise.kernel.dispatcher import is_observed
+from shardwise.kernel.kept_moves import kept_moves
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -39,9 +40,12 @@ def install() -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
+    if not isinstance(next(_parameters(optimizer), None), MeshTensor):
+        return None
+    # The step is over: what is kept would make each write of the optimizer slower.
+    kept_moves.clear()
     if not (
-        isinstance(next(_parameters(optimizer), None), MeshTensor)
-        and len(args) == 1
+        len(args) == 1
         and all(value is None for value in kwargs.values())
         and type(optimizer) in default_registry().optimizers
         and not is_observed()

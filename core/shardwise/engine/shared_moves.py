@@ -1,0 +1,197 @@
+"""Operands that are moved once: what was reduced or gathered for one consumer is there for the next.
+
+See :mod:`shardwise.kernel.kept_moves` for what is kept, and how the ranks stay together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache, partial
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.agreement import raise_unless_equal
+from shardwise.comm.events import Event, emit, is_observed
+from shardwise.comm.packing import Run
+from shardwise.comm.redistribute import runner
+from shardwise.kernel.kept_moves import KeptMove, kept_moves, moves_of
+from shardwise.kernel.local_strides import is_dense
+from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.placements import show_all
+from shardwise.kernel.plan import Plan
+from shardwise.kernel.signature import Kind
+from shardwise.kernel.spec import SymbolicSpec, TensorSpec
+from shardwise.planning.cost import KINDS
+from shardwise.planning.path import Step, shortest_path
+from shardwise.private_torch.dispatch import base_of, memory_of
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import is_recorded
+from shardwise.settings import read_settings
+
+__all__ = ["REUSED", "SharedMove", "keeping_moves", "operand_move", "results_apart"]
+
+Move = Callable[[torch.Tensor, Any], torch.Tensor]
+
+REUSED = "reused"
+"""The phase of the event of a collective that is not issued, because what it would return is there."""
+
+
+class SharedMove:
+    """Brings an operand to another layout by collectives, unless it was brought there just before.
+
+    Called with the local tensor and its wrapper, as :attr:`shardwise.kernel.plan.Plan.redistributes` says.
+    """
+
+    __slots__ = ("_dst", "_may_be_view", "_nbytes", "_roots", "_run", "_src")
+
+    def __init__(self, src: TensorSpec, dst: TensorSpec, run: Run) -> None:
+        self._src = src
+        self._dst = dst
+        self._run = run
+        # Of rank 0, which has the largest part: a number that is the same on every rank.
+        self._nbytes = prod(dst.local_shape((0,) * dst.mesh.ndim)) * dst.dtype.itemsize
+        self._may_be_view = is_dense(src.tensor_meta) and not src.dtype.is_complex
+        self._roots: dict[TensorSpec, bool] = {}
+
+    def __call__(self, local: torch.Tensor, tensor: Any) -> torch.Tensor:
+        if self._nbytes > kept_moves.limit or tensor is None or is_recorded(local):
+            return self._run(local)
+        base: Any = base_of(tensor)
+        root = tensor if base is None else base
+        if _is_parameter(root) or root.is_inference() or not (base is None or self._is_all_of(root._spec)):
+            return self._run(local)
+        moves = moves_of(root)
+        if moves is None or _is_captured(local):
+            return self._run(local)
+        stream = _stream(local)
+        source, key = root._local_tensor, (self._src, self._dst)
+        kept = moves.get(key)
+        is_kept = kept is not None and kept.holds(source, stream)
+        if _checks_ranks():
+            self._compare(is_kept)
+        if is_kept:
+            assert kept is not None
+            assert kept.local is not None
+            if is_observed(REUSED):
+                self._tell()
+            return kept.local
+        kept_moves.make_room(self._nbytes)
+        moved = self._run(local)
+        moves[key] = kept = KeptMove(source, moved, stream)
+        kept_moves.add(kept, self._nbytes)
+        return moved
+
+    def _is_all_of(self, root: TensorSpec) -> bool:
+        """Whether a view has all elements of its base, each once. Then shape and strides say which view it is."""
+        known = self._roots.get(root)
+        if known is None:
+            of, view = root.tensor_meta, self._src.tensor_meta
+            is_whole = of.numel == view.numel and of.dtype is view.dtype and is_dense(of)
+            known = self._roots[root] = self._may_be_view and is_whole
+        return known
+
+    def _compare(self, is_kept: bool) -> None:
+        """Have the ranks compare whether they have the tensor."""
+        mesh: Any = self._src.mesh
+        raise_unless_equal(
+            torch.tensor([is_kept], dtype=torch.int64, device=mesh.device_type),
+            mesh,
+            f"redistribute {self._src} to {show_all(self._dst.placements)} for an op",
+            "what an earlier op was given" if is_kept else "nothing from an earlier op, or has written its part since",
+            "Write to parts (to_local()) on every rank or on none, or set SHARDWISE_KEEP_MOVED=0.",
+        )
+
+    def _tell(self) -> None:
+        for step in _collectives(self._src, self._dst):
+            ranks = prod(self._src.mesh_shape[m] for m in step.mesh_dims)
+            emit(Event(step.kind, step.held, ranks, step.mesh_dims), REUSED)
+
+
+def operand_move(src: TensorSpec, dst: TensorSpec, *, is_shared: bool) -> Move:
+    """What brings an operand to another layout in a plan: for its next consumers as well, if ``is_shared``."""
+    _start()
+    run = runner(src, dst)
+    if is_shared and not isinstance(src, SymbolicSpec) and _collectives(src, dst):
+        return SharedMove(src.untagged, dst.untagged, run)
+    return lambda local, _tensor: run(local)
+
+
+def results_apart(plan: Plan) -> Plan:
+    """The plan, with results that never share memory with an operand that is kept for others."""
+    args = plan.schema.signature.args
+    tensors = [k for k, arg in enumerate(args) if arg.kind in (Kind.TENSOR, Kind.TENSORS)]
+    shared = [
+        (k, args[k].name, [i for i, step in move if isinstance(step, SharedMove)] if isinstance(move, list) else None)
+        for k, move in zip(tensors, plan.redistributes or (), strict=False)
+        if isinstance(move, SharedMove) or (isinstance(move, list) and any(isinstance(m, SharedMove) for _, m in move))
+    ]
+    if shared:
+        plan.run_by(partial(_apart, plan.call, shared))
+    return plan
+
+
+def _apart(call: Callable[..., Any], shared: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    out = call(*args, **kwargs)
+    memories = set()
+    for k, name, places in shared:
+        value = args[k] if k < len(args) else kwargs[name]
+        memories.update([memory_of(value)] if places is None else [memory_of(value[i]) for i in places])
+    if type(out) is torch.Tensor:
+        return out if memory_of(out) not in memories else out.clone()
+    if any(memory_of(t) in memories for t in tensors_in(out)):
+        return tree_map_only(torch.Tensor, lambda t: t.clone() if memory_of(t) in memories else t, out)
+    return out
+
+
+@contextmanager
+def keeping_moves(limit: int) -> Iterator[None]:
+    """Keep at most so many bytes of moved operands meanwhile, whatever the settings say. Every rank must enter it."""
+    _start()
+    before = kept_moves.limit
+    kept_moves.clear()
+    kept_moves.limit = limit
+    try:
+        yield
+    finally:
+        kept_moves.clear()
+        kept_moves.limit = before
+
+
+@cache
+def _start() -> None:
+    """Read the limit from the settings, once."""
+    kept_moves.limit = read_settings().keep_moved
+
+
+@cache
+def _checks_ranks() -> bool:
+    return read_settings().check_ranks
+
+
+@lru_cache(maxsize=4096)
+def _collectives(src: TensorSpec, dst: TensorSpec) -> tuple[Step, ...]:
+    return tuple(step for step in shortest_path(src, dst).steps if step.kind in KINDS and step.held)
+
+
+_requires_grad: Any = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]  # that of MeshTensor is slower
+
+
+def _is_parameter(root: Any) -> bool:
+    """Whether a tensor lives as long as the program. It is gathered for one use, and would fill what is kept."""
+    return (root.is_leaf and _requires_grad(root)) or getattr(root, "_is_param", False)
+
+
+def _is_captured(local: torch.Tensor) -> bool:
+    """Whether ops go into a CUDA graph, which runs again after the source has new values."""
+    return local.is_cuda and not is_rehearsing() and torch.cuda.is_current_stream_capturing()
+
+
+def _stream(local: torch.Tensor) -> Any:
+    """The stream on which a tensor is made now; None where there are no streams."""
+    if local.device.type in ("cpu", "meta") or is_rehearsing():
+        return None
+    return torch.accelerator.current_stream(local.device)
