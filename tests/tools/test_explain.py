@@ -271,6 +271,7 @@ def issued(number):
     operands = [each(arg, distributed) for arg in args]
     explanation = sw.explain(op, *operands)
     op(*operands)  # with the agreements of a first call
+    operands = [each(arg, distributed) for arg in args]  # what was moved for the first call would be there
     seen = []
     with events.observe(seen.append):
         op(*operands)

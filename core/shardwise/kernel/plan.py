@@ -21,10 +21,10 @@ class Plan:
     case. Otherwise it has an entry per tensor argument: ``None``, a function that redistributes it, or for a list pairs
     of position and function. A function takes the local tensor and its wrapper, and returns a local tensor.
     ``static`` replaces the by-value arguments, in schema order, unless it is ``None``. ``full`` says that ``call``
-    takes all schema arguments (a lowering, or replaced arguments). ``direct`` is ``call`` where no operand is redistributed and
-    ``call`` takes the arguments as they were passed, else ``None``. ``outs`` holds the specs of the tensor results,
-    flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view of one;
-    ``writes_copy`` that the op writes one.
+    takes all schema arguments (a lowering, or replaced arguments). ``direct`` is ``call`` where no operand is
+    redistributed and ``call`` takes the arguments as they were passed, else ``None``. ``outs`` holds the specs of the
+    tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view
+    of one; ``writes_copy`` that the op writes one.
     """
 
     __slots__ = (
