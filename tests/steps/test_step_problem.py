@@ -15,15 +15,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
-from shardwise.engine.decided import use_decisions
+from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shared_moves import keeping_moves
 from shardwise.engine.shutdown import let_go
+from shardwise.kernel import dispatcher
+from shardwise.kernel.placements import show_all
+from shardwise.planning.cost import KINDS
 from shardwise.program.step_problem import StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.learning import decide_step
 from shardwise.steps.recording import Recording
 from shardwise.steps.sent import sent_by
+from shardwise.tools.explain import explain
+from shardwise.tools.rehearse import RankWatch
 
 
 @contextmanager
@@ -126,6 +131,56 @@ def test_a_step_by_decisions_sends_what_was_predicted(case):
         sent = observed(step)
         assert learned.torn == 0
         assert sent == predicted(problem, best, costs)
+
+
+def collectives_of(moves):
+    return Counter((s.kind, s.mesh_dims, s.held) for move in moves for s in move.steps if s.kind in KINDS and s.held)
+
+
+def test_moves_of_results_are_told_to_observers_and_explained():
+    case = "a transformer on (4,)"
+    with fake_mesh(*CASES[case][0]) as mesh:
+        step = step_in(mesh, case)
+        _, problem, costs, recording = recorded(step)
+        best = solve_step(problem, [problem.as_recorded()])
+        learned = decide_step(problem.graph)
+        recording.tag_leaves(learned.decisions.depth)
+        use_decisions(learned.decisions)
+        plans, watch = [], RankWatch(lambda _phase, _ops: None)
+        with dispatcher.observe(plans.append), watch.installed(), watch.watching():
+            step()
+        moves = [move for plan in plans for move in plan.after or () if move is not None]
+        foreseen = Counter()
+        for one, times in sent_by(problem, best, costs).items():
+            if one.purpose == "rests":
+                foreseen[one.kind, one.mesh_dims, one.nbytes] += times
+        assert collectives_of(moves) == foreseen
+        assert foreseen
+        by_op = Counter()
+        for use, times in watch.counts.items():
+            if use.op.endswith(", its result"):
+                by_op[use.kind, use.mesh_dims] += times
+        assert by_op == Counter([(kind, dims) for kind, dims, _ in foreseen.elements()])
+        before = in_force.known, in_force.unknown
+        explained = 0
+        for plan in plans:
+            schema = plan.schema
+            if plan.after is None:
+                continue
+            args, kwargs = schema.signature.unbind(list(schema.values))
+            explanation = explain(schema.op, *args, **kwargs)
+            assert [r and r.placements for r in explanation.results] == [r and r.placements for r in plan.outs]
+            (decision,) = explanation.decisions
+            assert decision.chosen.names == plan.names
+            assert all(one.reason for one in decision.ranked[1:])
+            (move,) = [move for move in plan.after if move is not None]
+            (moved,) = explanation.after
+            assert (moved.source.placements, moved.path.steps) == (move.made.placements, move.steps)
+            assert move.reason == f"result rests as {show_all(plan.outs[0].placements)} by the plan"
+            assert [c.purpose for c in explanation.collectives].count(move.reason) == len(collectives_of([move]))
+            explained += 1
+        assert explained
+        assert (in_force.known, in_force.unknown) == before
 
 
 def test_two_recordings_give_the_same_decisions():

@@ -9,7 +9,7 @@ from shardwise.kernel.placements import show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.tools.explain import Explanation, RankedStrategy
+from shardwise.tools.explain import Explanation, RankedStrategy, Redistribution
 
 __all__ = ["as_json_values"]
 
@@ -41,23 +41,8 @@ def as_json_values(explanation: Explanation) -> dict[str, Any]:
             }
             for decision in explanation.decisions
         ],
-        "moves": [
-            {
-                "operand": redistribution.operand,
-                "cost": redistribution.path.cost,
-                "steps": [
-                    {
-                        "kind": step.kind,
-                        "mesh_dims": list(step.mesh_dims),
-                        "from": list(map(show, step.source)),
-                        "to": list(map(show, step.target)),
-                        "cost": step.cost,
-                    }
-                    for step in redistribution.path.steps
-                ],
-            }
-            for redistribution in explanation.redistributions
-        ],
+        "moves": list(map(_json_redistribution, explanation.redistributions)),
+        "moves_of_results": list(map(_json_redistribution, explanation.after)),
         "collectives": [
             {
                 "kind": collective.kind,
@@ -71,6 +56,23 @@ def as_json_values(explanation: Explanation) -> dict[str, Any]:
         "collectives_are_complete": explanation.lowering is None or explanation.lowering.complete,
         "results": [_json_spec(spec) for spec in explanation.results],
         "parts": [as_json_values(part) for part in explanation.parts],
+    }
+
+
+def _json_redistribution(redistribution: Redistribution) -> dict[str, Any]:
+    return {
+        "operand": redistribution.operand,
+        "cost": redistribution.path.cost,
+        "steps": [
+            {
+                "kind": step.kind,
+                "mesh_dims": list(step.mesh_dims),
+                "from": list(map(show, step.source)),
+                "to": list(map(show, step.target)),
+                "cost": step.cost,
+            }
+            for step in redistribution.path.steps
+        ],
     }
 
 

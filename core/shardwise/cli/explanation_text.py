@@ -18,7 +18,7 @@ from shardwise.kernel.placements import Placement, show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
-from shardwise.tools.explain import Decision, Explanation
+from shardwise.tools.explain import Decision, Explanation, Redistribution
 from shardwise.tools.traffic import Collective
 
 __all__ = ["print_explanation"]
@@ -166,15 +166,9 @@ def _microseconds(seconds: float) -> str:
 # -- what is issued --------------------------------------------------------------------------------------------------
 
 
-def _issued_part(explanation: Explanation) -> RenderableType:
-    inside = explanation.lowering
-    in_lowering = inside.collectives if inside else ()
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
-    for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
-        table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
-    number = 0
-    for redistribution in explanation.redistributions:
-        # Each step, with the collective that it issues.
+def _add_steps(table: Table, number: int, redistributions: Iterable[Redistribution]) -> int:
+    """Add each step, with the collective that it issues; returns the number of the last collective."""
+    for redistribution in redistributions:
         collectives = list(redistribution.collectives)
         for step in redistribution.path.steps:
             places = (_placements_text(step.source), _placements_text(step.target), _microseconds(step.cost))
@@ -184,10 +178,21 @@ def _issued_part(explanation: Explanation) -> RenderableType:
                 table.add_row(str(number), redistribution.operand, step.kind, *wire, *places)
             else:
                 table.add_row("", redistribution.operand, f"{step.kind} (local)", "", "", "", *places)
+    return number
+
+
+def _issued_part(explanation: Explanation) -> RenderableType:
+    inside = explanation.lowering
+    in_lowering = inside.collectives if inside else ()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True, show_edge=False)
+    for heading in ("", "of", "step", "mesh dims", "ranks", "bytes a rank", "from", "to", "µs"):
+        table.add_column(heading, justify="right" if heading in ("ranks", "bytes a rank", "µs") else "left")
+    number = _add_steps(table, 0, explanation.redistributions)
     for collective in in_lowering:
         number += 1
         kind, *wire = _collective_cells(collective)
         table.add_row(str(number), "lowering", kind, *wire)
+    _add_steps(table, number, explanation.after)
     parts: list[RenderableType] = []
     if table.row_count:
         parts += [Text("collectives and local steps, in this order:"), Padding(table, (1, 0, 0, 0))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -9,7 +10,7 @@ from itertools import count
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-__all__ = ["Event", "numbers", "observe", "observers", "waited", "emit", "is_observed"]
+__all__ = ["Event", "because", "new_event", "observe", "observers", "waited", "emit", "is_observed"]
 
 
 @frozen
@@ -18,7 +19,8 @@ class Event:
 
     ``phase`` is ``issued``, ``finished`` when the backend is done with it, or ``waited`` when its result is waited for
     the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three. ``reused`` is
-    the phase of a collective that is not issued, because an op before got its result.
+    the phase of a collective that is not issued, because an op before got its result. ``reason`` says why a result is
+    moved to where it rests; it is empty for any other collective.
     """
 
     kind: str
@@ -27,12 +29,37 @@ class Event:
     mesh_dims: tuple[int, ...]
     phase: str = "issued"
     number: int = field(default=0, eq=False, repr=False)
+    reason: str = field(default="", eq=False)
 
 
 # Empty in ordinary runs. A collective only tests that.
 Observer = tuple[Callable[[Event], None], frozenset[str]]
 observers: list[Observer] = []
 numbers = count()
+
+
+class _Reason(threading.local):
+    """The reason of the collectives that are issued now."""
+
+    text = ""
+
+
+_reason = _Reason()
+
+
+@contextmanager
+def because(reason: str) -> Iterator[None]:
+    """Give the collectives that are issued meanwhile a reason."""
+    before, _reason.text = _reason.text, reason
+    try:
+        yield
+    finally:
+        _reason.text = before
+
+
+def new_event(kind: str, nbytes: int, group_size: int, mesh_dims: tuple[int, ...]) -> Event:
+    """The event of a collective that is issued now."""
+    return Event(kind, nbytes, group_size, mesh_dims, number=next(numbers), reason=_reason.text)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.comm.async_result import AsyncResult, SendReceive
 from shardwise.comm.coalescing import GatherBatch, open_batch
 from shardwise.comm.collectives import Collectives
-from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
+from shardwise.comm.events import Event, emit, is_observed, new_event, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
 from shardwise.kernel.reductions import REAL, SENDABLE, add_up, as_sendable, average, is_native, reduce_stacked
 from shardwise.private_torch.tracing import is_recorded
@@ -188,7 +188,7 @@ class Group(Collectives):
 
     def emit_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Emit the event of a collective that was issued, and another one when it is finished."""
-        event = Event(kind, nbytes, self.size, self.mesh_dims, number=next(numbers))
+        event = new_event(kind, nbytes, self.size, self.mesh_dims)
         emit(event, "issued")
         if is_observed("finished"):
             work.get_future().then(lambda _: emit(event, "finished"))

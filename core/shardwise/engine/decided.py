@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from attrs import define
 
+from shardwise.comm.events import because, observers
+from shardwise.comm.packing import Run
 from shardwise.comm.redistribute import runner
 from shardwise.kernel.dispatcher import drop_plans
-from shardwise.kernel.placements import Placement, is_strided
+from shardwise.kernel.placements import Placement, is_strided, show_all
+from shardwise.kernel.plan import ResultMove
 from shardwise.kernel.rule import AnyRule, Rule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tags import Tag, tag_of_result
 from shardwise.planning.in_factors import in_factors
+from shardwise.planning.path import shortest_path
 from shardwise.planning.strategies import stated
 from shardwise.program.decisions import Decision, Decisions
 from shardwise.program.step_graph import Places
 from shardwise.program.step_rows import as_placements, flat_rows, in_whole
 
-__all__ = ["InForce", "decided", "in_force", "resting", "tagged", "use_decisions"]
+__all__ = ["InForce", "decided", "in_force", "look_up", "resting", "result_moves", "tagged", "use_decisions"]
 
 
 @define
@@ -50,19 +54,11 @@ def _tags(schema: OpSchema) -> list[Tag | None]:
 
 
 def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrategy, Decision] | None:
-    """The strategy that was decided on for a call; None if there is none, or if it is not legal for this call."""
+    """:func:`look_up` for a plan: counts the calls that the decisions know, and those that they do not."""
     decisions = in_force.decisions
-    if decisions is None or not isinstance(rule, Rule) or rule.zip_lists or schema.is_symbolic:
+    if decisions is None or not _may_be_decided(rule, schema, decisions):
         return None
-    if tuple(schema.mesh.shape) != decisions.mesh_shape:
-        return None
-    layouts = tuple(None if spec is None else in_whole(spec.placements, spec.mesh_shape) for spec in schema.specs)
-    decision = decisions.find(schema, _tags(schema), layouts)
-    strategy = None if decision is None else _strategy(rule, schema, call, decision)
-    if decision is not None and strategy is None and is_strided(_all_placements(decision.outputs)):
-        # The factors of a strided result come from the operands as they are after their moves.
-        moved = _as_used(schema, decision)
-        strategy = None if moved is None else _strategy(rule, moved, call, decision)
+    decision, strategy = _found(rule, schema, call, decisions)
     if decision is None or strategy is None:
         # A call without a tag among its operands is outside of the step: it makes an input, for example.
         tags = _tags(schema)
@@ -71,6 +67,33 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
         return None
     in_force.known += 1
     return strategy, decision
+
+
+def look_up(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrategy, Decision] | None:
+    """The strategy that was decided on for a call; None if there is none, or if it is not legal for this call."""
+    decisions = in_force.decisions
+    if decisions is None or not _may_be_decided(rule, schema, decisions):
+        return None
+    decision, strategy = _found(rule, schema, call, decisions)
+    return None if decision is None or strategy is None else (strategy, decision)
+
+
+def _may_be_decided(rule: AnyRule, schema: OpSchema, decisions: Decisions) -> TypeGuard[Rule]:
+    is_open = isinstance(rule, Rule) and not rule.zip_lists and not schema.is_symbolic
+    return is_open and tuple(schema.mesh.shape) == decisions.mesh_shape
+
+
+def _found(
+    rule: Rule, schema: OpSchema, call: Call, decisions: Decisions
+) -> tuple[Decision | None, PlacementStrategy | None]:
+    layouts = tuple(None if spec is None else in_whole(spec.placements, spec.mesh_shape) for spec in schema.specs)
+    decision = decisions.find(schema, _tags(schema), layouts)
+    strategy = None if decision is None else _strategy(rule, schema, call, decision)
+    if decision is not None and strategy is None and is_strided(_all_placements(decision.outputs)):
+        # The factors of a strided result come from the operands as they are after their moves.
+        moved = _as_used(schema, decision)
+        strategy = None if moved is None else _strategy(rule, moved, call, decision)
+    return decision, strategy
 
 
 def _all_placements(layouts: Sequence[Places | None]) -> list[Placement]:
@@ -155,8 +178,33 @@ def then_moved(
     run: Callable[..., Any], made: Sequence[TensorSpec | None], rests: Sequence[TensorSpec | None]
 ) -> Callable[..., Any]:
     """A local call whose tensor results are redistributed."""
-    moves = [None if a is None or b is None or a is b else runner(a, b) for a, b in zip(made, rests, strict=True)]
+    moves = [
+        None if a is None or b is None or a is b else partial(_move_result, runner(a, b), _reason(b))
+        for a, b in zip(made, rests, strict=True)
+    ]
     return partial(_run_and_move, run, moves) if any(moves) else run
+
+
+def result_moves(
+    made: Sequence[TensorSpec | None], rests: Sequence[TensorSpec | None]
+) -> tuple[ResultMove | None, ...] | None:
+    """:attr:`Plan.after` of a call whose results rest elsewhere than they are made."""
+    moves = tuple(
+        None if a is None or b is None or a is b else ResultMove(a, b, shortest_path(a, b).steps, _reason(b))
+        for a, b in zip(made, rests, strict=True)
+    )
+    return moves if any(moves) else None
+
+
+def _reason(rests: TensorSpec) -> str:
+    return f"result rests as {show_all(rests.placements)} by the plan"
+
+
+def _move_result(run: Run, reason: str, local: torch.Tensor) -> torch.Tensor:
+    if not observers:
+        return run(local)
+    with because(reason):
+        return run(local)
 
 
 def _run_and_move(run: Callable[..., Any], moves: Sequence[Any], *args: Any, **kwargs: Any) -> Any:

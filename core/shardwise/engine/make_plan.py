@@ -13,7 +13,7 @@ from attrs import frozen
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.comm.redistribute import runner
-from shardwise.engine.decided import decided, resting, tagged, then_moved
+from shardwise.engine.decided import decided, resting, result_moves, tagged, then_moved
 from shardwise.engine.kernel_dtypes import refuse_dtypes
 from shardwise.engine.moved_writes import moved_writes, writing_back
 from shardwise.engine.shared_moves import Move, operand_move
@@ -114,14 +114,17 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
     run: Callable[..., Any] = direct_call(schema.op) if lowering is None else partial(lowering, local)
     if any(r.reseats for r in schema.signature.results):
         run = partial(_on_alias, run)
+    after = None
     if decision is not None and decision[1].moves_results:
         made, results = results, resting(results, decision[1])
-        run = then_moved(run, made, results)
+        run, after = then_moved(run, made, results), result_moves(made, results)
     full = lowering is not None or static is not None
     # A view of an operand that was moved has its memory. What was decided for a whole step sends what was foreseen.
     is_shared = decision is None and all(r.alias is None or r.written for r in schema.signature.results)
     redistributes = _redistributes(schema, inputs, is_shared=is_shared)
-    return Plan(schema, entry, chosen, redistributes, static, run, full, tuple(results))
+    plan = Plan(schema, entry, chosen, redistributes, static, run, full, tuple(results))
+    plan.after = after
+    return plan
 
 
 def _on_alias(run: Callable[..., Any], local: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,9 @@ def writing_back(schema: OpSchema, plan: Plan) -> Plan:
             for i in range(len(value or ())):
                 writes += _write(schema.op, k, i, *next(pairs), is_read)
     run = partial(_run, schema.signature, plan.call, writes)
-    return Plan(schema, plan.entry, plan.strategies, plan.redistributes, plan.static, run, plan.full, plan.outs)
+    written = Plan(schema, plan.entry, plan.strategies, plan.redistributes, plan.static, run, plan.full, plan.outs)
+    written.after = plan.after
+    return written
 
 
 def _write(

@@ -83,7 +83,9 @@ def compared(cls: Any, plan: Plan, values: Sequence[Any]) -> Plan:
         else:
             listed.append(_with_comparison(cls, plan, value, move))
     redistributes = tuple(listed) if any(move is not None for move in listed) else None
-    return Plan(plan.schema, plan.entry, plan.strategies, redistributes, plan.static, plan.call, plan.full, plan.outs)
+    made = Plan(plan.schema, plan.entry, plan.strategies, redistributes, plan.static, plan.call, plan.full, plan.outs)
+    made.after = plan.after
+    return made
 
 
 def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] | None) -> Callable[..., Any] | None:

@@ -5,13 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attrs import frozen
+
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import fresh_operand
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "ResultMove"]
+
+
+@frozen
+class ResultMove:
+    """Where a result rests that does not stay where its row leaves it.
+
+    ``steps`` are those of its path (:class:`shardwise.planning.path.Step`), ``reason`` says whose decision it is.
+    """
+
+    made: TensorSpec
+    rests: TensorSpec
+    steps: tuple[Any, ...]
+    reason: str
 
 
 class Plan:
@@ -24,10 +39,12 @@ class Plan:
     takes all schema arguments (a lowering, or replaced arguments). ``direct`` is ``call`` where no operand is
     redistributed and ``call`` takes the arguments as they were passed, else ``None``. ``outs`` holds the specs of the
     tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view
-    of one; ``writes_copy`` that the op writes one.
+    of one; ``writes_copy`` that the op writes one. ``after`` has an entry per tensor result that says how ``call``
+    moves it, or is ``None`` when it moves none, the usual case. It is for those who look at plans.
     """
 
     __slots__ = (
+        "after",
         "call",
         "direct",
         "entry",
@@ -62,6 +79,7 @@ class Plan:
         self.full = full
         self.direct = call if redistributes is None and not full else None
         self.outs = outs
+        self.after: tuple[ResultMove | None, ...] | None = None
         self.out = outs[0] if len(outs) == 1 else None
         declared = [r for r in schema.signature.results if r.is_tensor]
         is_view = any(r.alias is not None and not r.written for r in declared)
@@ -96,7 +114,8 @@ class Plan:
 
     def __repr__(self) -> str:
         chosen = "; ".join(sorted({str(s) for s in self.strategies}))
-        return f"Plan({op_name(self.schema.op)}: {chosen}, by {self.entry.origin})"
+        rests = "".join(f"; {move.reason}" for move in self.after or () if move is not None)
+        return f"Plan({op_name(self.schema.op)}: {chosen}{rests}, by {self.entry.origin})"
 
 
 def _is_inexact(spec: TensorSpec | None) -> bool:

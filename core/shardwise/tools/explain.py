@@ -15,6 +15,7 @@ import torch
 from attrs import evolve, frozen
 
 from shardwise.discovery.process import default_registry
+from shardwise.engine.decided import look_up, resting, result_moves
 from shardwise.engine.decomposition import Failed, answered, decompose, stand_ins
 from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.moved_writes import moved_writes, overwritten
@@ -72,9 +73,9 @@ class RankedStrategy:
 class Decision:
     """One choice: for a call, or for those positions of its tensor lists that have the same specs.
 
-    ``operands`` and ``results`` name the specs of the strategies. ``ranked`` are cheapest first, the first is
-    chosen. ``legal`` is the number of all legal ones and ``combinations`` that of all combinations of rows;
-    ``counted`` is false where ``legal`` is a lower bound.
+    ``operands`` and ``results`` name the specs of the strategies. ``ranked`` are cheapest first, the first is chosen;
+    one that was decided on for the whole step comes first. ``legal`` is the number of all legal ones and
+    ``combinations`` that of all combinations of rows; ``counted`` is false where ``legal`` is a lower bound.
     """
 
     positions: tuple[int, ...]
@@ -88,13 +89,13 @@ class Decision:
 
     @property
     def chosen(self) -> PlacementStrategy:
-        """The cheapest strategy."""
+        """The cheapest strategy, or the one that was decided on for the whole step."""
         return self.ranked[0].strategy
 
 
 @frozen
 class Redistribution:
-    """The redistribution of one operand before the op runs."""
+    """The redistribution of one operand before the op runs, or of one result after it."""
 
     operand: str
     source: TensorSpec
@@ -112,8 +113,9 @@ class Explanation:
     """What happens to one call, and why.
 
     ``redistributions`` come in the order in which they run, ``lowering`` is what the rule's lowering issues after them
-    (None: the op runs on the shards as it is). ``others`` are rules for the op that are not in force. An op without a
-    rule has ``parts``, the calls that it is decomposed into, and no decisions of its own.
+    (None: the op runs on the shards as it is). ``after`` are the redistributions of results, where a plan for the whole
+    step says that they rest elsewhere. ``others`` are rules for the op that are not in force. An op without a rule has
+    ``parts``, the calls that it is decomposed into, and no decisions of its own.
     """
 
     schema: OpSchema
@@ -124,13 +126,15 @@ class Explanation:
     lowering: Issued | None
     results: tuple[TensorSpec | None, ...]
     parts: tuple[Explanation, ...] = ()
+    after: tuple[Redistribution, ...] = ()
 
     @property
     def collectives(self) -> list[Collective]:
         """All collectives of the call, in order; see ``lowering.complete``."""
         inside = () if self.lowering is None else self.lowering.collectives
         before = [c for redistribution in self.redistributions for c in redistribution.collectives]
-        return before + list(inside) + [c for part in self.parts for c in part.collectives]
+        moved = [c for redistribution in self.after for c in redistribution.collectives]
+        return before + list(inside) + moved + [c for part in self.parts for c in part.collectives]
 
 
 def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
@@ -195,6 +199,9 @@ def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int 
         decisions = [_full_mesh(entry.rule, schema, limit)]
     else:
         decisions = _decisions(problems(entry.rule, schema, stated.call), limit)
+    decided_on = look_up(entry.rule, schema, stated.call)
+    if decided_on is not None:
+        decisions = [_as_decided(decision, decided_on[0]) for decision in decisions]
     by_position = {i: d.chosen for d in decisions for i in d.positions}
     inputs, results = merged(schema, [by_position[i] for i in sorted(by_position)])
     stated.check(inputs)
@@ -202,7 +209,38 @@ def _explain_stated(stated: DescribedCall, described: Sequence[Any], limit: int 
     inside = in_lowering(entry, schema, described, stated.call, inputs, results) if lowered else None
     others = tuple(e for e in default_registry().find(schema.op) if e is not entry)
     redistributions = _redistributions(schema, inputs)
-    return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results))
+    after: tuple[Redistribution, ...] = ()
+    if decided_on is not None:
+        made, results = results, resting(results, decided_on[1])
+        after = _moves_of_results(made, results)
+    return Explanation(schema, entry, others, tuple(decisions), redistributions, inside, tuple(results), after=after)
+
+
+def _as_decided(decision: Decision, strategy: PlacementStrategy) -> Decision:
+    """A decision with the strategy first that was decided on for the whole step."""
+
+    def layouts(one: PlacementStrategy) -> list[Any]:
+        return [None if s is None else s.placements for s in (*one.input_specs, *one.output_specs)]
+
+    chosen = next((one.strategy for one in decision.ranked if layouts(one.strategy) == layouts(strategy)), strategy)
+    rest = [RankedStrategy(one.strategy, _NOT_DECIDED) for one in decision.ranked if one.strategy is not chosen]
+    return evolve(decision, ranked=(RankedStrategy(chosen, ""), *rest))
+
+
+_NOT_DECIDED = "the plan for the whole step has another"
+
+
+def _moves_of_results(
+    made: Sequence[TensorSpec | None], rests: Sequence[TensorSpec | None]
+) -> tuple[Redistribution, ...]:
+    pairs = zip(_result_names(len(made)), result_moves(made, rests) or (), strict=False)
+    return tuple(
+        Redistribution(
+            move.reason.replace("result", name, 1), move.made, move.rests, shortest_path(move.made, move.rests)
+        )
+        for name, move in pairs
+        if move is not None
+    )
 
 
 def _redistributions(schema: OpSchema, targets: Sequence[TensorSpec | None]) -> tuple[Redistribution, ...]:

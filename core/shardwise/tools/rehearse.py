@@ -53,7 +53,10 @@ NO_OP = "redistribute"
 
 @frozen(order=True)
 class CollectiveUse:
-    """A kind of collective over some mesh dims, in one phase, for one op (or ``redistribute``)."""
+    """A kind of collective over some mesh dims, in one phase, for one op (or ``redistribute``).
+
+    ``op`` is ``aten.mm.default, its result`` for what moves a result to where it rests by a plan for the whole step.
+    """
 
     phase: str
     kind: str
@@ -256,6 +259,7 @@ class RankWatch:
     _total: int = 0
     _op: str = NO_OP
     _running: Op | None = None
+    _planned: str = ""
 
     def begins(self, _model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """Forget ops and collectives; memory that is alive stays counted."""
@@ -289,11 +293,13 @@ class RankWatch:
         self._op = op_name(plan.schema.op)
         lowered = any(strategy.lowered for strategy in plan.strategies)
         self._running = None if lowered else plan.schema.op
+        self._planned = self._op
         self.ops[self._op] += 1
         self.tell(self.phases.of_op(), self.ops.total())
 
     def _saw_collective(self, event: Event) -> None:
-        use = CollectiveUse(self.phases.current, event.kind, event.mesh_dims, event.group_size, self._op)
+        op = f"{self._planned}, its result" if event.reason else self._op
+        use = CollectiveUse(self.phases.current, event.kind, event.mesh_dims, event.group_size, op)
         self.counts[use] += 1
         self.nbytes[use] += event.nbytes
 
