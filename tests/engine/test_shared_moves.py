@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Shard
 from shardwise.comm.events import observe
-from shardwise.engine import shared_moves
+from shardwise.engine import kept_operands, shared_moves
 from shardwise.engine.shared_moves import REUSED, keeping_moves
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel import kept_moves  # the module: workers get other globals by value
@@ -97,14 +97,16 @@ def sequence_parallel(limit):
     return forward, backward
 
 
-def test_a_layer_sends_forward_what_is_sent_by_hand(pool):
+def test_a_layer_sends_what_is_sent_by_hand(pool):
     forward, backward = zip(*pool.run(sequence_parallel, 1 << 20), strict=True)
     by_hand = {("all_gather", "issued"): 2, ("reduce_scatter", "issued"): 2}
     assert forward == (by_hand | {("all_gather", REUSED): 3},) * 4
-    assert backward[0]["all_gather", "issued"] == 2
-    assert backward == backward[:1] * 4
-    without, _ = pool.run(sequence_parallel, 0)[0]
-    assert without == {("all_gather", "issued"): 5, ("reduce_scatter", "issued"): 2}
+    # The mirror of forward, and the gradients of the weights and biases of both norms.
+    by_hand = {("reduce_scatter", "issued"): 2, ("all_gather", "issued"): 2, ("all_reduce", "issued"): 4}
+    assert [{k: n for k, n in counts.items() if k[1] == "issued"} for counts in backward] == [by_hand] * 4
+    forward, backward = pool.run(sequence_parallel, 0)[0]
+    assert forward == {("all_gather", "issued"): 5, ("reduce_scatter", "issued"): 2}
+    assert backward.total() == 18
 
 
 def products(needs_grad):
@@ -137,6 +139,33 @@ def reduced():
 def test_a_partial_tensor_is_reduced_once(pool):
     (issued,) = {tuple(counts.items()) for counts in pool.run(reduced)}
     assert sum(n for _, n in issued) == 1
+
+
+def handed_on():
+    """A tensor that was reduced for one op is handed reduced to one that would reduce it otherwise, or use it whole."""
+    parts = [values(8, 32, seed=seed) for seed in range(4)]
+    x = MeshTensor.from_local(parts[torch.distributed.get_rank()], mesh((4,)), [Partial()]) * 2
+    whole = 2 * sum(parts)
+    placed_w, w = weight()
+    other = values(8, 32, seed=9)
+    by_rows = placed(other, Shard(0))
+
+    def run():
+        return x.exp(), torch.maximum(x, by_rows), x.tanh() @ placed_w, torch.where(x > 0, x, by_rows)
+
+    results, counts = seen(run)
+    expected = whole.exp(), torch.maximum(whole, other), whole.tanh() @ w, torch.where(whole > 0, whole, other)
+    for mine, one in zip(results, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), one)
+    x.add_(1)
+    torch.testing.assert_close(torch.maximum(x, by_rows).full_tensor(), torch.maximum(whole + 1, other))
+    return counts
+
+
+def test_what_was_reduced_is_handed_on_reduced(pool):
+    first, *rest = pool.run(handed_on)
+    assert rest == [first] * 3
+    assert sum(first[kind, "issued"] for kind in ("all_reduce", "reduce_scatter")) == 1
 
 
 def recomputed():
@@ -355,8 +384,8 @@ def test_what_is_kept_is_bounded(pool):
 def one_rank_writes():
     x, _ = rows()
     w, _ = weight()
-    cached = shared_moves._checks_ranks
-    shared_moves._checks_ranks = lambda: True
+    cached = shared_moves.checks_ranks
+    shared_moves.checks_ranks = kept_operands.checks_ranks = lambda: True
     try:
         x @ w
         if torch.distributed.get_rank() == 1:
@@ -364,7 +393,7 @@ def one_rank_writes():
         with pytest.raises(RankDisagreementError, match="for an op"):
             x @ w
     finally:
-        shared_moves._checks_ranks = cached
+        shared_moves.checks_ranks = kept_operands.checks_ranks = cached
 
 
 def test_checked_ranks_say_so_when_one_of_them_writes_its_part(pool):

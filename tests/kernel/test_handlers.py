@@ -88,6 +88,8 @@ def test_the_source_of_a_simple_op_reads_as_documented():
         "            out = call(l0)\n"
         "        else:\n"
         "            if plan.redistributes is not None:\n"
+        "                if plan.kept is not None and (kept := plan.kept.arguments(args, kwargs)) is not None:\n"
+        "                    return on_kept(handle, kept)\n"
         "                guard(plan)\n"
         "                m0, = plan.redistributes\n"
         "                if m0 is not None:\n"

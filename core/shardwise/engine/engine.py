@@ -16,6 +16,7 @@ from shardwise.discovery.process import default_registry
 from shardwise.engine.compared_operands import reduce_first
 from shardwise.engine.composites import intercept
 from shardwise.engine.higher_order import take_higher_order
+from shardwise.engine.kept_operands import Arguments, on_kept
 from shardwise.engine.no_rule import UnknownOp
 from shardwise.engine.plain_tensors import plain_operands
 from shardwise.engine.plan_call import plan_call
@@ -110,6 +111,10 @@ class PlanningEngine:
         """Note what the results of a view op are copies of."""
         op = functional_of(plan.schema.op) or plan.schema.op
         link(self.tensor_class, op, self.registry().views.get(op), results, args, kwargs)
+
+    def on_kept(self, run: Handler, arguments: Arguments) -> Any:
+        """Run a call on tensors that earlier calls have moved."""
+        return on_kept(run, arguments)
 
     def after_write(self, tensors: Sequence[Any]) -> None:
         """Bring what an op has written to the bases of copies."""

@@ -11,6 +11,7 @@ import torch
 from shardwise.comm.meeting import meet
 from shardwise.engine.c_functions import binding
 from shardwise.engine.first_run import put_in_order
+from shardwise.engine.kept_operands import KeptOperands
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plain_tensors import compare_on
 from shardwise.engine.resized_outs import resize_outs
@@ -77,6 +78,7 @@ def plan_call(
     plan = _plan(cls, described, moved, values)
     if plan.call is direct_call(op):
         plan.run_by(_local_binding(cls, plan, args, kwargs))
+    plan.kept = KeptOperands.of(plan)
     return put_in_order(results_apart(plan))
 
 

@@ -18,10 +18,9 @@ from shardwise.comm.agreement import raise_unless_equal
 from shardwise.comm.events import Event, emit, is_observed
 from shardwise.comm.packing import Run
 from shardwise.comm.redistribute import runner
-from shardwise.kernel.kept_moves import KeptMove, kept_moves, moves_of
+from shardwise.kernel.kept_moves import KeptMove, has_moves, kept_moves, moves_of
 from shardwise.kernel.local_strides import is_dense
 from shardwise.kernel.nested import tensors_in
-from shardwise.kernel.placements import show_all
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import SymbolicSpec, TensorSpec
@@ -32,7 +31,16 @@ from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_recorded
 from shardwise.settings import read_settings
 
-__all__ = ["REUSED", "SharedMove", "keeping_moves", "operand_move", "results_apart"]
+__all__ = [
+    "REUSED",
+    "SharedMove",
+    "checks_ranks",
+    "compare_kept",
+    "held_moves",
+    "keeping_moves",
+    "operand_move",
+    "results_apart",
+]
 
 Move = Callable[[torch.Tensor, Any], torch.Tensor]
 
@@ -46,7 +54,7 @@ class SharedMove:
     Called with the local tensor and its wrapper, as :attr:`shardwise.kernel.plan.Plan.redistributes` says.
     """
 
-    __slots__ = ("_dst", "_may_be_view", "_nbytes", "_roots", "_run", "_src")
+    __slots__ = ("_dst", "_nbytes", "_run", "_src")
 
     def __init__(self, src: TensorSpec, dst: TensorSpec, run: Run) -> None:
         self._src = src
@@ -54,25 +62,19 @@ class SharedMove:
         self._run = run
         # Of rank 0, which has the largest part: a number that is the same on every rank.
         self._nbytes = prod(dst.local_shape((0,) * dst.mesh.ndim)) * dst.dtype.itemsize
-        self._may_be_view = is_dense(src.tensor_meta) and not src.dtype.is_complex
-        self._roots: dict[TensorSpec, bool] = {}
 
     def __call__(self, local: torch.Tensor, tensor: Any) -> torch.Tensor:
-        if self._nbytes > kept_moves.limit or tensor is None or is_recorded(local):
+        if self._nbytes > kept_moves.limit or is_recorded(local):
             return self._run(local)
-        base: Any = base_of(tensor)
-        root = tensor if base is None else base
-        if _is_parameter(root) or root.is_inference() or not (base is None or self._is_all_of(root._spec)):
-            return self._run(local)
-        moves = moves_of(root)
+        root = _root(tensor, self._src)
+        moves = None if root is None else moves_of(root)
         if moves is None or _is_captured(local):
             return self._run(local)
-        stream = _stream(local)
-        source, key = root._local_tensor, (self._src, self._dst)
+        source, key, stream = root._local_tensor, (self._src, self._dst), _stream(local)
         kept = moves.get(key)
         is_kept = kept is not None and kept.holds(source, stream)
-        if _checks_ranks():
-            self._compare(is_kept)
+        if checks_ranks():
+            compare_kept(self._src, [is_kept])
         if is_kept:
             assert kept is not None
             assert kept.local is not None
@@ -81,34 +83,59 @@ class SharedMove:
             return kept.local
         kept_moves.make_room(self._nbytes)
         moved = self._run(local)
-        moves[key] = kept = KeptMove(source, moved, stream)
+        moves[key] = kept = KeptMove(source, moved, self._dst, stream)
         kept_moves.add(kept, self._nbytes)
         return moved
-
-    def _is_all_of(self, root: TensorSpec) -> bool:
-        """Whether a view has all elements of its base, each once. Then shape and strides say which view it is."""
-        known = self._roots.get(root)
-        if known is None:
-            of, view = root.tensor_meta, self._src.tensor_meta
-            is_whole = of.numel == view.numel and of.dtype is view.dtype and is_dense(of)
-            known = self._roots[root] = self._may_be_view and is_whole
-        return known
-
-    def _compare(self, is_kept: bool) -> None:
-        """Have the ranks compare whether they have the tensor."""
-        mesh: Any = self._src.mesh
-        raise_unless_equal(
-            torch.tensor([is_kept], dtype=torch.int64, device=mesh.device_type),
-            mesh,
-            f"redistribute {self._src} to {show_all(self._dst.placements)} for an op",
-            "what an earlier op was given" if is_kept else "nothing from an earlier op, or has written its part since",
-            "Write to parts (to_local()) on every rank or on none, or set SHARDWISE_KEEP_MOVED=0.",
-        )
 
     def _tell(self) -> None:
         for step in _collectives(self._src, self._dst):
             ranks = prod(self._src.mesh_shape[m] for m in step.mesh_dims)
             emit(Event(step.kind, step.held, ranks, step.mesh_dims), REUSED)
+
+
+def compare_kept(spec: TensorSpec, kept: Sequence[int]) -> None:
+    """Have the ranks compare how much they keep for the operands of a call, of which one has this spec."""
+    mesh: Any = spec.mesh
+    raise_unless_equal(
+        torch.tensor(kept, dtype=torch.int64, device=mesh.device_type),
+        mesh,
+        f"redistribute {spec} for an op",
+        "what earlier ops were given" if any(kept) else "nothing from an earlier op, or has written its part since",
+        "Write to parts (to_local()) on every rank or on none, or set SHARDWISE_KEEP_MOVED=0.",
+    )
+
+
+def _root(tensor: Any, spec: TensorSpec) -> Any:
+    """The tensor with which moves of a tensor of this spec are kept: itself, or its base. None if none are kept."""
+    if tensor is None:
+        return None
+    base: Any = base_of(tensor)
+    if base is None:
+        return None if _is_parameter(tensor) or tensor.is_inference() else tensor
+    return base if _is_all_of(spec, base._spec) and not _is_parameter(base) and not base.is_inference() else None
+
+
+@lru_cache(maxsize=4096)
+def _is_all_of(view: TensorSpec, base: TensorSpec) -> bool:
+    """Whether a view has all elements of its base, each once. Then shape and strides say which view it is."""
+    of, has = base.tensor_meta, view.tensor_meta
+    is_plain = of.dtype is has.dtype and not of.dtype.is_complex
+    return is_plain and of.numel == has.numel and is_dense(of) and is_dense(has)
+
+
+def held_moves(tensor: Any) -> dict[TensorSpec, KeptMove] | None:
+    """What holds of what is kept for a tensor, by layout."""
+    base: Any = base_of(tensor)
+    if not has_moves(tensor if base is None else base):  # most operands: nothing else is looked at
+        return None
+    spec, local = tensor._spec.untagged, tensor._local_tensor
+    root = _root(tensor, spec)
+    moves = None if root is None else moves_of(root)
+    if moves is None or is_recorded(local) or _is_captured(local):
+        return None
+    stream = _stream(local)
+    source = root._local_tensor
+    return {dst: kept for (src, dst), kept in moves.items() if src is spec and kept.holds(source, stream)}
 
 
 def operand_move(src: TensorSpec, dst: TensorSpec, *, is_shared: bool) -> Move:
@@ -168,7 +195,8 @@ def _start() -> None:
 
 
 @cache
-def _checks_ranks() -> bool:
+def checks_ranks() -> bool:
+    """Whether the ranks compare what they keep at every use."""
     return read_settings().check_ranks
 
 

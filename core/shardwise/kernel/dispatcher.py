@@ -142,6 +142,12 @@ def listen(callback: Callable[[Plan], None]) -> None:
     _state.observers.append(callback)
 
 
+def _tell_of_call(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+    """Tell observers of the plan that runs a call. A call on kept tensors comes here again, with its own plan."""
+    if _state.observers and (plan.kept is None or plan.kept.arguments(args, kwargs) is None):
+        tell_observers(plan)
+
+
 def tell_observers(plan: Plan) -> None:
     """Call each observer with ``plan``. An observer may remove itself meanwhile."""
     for callback in tuple(_state.observers):
@@ -213,6 +219,7 @@ def handler_of(entry: Entry, positional: int, keywords: tuple[str, ...]) -> Hand
         "others": partial(operands_of, op, False),
         "others_written": partial(operands_of, op, True),
         "guard": guard,
+        "on_kept": started.engine.on_kept,
         "inference": torch.is_inference_mode_enabled,
         "new_view_of": new_view_of,
         "freeze": freeze,
@@ -335,13 +342,13 @@ class _PlanStore:
                         self.apart.clear()
                     self.apart[place] = plan
             if is_apart:
-                tell_observers(plan)
+                _tell_of_call(plan, args, kwargs)
                 return plan
         if _state.observers:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()
             self.cold[key] = plan
-            tell_observers(plan)
+            _tell_of_call(plan, args, kwargs)
             return plan
         if len(self.hot) >= PLANS_PER_OP // 2:
             self.retire()

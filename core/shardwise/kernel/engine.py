@@ -55,6 +55,9 @@ class Engine(Protocol):
     def link(self, plan: Plan, results: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
         """Take note of what the results of a view op are copies of."""
 
+    def on_kept(self, run: Handler, arguments: Any) -> Any:
+        """Run a call on tensors that earlier calls have moved."""
+
     def after_write(self, tensors: Sequence[Any]) -> None:
         """Bring what an op has written to the bases of copies."""
 

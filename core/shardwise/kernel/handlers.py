@@ -11,6 +11,7 @@ The text is compiled once per call shape, as attrs and dataclasses do for their 
 - ``PLAIN`` the types of numbers and of None, ``other`` the function for any other argument, ``others`` that for a list
   (``other_written`` and ``others_written`` for arguments that the op writes)
 - ``miss`` the slow path, ``symbolic`` the path of a key that has no hash
+- ``on_kept`` the function that runs a call on tensors that earlier calls have moved
 - ``guard`` the check of a view that would be a copy
 - ``reseat`` the function that makes a tensor another view of itself, ``reseat_copy`` the one for a view that is a copy
 - ``watched`` what is not empty while a copy of a view is alive, ``after_write`` and ``link`` what keep the two equal
@@ -175,6 +176,8 @@ def _call(variables: Sequence[_Variable], info: RuntimeSchemaInfo) -> list[str]:
     if tensors:
         lines += [
             "if plan.redistributes is not None:",
+            "    if plan.kept is not None and (kept := plan.kept.arguments(args, kwargs)) is not None:",
+            "        return on_kept(handle, kept)",
             "    guard(plan)",
             "    " + ", ".join(f"m{v.var[1:]}" for v in tensors) + ", = plan.redistributes",
         ]

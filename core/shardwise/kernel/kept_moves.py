@@ -23,20 +23,23 @@ import torch
 from attrs import define, field
 
 from shardwise.kernel.engine import started
+from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import Writes, writes_of
-from shardwise.private_torch.dispatch import version_of
+from shardwise.private_torch.dispatch import new_wrapper, version_of
 
-__all__ = ["KeptMove", "KeptMoves", "kept_moves", "leave_out", "moves_of"]
+__all__ = ["KeptMove", "KeptMoves", "has_moves", "kept_moves", "leave_out", "moves_of"]
 
 
 class KeptMove:
     """An operand under another layout. ``stream`` is that of its device on which it was made."""
 
-    __slots__ = ("__weakref__", "_seen", "_source", "_version", "_writes", "local", "stream")
+    __slots__ = ("__weakref__", "_seen", "_source", "_spec", "_version", "_wrapper", "_writes", "local", "stream")
 
-    def __init__(self, source: torch.Tensor, local: torch.Tensor, stream: Any) -> None:
+    def __init__(self, source: torch.Tensor, local: torch.Tensor, spec: TensorSpec, stream: Any) -> None:
         self.local: torch.Tensor | None = local
         self.stream = stream
+        self._spec = spec
+        self._wrapper: Any = None
         self._source: torch.Tensor | None = source
         self._version = version_of(source)
         self._writes: Writes | None = writes_of(source)
@@ -52,9 +55,16 @@ class KeptMove:
             and self.stream == stream
         )
 
+    @property
+    def tensor(self) -> Any:
+        """It as a tensor on the mesh. What it is moved to in its turn is kept with this tensor."""
+        if self._wrapper is None:
+            self._wrapper = new_wrapper(started.tensor_class, self.local, self._spec, False)
+        return self._wrapper
+
     def drop(self) -> None:
         """Let go of the memory."""
-        self.local = self._source = self._writes = None
+        self.local = self._source = self._writes = self._wrapper = None
 
 
 @define(eq=False)
@@ -100,6 +110,11 @@ def moves_of(root: Any) -> dict[Any, KeptMove] | None:
     except AttributeError:
         slot.__set__(root, moves := {})
     return moves
+
+
+def has_moves(root: Any) -> bool:
+    """Whether anything is kept for a wrapper, or was."""
+    return bool(getattr(root, "_kept_moves", None))
 
 
 def leave_out(wrapper: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from attrs import frozen
 
@@ -29,6 +29,15 @@ class ResultMove:
     reason: str
 
 
+class Kept(Protocol):
+    """Knows what earlier calls have moved the operands of a call to."""
+
+    def arguments(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> tuple[Sequence[Any], Mapping[str, Any]] | None:
+        """The arguments with kept tensors in place of some; None where the plan is the cheapest as it is."""
+
+
 class Plan:
     """How calls of one signature run.
 
@@ -40,7 +49,8 @@ class Plan:
     redistributed and ``call`` takes the arguments as they were passed, else ``None``. ``outs`` holds the specs of the
     tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view
     of one; ``writes_copy`` that the op writes one. ``after`` has an entry per tensor result that says how ``call``
-    moves it, or is ``None`` when it moves none, the usual case. It is for those who look at plans.
+    moves it, or is ``None`` when it moves none, the usual case. It is for those who look at plans. ``kept`` is asked
+    first where an operand is redistributed: the call may be cheaper on what was moved before.
     """
 
     __slots__ = (
@@ -49,6 +59,7 @@ class Plan:
         "direct",
         "entry",
         "full",
+        "kept",
         "links",
         "out",
         "outs",
@@ -79,6 +90,7 @@ class Plan:
         self.full = full
         self.direct = call if redistributes is None and not full else None
         self.outs = outs
+        self.kept: Kept | None = None
         self.after: tuple[ResultMove | None, ...] | None = None
         self.out = outs[0] if len(outs) == 1 else None
         declared = [r for r in schema.signature.results if r.is_tensor]
