@@ -28,9 +28,14 @@ __all__ = ["InForce", "decided", "in_force", "resting", "tagged", "use_decisions
 
 @define
 class InForce:
-    """The decisions that plans are made by, if any, and how many calls they knew and did not know."""
+    """The decisions that plans are made by, if any, and how many calls they knew and did not know.
+
+    ``placements`` says, by name, where a module that is distributed has its parameters and buffers, whatever the
+    program says: only rehearsals of a plan that chose them have it.
+    """
 
     decisions: Decisions | None = None
+    placements: Callable[[str], Places | None] | None = None
     known: int = 0
     unknown: int = 0
 
@@ -38,9 +43,9 @@ class InForce:
 in_force = InForce()
 
 
-def use_decisions(decisions: Decisions | None) -> None:
+def use_decisions(decisions: Decisions | None, placements: Callable[[str], Places | None] | None = None) -> None:
     """Make plans by decisions from now on, or by none. Every rank must call this at the same point of the program."""
-    in_force.decisions = decisions
+    in_force.decisions, in_force.placements = decisions, placements
     in_force.known = in_force.unknown = 0
     drop_plans()
 

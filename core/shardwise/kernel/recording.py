@@ -19,8 +19,8 @@ class Recorder(Protocol):
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
 
-    def accumulated(self, gradient: Any, is_placed: bool) -> None:
-        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
+    def accumulated(self, gradient: Any, leaf: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf (None if that is gone), and already has the leaf's layout if ``is_placed``."""
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

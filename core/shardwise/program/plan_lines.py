@@ -71,7 +71,7 @@ class _Lines:
 
         def cost(layout: Places) -> int:
             moves = (problem.operand_cost(p, i, layout, problem.used(assignment, p, i)) for p, i in uses)
-            return sum(moves) + problem.end_cost(t, layout)
+            return sum(moves) + problem.end_cost(t, layout, assignment)
 
         ops = list(dict.fromkeys(op_name(problem.graph.calls[p].schema.op) for p, _ in uses))
         users = ", ".join(ops[:_USERS]) + (", ..." if len(ops) > _USERS else "")
@@ -127,7 +127,7 @@ class _Lines:
                 if t is None:
                     continue
                 rests = problem.rests(self.assignment, t)
-                total += problem.end_cost(t, rests)
+                total += problem.end_cost(t, rests, self.assignment)
                 if t in problem.resting:
                     total += problem.move(t, problem.made(self.assignment, t), rests)
                     continue

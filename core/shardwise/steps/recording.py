@@ -42,6 +42,7 @@ class Recording:
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
     _plan: Plan | None = None
+    _gradient_of: tuple[int, int] | None = None
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
     _made_in: dict[int, str] = field(factory=dict)
@@ -145,14 +146,19 @@ class Recording:
         # the same one here.
         after = self._new(result, None, before)
         self._moved[after] = before
-        self._sinks.append(Sink(before, _layout(result._spec)))
+        of, self._gradient_of = self._gradient_of, None
+        leaf = of[1] if of is not None and of[0] == before else None
+        self._sinks.append(Sink(before, _layout(result._spec), leaf=leaf))
 
-    def accumulated(self, gradient: Any, is_placed: bool) -> None:
-        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
+    def accumulated(self, gradient: Any, leaf: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf (None if that is gone), and already has the leaf's layout if ``is_placed``."""
         t = self._operand(gradient, gradient._spec)
         assert t is not None
         # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
         self._written.add(self._tensors[t].root)
+        node = None if leaf is None else self._operand(leaf, leaf._spec)
+        # The redistribution to the leaf's layout comes next.
+        self._gradient_of = None if node is None else (t, node)
         if is_placed:
             self.redistributed(gradient, gradient)
 

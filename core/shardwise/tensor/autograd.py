@@ -344,6 +344,7 @@ def follow_layout(leaf: Any) -> None:
 def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
     """Hook a tensor; returns the function that tells the hook another spec of the tensor."""
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
+    leaf = ref(tensor)  # the hook belongs to the leaf, and must not keep it alive
 
     def follow(changed: TensorSpec) -> None:
         nonlocal spec
@@ -357,7 +358,7 @@ def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
         own, recorder = getattr(grad, "_spec", None), recording.recorder
         is_placed = own is spec or (own is not None and own.tag is not None and own.placements == spec.placements)
         if recorder is not None and own is not None:
-            recorder.accumulated(grad, is_placed)
+            recorder.accumulated(grad, leaf(), is_placed)
         if is_placed:
             return None
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is

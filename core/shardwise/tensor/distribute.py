@@ -207,6 +207,9 @@ def _tag(tensor: Any, name: str) -> None:
 def _placements_for(
     name: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
 ) -> tuple[Placement, ...]:
+    chosen = None if in_force.placements is None else in_force.placements(name)
+    if chosen is not None and len(chosen) == mesh.ndim:
+        return check_placements(chosen, mesh.ndim, tensor.ndim)
     places = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), ())
     if not places:
         return (REPLICATE,) * mesh.ndim
