@@ -21,6 +21,7 @@ from shardwise import Replicate, Shard
 from shardwise.demo.large import placed_step
 from shardwise.engine.decided import in_force
 from shardwise.errors import LinksFitError, MemoryPlanError, MeshMismatchError, PlanError, PlanFitError, PlanMeshError
+from shardwise.program.plan_file import parse
 from shardwise.program.step_plan import read_plan
 from shardwise.steps.planning import PLAN_PHASES
 from shardwise.testing import mesh
@@ -281,3 +282,54 @@ def test_a_process_with_a_group_is_refused():
             sw.plan(mlp, (2,))
     finally:
         dist.destroy_process_group()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def edited(planned, tmp_path, *changes):
+    """The plan's file as a person has edited it."""
+    text = planned.file.text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return parse(text, str(tmp_path / "edited.plan"))
+
+
+def test_parameters_of_a_kept_plan_lie_as_it_says(unlimited, tmp_path):
+    line = next(line for line in unlimited.file.text().splitlines() if line.startswith('"head.weight"'))
+    keep = edited(unlimited, tmp_path, (line, '"head.weight" = { dp = "S(1)", tp = "S(0)" }'))
+    planned = sw.plan(*GPT, keep=keep)
+    assert planned.file.placements_of("head.weight")[1] == (Shard(1), Shard(0))
+    assert planned.file.placements_of("norm.weight") == unlimited.file.placements_of("norm.weight")
+    assert planned.differences == ()
+    assert planned.cost >= unlimited.cost
+
+
+def twice(on):
+    """A row-parallel product that is used twice: its result is reduced once, and rests so."""
+    w = sw.distribute_tensor(torch.zeros(64, 64), on, [Shard(0)], src_data_rank=None).requires_grad_()
+    x = sw.distribute_tensor(torch.zeros(64, 64), on, [Shard(1)], src_data_rank=None)
+    hidden = x @ w
+    (hidden.relu().sum() + hidden.tanh().sum()).backward()
+
+
+def test_moves_of_a_kept_plan_without_a_reason_are_made(tmp_path):
+    planned = sw.plan(twice, (2,), ("tp",))
+    (line,) = planned.file.rests
+    reason, to = f'why = "{line.why}"\n', f'to = {{ tp = "{line.to["tp"]}" }}'
+    keep = edited(planned, tmp_path, (reason, ""), (to, 'to = { tp = "S(1)" }'))
+    other = sw.plan(twice, (2,), ("tp",), keep=keep)
+    assert [dict(rests.to) for rests in other.file.rests if rests.place == line.place] == [{"tp": "S(1)"}]
+    assert other.differences == ()
+    assert other.cost >= planned.cost
+    same = sw.plan(twice, (2,), ("tp",), keep=edited(planned, tmp_path, (reason, "")))
+    assert same.cost == planned.cost
+    none = edited(planned, tmp_path, (reason, ""), (f'op = "{line.op}"', 'op = "aten.none.default"'))
+    with pytest.raises(PlanFitError, match=r"no call of aten.none.default in .* can have its result as tp"):
+        sw.plan(twice, (2,), ("tp",), keep=none)
+
+
+def test_a_recipe_for_other_mesh_dims_is_refused(planned):
+    with pytest.raises(PlanMeshError, match="its mesh dims are tp, and those of this mesh dp"):
+        sw.plan(mlp, (2,), ("dp",), recipes={"mlp": planned.file})

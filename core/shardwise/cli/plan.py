@@ -52,6 +52,7 @@ def _size(_ctx: click.Context, _option: click.Parameter, text: str | None) -> in
         raise click.BadParameter(str(error)) from error
 
 
+_KEEP = "A plan file: its placements of parameters and its moves without a why are kept, the rest is solved anew."
 _RECIPE = "A plan file whose placements of parameters are tried, too; may be given several times."
 
 
@@ -63,6 +64,7 @@ _RECIPE = "A plan file whose placements of parameters are tried, too; may be giv
 @click.option("--wires", help="Connection of each mesh dim: loopback, ethernet, infiniband, nvlink; with commas.")
 @click.option("--fixed", type=click.Choice(["parameters"]), help="What stays as placed: plan activations only.")
 @click.option("--memory", callback=_size, help="What a rank may hold at any time: 64GiB. Otherwise there is no limit.")
+@click.option("--keep", type=click.Path(path_type=Path), help=_KEEP)
 @click.option("--recipe", "recipes", type=click.Path(path_type=Path), multiple=True, help=_RECIPE)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option
@@ -75,6 +77,7 @@ def step(  # noqa: PLR0913  # the options of the command
     wires: str | None,
     fixed: str | None,
     memory: int | None,
+    keep: Path | None,
     recipes: tuple[Path, ...],
     out: Path | None,
     as_json: bool,
@@ -110,6 +113,7 @@ def step(  # noqa: PLR0913  # the options of the command
             fixed=() if fixed is None else (fixed,),
             memory=memory,
             recipes={path.stem: _read(path) for path in recipes},
+            keep=None if keep is None else _read(keep),
             device=device,
             wires=connections,
             name=program,

@@ -49,6 +49,11 @@ class Line:
     operand: str = ""
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        """The module, the op and the phase."""
+        return (self.at, self.op, self.phase)
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What tells lines apart: all but the times and the reason."""
         return (self.at, self.op, self.phase, self.operand, json.dumps(self.to))

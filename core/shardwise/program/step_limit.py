@@ -47,7 +47,7 @@ class PricedSearch:
         Raises :class:`MemoryPlanError` where none is found.
         """
         if not self._tried:
-            self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free))
+            self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
         if limit is None:
             return self._tried[0].found
         if not self._within(limit):

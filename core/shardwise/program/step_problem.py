@@ -19,8 +19,9 @@ from typing import Any
 from attrs import define, field
 
 from shardwise.errors import PlacementError
-from shardwise.kernel.placements import REPLICATE, StridedShard, is_strided
+from shardwise.kernel.placements import REPLICATE, Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
+from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.cost import Links, links_of
 from shardwise.planning.layout_graph import LayoutGraph, encode, graph_of
@@ -73,6 +74,9 @@ class StepProblem:
     memory: StepMemory | None = None
     price: Fraction = Fraction(0)
     pinned: frozenset[int] = frozenset()
+    #: Where tensors must rest on some mesh dims, and the rows that calls must take one of on each.
+    held_rests: dict[int, dict[int, Placement]] = field(factory=dict)
+    held_rows: dict[int, tuple[frozenset[int], ...]] = field(factory=dict)
     choices: list[Choices] = field(init=False)
     resting: frozenset[int] = field(init=False)
     #: What the problems of single mesh dims are made of.
@@ -133,6 +137,16 @@ class StepProblem:
             if len(chosen) == len(whole) and choices.allows(chosen):
                 rows[place] = chosen
         return self._left_as_made(rows)
+
+    def operand_names(self, place: int) -> list[str]:
+        """The names of the arguments of a call that its flat operands belong to."""
+        schema = self.graph.calls[place].schema
+        starts = [
+            (start, arg.name)
+            for arg, start in zip(schema.signature.args, schema.starts, strict=True)
+            if arg.kind in {Kind.TENSOR, Kind.TENSORS}
+        ]
+        return [[name for start, name in starts if start <= i][-1] for i in range(len(schema.specs))]
 
     # -- layouts -------------------------------------------------------------------------------------------------
 

@@ -77,7 +77,7 @@ class Slices:
     """The parts of a problem that are known so far."""
 
     _problem: StepProblem
-    _calls: dict[tuple[int, int, tuple[int, ...]], CallSlice] = field(factory=dict)
+    _calls: dict[tuple[Any, ...], CallSlice] = field(factory=dict)
     _placements: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(factory=dict)
     _layouts: dict[tuple[Places, ...], Layouts] = field(factory=dict)
     _known: dict[Any, Any] = field(factory=dict)
@@ -109,10 +109,12 @@ class Slices:
     def of_call(self, place: int, held: Sequence[int], m: int) -> CallSlice:
         """The slice of a call on a mesh dim beside held rows."""
         choices = self._problem.choices[place]
-        key = (id(choices), m, tuple(held))
+        only = self._problem.held_rows.get(place)
+        key = (id(choices), m, tuple(held), only)
         known = self._calls.get(key)
         if known is None:
-            rows = (r for r in choices.legal[m] if r == held[m] or choices.allows([*held[:m], r, *held[m + 1 :]]))
+            legal = [r for r in choices.legal[m] if only is None or r in only[m]]
+            rows = (r for r in legal if r == held[m] or choices.allows([*held[:m], r, *held[m + 1 :]]))
             known = self._calls[key] = CallSlice(choices, key[2], m, tuple(rows), self)
         return known
 

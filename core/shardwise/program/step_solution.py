@@ -69,13 +69,14 @@ def _descended(problem: StepProblem, start: Assignment, rounds: int) -> Assignme
 def exchanged(problem: StepProblem, assignment: Assignment, a: int, b: int) -> Assignment:
     """An assignment with the rows and placements of two mesh dims exchanged, wherever that is legal."""
     new = assignment.copy()
-    for choices, rows in zip(problem.choices, new.rows, strict=True):
+    for place, (choices, rows) in enumerate(zip(problem.choices, new.rows, strict=True)):
         turned = list(rows)
         turned[a], turned[b] = rows[b], rows[a]
-        if all(turned[m] in choices.legal[m] for m in (a, b)) and choices.allows(turned):
+        only = problem.held_rows.get(place, choices.legal)
+        if all(turned[m] in only[m] for m in (a, b)) and choices.allows(turned):
             rows[:] = turned
     for t, layout in new.rests.items():
-        if not is_strided(layout) and t not in problem.pinned:
+        if not is_strided(layout) and t not in problem.pinned and t not in problem.held_rests:
             new.rests[t] = _with(_with(layout, a, layout[b]), b, layout[a])
     new.cost = problem.cost(new)
     return new
@@ -145,6 +146,8 @@ class MeshDimProblem:
     def _states(self, t: int) -> tuple[Placement, ...]:
         """Where a tensor may rest: as its maker leaves it, as a use or a sink wants it; partial only if made so."""
         problem, m = self.problem, self.m
+        if m in problem.held_rests.get(t, ()):
+            return (self.held.rests[t][m],)
         if t in problem.free:
             return self._places(t)
         maker = problem.maker(t)

@@ -115,6 +115,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     fixed: Sequence[str] = (),
     memory: int | None = None,
     recipes: Mapping[str, PlanFile] | None = None,
+    keep: PlanFile | None = None,
     device: str = "cpu",
     wires: Sequence[str] | None = None,
     name: str = "",
@@ -126,16 +127,21 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     ``program(mesh)`` places its parameters and inputs, and runs a step or returns one, as for
     :func:`shardwise.tools.rehearse.rehearse`. Inputs stay where it places them, and so do buffers. Parameters that
     ``distribute_module`` places are free, unless ``fixed`` is ``("parameters",)``. It runs once to be recorded, and
-    under each plan that is tried. ``memory`` is a limit on the bytes that are alive on a rank at any time of a step but
-    the first, in which the optimizer makes its states. ``recipes`` are plan files for the same mesh, by name: the plan
-    costs no more than the best that can be made of their placements. ``wires`` has the connection of each mesh dim
-    (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose written figures are used; the default is
-    that of ranks of ``device`` on one host. ``tell`` is called with one of :data:`PLAN_PHASES` and the number of ops so
-    far.
+    under each plan that is tried.
+
+    - ``memory``: a limit on the bytes that are alive on a rank at any time, from the second step on;
+    - ``recipes``: plan files for mesh dims of the same names. The plan costs no more than the best that can be made of
+      the placements of their parameters;
+    - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
+      a reason are made;
+    - ``wires``: the connection of each mesh dim (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose
+      written figures are used. The default is that of ranks of ``device`` on one host;
+    - ``tell``: called with one of :data:`PLAN_PHASES` and the number of ops so far.
 
     Raises what the program raises, :class:`PlanError` for a program that cannot be planned,
-    :class:`MemoryPlanError` where no plan within ``memory`` is found, and :class:`MeshMismatchError` where this process
-    has a process group already.
+    :class:`MemoryPlanError` where no plan within ``memory`` is found, :class:`PlanMeshError` for a recipe for mesh dims
+    of other names, :class:`PlanFitError` for a line to keep that fits nothing, and :class:`MeshMismatchError` where
+    this process has a process group already.
     """
     if not {*fixed} <= {"parameters"}:
         raise PlanError(
@@ -147,7 +153,8 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     before = in_force.decisions, in_force.placements
-    request = Request(not fixed, memory, recipes or {})
+    request = Request(not fixed, memory, recipes or {}, keep)
+    request.check_names(names)
     try:
         with fake_ranks(math.prod(mesh_shape), 0):
             mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)

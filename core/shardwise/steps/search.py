@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from attrs import define, field, frozen
 
-from shardwise.errors import MemoryPlanError, NoPlanError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanMeshError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.plan_file import Layout, PlanFile, layout_text
 from shardwise.program.step_graph import Places, StepGraph
+from shardwise.program.step_holds import hold_lines
 from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
@@ -29,11 +30,26 @@ _OF_ADAM = Fraction(4)  # parameter, gradient and two states; for a program that
 
 @frozen(eq=False)
 class Request:
-    """What is asked of a plan: whether parameters are free, the bytes that a rank may hold, and recipes by name."""
+    """What is asked of a plan: whether parameters are free, the bytes that a rank may hold, recipes by name, and a plan
+    whose parameters and own moves are kept.
+    """
 
     frees_parameters: bool = False
     memory: int | None = None
     recipes: Mapping[str, PlanFile] = field(factory=dict)
+    keep: PlanFile | None = None
+
+    def check_names(self, mesh_names: Sequence[str]) -> None:
+        """Raise :class:`PlanMeshError` for a recipe or a kept plan that has mesh dims of other names."""
+        for file in (*self.recipes.values(), *([self.keep] if self.keep is not None else [])):
+            if file.mesh_names != tuple(mesh_names):
+                raise PlanMeshError(
+                    asked=f"plan a step by the placements of {file.source or file.program}",
+                    found=f"its mesh dims are {', '.join(file.mesh_names)}, and those of this mesh "
+                    f"{', '.join(mesh_names)}",
+                    do="Name the mesh dims alike, in the same order; their sizes may differ.",
+                    path=file.source,
+                )
 
 
 @define(eq=False)
@@ -65,7 +81,7 @@ class PlanSearch:
         self._problem = StepProblem(graph, self._costs, free, memory)
         self._as_recorded = self._problem.as_recorded()
         self._limit = self.request.memory
-        starts = self._first_starts()
+        starts = self._first_starts() if self.request.keep is None else self._kept(self.request.keep)
         self._priced = PricedSearch(self._problem, starts, self._lean if free else None)
 
     def _parameters(self) -> list[int]:
@@ -124,6 +140,17 @@ class PlanSearch:
                 placements[m], left = Shard(dim), left // spec.mesh_shape[m]
         return tuple(placements)
 
+    def _kept(self, file: PlanFile) -> list[Assignment]:
+        """Starts that have what a plan file says, and will have it from then on."""
+        problem = self._problem
+        places = {t: file.placements_of(self.graph.tensors[t].name) for t in problem.free}
+        kept = {t: known[1] for t, known in places.items() if known is not None}
+        problem.pinned = frozenset(kept)
+        starts = [self._placed(start, kept) for start in (self._as_recorded, problem.as_replicated())]
+        for start in starts:
+            hold_lines(problem, start, file, self.graph.mesh.mesh_dim_names or ())
+        return starts
+
     def _of_recipe(self, name: str, recipe: PlanFile, whole: Assignment) -> Assignment:
         """The best plan with the parameters of a recipe."""
         problem = self._problem
@@ -143,8 +170,19 @@ class PlanSearch:
     # -- solving -------------------------------------------------------------------------------------------------
 
     def solved(self) -> Solved:
-        """The best plan under the limit as it stands."""
-        best = self._priced.best(self._limit)
+        """The best plan under the limit as it stands. Raises :class:`MemoryPlanError` where none is found."""
+        try:
+            best = self._priced.best(self._limit)
+        except MemoryPlanError as error:
+            wanted, limit = self.request.memory, self._limit
+            if wanted is None or limit is None or limit == wanted:
+                raise
+            raise MemoryPlanError(
+                asked=f"plan a step in {size_text(wanted)} a rank",
+                found=f"{error.found}, and {size_text(wanted - limit)} more are needed while an op runs",
+                do=error.do,
+                limit=wanted,
+            ) from error
         return with_decisions(self._problem, self._costs, self._as_recorded, best)
 
     def accepts(self, solved: Solved, measured: Memory) -> bool:
