@@ -19,7 +19,16 @@ from shardwise.comm.coalescing import GatherBatch, open_batch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.events import Event, emit, is_observed, numbers, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
-from shardwise.kernel.reductions import REAL, SENDABLE, add_up, as_sendable, average, is_native, reduce_stacked
+from shardwise.kernel.reductions import (
+    REAL,
+    SENDABLE,
+    add_up,
+    as_sendable,
+    average,
+    is_native,
+    reduce_stacked,
+    scaled_down,
+)
 from shardwise.private_torch.tracing import is_recorded
 
 __all__ = ["REDUCE_OP_OF", "Group"]
@@ -122,6 +131,8 @@ class Group(Collectives):
         if not is_native(kind, tensor.dtype):
             result = self._reduce_by_moving(tensor, kind)
         else:
+            if kind == "avg":
+                tensor.copy_(scaled_down(tensor, self.size))
             flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
             staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
             work = self.process_group.allreduce([staged], self._sum_options[kind])
@@ -139,9 +150,10 @@ class Group(Collectives):
             result.then(lambda stacked: self._reduce(stacked, kind))
         else:
             out = pieces.new_empty(pieces.shape[1:])
-            flat = [out.view(-1)], [pieces.view(-1)]
+            added = scaled_down(pieces, self.size) if kind == "avg" else pieces
+            flat = [out.view(-1)], [added.view(-1)]
             work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
-            result = AsyncResult(work, out, pieces, self.process_group)
+            result = AsyncResult(work, out, added, self.process_group)
             if kind == "avg":
                 result = self._averaged(result)
         return self._observed(result, "reduce_scatter", pieces) if observers else result
@@ -160,8 +172,9 @@ class Group(Collectives):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
-        total = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else add_up(stacked)
-        return average(total, self.size) if kind == "avg" else total
+        if kind == "avg":
+            return average(add_up(scaled_down(stacked, self.size)), self.size)
+        return stacked.prod(0, dtype=stacked.dtype) if kind == "product" else add_up(stacked)
 
     def _reduce_by_moving(self, tensor: Tensor, kind: str) -> AsyncResult:
         """An all-reduce that no backend has: each rank reduces its share of the elements, then all gather the shares.
