@@ -17,12 +17,11 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.signature import Kind, Op
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tags import tag_of_name
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph, TensorNode
 from shardwise.program.step_rows import in_whole
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.names import name_of
+from shardwise.tensor.names import name_of, tag_by_name
 
 __all__ = ["Recording"]
 
@@ -80,9 +79,7 @@ class Recording:
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
         for leaf in self.leaves:
-            if name_of(leaf):
-                leaf._spec = leaf._spec.with_tag(tag_of_name(name_of(leaf), depth))
-                leaf._follow_layout()
+            tag_by_name(leaf, depth)
             leaf.__dict__.pop(_NODE, None)
 
     # -- what the dispatcher tells -------------------------------------------------------------------------------
