@@ -63,12 +63,14 @@ class CallNode:
 class Sink:
     """A layout that a tensor must reach: a gradient that of its leaf, a tensor that of an explicit ``redistribute``.
 
-    With ``stays`` the tensor itself must rest there, because the program reads its local part.
+    With ``stays`` the tensor itself must rest there, because the program reads its local part. ``shared_by`` gradients
+    of several backward passes are added up first, and each bears its share of the move.
     """
 
     tensor: int
     placements: Places
     stays: bool = False
+    shared_by: int = 1
 
 
 @frozen(eq=False)

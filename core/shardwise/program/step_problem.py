@@ -182,7 +182,8 @@ class StepProblem:
             if sink.stays:
                 total += 0 if layout == sink.placements else FORBIDDEN
             else:
-                total += self.move(tensor, layout, sink.placements)
+                cost = self.move(tensor, layout, sink.placements)
+                total += cost if cost >= FORBIDDEN else cost // sink.shared_by
         return min(total, FORBIDDEN)
 
     def cost(self, assignment: Assignment) -> int:

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwise.kernel.dispatcher import observe, record
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.signature import Kind, Op
@@ -38,6 +39,8 @@ class Recording:
     _calls: list[CallNode] = field(factory=list)
     _tensors: list[TensorNode] = field(factory=list)
     _sinks: list[Sink] = field(factory=list)
+    # By leaf, which sinks are those of its gradients that wait for each other.
+    _late: dict[int, list[int]] = field(factory=dict)
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
     _plan: Plan | None = None
@@ -61,11 +64,15 @@ class Recording:
     def graph(self) -> StepGraph:
         """The step so far, without calls that nobody needs."""
         assert self.meshes, "nothing was recorded"
+        sinks = list(self._sinks)
+        for of_leaf in self._late.values():
+            for i in of_leaf:
+                sinks[i] = evolve(sinks[i], shared_by=len(of_leaf))
         whole = StepGraph(
             self.meshes[0],
             tuple(self._calls),
             tuple(self._tensors),
-            tuple(self._sinks),
+            tuple(sinks),
             frozenset(self._written),
             moved=dict(self._moved),
         )
@@ -152,6 +159,18 @@ class Recording:
         self._written.add(self._tensors[t].root)
         if is_placed:
             self.redistributed(gradient, gradient)
+
+    def waits(self, gradient: Any, leaf: Any, placements: Sequence[Placement]) -> None:
+        """A gradient that reaches its leaf waits there for the next ones, to have these placements with them.
+
+        What is done with the sum is not about this gradient any more: backward passes stay independent of each other,
+        so that each is decided on as if it were alone, with its share of the cost.
+        """
+        t = self._operand(gradient, gradient._spec)
+        assert t is not None
+        self._late.setdefault(id(leaf), []).append(len(self._sinks))
+        self._sinks.append(Sink(t, in_whole(tuple(placements), gradient._spec.mesh_shape)))
+        gradient.__dict__.pop(_NODE, None)
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

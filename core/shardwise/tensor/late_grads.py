@@ -8,11 +8,10 @@ they were first accumulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
-from weakref import ref
 
 import torch
 
@@ -22,7 +21,7 @@ from shardwise.kernel.placements import Partial, Placement
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.tracing import is_recorded
-from shardwise.tensor.autograd import grad_layout, redistribute
+from shardwise.tensor.autograd import grad_layout, grad_under, redistribute
 
 __all__ = ["accumulate", "late", "layout_until_later", "place_late", "prepared"]
 
@@ -37,8 +36,8 @@ class _Late:
 
     def __init__(self) -> None:
         self.depth = 0
-        # By id, because tensors compare element by element. A leaf that is gone does not keep its place for another.
-        self._leaves: dict[int, Callable[[], Any]] = {}
+        # By id, because tensors compare element by element. Not weak: torch swaps no tensor with weak references.
+        self._leaves: dict[int, Any] = {}
 
     @property
     def is_open(self) -> bool:
@@ -49,17 +48,12 @@ class _Late:
 
     def add(self, leaf: Any) -> None:
         """Note that the gradient of a leaf waits."""
-        known = self._leaves.get(id(leaf))
-        if known is None or known() is not leaf:
-            self._leaves.pop(id(leaf), None)
-            self._leaves[id(leaf)] = ref(leaf)
+        self._leaves.setdefault(id(leaf), leaf)
 
     def take(self, among: Iterable[Any] | None) -> list[Any]:
         """The leaves whose gradients wait, all or among some; they are no longer noted."""
-        ids = list(self._leaves) if among is None else set(map(id, among))
-        taken = [key for key in self._leaves if key in ids]
-        leaves = [self._leaves.pop(key)() for key in taken]
-        return [leaf for leaf in leaves if leaf is not None]
+        ids = set(self._leaves) if among is None else set(map(id, among))
+        return [self._leaves.pop(key) for key in list(self._leaves) if key in ids]
 
 
 # One for the process: backward runs in threads of autograd's.
@@ -115,7 +109,7 @@ def prepared(leaf: Any, grad: Any, layout: tuple[Placement, ...]) -> Any:
         both = tuple(new if isinstance(new, Partial) else old for old, new in pairs)
         if _is_local(before._spec, before._spec.with_placements(both)):
             leaf.grad = redistribute(before, both)
-    return redistribute(grad, layout)
+    return grad_under(grad, layout)  # sends nothing, so it is no part of what is planned
 
 
 def place_late(among: Iterable[Any] | None = None) -> None:

@@ -10,7 +10,7 @@ from weakref import ref
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.dispatch import is_batched
+from shardwise.private_torch.dispatch import is_batched, leaf_to_accumulate
 from shardwise.tensor.autograd import grad_layout, on_mesh, reduce_later
 from shardwise.tensor.late_grads import late, layout_until_later, prepared
 
@@ -25,7 +25,7 @@ def keep_grad_layout(leaf: Any) -> None:
     """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
     if not leaf.is_leaf or HAS_GRAD_HOOK in leaf.__dict__:
         return
-    leaf.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(leaf, ref(leaf))
+    leaf.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(leaf)
 
 
 def keep_grad_layout_in_graph(stand_in: Any) -> None:
@@ -41,7 +41,7 @@ def keep_grad_layout_in_graph(stand_in: Any) -> None:
 def _register_if_there(stand_in: Callable[[], Any]) -> None:
     tensor = stand_in()
     if tensor is not None and tensor.requires_grad:
-        tensor.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(tensor, None)
+        tensor.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(tensor, in_graph=True)
 
 
 def follow_layout(leaf: Any) -> None:
@@ -51,10 +51,10 @@ def follow_layout(leaf: Any) -> None:
         follow(leaf._spec)
 
 
-def _hook_grad_layout(tensor: Any, leaf: Callable[[], Any] | None) -> Callable[[TensorSpec], None]:
+def _hook_grad_layout(tensor: Any, *, in_graph: bool = False) -> Callable[[TensorSpec], None]:
     """Hook a tensor; returns the function that tells the hook another spec of the tensor.
 
-    ``leaf`` is None in a graph, where gradients do not wait: the graph is used outside of ``accumulate()``, too.
+    In a graph gradients do not wait: it is used outside of ``accumulate()``, too.
     """
     spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
 
@@ -76,9 +76,11 @@ def _hook_grad_layout(tensor: Any, leaf: Callable[[], Any] | None) -> Callable[[
         if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
             return None
         grad = on_mesh(grad, spec, "accumulate the gradient of a MeshTensor")
-        owner = leaf() if late.is_open and leaf is not None else None
-        if owner is not None and (layout := layout_until_later(grad, spec)) is not None:
-            return prepared(owner, grad, layout)
+        leaf = leaf_to_accumulate() if late.is_open and not in_graph else None
+        if leaf is not None and (layout := layout_until_later(grad, spec)) is not None:
+            if recorder is not None:
+                recorder.waits(grad, leaf, spec.placements)
+            return prepared(leaf, grad, layout)
         return reduce_later(grad, spec.placements)
 
     tensor.register_hook(keep_layout)
