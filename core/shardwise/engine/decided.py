@@ -10,8 +10,9 @@ import torch
 from attrs import define
 
 from shardwise.comm.redistribute import runner
+from shardwise.errors import ShardingError
 from shardwise.kernel.dispatcher import drop_plans
-from shardwise.kernel.placements import Placement, is_strided
+from shardwise.kernel.placements import Placement, check_placements, is_strided
 from shardwise.kernel.rule import AnyRule, Rule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
 from shardwise.kernel.signature import Call
@@ -32,12 +33,14 @@ class InForce:
 
     ``placements`` says, by name, where a module that is distributed has its parameters and buffers, whatever the
     program says: only rehearsals of a plan that chose them have it.
+    ``learner`` is called with decisions of an earlier run that fit, while this one learns.
     """
 
     decisions: Decisions | None = None
     placements: Callable[[str], Places | None] | None = None
     known: int = 0
     unknown: int = 0
+    learner: Callable[[Decisions], None] | None = None
 
 
 in_force = InForce()
@@ -116,7 +119,19 @@ def _strategy(rule: Rule, schema: OpSchema, call: Call, decision: Decision) -> P
         if spec is not None and spec.placements != problem.target(tuple(choice), i):
             return None
     # Their costs were part of the decision; a plan does not need them again.
-    return problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    strategy = problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    return strategy if _may_rest(strategy, decision) else None
+
+
+def _may_rest(strategy: PlacementStrategy, decision: Decision) -> bool:
+    """Whether the results have layouts in which to rest, as a file of decisions says: anybody may have written it."""
+    try:
+        for spec, places in zip(strategy.output_specs, decision.rests, strict=True):
+            if spec is not None and places is not None:
+                check_placements(as_placements(places, spec.mesh_shape), len(spec.mesh_shape), spec.ndim)
+    except (ShardingError, ValueError, ArithmeticError):
+        return False
+    return True
 
 
 def _agrees(row: Sequence[Any], decided_on: Sequence[Any], metas: Sequence[Any]) -> bool:

@@ -221,7 +221,8 @@ class StepProblem:
             if sink.stays:
                 total += 0 if layout == sink.placements else FORBIDDEN
             elif assignment is not None or sink.leaf not in self.free:
-                total += self.move(tensor, layout, self.target(assignment, sink))
+                cost = self.move(tensor, layout, self.target(assignment, sink))
+                total += cost if cost >= FORBIDDEN else cost // sink.shared_by
         return min(total, FORBIDDEN)
 
     def target(self, assignment: Assignment | None, sink: Sink) -> Places:
@@ -230,11 +231,11 @@ class StepProblem:
             return sink.placements
         return assignment.rests[sink.leaf]
 
-    def free_leaves(self, tensor: int) -> Iterator[int]:
-        """The free parameters whose gradient a tensor is."""
+    def free_leaves(self, tensor: int) -> Iterator[tuple[int, int]]:
+        """The free parameters whose gradient a tensor is, and how many gradients share the move there."""
         for sink in self.graph.ends.get(tensor, ()):
             if sink.leaf is not None and sink.leaf in self.free:
-                yield sink.leaf
+                yield sink.leaf, sink.shared_by
 
     def has_price(self, tensor: int) -> bool:
         """Whether what a rank keeps of a tensor costs something."""

@@ -156,7 +156,7 @@ class MeshDimProblem:
         wanted = [self.calls[user].placements(i, made=False) for user, i in problem.graph.uses.get(t, ())]
         if t in problem.graph.ends:
             wanted.append(problem.slices.interned(tuple(sink.placements[m] for sink in problem.graph.ends[t])))
-        wanted += [self._places(leaf) for leaf in problem.free_leaves(t)]
+        wanted += [self._places(leaf) for leaf, _ in problem.free_leaves(t)]
         return problem.slices.union(made, wanted)
 
     def _places(self, leaf: int) -> tuple[Placement, ...]:
@@ -193,8 +193,10 @@ class MeshDimProblem:
             self._pairs.append((place, source, slices.moves(t, made, at)))
         elif t in self.problem.graph.ends or self.problem.has_price(t):
             self._unary[place] = self._unary[place] + slices.end_costs(t, made)
-        for leaf in self.problem.free_leaves(t):
-            self._pairs.append((source, variables[leaf], slices.moves(t, at, self._rests[leaf])))
+        for leaf, shared_by in self.problem.free_leaves(t):
+            costs = slices.moves(t, at, self._rests[leaf])
+            shared = costs if shared_by == 1 else np.where(costs >= FORBIDDEN, costs, costs // shared_by)
+            self._pairs.append((source, variables[leaf], shared))
 
 
 def _with(layout: Places, m: int, placement: Placement) -> Places:
