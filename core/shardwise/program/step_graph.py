@@ -65,8 +65,8 @@ class Sink:
     """A layout that a tensor must reach: a gradient that of its leaf, a tensor that of an explicit ``redistribute``.
 
     With ``stays`` the tensor itself must rest there, because the program reads its local part. ``leaf`` is the leaf
-    whose gradient it is: where that lies elsewhere, the gradient goes there. ``shared_by`` gradients of several backward
-    passes are added up first, and each bears its share of the move.
+    whose gradient it is: where that lies elsewhere, the gradient goes there. ``shared_by`` gradients of several
+    backward passes are added up first, and each bears its share of the move.
     """
 
     tensor: int
