@@ -14,6 +14,7 @@ from shardwise.rng.generator import manual_seed
 from shardwise.tensor import dcp_state_dicts, distribute, optimizer_step
 from shardwise.tensor.distribute import distribute_module, distribute_tensor
 from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+from shardwise.tensor.late_grads import accumulate
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.on_mesh import on
 from shardwise.tensor.sharing import sharing_views
@@ -36,6 +37,7 @@ __all__ = [
     "ShardingError",
     "TensorMeta",
     "TensorSpec",
+    "accumulate",
     "calibrate",
     "distribute_module",
     "distribute_tensor",

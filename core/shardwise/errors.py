@@ -196,6 +196,10 @@ class PlanError(ShardingError):
     """A plan of a whole step cannot be made or used."""
 
 
+class MemoryPlanError(PlanError):
+    """A step does not fit into the memory that it may take. ``limit`` has the bytes."""
+
+
 class PlanFileError(PlanError):
     """A plan file, or the decisions beside it, cannot be read. ``path`` names it, and ``line`` the line, if any."""
 

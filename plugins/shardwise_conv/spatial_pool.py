@@ -185,8 +185,10 @@ def average(
         means = x.new_zeros(shape)
     else:
         op: Any = local.call.op.overloadpacket
-        sums = op(reached, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
-        means = sums / _divisor(local, sums, dims, with_padding, instead)
+        # Torch adds halves in float32, where a window of large ones does not overflow.
+        wide = reached.float() if reached.dtype in (torch.float16, torch.bfloat16) else reached
+        sums = op(wide, kernel, _stride(local), _padding(local, dims), ceil_mode, True, 1)
+        means = (sums / _divisor(local, sums, dims, with_padding, instead)).to(x.dtype)
     result: Tensor = _returned([means], outs)
     return result
 

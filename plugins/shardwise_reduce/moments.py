@@ -18,8 +18,10 @@ def _moments(local: LocalCall, x: torch.Tensor, correction: float | None) -> tup
     """Variance and mean over the global dims; the reduced dims have size one."""
     dims, mesh_dims = reduced_dims(local.call), local.once(split_mesh_dims)
     count = prod(local.call.args["self"].shape[d] for d in dims)
-    total = x.sum(dims, keepdim=True, dtype=accumulator(x.dtype))
-    average = local.comm.all_reduce(total, "sum", mesh_dims) / count
+    # Torch's kernels update a mean that is always finite. A sum is, too, if it is of parts divided by a power of two.
+    scale = 1 << count.bit_length()
+    total = (x.to(accumulator(x.dtype)) / scale).sum(dims, keepdim=True)
+    average = local.comm.all_reduce(total, "sum", mesh_dims) / (count / scale)
     distance = (x - average).abs().square().sum(dims, keepdim=True)
     spread = local.comm.all_reduce(distance, "sum", mesh_dims)
     return spread / max(0, count - (1 if correction is None else correction)), average

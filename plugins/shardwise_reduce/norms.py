@@ -35,12 +35,24 @@ def _norm(local: LocalCall, x: torch.Tensor, p: float | None = 2, *_: Any, out: 
     return into(local, joined_norm(local, cast, 2.0 if p is None else float(p), reduced_dims(local.call)), out)
 
 
+def _on_meta(
+    x: torch.Tensor, p: float | None = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None, out: Any = None
+) -> torch.Tensor:
+    """The norm on the meta device, where torch takes any negative dim of a tensor without elements for an empty one."""
+    dims = [d + x.ndim if -x.ndim <= d < 0 else d for d in dim or ()]
+    result: torch.Tensor = torch.linalg.vector_norm(
+        x, 2 if p is None else p, dims or None, keepdim, dtype=dtype, out=out
+    )
+    return result
+
+
 @rule_from(
     ops(
         "linalg_vector_norm.default linalg_vector_norm.out norm.Scalar norm.Scalar_out norm.ScalarOpt_dim norm.out "
         "norm.ScalarOpt_dim_dtype norm.dtype_out norm.ScalarOpt_dtype norm.ScalarOpt_dtype_out"
     ),
     lowering=_norm,
+    meta=_on_meta,
 )
 def norm(call: Call) -> Flow:
     """Any dim; over a reduced one the powers of all shards add up, then the root follows."""

@@ -34,6 +34,7 @@ QUICKER = {
     "bench_memory": ["--calls", "50", "--level-calls", "400"],
     "bench_optim": [*ONE_CALL, "--count", "20"],
     "bench_overlap": ["--size", "64", "--width", "32", "--layers", "2", "--rows", "64"],
+    "bench_plan": ["--only", "4 layers"],
     "bench_random": [*ONE_CALL, "--size", "1000"],
     "bench_redistribute": ONE_CALL,
     "bench_solver": ["--most", "500"],

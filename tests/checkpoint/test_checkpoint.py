@@ -32,6 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard, checkpoint
 from shardwise.checkpoint import folder
+from shardwise.checkpoint.decisions import read_decisions
+from shardwise.comm.events import observe
+from shardwise.engine import decided
 from shardwise.errors import (
     CheckpointDtypeError,
     CheckpointError,
@@ -49,6 +52,7 @@ from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import is_strided, shard_dim, strided_shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.program.decisions import Decision, Decisions
 from shardwise.tensor.dcp_chunks import chunks_of
 from shardwise.testing import mesh
 from shardwise.testing.pool import WorkerPool
@@ -628,3 +632,140 @@ def test_ranks_killed_at_any_moment_of_saving(tmp_path):
             last = answers[0]
     assert last > 0
     assert json.loads((folder.newest(tmp_path).path / "checkpoint.json").read_text())["step"] == last
+
+
+# -- the decisions of a learned program --------------------------------------------------------------------------
+
+
+class Learner:
+    """A small program that learns: its model and data on a mesh, and how many collectives each step sends."""
+
+    def __init__(self, mesh_shape=(2,), layout=("tp",)):
+        m = mesh(mesh_shape, layout)
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 5)).double()
+        sw.distribute_module(self.model, m, {"0.*": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}})
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        whole = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.x = sw.distribute_tensor(whole, m, [Replicate()] * m.ndim)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def steps(self, count):
+        losses, sent = [], []
+        for _ in range(count):
+            with observe(sent.append):
+                self.optimizer.zero_grad()
+                loss = self.model(self.x).square().mean()
+                loss.backward()
+                self.optimizer.step()
+            losses.append((loss.item(), len(sent)))
+            sent.clear()
+        return losses
+
+
+def learned_and_saved(directory):
+    run = Learner()
+    with sw.learn():
+        first = run.steps(4)
+        checkpoint.save(run.state, directory, step=4)
+        return first, run.steps(2)
+
+
+def resumed(directory, mesh_shape=(2,), layout=("tp",), learns=True):
+    in_force = decided.in_force  # that of the rank
+    run = Learner(mesh_shape, layout)
+    with sw.learn(learns) as learning:
+        checkpoint.load(run.state, directory)
+        taken = None if in_force.decisions is None else in_force.decisions.fingerprint
+        losses = run.steps(1)
+        after_one = learning.rounds, in_force.known
+        losses += run.steps(1)
+    assert in_force.decisions is None
+    assert in_force.learner is None
+    return taken, losses, after_one
+
+
+def test_a_resumed_run_goes_on_by_the_decisions_of_its_checkpoint(two_ranks, tmp_path):
+    first, rest = two_ranks.run(learned_and_saved, tmp_path)[0]
+    (kept,) = tmp_path.glob("step-*/decisions.json")
+    data = json.loads(kept.read_text())
+    assert (data["format"], data["mesh"]) == (1, [2])
+    for taken, losses, (rounds, known) in two_ranks.run(resumed, tmp_path):
+        assert taken == Decisions.from_json(data).fingerprint
+        assert [loss for loss, _ in losses] == [loss for loss, _ in rest]  # to the bit
+        assert losses[0][1] < first[0][1]
+        assert rounds == 0  # no step was recorded
+        assert known > 0
+
+
+def test_decisions_are_taken_by_a_run_that_learns_on_a_mesh_of_their_shape(two_ranks, tmp_path):
+    two_ranks.run(learned_and_saved, tmp_path)
+    taken, losses, _ = two_ranks.run(resumed, tmp_path, (2,), ("tp",), False)[0]
+    assert taken is None
+    elsewhere, on_other, (rounds, _) = two_ranks.run(resumed, tmp_path, (1, 2), ("dp", "tp"))[0]
+    assert elsewhere is None
+    assert rounds == 1  # it was learned anew
+    assert [loss for loss, _ in on_other] == pytest.approx([loss for loss, _ in losses], rel=1e-12)
+
+
+@SINGLE
+def test_a_checkpoint_of_a_program_without_decisions_has_none(tmp_path):
+    checkpoint.save({"a": torch.ones(2)}, tmp_path, step=1)
+    assert not list(tmp_path.glob("step-*/decisions.json"))
+
+
+DAMAGES = {
+    "no JSON": lambda _: "{",
+    "deep": lambda _: "[" * 100_000,
+    "a list": lambda _: "[1]",
+    "another format": lambda data: json.dumps({**data, "format": 2}),
+    "no mesh": lambda data: json.dumps({**data, "mesh": []}),
+    "a mesh without end": lambda data: json.dumps({**data, "mesh": [math.inf]}),
+    "another mesh": lambda data: json.dumps({**data, "mesh": [2, 2]}),
+    "deep tags": lambda data: json.dumps({**data, "depth": 10**9}),
+    "no placement": lambda data: json.dumps(data).replace('"R"', '"open(0)"'),
+    "numbers for lists": lambda data: json.dumps({**data, "exact": {"1": [[1, 1, 1, 1]]}}),
+    "too few parts": lambda data: json.dumps({**data, "exact": {"1": [[["R"]]]}}),
+    "no digest": lambda data: json.dumps({**data, "left": ["no digest"]}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_decisions_that_are_not_well_formed_are_an_error_with_the_files_name(tmp_path, damage):
+    part = Decision(((Replicate(),), None), ((Replicate(),), None), ((Shard(0),),), ((Replicate(),),))
+    data = Decisions((2,), {1: (part,)}, {2: (part,)}, 4, frozenset({3})).as_json()
+    partial = tmp_path / ".step-00000001.partial"
+    partial.mkdir()
+    (partial / "decisions.json").write_text(DAMAGES[damage](data))
+    saved = folder.commit(partial, folder.sums_of(partial, "*"), 1, 1)
+    with pytest.raises(CheckpointFileError, match=r"decisions\.json cannot be read") as raised:
+        read_decisions(saved)
+    assert raised.value.path == str(saved.path / "decisions.json")
+
+
+def by_other_decisions(directory):
+    """Decisions in which results are to rest where nothing can rest: each is left out, and the numbers stay."""
+    in_force = decided.in_force  # that of the rank
+    run = Learner()
+    with sw.learn():
+        checkpoint.load(run.state, directory, verify=False)
+        assert in_force.decisions is not None
+        return run.steps(2)
+
+
+def test_decisions_that_no_call_can_take_change_no_number(two_ranks, tmp_path):
+    _, rest = two_ranks.run(learned_and_saved, tmp_path)[0]
+    (kept,) = tmp_path.glob("step-*/decisions.json")
+    data = json.loads(kept.read_text())
+    for table in ("exact", "loose"):
+        for known in data[table].values():
+            for parts in known:
+                parts[3] = [None if places is None else "S(7)" for places in parts[3]]
+    text = json.dumps(data)
+    contents = kept.parent / "checkpoint.json"
+    listed = json.loads(contents.read_text())
+    listed["files"]["decisions.json"][0] = len(text)
+    contents.write_text(json.dumps(listed))
+    kept.write_text(text)
+    for losses in two_ranks.run(by_other_decisions, tmp_path):
+        assert [loss for loss, _ in losses] == pytest.approx([loss for loss, _ in rest], rel=1e-12)

@@ -22,7 +22,7 @@ def step(mesh):
     sw.distribute_module(model, mesh, {"0.weight": {"tp": Shard(0)}, "2.weight": {"tp": Shard(1)}}, src_data_rank=None)
     return model, sw.zeros((4, 8), device_mesh=mesh, placements=[Shard(0), Replicate()])
 """
-ON = ("--mesh", "2x4", "--names", "dp,tp")
+ON = ("--mesh", "2x4", "--names", "dp,tp", "--fixed", "parameters")
 
 
 @pytest.fixture(scope="module")

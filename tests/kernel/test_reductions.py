@@ -1,4 +1,4 @@
-"""Reductions of unsigned integers, for which torch has no kernels."""
+"""Reductions of unsigned integers, for which torch has no kernels, and averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import LayoutError
-from shardwise.kernel.reductions import REDUCE_OPS, reduce_stacked, reducible
+from shardwise.kernel.reductions import REDUCE_OPS, add_up, average, reduce_stacked, reducible, scaled_down
 from shardwise.testing import mesh
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
@@ -51,3 +51,33 @@ def redistributed():
 
 def test_partial_unsigned_integers_are_redistributed(two_ranks):
     two_ranks.run(redistributed)
+
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+
+
+def averages(size):
+    """On a rank: an average of equal pieces near the largest number of a dtype, whole and scattered, over them."""
+    shares = []
+    for dtype in FLOATS:
+        for rows in (4, 40000):  # gathered whole, and each rank its share
+            largest = torch.finfo(dtype).max
+            pieces = sw.MeshTensor.from_local(
+                torch.full((rows,), largest, dtype=dtype), mesh((size,)), [Partial("avg")]
+            )
+            for goal in (Replicate(), Shard(0)):
+                local = pieces.redistribute(placements=[goal]).to_local()
+                shares.append(bool((local == largest).all()))
+    return shares
+
+
+def test_an_average_does_not_overflow(two_ranks):
+    assert two_ranks.run(averages, 2) == [[True] * 4 * len(FLOATS)] * 2
+
+
+@pytest.mark.parametrize("size", [3, 4, 5])
+def test_an_average_of_equal_pieces_is_each_of_them(size):
+    values = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    stacked = values.expand(size, 100)
+    torch.testing.assert_close(reduce_stacked(stacked, "avg"), values, rtol=1e-15, atol=0)
+    assert torch.equal(average(add_up(scaled_down(stacked, size)), size), add_up(stacked) / size)

@@ -283,6 +283,8 @@ OF_NOTHING = {
     "aminmax": lambda x: x.aminmax()[0],
     "negative norm": lambda x: torch.linalg.vector_norm(x, -1),
     "infinite norm": lambda x: torch.linalg.vector_norm(x, math.inf),
+    "infinite norm of a dim": lambda x: torch.linalg.vector_norm(x, math.inf, dim=-1),
+    "lowest norm of the first dim": lambda x: torch.linalg.vector_norm(x, -math.inf, dim=0),
     "sum": lambda x: x.sum(0),
     "mean": lambda x: x.mean(),
     "std": lambda x: x.std(0),
@@ -313,3 +315,31 @@ def answers_for_nothing(shape):
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
 def test_what_torch_refuses_to_make_of_nothing_is_refused(two_ranks, shape):
     two_ranks.run(answers_for_nothing, shape)
+
+
+# -- numbers near the largest of their dtype ---------------------------------------------------------------------
+
+NEAR_THE_LARGEST = {
+    (torch.float16, "mean"): lambda x: x.mean(0),
+    (torch.float16, "variance"): lambda x: x.var(0),
+    (torch.bfloat16, "variance"): lambda x: x.var(0),
+    (torch.bfloat16, "variance and mean"): lambda x: torch.var_mean(x, 0)[1],
+    (torch.float32, "variance and mean"): lambda x: torch.var_mean(x, 0)[1],
+    (torch.float16, "pooled"): lambda x: torch.nn.functional.avg_pool2d(x[None, None], 4),
+    (torch.bfloat16, "pooled"): lambda x: torch.nn.functional.avg_pool2d(x[None, None] / 16, 4),
+}
+
+
+def averages_of_large_numbers():
+    device_mesh = mesh((torch.distributed.get_world_size(),))
+    for (dtype, name), op in NEAR_THE_LARGEST.items():
+        plain = torch.full((8, 4), 0.9 * torch.finfo(dtype).max, dtype=dtype)
+        expected = op(plain)
+        assert expected.isfinite().all(), name
+        for dim in (0, 1):
+            found = op(sw.distribute_tensor(plain, device_mesh, [Shard(dim)])).full_tensor()
+            torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_averages_do_not_overflow_where_torch_has_numbers(two_ranks):
+    two_ranks.run(averages_of_large_numbers)

@@ -65,6 +65,20 @@ def test_a_backward_pass_is_known_from_inside():
     assert not dispatch.in_backward()
 
 
+def test_a_hook_knows_the_leaf_that_gets_its_gradient():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: seen.append(dispatch.leaf_to_accumulate()))
+    y = x * 2
+    y.register_hook(lambda _: seen.append(dispatch.leaf_to_accumulate()))
+    y.sum().backward(inputs=[x])
+    assert seen[0] is None
+    assert seen[1] is x
+    torch.autograd.grad((x * 2).sum(), [x])
+    assert seen[2] is None
+    assert dispatch.leaf_to_accumulate() is None
+
+
 def test_the_version_of_a_tensor_counts_its_writes():
     x = torch.ones(3)
     before = dispatch.version_of(x)

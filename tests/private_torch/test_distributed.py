@@ -41,6 +41,21 @@ def test_all_ranks_have_the_default_store(pool):
     assert pool.run(note_in_the_store, "tests/private_torch") == [(10, False)] * 4
 
 
+def groups_by_name():
+    ranks = [0, 1] if dist.get_rank() < 2 else [2, 3]
+    group = distributed.new_local_group(ranks, f"tests/private_torch/{ranks}")
+    total = torch.ones(())
+    dist.all_reduce(total, group=group)
+    return group.group_name, total.item()
+
+
+def test_some_ranks_make_a_group_under_a_name_of_their_own(pool):
+    assert (
+        pool.run(groups_by_name)
+        == [("tests/private_torch/[0, 1]", 2.0)] * 2 + [("tests/private_torch/[2, 3]", 2.0)] * 2
+    )
+
+
 def test_a_store_is_reachable_until_its_process_ends():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = dist.TCPStore("127.0.0.1", store.port, is_master=False)

@@ -25,6 +25,10 @@ WRONG_ON_ONE_DEVICE = {
     aten._weight_norm_interface.default: "writes the norms beyond their memory where g is expanded",
     aten.fractional_max_pool2d_backward.default: "as adaptive_max_pool3d_backward",
     aten.fractional_max_pool3d_backward.default: "as adaptive_max_pool3d_backward",
+    aten.triu.out: "takes the batch dims of out= as one, and writes beyond its memory where they are not in order",
+    aten.tril.out: "as triu.out",
+    aten.lu_unpack.out: "writes L and U by tril.out and triu.out",
+    aten.linalg_lu.out: "as lu_unpack.out",
 } | {
     getattr(packet, overload): "reads and writes as if all its tensors were dense, in one order"
     for packet in (aten._fused_adagrad_, aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_)

@@ -20,13 +20,15 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.demo.large import placed_step
 from shardwise.engine.decided import in_force
-from shardwise.errors import LinksFitError, MeshMismatchError, PlanError, PlanFitError, PlanMeshError
+from shardwise.errors import LinksFitError, MemoryPlanError, MeshMismatchError, PlanError, PlanFitError, PlanMeshError
+from shardwise.program.plan_file import parse
 from shardwise.program.step_plan import read_plan
 from shardwise.steps.planning import PLAN_PHASES
 from shardwise.testing import mesh
 from shardwise.tools.rehearse import rehearse
 
 SMALL = partial(placed_step, layers=2, width=16, heads=4, context=8, batch=8, places_activations=False)
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 
 
@@ -51,7 +53,7 @@ def mlp(on):
 
 @pytest.fixture(scope="module")
 def planned():
-    return sw.plan(mlp, (2,), ("tp",), name="mlp")
+    return sw.plan(mlp, (2,), ("tp",), fixed=("parameters",), name="mlp")
 
 
 @pytest.mark.parametrize(
@@ -59,8 +61,9 @@ def planned():
     [(mlp, (4,), ("tp",)), (SMALL, (4,), ("tp",)), (SMALL, (2, 2), ("dp", "tp"))],
     ids=["mlp", "gpt", "gpt on 2x2"],
 )
-def test_the_rehearsal_issues_what_was_predicted(program, shape, names):
-    planned = sw.plan(program, shape, names)
+@pytest.mark.parametrize("fixed", [("parameters",), ()], ids=["weights placed", "weights free"])
+def test_the_rehearsal_issues_what_was_predicted(program, shape, names, fixed):
+    planned = sw.plan(program, shape, names, fixed=fixed)
     assert planned.differences == ()
     step = {use: figures for use, figures in planned.collectives.items() if use.phase != "optimizer"}
     assert step == planned.predicted
@@ -73,7 +76,7 @@ def test_a_view_of_a_moved_operand_makes_the_strided_shard_that_was_decided():
     """At real sizes the head's gradient is sharded before the view that flattens it, and only then."""
     sizes = {"layers": 1, "width": 4288, "heads": 32, "context": 4096, "batch": 128}
     wires = ("infiniband", "nvlink", "infiniband")
-    planned = sw.plan(partial(SMALL, **sizes), (8, 16, 8), ("pod", "tp", "dp"), wires=wires)
+    planned = sw.plan(partial(SMALL, **sizes), (8, 16, 8), ("pod", "tp", "dp"), fixed=("parameters",), wires=wires)
     assert planned.differences == ()
     assert planned.rehearsal.memory.kept < planned.recorded.memory.kept / 2
 
@@ -96,6 +99,58 @@ def test_a_program_that_runs_its_step_itself_is_planned():
     assert set(planned.file.parameters) == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+# -- free parameters, memory and recipes ------------------------------------------------------------------------------
+
+GPT = (
+    partial(placed_step, layers=1, width=32, heads=4, context=8, batch=8, places_activations=False),
+    (2, 2),
+    ("dp", "tp"),
+)
+
+
+@pytest.fixture(scope="module")
+def unlimited():
+    return sw.plan(*GPT)
+
+
+def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
+    placed = sw.plan(*GPT, fixed=("parameters",))
+    assert unlimited.cost <= placed.cost
+    assert unlimited.file.parameters != placed.file.parameters
+
+
+@pytest.mark.parametrize("part", [0.7, pytest.param(0.5, marks=SAMPLE)])
+def test_a_limit_on_memory_is_kept(unlimited, part):
+    limit = int(unlimited.rehearsal.memory.later_peak * part)
+    planned = sw.plan(*GPT, memory=limit)
+    assert planned.rehearsal.memory.later_peak <= limit
+    assert planned.cost >= unlimited.cost
+    assert planned.differences == ()
+
+
+def test_a_limit_that_nothing_keeps_names_what_fills_it():
+    with pytest.raises(MemoryPlanError, match=r"the least that was found is .*It is filled by .*weight \(") as error:
+        sw.plan(*GPT, memory=10_000)
+    assert error.value.limit <= 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_plan_is_never_dearer_than_a_recipe(unlimited):
+    recipe = sw.plan(*GPT, fixed=("parameters",))
+    planned = sw.plan(*GPT, recipes={"tensor parallel": recipe.file})
+    assert planned.recipe_costs == {"tensor parallel": pytest.approx(recipe.cost)}
+    assert planned.cost <= recipe.cost
+    assert unlimited.recipe_costs == {}
+
+
+def test_a_rehearsal_places_parameters_by_the_plan(unlimited, tmp_path):
+    unlimited.save(tmp_path / "free.plan")
+    rehearsal = rehearse(*GPT, plan=read_plan(tmp_path / "free.plan"))
+    assert rehearsal.counts == unlimited.rehearsal.counts
+    assert rehearsal.memory == unlimited.rehearsal.memory
+
+
 # -- the files -------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +171,8 @@ def test_a_rehearsal_by_a_file_issues_what_the_plan_says(planned, tmp_path):
 
 
 IN_A_PROCESS = (
-    "import sys, test_planning as t, shardwise as sw; sw.plan(t.mlp, (2,), ('tp',), name='mlp').save(sys.argv[1])"
+    "import sys, test_planning as t, shardwise as sw; "
+    "sw.plan(t.mlp, (2,), ('tp',), fixed=('parameters',), name='mlp').save(sys.argv[1])"
 )
 
 
@@ -163,8 +219,10 @@ def train_by(path):
         decided.use_decisions(None)
 
 
-def test_two_ranks_train_by_a_plan_as_one_device(two_ranks, planned, tmp_path):
-    planned.save(tmp_path / "mlp.plan")
+@pytest.mark.parametrize("memory", [None, 6000])
+def test_two_ranks_train_by_a_plan_as_one_device(two_ranks, planned, tmp_path, memory):
+    made = planned if memory is None else sw.plan(mlp, (2,), ("tp",), memory=memory)
+    made.save(tmp_path / "mlp.plan")
     two_ranks.run(train_by, str(tmp_path / "mlp.plan"))
 
 
@@ -189,9 +247,9 @@ def test_a_plan_for_another_module_or_mesh_is_refused(two_ranks, planned, tmp_pa
     two_ranks.run(other_module, str(tmp_path / "mlp.plan"))
 
 
-def test_parameters_are_fixed():
-    with pytest.raises(PlanError, match="the placements of parameters cannot be chosen yet"):
-        sw.plan(mlp, (2,), fixed=())
+def test_inputs_are_always_fixed():
+    with pytest.raises(PlanError, match="inputs and buffers always stay where the program places them"):
+        sw.plan(mlp, (2,), fixed=("inputs",))
 
 
 def test_a_program_without_ops_on_the_mesh_is_refused():
@@ -224,3 +282,54 @@ def test_a_process_with_a_group_is_refused():
             sw.plan(mlp, (2,))
     finally:
         dist.destroy_process_group()
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def edited(planned, tmp_path, *changes):
+    """The plan's file as a person has edited it."""
+    text = planned.file.text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return parse(text, str(tmp_path / "edited.plan"))
+
+
+def test_parameters_of_a_kept_plan_lie_as_it_says(unlimited, tmp_path):
+    line = next(line for line in unlimited.file.text().splitlines() if line.startswith('"head.weight"'))
+    keep = edited(unlimited, tmp_path, (line, '"head.weight" = { dp = "S(1)", tp = "S(0)" }'))
+    planned = sw.plan(*GPT, keep=keep)
+    assert planned.file.placements_of("head.weight")[1] == (Shard(1), Shard(0))
+    assert planned.file.placements_of("norm.weight") == unlimited.file.placements_of("norm.weight")
+    assert planned.differences == ()
+    assert planned.cost >= unlimited.cost
+
+
+def twice(on):
+    """A row-parallel product that is used twice: its result is reduced once, and rests so."""
+    w = sw.distribute_tensor(torch.zeros(64, 64), on, [Shard(0)], src_data_rank=None).requires_grad_()
+    x = sw.distribute_tensor(torch.zeros(64, 64), on, [Shard(1)], src_data_rank=None)
+    hidden = x @ w
+    (hidden.relu().sum() + hidden.tanh().sum()).backward()
+
+
+def test_moves_of_a_kept_plan_without_a_reason_are_made(tmp_path):
+    planned = sw.plan(twice, (2,), ("tp",))
+    (line,) = planned.file.rests
+    reason, to = f'why = "{line.why}"\n', f'to = {{ tp = "{line.to["tp"]}" }}'
+    keep = edited(planned, tmp_path, (reason, ""), (to, 'to = { tp = "S(1)" }'))
+    other = sw.plan(twice, (2,), ("tp",), keep=keep)
+    assert [dict(rests.to) for rests in other.file.rests if rests.place == line.place] == [{"tp": "S(1)"}]
+    assert other.differences == ()
+    assert other.cost >= planned.cost
+    same = sw.plan(twice, (2,), ("tp",), keep=edited(planned, tmp_path, (reason, "")))
+    assert same.cost == planned.cost
+    none = edited(planned, tmp_path, (reason, ""), (f'op = "{line.op}"', 'op = "aten.none.default"'))
+    with pytest.raises(PlanFitError, match=r"no call of aten.none.default in .* can have its result as tp"):
+        sw.plan(twice, (2,), ("tp",), keep=none)
+
+
+def test_a_recipe_for_other_mesh_dims_is_refused(planned):
+    with pytest.raises(PlanMeshError, match="its mesh dims are tp, and those of this mesh dp"):
+        sw.plan(mlp, (2,), ("dp",), recipes={"mlp": planned.file})

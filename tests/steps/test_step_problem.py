@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import contextmanager
+from fractions import Fraction
 from itertools import product
 
 import pytest
@@ -21,8 +22,9 @@ from shardwise.engine.shutdown import let_go
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
+from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import StepProblem
-from shardwise.program.step_solution import solve_step
+from shardwise.program.step_solution import exchanged, solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.learning import decide_step
 from shardwise.steps.recording import Recording
@@ -225,7 +227,7 @@ def every_assignment(problem):
     layouts = {}
     for t in sorted(problem.resting):
         ndim = problem.graph.tensors[t].spec.ndim
-        one = [Replicate(), *(Shard(d) for d in range(ndim)), sw.Partial()]
+        one = [Replicate(), *(Shard(d) for d in range(ndim)), *([] if t in problem.free else [sw.Partial()])]
         layouts[t] = list(product(one, repeat=len(shape)))
     for rows in product(*per_call):
         for rests in product(*layouts.values()):
@@ -254,3 +256,67 @@ def test_no_change_on_one_mesh_dim_improves_the_solution(seed):
                     changed = best.copy()
                     changed.rows[place][m] = r
                     assert not choices.allows(changed.rows[place]) or problem.cost(changed) >= best.cost
+
+
+# -- free parameters and memory ------------------------------------------------------------------------------------
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return (x * self.weight).sum()
+
+
+def with_free_weight(mesh, price=0):
+    """The problem of a step whose only parameter may lie anywhere."""
+    model = Scale()
+    sw.distribute_module(model, mesh, src_data_rank=None)
+    x = sw.distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
+
+    _, problem, costs, _ = recorded(lambda: model(x).backward())
+    (weight,) = {sink.leaf for sink in problem.graph.sinks if sink.leaf is not None}
+    memory = StepMemory(problem.graph, Fraction(4))
+    assert memory.kept_bytes(weight, (Replicate(),)) == 4 * 8 * 4
+    assert memory.kept_bytes(weight, (Shard(0),)) == 4 * 2 * 4
+    return StepProblem(problem.graph, costs, frozenset([weight]), memory, Fraction(price)), weight
+
+
+@pytest.mark.parametrize("price", [0, 10, 10_000])
+def test_a_free_parameter_lies_where_it_is_best_of_all_assignments(price):
+    with fake_mesh(4) as mesh:
+        problem, weight = with_free_weight(mesh, price)
+        best = solve_step(problem, [problem.as_recorded()])
+        assert best.cost == min(problem.cost(candidate) for candidate in every_assignment(problem))
+        assert price == 0 or best.rests[weight] == (Shard(0),)
+
+
+def test_a_free_parameter_has_its_gradient_where_it_lies():
+    with fake_mesh(4) as mesh:
+        problem, weight = with_free_weight(mesh, 10_000)
+        best = solve_step(problem, [problem.as_recorded()])
+        (sink,) = (sink for sink in problem.graph.sinks if sink.leaf == weight)
+        assert problem.target(best, sink) == best.rests[weight] == (Shard(0),) != sink.placements
+
+
+def test_exchanged_mesh_dims_are_found():
+    """Each mesh dim is at its best where it is, and both would be better exchanged."""
+    with fake_mesh(2, 4) as mesh:
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False))
+        sw.distribute_module(
+            model, mesh, {"0.weight": {"dp": Shard(0)}, "2.weight": {"dp": Shard(1)}}, src_data_rank=None
+        )
+        x = sw.distribute_tensor(torch.ones(8, 64), mesh, [Replicate(), Replicate()], src_data_rank=None)
+        _, problem, costs, _ = recorded(lambda: model(x).sum().backward())
+        weights = frozenset(sink.leaf for sink in problem.graph.sinks if sink.leaf is not None)
+        free = StepProblem(problem.graph, costs, weights)
+        for start in (free.as_recorded(), solve_step(free, [free.as_recorded()])):
+            turned = exchanged(free, start, 0, 1)
+            assert turned.cost == free.cost(turned)
+            for weight in weights:
+                assert turned.rests[weight] == start.rests[weight][::-1]
+            assert exchanged(free, turned, 0, 1).is_same(start)
+        with_exchanges = solve_step(free, [free.as_recorded()], exchanges=True)
+        assert with_exchanges.cost <= solve_step(free, [free.as_recorded()]).cost

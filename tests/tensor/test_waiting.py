@@ -169,6 +169,42 @@ def test_gathers_that_go_together(pool):
     assert logs[0][-1] == "use"
 
 
+def reduced_together():
+    from shardwise.comm.coalescing import coalesced
+
+    m = mesh((2, 2))
+    numbers = torch.arange(8 * 6.0).reshape(8, 6) * (m.get_rank() + 1)
+    moves = [
+        (sw.MeshTensor.from_local(numbers.to(dtype), m, source), target)
+        for dtype in (torch.float64, torch.float32, torch.complex64, torch.int32)
+        for source, target in (
+            ([Partial(), Replicate()], [Replicate(), Replicate()]),
+            ([Replicate(), Partial()], [Replicate(), Replicate()]),
+            ([Partial(), Partial()], [Replicate(), Replicate()]),
+            ([Replicate(), Partial()], [Replicate(), Shard(0)]),
+            ([Replicate(), Partial()], [Replicate(), Shard(1)]),
+        )
+    ]
+
+    def run(log):
+        with coalesced():
+            moved = [t.redistribute(placements=target, async_op=True) for t, target in moves * 2]
+        log.append("use")
+        for (tensor, target), result in zip(moves * 2, moved, strict=True):
+            assert torch.equal(result.to_local(), tensor.redistribute(placements=target).to_local())
+
+    log = log_of(run)
+    return log[: log.index("use")]
+
+
+def test_reductions_that_go_together(pool):
+    logs = pool.run(reduced_together)
+    assert logs == [logs[0]] * 4
+    # Three groups and three dtypes: complex64 is summed as float32. It is scattered one tensor at a time.
+    assert logs[0].count("issued all_reduce") == 3 * 3
+    assert logs[0].count("issued reduce_scatter") == 3 + 4
+
+
 # -- what may be done with a waiting tensor ----------------------------------------------------------------------
 
 

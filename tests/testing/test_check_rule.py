@@ -183,6 +183,16 @@ def turns_nan_into_infinity(local, weight, indices, *_):
     return masked_lookup(local, weight, indices).nan_to_num(nan=float("inf"))
 
 
+def convolves_nan_into_infinity(local, *operands):
+    result = torch.ops.aten.convolution(*operands)
+    return torch.where(result.isnan(), float("inf"), result)
+
+
+def varies_infinitely(local, x, dim, **options):
+    variance, mean = torch.ops.aten.var_mean.correction(x, dim, **options)
+    return torch.where(variance.isnan(), float("inf"), variance), mean
+
+
 def wrong_in_small_elements(local, x):
     return torch.where(x.abs() < 0.5, x.neg() * (1 + 1e-6), x.neg())
 
@@ -243,6 +253,10 @@ NAN_TABLE = [((torch.full((7, 3), float("nan")), torch.tensor([[0, 6, 3], [2, 2,
 QKV = [((made((2, 4, 8, 4)), made((2, 4, 8, 4), seed=1), made((2, 4, 8, 4), seed=2), 0.0, True), {})]
 
 # What is wrong -> the rule, its samples, the row that must be named.
+PADDED = [
+    ((made((4, 3, 5)), made((2, 3, 2), seed=1), made((2,), seed=2), [1], [1], [1], False, [0], 1), {}),
+]
+
 WRONG = {
     "reduction of a contraction": (
         rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "avg"}),
@@ -373,6 +387,20 @@ WRONG = {
         "shard",
     ),
     "NaN turned into infinity in a partial sum": (embedding_rule(turns_nan_into_infinity), NAN_TABLE, "shard v"),
+    "NaN turned into infinity in a convolution": (
+        rows_rule(
+            aten.convolution.default,
+            row("shard n", [S0, REPLICATE, REPLICATE], [S0], lowered=True),
+            lowering=convolves_nan_into_infinity,
+        ),
+        PADDED,
+        "shard n",
+    ),
+    "NaN turned into infinity in a variance": (
+        rows_rule(aten.var_mean.correction, row("shard d0", [S0], [S0, S0], lowered=True), lowering=varies_infinitely),
+        [((made((8, 6)), [1]), {"correction": 1})],
+        "shard d0",
+    ),
     "wrong by one in a million in a small element": (
         rule(aten.neg.default, "...->...", lowering=wrong_in_small_elements),
         ONE,

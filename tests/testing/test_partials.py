@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, partial, shard
-from shardwise.kernel.reductions import REDUCE_OPS, average, reduce_pieces
+from shardwise.kernel.reductions import REDUCE_OPS, average, reduce_pieces, scaled_down
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.tensor.shards import assemble
@@ -136,9 +136,10 @@ def in_every_order(local, spec):
             reduced = stacked
             for done, m in enumerate(order):
                 dim = m - sum(other < m for other in order[:done])
-                parts = reduced.unbind(dim)
+                averaged = spec.placements[m].reduce_op == "avg"
+                parts = (scaled_down(reduced, reduced.shape[dim]) if averaged else reduced).unbind(dim)
                 total = functools.reduce(torch.add, parts[::-1] if flip else parts)
-                reduced = average(total, len(parts)) if spec.placements[m].reduce_op == "avg" else total
+                reduced = average(total, len(parts)) if averaged else total
             yield reduced
 
 

@@ -75,6 +75,32 @@ def test_calls_that_no_kernel_defines_for_nan_have_none():
     assert not all(map(is_finite, special_samples(aten.mm.default, [((made((8, 8)), made((8, 8))), {})], 4)))
 
 
+def test_what_meets_padding_is_finite_and_what_is_padded_is_not():
+    x, weight, gradient = made((2, 3, 9)), made((4, 3, 2), seed=1), made((2, 4, 10), seed=2)
+    settings = [1], [1], [1], False, [0], 1
+    forward = special_samples(aten.convolution.default, [((x, weight, None, *settings), {})], 4)
+    backward = special_samples(
+        aten.convolution_backward.default, [((gradient, x, weight, None, *settings, [True] * 3), {})], 4
+    )
+    assert all(args[1].isfinite().all() for args, _ in forward)
+    assert all(args[i].isfinite().all() for args, _ in backward for i in (0, 2))
+    assert not all(args[0].isfinite().all() for args, _ in forward)
+    without = special_samples(aten.convolution.default, [((x, weight, None, [1], [0], *settings[2:]), {})], 4)
+    assert not all(args[1].isfinite().all() for args, _ in without)
+
+
+def test_a_larger_of_two_that_drops_nan_in_its_last_elements_gets_none():
+    moments = [[made((8, 3), seed=seed)] for seed in range(5)]
+    step = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+
+    def special(amsgrad):
+        options = {**step, "amsgrad": amsgrad}
+        return special_samples(aten._fused_adam_.default, [((*moments, [torch.tensor(1.0)]), options)], 4)
+
+    assert all(t.isfinite().all() for args, _ in special(True) for (t,) in args)
+    assert not all(t.isfinite().all() for args, _ in special(False) for (t,) in args)
+
+
 def test_the_sizes_of_pieces_are_the_largest_of_all_ranks_with_the_same_value():
     value = torch.tensor([1.0])
     spec = TensorSpec(AbstractMesh((2, 2)), (REPLICATE, partial("sum")), TensorMeta.of(value))

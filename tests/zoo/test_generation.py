@@ -6,13 +6,13 @@ import warnings
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from zoo_judge import prepared
 from zoo_packages import installed
 from zoo_trial import LAYOUTS
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.testing import mesh as mesh_of
 
 pytestmark = [
     pytest.mark.zoo,
@@ -65,7 +65,7 @@ def generated(make, way, layout):
     torch.manual_seed(3)
     expected = one_device.generate(ids, attention_mask=attended, max_new_tokens=8, **WAYS[way])
     shape, places = LAYOUTS[layout]
-    mesh = init_device_mesh("cpu", shape)
+    mesh = mesh_of(shape)
     model = model_of(make)
     sw.distribute_module(model, mesh, places(model))
     batch = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]

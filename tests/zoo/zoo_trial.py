@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.testing import mesh as mesh_of
 
 BATCH = 4
 STEPS = 2
@@ -174,7 +175,7 @@ OURS = tuple(name for name, layout in LAYOUTS.items() if layout.library == "shar
 
 def on_mesh(recipe: Recipe, layout: Layout) -> dict[str, torch.Tensor]:
     """What training on the mesh of a layout gave, whole. Every rank calls this."""
-    mesh = init_device_mesh("cpu", layout.mesh_shape)
+    mesh = mesh_of(layout.mesh_shape)
     model, batch = made(recipe)
     places = layout.places(model, layout.mesh_shape[-1])
     if layout.library == "DTensor":

@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from shardwise.checkpoint import folder, optimizers
 from shardwise.checkpoint.agreement import Ranks
 from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, modules_of, state_dict_of
+from shardwise.checkpoint.decisions import read_decisions, resume, write_decisions
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
+from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -37,6 +39,8 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     ``state`` maps names to modules, optimizers (of these modules), objects with ``state_dict`` and ``load_state_dict``,
     tensors, plain values, and nested dicts and lists of such. Each rank writes its part of a MeshTensor. Everything
     else is saved once, so integers, strings and the like must be the same on every rank.
+
+    The decisions of a learned program (:func:`shardwise.learn`) are saved with it.
 
     The checkpoint exists when the call returns and not before. The last ``keep`` checkpoints (at least one) stay, older
     ones are removed. Saving a step again replaces it; an earlier step than the last raises
@@ -68,9 +72,13 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
             dcp.save(content, storage_writer=dcp.FileSystemWriter(partial), process_group=process_group)
         files_by_rank = ranks.all(asked, lambda: folder.sums_of(partial, f"__{ranks.rank}_*"))
         files = {name: sums for files in files_by_rank for name, sums in files.items()}
-        return ranks.first(
-            asked, lambda: folder.commit(partial, {**files, **folder.sums_of(partial, ".metadata")}, step, keep)
-        )
+
+        def complete() -> Checkpoint:
+            write_decisions(partial)
+            others = {**folder.sums_of(partial, ".metadata"), **folder.sums_of(partial, folder.DECISIONS)}
+            return folder.commit(partial, {**files, **others}, step, keep)
+
+        return ranks.first(asked, complete)
     except Exception:
         if ranks.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
@@ -93,6 +101,9 @@ def load(
     one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
     compare their checksums. Nothing in a checkpoint can run code.
 
+    While :func:`shardwise.learn` is on, decisions that the checkpoint has are put in force, if they are for a mesh of
+    the modules' shape: the first step is not recorded then.
+
     Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete,
     damaged, of an unknown format, or that names files outside of its folder; :class:`CheckpointKeyError`,
     :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After an error the
@@ -110,6 +121,8 @@ def load(
             reader, planner = SafeReader(chosen.path), SafePlanner()
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
         ranks.all(asked, lambda: _put_back(state, room))
+        decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
+        ranks.all(asked, lambda: resume(decisions, modules_of(state).values()))
     return chosen
 
 

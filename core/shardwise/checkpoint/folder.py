@@ -22,12 +22,14 @@ from attrs import frozen
 from shardwise.errors import CheckpointFileError, CheckpointStepError
 
 __all__ = [
+    "DECISIONS",
     "Checkpoint",
     "Files",
     "begin",
     "check_files",
     "checkpoints_in",
     "commit",
+    "contents_of",
     "damage",
     "find",
     "is_outside",
@@ -37,6 +39,9 @@ __all__ = [
 
 CONTENTS = "checkpoint.json"
 """The list of a checkpoint's files; written last."""
+
+DECISIONS = "decisions.json"
+"""The decisions that were in force (:func:`shardwise.learn`), in a checkpoint of a run that had some."""
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")

@@ -16,7 +16,7 @@ from rich.table import Table
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts, print_rows
 from shardwise.cli.tensor_text import mesh_option_shape
-from shardwise.program.amounts import milliseconds, size_text
+from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
 
 if TYPE_CHECKING:
@@ -44,30 +44,50 @@ def plan() -> None:
     """
 
 
+def _size(_ctx: click.Context, _option: click.Parameter, text: str | None) -> int | None:
+    """An option with a number of bytes."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+_KEEP = "A plan file: its placements of parameters and its moves without a why are kept, the rest is solved anew."
+_RECIPE = "A plan file whose placements of parameters are tried, too; may be given several times."
+
+
 @plan.command()
 @click.argument("program", metavar="FILE.py:FUNCTION")
 @click.option("--mesh", "mesh_shape", callback=mesh_option_shape, required=True, help="Sizes of the mesh dims: 8x16x8.")
 @click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
 @click.option("--wires", help="Connection of each mesh dim: loopback, ethernet, infiniband, nvlink; with commas.")
-@click.option("--fixed", type=click.Choice(["parameters"]), default="parameters", help="What stays as placed.")
+@click.option("--fixed", type=click.Choice(["parameters"]), help="What stays as placed: plan activations only.")
+@click.option("--memory", callback=_size, help="What a rank may hold at any time: 64GiB. Otherwise there is no limit.")
+@click.option("--keep", type=click.Path(path_type=Path), help=_KEEP)
+@click.option("--recipe", "recipes", type=click.Path(path_type=Path), multiple=True, help=_RECIPE)
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option
-def step(
+def step(  # noqa: PLR0913  # the options of the command
     *,
     program: str,
     mesh_shape: tuple[int, ...],
     names: str | None,
     device: str,
     wires: str | None,
-    fixed: str,
+    fixed: str | None,
+    memory: int | None,
+    keep: Path | None,
+    recipes: tuple[Path, ...],
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Choose where all activations and gradients of a step lie, for the least cost together, and verify the choice.
+    """Choose where the parameters, activations and gradients of a step lie, for the least cost together, and verify
+    the choice.
 
-    FUNCTION (of a file, or of a module: package.module:FUNCTION) takes the mesh, as for shardwise rehearse. Parameters
-    and inputs stay where it places them. --out writes the plan, which distribute_module and shardwise rehearse take.
+    FUNCTION (of a file, or of a module: package.module:FUNCTION) takes the mesh, as for shardwise rehearse. Inputs and
+    buffers stay where it places them; with --fixed parameters, all parameters do. --out writes the plan, which
+    distribute_module and shardwise rehearse take.
     """
     import torch
 
@@ -87,7 +107,17 @@ def step(
 
     with _progress(shown=not as_json) as tell:
         made = planned_by(
-            run, mesh_shape, words, fixed=(fixed,), device=device, wires=connections, name=program, tell=tell
+            run,
+            mesh_shape,
+            words,
+            fixed=() if fixed is None else (fixed,),
+            memory=memory,
+            recipes={path.stem: _read(path) for path in recipes},
+            keep=None if keep is None else _read(keep),
+            device=device,
+            wires=connections,
+            name=program,
+            tell=tell,
         )
     if out is not None:
         made.save(out)
@@ -148,6 +178,8 @@ def _tables(made: Planned) -> Iterator[Table]:
     table.add_column("plan", justify="right")
     today = "-" if made.recorded_cost is None else milliseconds(made.recorded_cost)
     table.add_row("forward and backward, by the cost model", today, milliseconds(made.cost))
+    for name, cost in made.recipe_costs.items():
+        table.add_row(f"- at best, with the parameters of {name}", "", "-" if cost is None else milliseconds(cost))
     for name, of in _MEMORY.items():
         table.add_row(name, size_text(of(made.recorded)), size_text(of(made.rehearsal)))
     before, after = made.recorded_collectives, made.collectives
@@ -155,14 +187,28 @@ def _tables(made: Planned) -> Iterator[Table]:
         over = ", ".join(made.file.mesh_names[m] for m in use.mesh_dims)
         table.add_row(f"{use.phase} {use.kind} over {over}", _use(before.get(use)), _use(after.get(use)))
     yield table
+    yield _parameters_table(made.file)
     if made.file.rests or made.file.moves:
         yield _lines_table("What moves, and why", [*made.file.rests, *made.file.moves])
+
+
+def _parameters_table(file: PlanFile) -> Table:
+    """A row per pattern; what is whole on every rank comes together."""
+    table = Table("parameters and buffers", "placements", title="Where they lie")
+    for name, layout in file.parameters.items():
+        if layout:
+            table.add_row(name, ", ".join(f"{mesh_dim} {placement}" for mesh_dim, placement in layout.items()))
+    whole = [name for name, layout in file.parameters.items() if not layout]
+    if whole:
+        table.add_row(", ".join(whole), "whole on every rank")
+    return table
 
 
 _ORDER = ("forward", "backward", "optimizer")
 _MEMORY: Mapping[str, Callable[[Rehearsal], int]] = {
     "kept by forward for backward": lambda r: r.memory.kept,
-    "most at a time": lambda r: r.memory.peak,
+    "parameters, gradients and optimizer": lambda r: r.memory.state,
+    "most at a time, from the second step on": lambda r: r.memory.later_peak,
 }
 
 
@@ -193,7 +239,8 @@ def _as_json(made: Planned) -> dict[str, Any]:
         ]
 
     def side(cost: float | None, rehearsal: Rehearsal, of: Mapping[Any, tuple[int, int]]) -> dict[str, object]:
-        memory = {"kept": rehearsal.memory.kept, "peak": rehearsal.memory.peak}
+        of_rank = rehearsal.memory
+        memory = {"kept": of_rank.kept, "state": of_rank.state, "peak": of_rank.later_peak}
         return {"cost": cost, "memory": memory, "collectives": uses(of)}
 
     return {
@@ -203,6 +250,8 @@ def _as_json(made: Planned) -> dict[str, Any]:
         "figures": made.file.figures,
         "plan": side(made.cost, made.rehearsal, made.collectives),
         "op_by_op": side(made.recorded_cost, made.recorded, made.recorded_collectives),
+        "recipes": dict(made.recipe_costs),
+        "parameters": {name: dict(layout) for name, layout in made.file.parameters.items()},
         "verified": not made.differences,
         "differences": [
             {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, cast
-from weakref import WeakSet
 from zlib import crc32
 
 import torch
@@ -16,6 +15,7 @@ from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Replicate
 from shardwise.kernel.spec import TensorSpec
+from shardwise.kernel.world import PerWorld
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced, outside_modes
 
@@ -128,17 +128,19 @@ def check_agreement(local: torch.Tensor, spec: TensorSpec) -> None:
         )
 
 
-_agreed: WeakSet[Any] = WeakSet()
+# By hash, because ranks delete a mesh at different times: a set of the meshes would not be the same on all of them.
+_hashes: set[int] = set()
+_agreed = PerWorld(_hashes, _hashes.clear)
 
 
 def agree_on_generator(mesh: Mesh) -> None:
-    """Give all ranks of a mesh the generator state of its first rank, once per mesh.
+    """Give all ranks of a mesh the generator state of its first rank, once per mesh; equal meshes are one.
 
     Every rank draws the same random values. With different seeds the ranks would draw different ones without an error.
     """
-    if not isinstance(mesh, DeviceMesh) or mesh in _agreed:
+    if not isinstance(mesh, DeviceMesh) or hash(mesh) in _agreed.now():
         return
-    _agreed.add(mesh)
+    _agreed.now().add(hash(mesh))
     if mesh.size() == 1:
         return
     with outside_modes():

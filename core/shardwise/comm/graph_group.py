@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult
 from shardwise.comm.collectives import Collectives
-from shardwise.kernel.reductions import REAL, add_up, as_sendable, average, is_native, reduce_stacked
+from shardwise.kernel.reductions import REAL, add_up, as_sendable, average, is_native, reduce_stacked, scaled_down
 from shardwise.private_torch.distributed import (
     graph_all_gather,
     graph_all_reduce,
@@ -94,13 +94,14 @@ class GraphGroup(Collectives):
     def start_all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
         if not is_native(kind, tensor.dtype):
             return AsyncResult(None, reduce_stacked(self._gathered(tensor), kind))
-        reduced = graph_all_reduce(_real(tensor), BACKEND_REDUCTIONS[kind], self.process_group)
+        reduced = graph_all_reduce(_real(self._scaled(tensor, kind)), BACKEND_REDUCTIONS[kind], self.process_group)
         return AsyncResult(None, self._averaged(_with_dtype_of(tensor, reduced), kind))
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
         if self.order or not self.scatters or not is_native(kind, pieces.dtype):
             return AsyncResult(None, self._reduced(self._exchanged_pieces(pieces), kind))
-        reduced = graph_reduce_scatter(_real(pieces), BACKEND_REDUCTIONS[kind], self.size, self.process_group)
+        added = _real(self._scaled(pieces, kind))
+        reduced = graph_reduce_scatter(added, BACKEND_REDUCTIONS[kind], self.size, self.process_group)
         return AsyncResult(None, self._averaged(_with_dtype_of(pieces, reduced).view(pieces.shape[1:]), kind))
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
@@ -110,8 +111,11 @@ class GraphGroup(Collectives):
 
     def _reduced(self, stacked: Tensor, kind: str) -> Tensor:
         if kind in ("sum", "avg") and is_native(kind, stacked.dtype):
-            return self._averaged(add_up(stacked), kind)
+            return self._averaged(add_up(self._scaled(stacked, kind)), kind)
         return reduce_stacked(stacked, kind)
+
+    def _scaled(self, pieces: Tensor, kind: str) -> Tensor:
+        return scaled_down(pieces, self.size) if kind == "avg" else pieces
 
     def _averaged(self, total: Tensor, kind: str) -> Tensor:
         return average(total, self.size) if kind == "avg" else total

@@ -15,11 +15,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult, SendReceive
-from shardwise.comm.coalescing import GatherBatch, open_batch
+from shardwise.comm.coalescing import Batch, open_batch
 from shardwise.comm.collectives import Collectives
 from shardwise.comm.events import Event, emit, is_observed, new_event, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
-from shardwise.kernel.reductions import REAL, SENDABLE, add_up, as_sendable, average, is_native, reduce_stacked
+from shardwise.kernel.reductions import (
+    REAL,
+    SENDABLE,
+    add_up,
+    as_sendable,
+    average,
+    is_native,
+    reduce_stacked,
+    scaled_down,
+)
 from shardwise.private_torch.tracing import is_recorded
 
 __all__ = ["REDUCE_OP_OF", "Group"]
@@ -57,6 +66,7 @@ class Group(Collectives):
             lambda out, piece: process_group.allgather_into_tensor_coalesced([out], [piece])
         )
         self._sum_options = {kind: _options(dist.AllreduceOptions, op) for kind, op in REDUCE_OP_OF.items()}
+        self._sums_options = {kind: _options(dist.AllreduceCoalescedOptions, op) for kind, op in REDUCE_OP_OF.items()}
         self._scatter_options = {kind: _options(dist.ReduceScatterOptions, op) for kind, op in REDUCE_OP_OF.items()}
 
     def __repr__(self) -> str:
@@ -119,32 +129,62 @@ class Group(Collectives):
     # -- reduction --
 
     def start_all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
+        batch = open_batch.batch
         if not is_native(kind, tensor.dtype):
-            result = self._reduce_by_moving(tensor, kind)
+            batch, result = None, self._reduce_by_moving(tensor, kind)
         else:
+            if kind == "avg":
+                tensor.copy_(scaled_down(tensor, self.size))
             flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
             staged = flat.to("cpu", copy=True) if self._stages(flat) else flat
-            work = self.process_group.allreduce([staged], self._sum_options[kind])
+            if batch is None:
+                work = self.process_group.allreduce([staged], self._sum_options[kind])
+            else:
+                work = batch.add(self, "all_reduce", staged, staged, kind)
             result = AsyncResult(work, tensor, staged, self.process_group)
             if staged is not flat:
                 result.then(lambda whole: _filled(flat, staged, whole))
             if kind == "avg":
                 result = self._averaged(result)
-        return self._observed(result, "all_reduce", tensor) if observers else result
+        # Coalesced collectives are reported as one.
+        return self._observed(result, "all_reduce", tensor) if observers and batch is None else result
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
+        batch = open_batch.batch if self._may_coalesce(pieces, kind) else None
         # gloo's reduce-scatter is an all-reduce of all pieces.
         if self.is_gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
-            result = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
+            out = torch.empty_like(pieces)
+            if batch is None:
+                result = self._all_to_all(out, pieces, [], [])
+            else:
+                work = batch.add(self, "reduce_scatter", out, pieces, kind)
+                result = AsyncResult(work, out, pieces, self.process_group)
             result.then(lambda stacked: self._reduce(stacked, kind))
         else:
             out = pieces.new_empty(pieces.shape[1:])
-            flat = [out.view(-1)], [pieces.view(-1)]
-            work = self.process_group.reduce_scatter_tensor_coalesced(*flat, self._scatter_options[kind])
-            result = AsyncResult(work, out, pieces, self.process_group)
+            added = scaled_down(pieces, self.size) if kind == "avg" else pieces
+            flat, parts = out.view(-1), added.view(-1)
+            if batch is None:
+                work = self._reduce_scatter([flat], [parts], kind)
+            else:
+                work = batch.add(self, "reduce_scatter", flat, parts, kind)
+            result = AsyncResult(work, out, added, self.process_group)
             if kind == "avg":
                 result = self._averaged(result)
-        return self._observed(result, "reduce_scatter", pieces) if observers else result
+        return self._observed(result, "reduce_scatter", pieces) if observers and batch is None else result
+
+    def _may_coalesce(self, pieces: Tensor, kind: str) -> bool:
+        """Whether a reduce-scatter joins others: its pieces are sent as they are, in the process group's order."""
+        return (
+            not self._order
+            and not self._stages(pieces)
+            and is_native(kind, pieces.dtype)
+            and pieces.dtype in SENDABLE
+            and pieces.dtype not in REAL
+        )
+
+    def _reduce_scatter(self, outs: list[Tensor], pieces: list[Tensor], kind: str) -> Any:
+        return self.process_group.reduce_scatter_tensor_coalesced(outs, pieces, self._scatter_options[kind])
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
         share = sent[self.position]
@@ -160,8 +200,9 @@ class Group(Collectives):
             return reduce_stacked(stacked, kind)
         if kind in ("max", "min"):
             return stacked.amax(0) if kind == "max" else stacked.amin(0)
-        total = stacked.prod(0, dtype=stacked.dtype) if kind == "product" else add_up(stacked)
-        return average(total, self.size) if kind == "avg" else total
+        if kind == "avg":
+            return average(add_up(scaled_down(stacked, self.size)), self.size)
+        return stacked.prod(0, dtype=stacked.dtype) if kind == "product" else add_up(stacked)
 
     def _reduce_by_moving(self, tensor: Tensor, kind: str) -> AsyncResult:
         """An all-reduce that no backend has: each rank reduces its share of the elements, then all gather the shares.
@@ -194,11 +235,20 @@ class Group(Collectives):
             work.get_future().then(lambda _: emit(event, "finished"))
         return event
 
-    def gather_coalesced(self, outs: list[Tensor], pieces: list[Tensor]) -> Any:
-        """Issue several all-gathers of flat tensors as one; the result is the process group's work."""
-        return self.process_group.allgather_into_tensor_coalesced(outs, pieces)
+    def issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:
+        """Issue several collectives of one kind as one; the result is a work."""
+        if kind == "all_gather":
+            return self.process_group.allgather_into_tensor_coalesced(outs, pieces)
+        if kind == "all_reduce":
+            return self.process_group.allreduce_coalesced(pieces, self._sums_options[reduction])
+        if not self.is_gloo:
+            return self._reduce_scatter(outs, pieces, reduction)
+        # One exchange of what goes to each rank, of all tensors.
+        packed = torch.cat([piece.view(self.size, -1) for piece in pieces], 1)
+        received = torch.empty_like(packed)
+        return _Unpacked(self.process_group.alltoall_base(received, packed, [], []), received, packed, outs)
 
-    def _all_gather(self, out: Tensor, piece: Tensor, batch: GatherBatch | None = None) -> AsyncResult:
+    def _all_gather(self, out: Tensor, piece: Tensor, batch: Batch | None = None) -> AsyncResult:
         # Flat, because backends compare the shapes of pieces and output.
         flat, piece = as_sendable(out.view(-1)), as_sendable(piece.view(-1))
         target, piece = self._staged(flat, piece)
@@ -206,7 +256,7 @@ class Group(Collectives):
             blocks = target.view(self.size, -1)
             work = self.process_group.allgather([[blocks[i] for i in self._order]], [piece])
         else:
-            work = self._gather(target, piece) if batch is None else batch.add(self, target, piece)
+            work = self._gather(target, piece) if batch is None else batch.add(self, "all_gather", target, piece)
         result = AsyncResult(work, out, piece, self.process_group)
         return result if target is flat else result.then(lambda whole: _filled(flat, target, whole))
 
@@ -264,6 +314,25 @@ class Group(Collectives):
 
         work = self.process_group.alltoall_base(incoming, outgoing, *counts)
         return AsyncResult(work, incoming, outgoing, self.process_group).then(put)
+
+
+class _Unpacked:
+    """The work of an exchange of packed tensors; the wait puts what was received into theirs."""
+
+    def __init__(self, work: Any, received: Tensor, sent: Tensor, outs: Sequence[Tensor]) -> None:
+        self._work = work
+        self._received, self._sent = received, sent
+        self._outs = outs
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
+
+    def wait(self) -> None:
+        self._work.wait()
+        size = len(self._received)
+        parts = self._received.split_with_sizes([out.numel() // size for out in self._outs], 1)
+        for out, part in zip(self._outs, parts, strict=True):
+            out.view(size, -1).copy_(part)
 
 
 class _Held:

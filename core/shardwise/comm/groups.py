@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,15 +15,27 @@ from shardwise.comm.group import Group
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.silent_group import SilentGroup
 from shardwise.comm.waiting_ranks import explained
-from shardwise.kernel.mesh import own_coordinate
+from shardwise.kernel.mesh import first_equal, own_coordinate
 from shardwise.kernel.reductions import as_sendable
 from shardwise.kernel.world import PerWorld
+from shardwise.private_torch.distributed import new_local_group
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["all_reduce", "backend_of", "broadcast_", "carrying_device", "forget", "group_of", "rank_at"]
+__all__ = [
+    "all_reduce",
+    "backend_of",
+    "broadcast_",
+    "carrying_device",
+    "forget",
+    "group_of",
+    "process_group_of",
+    "rank_at",
+]
 
 _groups: dict[tuple[DeviceMesh, tuple[int, ...]], Group] = {}
+# How many process groups of some ranks were made here; the same on all of these ranks.
+_made: Counter[tuple[int, ...]] = Counter()
 
 
 def forget() -> bool:
@@ -32,7 +45,17 @@ def forget() -> bool:
     return by_gloo
 
 
-_per_world = PerWorld(_groups, _groups.clear)
+def _forget_world() -> None:
+    _groups.clear()
+    _made.clear()
+
+
+_per_world = PerWorld(_groups, _forget_world)
+
+
+def process_group_of(mesh: DeviceMesh, mesh_dim: int) -> Any:
+    """The process group of this rank along a mesh dim, the same for all equal meshes."""
+    return first_equal(mesh).get_group(mesh_dim)
 
 
 def group_of(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> Group:
@@ -66,11 +89,13 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     several = [m for m in dims if mesh.size(m) > 1]
     process_group: Any
     if len(several) == 1:
-        process_group = mesh.get_group(several[0])
+        process_group = process_group_of(mesh, several[0])
     elif sorted(ranks) == list(range(dist.get_world_size())):
         process_group = dist.group.WORLD
     else:
-        process_group = dist.new_group(sorted(ranks), use_local_synchronization=True)
+        members = tuple(sorted(ranks))
+        _made[members] += 1
+        process_group = new_local_group(members, f"shardwise/{'-'.join(map(str, members))}/{_made[members]}")
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config(process_group)).split(","))
     # A process group counts its ranks in ascending order, whatever their order on the mesh.
     order = None if ranks == sorted(ranks) else tuple(ranks.index(rank) for rank in sorted(ranks))
@@ -92,7 +117,7 @@ def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) 
     """Overwrite a contiguous tensor, on all ranks along a mesh dim, with that of the rank at ``index``."""
     if mesh.size(mesh_dim) > 1 and not is_rehearsing():
         sendable = as_sendable(tensor.view(-1))
-        process_group = mesh.get_group(mesh_dim)
+        process_group = process_group_of(mesh, mesh_dim)
         go_on()
         with explained(process_group):
             dist.broadcast(sendable, src=rank_at(mesh, mesh_dim, index), group=process_group)
@@ -108,7 +133,7 @@ def all_reduce(tensor: Tensor, kind: str, mesh: DeviceMesh, mesh_dims: Sequence[
 
 def backend_of(mesh: DeviceMesh) -> str:
     """The backend of the mesh's collectives, which is the same on all its ranks."""
-    config = str(dist.get_backend_config(mesh.get_group(0)))
+    config = str(dist.get_backend_config(process_group_of(mesh, 0)))
     return dict(pair.split(":") for pair in config.split(",")).get(mesh.device_type, config)
 
 

@@ -20,9 +20,18 @@ from shardwise.private_torch.tracing import outside_modes
 
 __all__ = ["agree_on_layout", "agree_on_plan"]
 
-_MOST = 4096  # layouts that are remembered; then all are forgotten, at the same call on every rank
+_MOST = 4096  # layouts of a mesh that are remembered; then all of them are forgotten, at the same call on every rank
 _layouts: set[TensorSpec] = set()
-_agreed = PerWorld(_layouts, _layouts.clear)
+# A rank may be on meshes that other ranks are not on, so each mesh counts for itself.
+_of_mesh: dict[DeviceMesh, set[TensorSpec]] = {}
+
+
+def _forget() -> None:
+    _layouts.clear()
+    _of_mesh.clear()
+
+
+_agreed = PerWorld(_layouts, _forget)
 
 
 def agree_on_layout(spec: TensorSpec, function: str) -> None:
@@ -48,8 +57,11 @@ def agree_on_layout(spec: TensorSpec, function: str) -> None:
             "dtype on every rank.",
             differences=tuple(different),
         )
-    if len(_layouts) >= _MOST:
-        _layouts.clear()
+    of_mesh = _of_mesh.setdefault(mesh, set())
+    if len(of_mesh) >= _MOST:
+        _layouts.difference_update(of_mesh)
+        of_mesh.clear()
+    of_mesh.add(spec)
     _layouts.add(spec)
 
 

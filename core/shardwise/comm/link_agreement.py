@@ -18,7 +18,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.groups import backend_of, broadcast_, carrying_device
+from shardwise.comm.groups import backend_of, broadcast_, carrying_device, process_group_of
 from shardwise.comm.waiting_ranks import explained
 from shardwise.errors import LinksFileError, LinksFitError
 from shardwise.kernel.mesh import Mesh, own_coordinate
@@ -120,8 +120,8 @@ def locate(mesh: DeviceMesh, facts: dict[str, Any] | None = None) -> Ground:
     hosts[own_coordinate(mesh)] = _host()
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
-            with explained(mesh.get_group(m)):
-                dist.all_reduce(hosts, group=mesh.get_group(m))
+            with explained(process_group_of(mesh, m)):
+                dist.all_reduce(hosts, group=process_group_of(mesh, m))
     hosts = hosts.cpu()
     # Per mesh dim, the most hosts of the ranks along it.
     lines = (hosts.movedim(m, -1).reshape(-1, mesh.size(m)).tolist() for m in range(mesh.ndim))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.groups import backend_of, carrying_device
+from shardwise.comm.groups import backend_of, carrying_device, process_group_of
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.waiting_ranks import explained
 from shardwise.discovery.process import default_registry
@@ -61,7 +61,7 @@ def agree_on_rules(mesh: Mesh) -> None:
     if mesh.size() > 1 and mesh.get_coordinate() is not None and backend_of(mesh) != "fake":
         for m in range(mesh.ndim):
             if mesh.size(m) > 1:
-                watch(mesh.get_group(m))
+                watch(process_group_of(mesh, m))
         # A mesh may be first used under tracing, where a tensor made here would not be real.
         with outside_modes():
             failure: Exception | None = None
@@ -142,16 +142,16 @@ def different_summaries(mesh: DeviceMesh, own: Summary) -> dict[int, Summary] | 
     go_on()
     for m in range(mesh.ndim):
         if mesh.size(m) > 1:
-            with explained(mesh.get_group(m)):
-                dist.all_reduce(extremes, dist.ReduceOp.MIN, group=mesh.get_group(m))
+            with explained(process_group_of(mesh, m)):
+                dist.all_reduce(extremes, dist.ReduceOp.MIN, group=process_group_of(mesh, m))
     least, most = extremes.cpu().view(2, -1)
     if torch.equal(least, -most):
         return None
     summaries: dict[int, Summary] = {dist.get_rank(): own}
     for m in range(mesh.ndim):
         parts: list[Any] = [None] * mesh.size(m)
-        with explained(mesh.get_group(m)):
-            dist.all_gather_object(parts, summaries, group=mesh.get_group(m))
+        with explained(process_group_of(mesh, m)):
+            dist.all_gather_object(parts, summaries, group=process_group_of(mesh, m))
         summaries = {rank: one for part in parts for rank, one in part.items()}
     return dict(sorted(summaries.items()))
 

@@ -40,7 +40,7 @@ class SilentGroup(Group):
         self.process_group = _NoProcessGroup()
         self._gather = self.process_group.all_gather
         self._sum_options = dict.fromkeys(REDUCE_OP_OF)
-        self._scatter_options = dict.fromkeys(REDUCE_OP_OF)
+        self._sums_options = self._scatter_options = dict.fromkeys(REDUCE_OP_OF)
 
     def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> SendReceive:  # noqa: ARG002  # nobody
         return SendReceive([])

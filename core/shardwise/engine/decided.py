@@ -12,8 +12,9 @@ from attrs import define
 from shardwise.comm.events import because, observers
 from shardwise.comm.packing import Run
 from shardwise.comm.redistribute import runner
+from shardwise.errors import ShardingError
 from shardwise.kernel.dispatcher import drop_plans
-from shardwise.kernel.placements import Placement, is_strided, show_all
+from shardwise.kernel.placements import Placement, check_placements, is_strided, show_all
 from shardwise.kernel.plan import ResultMove
 from shardwise.kernel.rule import AnyRule, Rule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy
@@ -32,19 +33,26 @@ __all__ = ["InForce", "decided", "in_force", "look_up", "resting", "result_moves
 
 @define
 class InForce:
-    """The decisions that plans are made by, if any, and how many calls they knew and did not know."""
+    """The decisions that plans are made by, if any, and how many calls they knew and did not know.
+
+    ``placements`` says, by name, where a module that is distributed has its parameters and buffers, whatever the
+    program says: only rehearsals of a plan that chose them have it.
+    ``learner`` is called with decisions of an earlier run that fit, while this one learns.
+    """
 
     decisions: Decisions | None = None
+    placements: Callable[[str], Places | None] | None = None
     known: int = 0
     unknown: int = 0
+    learner: Callable[[Decisions], None] | None = None
 
 
 in_force = InForce()
 
 
-def use_decisions(decisions: Decisions | None) -> None:
+def use_decisions(decisions: Decisions | None, placements: Callable[[str], Places | None] | None = None) -> None:
     """Make plans by decisions from now on, or by none. Every rank must call this at the same point of the program."""
-    in_force.decisions = decisions
+    in_force.decisions, in_force.placements = decisions, placements
     in_force.known = in_force.unknown = 0
     drop_plans()
 
@@ -134,7 +142,19 @@ def _strategy(rule: Rule, schema: OpSchema, call: Call, decision: Decision) -> P
         if spec is not None and spec.placements != problem.target(tuple(choice), i):
             return None
     # Their costs were part of the decision; a plan does not need them again.
-    return problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    strategy = problem.strategy(tuple(choice), [0.0] * len(problem.specs))
+    return strategy if _may_rest(strategy, decision) else None
+
+
+def _may_rest(strategy: PlacementStrategy, decision: Decision) -> bool:
+    """Whether the results have layouts in which to rest, as a file of decisions says: anybody may have written it."""
+    try:
+        for spec, places in zip(strategy.output_specs, decision.rests, strict=True):
+            if spec is not None and places is not None:
+                check_placements(as_placements(places, spec.mesh_shape), len(spec.mesh_shape), spec.ndim)
+    except (ShardingError, ValueError, ArithmeticError):
+        return False
+    return True
 
 
 def _agrees(row: Sequence[Any], decided_on: Sequence[Any], metas: Sequence[Any]) -> bool:

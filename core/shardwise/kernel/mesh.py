@@ -10,8 +10,9 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import OffMeshError
+from shardwise.kernel.world import PerWorld
 
-__all__ = ["AbstractMesh", "Mesh", "coordinates", "ints", "own_coordinate"]
+__all__ = ["AbstractMesh", "Mesh", "coordinates", "first_equal", "ints", "own_coordinate"]
 
 
 def ints(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -46,6 +47,20 @@ def coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 Mesh = DeviceMesh | AbstractMesh
+
+
+_used: dict[DeviceMesh, DeviceMesh] = {}
+_used_in_world = PerWorld(_used, _used.clear)
+
+
+def first_equal(mesh: DeviceMesh) -> DeviceMesh:
+    """The first mesh equal to this one that was used since the default process group was made.
+
+    Meshes with the same ranks, shape and names are equal and have process groups of their own. Whatever is cached for a
+    mesh is found again for an equal one, and when a rank deletes it depends on its garbage collector. So all equal
+    meshes stand for the first one: otherwise ranks would wait for each other in different groups.
+    """
+    return _used_in_world.now().setdefault(mesh, mesh)
 
 
 def own_coordinate(mesh: DeviceMesh) -> tuple[int, ...]:

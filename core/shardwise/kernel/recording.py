@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from shardwise.kernel.placements import Placement
 from shardwise.kernel.signature import Op
 
 __all__ = ["Recorder", "recording"]
@@ -19,8 +20,11 @@ class Recorder(Protocol):
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
 
-    def accumulated(self, gradient: Any, is_placed: bool) -> None:
-        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
+    def accumulated(self, gradient: Any, leaf: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf (None if it is only computed), and has the leaf's layout if ``is_placed``."""
+
+    def waits(self, gradient: Any, leaf: Any, placements: Sequence[Placement]) -> None:
+        """A gradient that reaches its leaf waits there for the next ones, to have these placements with them."""
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

@@ -22,6 +22,7 @@ __all__ = [
     "neutral",
     "reduce_pieces",
     "reduce_stacked",
+    "scaled_down",
 ]
 
 #: Reductions of equal values that give this value.
@@ -56,12 +57,11 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
     if dtype.is_complex:
         # Torch's sum of complex numbers multiplies by alpha, which mixes the zeros of their parts.
         return torch.view_as_complex(reduce_stacked(torch.view_as_real(stacked.resolve_conj()), kind))
+    if kind == "avg":
+        stacked = scaled_down(stacked.to(wide), len(stacked))
     exact = not dtype.is_floating_point
     total = stacked.sum(0, dtype=wide) if exact else reduce(torch.add, stacked.to(wide).unbind(0))
-    if kind == "avg":
-        rounding = "trunc" if exact else None
-        total = torch.div(total, len(stacked), rounding_mode=rounding)
-    return total.to(dtype)
+    return (average(total, len(stacked)) if kind == "avg" else total).to(dtype)
 
 
 def _reduce_unsigned(stacked: Tensor, kind: str) -> Tensor:
@@ -151,20 +151,43 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 def is_native(kind: str, dtype: torch.dtype) -> bool:
-    """Whether a backend's own reduction gives the right numbers. The max and min of backends drop NaN."""
+    """Whether a backend's own reduction gives the right numbers. The max and min of backends drop NaN.
+
+    An average in float16 has no room: its pieces overflow when they are added, and lose bits when they are scaled down.
+    """
     if dtype in REAL:
         return kind in ("sum", "avg")
+    if kind == "avg" and dtype == torch.float16:
+        return False
     return dtype in SENDABLE and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
 
 
+def _scale(size: int) -> int:
+    """The least power of two that is not less than a number of pieces."""
+    return 1 << (size - 1).bit_length()
+
+
+def scaled_down(pieces: Tensor, size: int) -> Tensor:
+    """The pieces of an average over ``size`` ranks as they are added up: the sum of finite numbers is finite.
+
+    They are divided by a power of two, which rounds nothing, and :func:`average` takes it into account. Integers stay.
+    """
+    if pieces.is_complex():
+        return torch.view_as_complex(torch.view_as_real(pieces) / _scale(size))
+    return pieces / _scale(size) if pieces.is_floating_point() else pieces
+
+
 def average(total: Tensor, size: int) -> Tensor:
-    """Divide a sum in place by the number of its terms. An integer average is rounded towards zero."""
+    """The average, in place, from the sum of ``size`` pieces that were :func:`scaled_down`.
+
+    An integer average is rounded towards zero.
+    """
     if total.is_complex():
         # A complex quotient would add products with an imaginary zero, and lose signs of zeros.
-        torch.view_as_real(total).div_(size)
+        torch.view_as_real(total).div_(size / _scale(size))
         return total
     if total.is_floating_point():
-        return total.div_(size)
+        return total.div_(size / _scale(size))
     return total.div_(size, rounding_mode="trunc")
 
 

@@ -18,7 +18,7 @@ from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.kernel.factors import Factors, Scattered, factors_of, runs_of, unflattened_placements
-from shardwise.kernel.mesh import Mesh, own_coordinate
+from shardwise.kernel.mesh import Mesh, first_equal, own_coordinate
 from shardwise.kernel.placements import (
     Partial,
     Placement,
@@ -79,15 +79,20 @@ class _Interned(type):
             checked = check_placements(placements, mesh.ndim, tensor_meta.ndim)
             if is_strided(checked):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))
-            return type.__call__(SymbolicSpec, mesh, checked, tensor_meta, is_copy)
+            return type.__call__(SymbolicSpec, _first_equal(mesh), checked, tensor_meta, is_copy)
         checked = _shared(check_placements(placements, mesh.ndim, tensor_meta.ndim))
         # Where the placements are the same after the check, the spec was looked up above.
         spec = None if checked == placements else known.get((checked, tensor_meta))
         if spec is None:
             if is_strided(checked):
                 factors_of(tensor_meta.shape, checked, _shape_of(mesh))
-            spec = known[checked, tensor_meta] = super().__call__(mesh, checked, tensor_meta, is_copy, tag)
+            spec = super().__call__(_first_equal(mesh), checked, tensor_meta, is_copy, tag)
+            known[checked, tensor_meta] = spec
         return spec
+
+
+def _first_equal(mesh: Mesh) -> Mesh:
+    return first_equal(mesh) if isinstance(mesh, DeviceMesh) else mesh
 
 
 @lru_cache(maxsize=4096)

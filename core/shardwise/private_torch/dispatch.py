@@ -26,6 +26,7 @@ __all__ = [
     "hide_items",
     "is_batched",
     "is_zero_tensor",
+    "leaf_to_accumulate",
     "leave_out_of_graphs",
     "memory_of",
     "new_wrapper",
@@ -224,6 +225,20 @@ def support_foreach(cls: type) -> None:
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread. Only autograd's engine knows its graph task."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def leaf_to_accumulate() -> Any:
+    """In a hook of a leaf: that leaf, if autograd is about to accumulate the gradient in it; else None.
+
+    ``torch.autograd.grad`` returns the gradient and accumulates nothing. A hook cannot refer to its leaf by itself:
+    ``swap_tensors`` refuses a tensor with weak references, and a strong one would be a cycle.
+    """
+    node = torch._C._current_autograd_node()
+    leaf = getattr(node, "variable", None)
+    try:
+        return leaf if leaf is not None and torch._C._will_engine_execute_node(node) else None
+    except RuntimeError:  # torch says by an error that this is autograd.grad
+        return None
 
 
 def is_batched(tensor: Any) -> bool:

@@ -30,6 +30,7 @@ __all__ = [
     "graph_all_to_all",
     "graph_reduce_scatter",
     "is_reachable",
+    "new_local_group",
     "wrap_state_dict_functions",
 ]
 
@@ -60,6 +61,21 @@ def default_store() -> Any | None:
         return store.clone()
     except (AttributeError, RuntimeError):  # a store in memory has no connections
         return store
+
+
+def new_local_group(ranks: Sequence[int], name: str) -> Any:
+    """A process group of some ranks, made by these alone under a name that they all give.
+
+    ``new_group(..., use_local_synchronization=True)`` makes the name from the number of groups that this process has,
+    and ranks with another number would wait for each other for ever.
+    """
+    names: Any = distributed_c10d
+    before = names._process_group_name
+    names._process_group_name = lambda ranks, use_hashed_name: name  # noqa: ARG005  # torch passes them by name
+    try:
+        return dist.new_group(sorted(ranks), use_local_synchronization=True)
+    finally:
+        names._process_group_name = before
 
 
 def is_reachable(store: Any) -> bool:

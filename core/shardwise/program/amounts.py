@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["milliseconds", "size_text"]
+import re
+
+__all__ = ["milliseconds", "parse_size", "size_text"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -13,6 +15,14 @@ def size_text(nbytes: int) -> str:
     while size >= 1024 and unit < len(_UNITS) - 1:  # noqa: PLR2004  # bytes
         size, unit = size / 1024, unit + 1
     return f"{size:,.2f} {_UNITS[unit]}" if unit else f"{nbytes:,} B"
+
+
+def parse_size(text: str) -> int:
+    """The bytes of ``64GiB``, ``1.5 GiB``, ``800MiB`` or ``4096``. Raises :class:`ValueError` for another text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i)?B?\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; sizes are like 64GiB, 1.5GiB, 800MiB or 4096")
+    return int(float(match[1]) * 1024 ** (0 if match[2] is None else "KMGT".index(match[2][0]) + 1))
 
 
 def milliseconds(seconds: float) -> str:

@@ -24,6 +24,9 @@ __all__ = ["Decision", "Decisions"]
 
 Layouts = tuple[Places | None, ...]
 
+_DEEPEST = 64
+"""Tags of a file that somebody made may not cost more than this."""
+
 
 @frozen
 class Decision:
@@ -119,8 +122,10 @@ class Decisions:
                     do="Learn or plan the program again with this release.",
                 )
 
+            mesh, depth = _mesh_and_depth(data)
+
             def layouts(of: Sequence[str | None]) -> Layouts:
-                return tuple(None if text is None else _places(text) for text in of)
+                return tuple(None if text is None else _places(text, len(mesh)) for text in of)
 
             def table(of: Mapping[str, Any]) -> dict[int, tuple[Decision, ...]]:
                 return {
@@ -128,10 +133,9 @@ class Decisions:
                     for digest, known in of.items()
                 }
 
-            mesh, depth = tuple(map(int, data["mesh"])), int(data["depth"])
             left = frozenset(int(digest, 16) for digest in data["left"])
             return cls(mesh, table(data["exact"]), table(data["loose"]), depth, left)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ShardingError(
                 asked="read decisions",
                 found=f"the data is not what this library writes ({type(error).__name__}: {error})",
@@ -144,11 +148,21 @@ class Decisions:
         return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _places(text: str) -> Places:
+def _mesh_and_depth(data: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:
+    mesh, depth = tuple(map(int, data["mesh"])), int(data["depth"])
+    if not mesh or min(mesh) < 1 or not 0 <= depth <= _DEEPEST:
+        raise ValueError(f"a mesh of shape {mesh} and tags of depth {depth}")
+    return mesh, depth
+
+
+def _places(text: str, ndim: int) -> Places:
     parts, depth, start = [], 0, 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if letter == "," and not depth:
             parts.append(text[start:i])
             start = i + 1
-    return tuple(parse_placement(part) for part in [*parts, text[start:]] if part)
+    places = tuple(parse_placement(part) for part in [*parts, text[start:]] if part)
+    if len(places) != ndim:
+        raise ValueError(f"{text!r} are placements for another mesh than one of {ndim} dims")
+    return places

@@ -49,6 +49,11 @@ class Line:
     operand: str = ""
 
     @property
+    def place(self) -> tuple[str, str, str]:
+        """The module, the op and the phase."""
+        return (self.at, self.op, self.phase)
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What tells lines apart: all but the times and the reason."""
         return (self.at, self.op, self.phase, self.operand, json.dumps(self.to))
@@ -93,7 +98,7 @@ class PlanFile:
         """The pattern of a parameter or buffer and its placements; None if the plan does not have it."""
         for pattern, layout in self.parameters.items():
             if fnmatchcase(name, pattern):
-                return pattern, tuple(parse_placement(layout[n]) if n in layout else REPLICATE for n in self.mesh_names)
+                return pattern, placements_in(layout, self.mesh_names)
         return None
 
     # -- as text -------------------------------------------------------------------------------------------------
@@ -157,6 +162,11 @@ def _inline(values: Mapping[str, str | int]) -> str:
 def layout_text(mesh_names: Sequence[str], placements: Sequence[Placement]) -> Layout:
     """Placements by mesh dim name, without those that are replicated."""
     return {name: show(p) for name, p in zip(mesh_names, placements, strict=True) if p != REPLICATE}
+
+
+def placements_in(layout: Layout, mesh_names: Sequence[str]) -> Places:
+    """The placements by mesh dim."""
+    return tuple(parse_placement(layout[n]) if n in layout else REPLICATE for n in mesh_names)
 
 
 def patterns_of(layouts: Mapping[str, Layout]) -> dict[str, Layout]:

@@ -8,14 +8,14 @@ from itertools import islice, product
 from attrs import define, evolve
 
 from shardwise.kernel.placements import REPLICATE, show
-from shardwise.kernel.signature import Kind, op_name
+from shardwise.kernel.signature import op_name
 from shardwise.program.amounts import milliseconds
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.plan_file import Line, starred
 from shardwise.program.step_graph import Places
 from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
 
-__all__ = ["lines_of"]
+__all__ = ["lines_of", "place_of_line"]
 
 _USERS = 3  # ops that a reason names
 _OTHER_ROWS = 256  # combinations of rows that a reason compares with
@@ -27,6 +27,12 @@ def lines_of(
     """The moves of results and those of operands, those of equal layers as one line, in the order of the step."""
     lines = _Lines(problem, assignment, tuple(mesh_names))
     return _merged(lines.of_results()), _merged(lines.of_operands())
+
+
+def place_of_line(problem: StepProblem, place: int) -> tuple[str, str, str]:
+    """How a line calls a call: the module with its numbers as ``*``, the op and the phase."""
+    call = problem.graph.calls[place]
+    return starred(call.module), op_name(call.schema.op), call.phase
 
 
 def _merged(lines: Iterator[tuple[Line, str, int | None]]) -> tuple[Line, ...]:
@@ -71,7 +77,7 @@ class _Lines:
 
         def cost(layout: Places) -> int:
             moves = (problem.operand_cost(p, i, layout, problem.used(assignment, p, i)) for p, i in uses)
-            return sum(moves) + problem.end_cost(t, layout)
+            return sum(moves) + problem.end_cost(t, layout, assignment)
 
         ops = list(dict.fromkeys(op_name(problem.graph.calls[p].schema.op) for p, _ in uses))
         users = ", ".join(ops[:_USERS]) + (", ..." if len(ops) > _USERS else "")
@@ -93,7 +99,7 @@ class _Lines:
                     # A whole operand of which the op takes a shard costs nothing and is no move.
                     if all(a in (REPLICATE, b) for a, b in zip(source, used, strict=True)):
                         continue
-                    line = evolve(self._line(place, source, used), operand=self._operand(place, i))
+                    line = evolve(self._line(place, source, used), operand=self.problem.operand_names(place)[i])
                     yield (line, *self._why_moves(place, i, source, used))
 
     def _why_moves(self, place: int, i: int, source: Places, used: Places) -> tuple[str, int | None]:
@@ -127,7 +133,7 @@ class _Lines:
                 if t is None:
                     continue
                 rests = problem.rests(self.assignment, t)
-                total += problem.end_cost(t, rests)
+                total += problem.end_cost(t, rests, self.assignment)
                 if t in problem.resting:
                     total += problem.move(t, problem.made(self.assignment, t), rests)
                     continue
@@ -140,19 +146,11 @@ class _Lines:
     # -- text ----------------------------------------------------------------------------------------------------
 
     def _line(self, place: int, source: Places, target: Places) -> Line:
-        call = self.problem.graph.calls[place]
         to = {name: show(b) for name, a, b in zip(self.mesh_names, source, target, strict=True) if a != b}
-        return Line(starred(call.module), op_name(call.schema.op), call.phase, to)
+        return Line(*place_of_line(self.problem, place), to)
 
     def _change(self, target: Places, source: Places) -> str:
         """The layout of the source on the mesh dims where it differs."""
         return ", ".join(
             f"{show(a)} over {name}" for name, a, b in zip(self.mesh_names, source, target, strict=True) if a != b
         )
-
-    def _operand(self, place: int, i: int) -> str:
-        """The name of the argument that a flat operand belongs to."""
-        schema = self.problem.graph.calls[place].schema
-        named = zip(schema.signature.args, schema.starts, strict=True)
-        tensors = [arg.name for arg, start in named if arg.kind in (Kind.TENSOR, Kind.TENSORS) and start <= i]
-        return tensors[-1]

@@ -5,6 +5,7 @@ Layouts play no part in which rows a call has, so one recording serves every pla
 
 from __future__ import annotations
 
+import re
 from functools import cached_property
 
 from attrs import evolve, field, frozen
@@ -63,12 +64,16 @@ class CallNode:
 class Sink:
     """A layout that a tensor must reach: a gradient that of its leaf, a tensor that of an explicit ``redistribute``.
 
-    With ``stays`` the tensor itself must rest there, because the program reads its local part.
+    With ``stays`` the tensor itself must rest there, because the program reads its local part. ``leaf`` is the leaf
+    whose gradient it is: where that lies elsewhere, the gradient goes there. ``shared_by`` gradients of several
+    backward passes are added up first, and each bears its share of the move.
     """
 
     tensor: int
     placements: Places
     stays: bool = False
+    leaf: int | None = None
+    shared_by: int = 1
 
 
 @frozen(eq=False)
@@ -104,6 +109,16 @@ class StepGraph:
         for sink in self.sinks:
             ends.setdefault(sink.tensor, []).append(sink)
         return ends
+
+    @cached_property
+    def made_by(self) -> dict[int, CallNode]:
+        """Per tensor, the call that makes it."""
+        return {t: call for call in self.calls for t in call.results if t is not None}
+
+    def describe(self, tensor: int) -> str:
+        """What people call a tensor, the same for those of all layers: a name, or the op that makes it."""
+        name, maker = self.tensors[tensor].name, self.made_by.get(tensor)
+        return re.sub(r"\d+", "*", name or (f"results of {maker}" if maker is not None else "inputs"))
 
     def without_dead_calls(self) -> StepGraph:
         """The same step without calls whose results nobody uses and that write nothing: planning probes such calls."""

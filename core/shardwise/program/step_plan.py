@@ -12,6 +12,7 @@ from attrs import frozen
 from shardwise.errors import PlanFileError, PlanMeshError, ShardingError
 from shardwise.program.decisions import Decisions
 from shardwise.program.plan_file import PlanFile, parse
+from shardwise.program.step_graph import Places
 
 __all__ = ["StepPlan", "decisions_path", "read_plan", "read_text"]
 
@@ -27,6 +28,11 @@ class StepPlan:
 
     file: PlanFile
     decisions: Decisions
+
+    def placements_of(self, name: str) -> Places | None:
+        """Where a parameter or buffer lies; None if the plan does not have it."""
+        known = self.file.placements_of(name)
+        return None if known is None else known[1]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan file, and its decisions beside it as ``<path>.decisions.json``."""

@@ -1,8 +1,9 @@
 """The problem of a whole step: which row each call takes and where each tensor rests, at the least cost together.
 
 A call is a variable whose states are its legal rows on a mesh dim. A tensor with several uses is a variable whose
-states are layouts: there it *rests*, moved once by whoever makes it. Any other tensor goes straight from the row that
-makes it to the row that uses it. The problem is solved for one mesh dim at a time, with the joint costs of all mesh
+states are layouts: there it *rests*, moved once by whoever makes it. A parameter that is free rests where the plan
+places it, and its gradient goes there. Any other tensor goes straight from the row that makes it to the row that uses
+it. The problem is solved for one mesh dim at a time, with the joint costs of all mesh
 dims and the others held as they are (:mod:`shardwise.program.step_solution`).
 
 All costs are whole nanoseconds, so that sums are exact and equal on every machine.
@@ -11,7 +12,8 @@ All costs are whole nanoseconds, so that sums are exact and equal on every machi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 from attrs import define, field
@@ -19,16 +21,19 @@ from attrs import define, field
 from shardwise.errors import PlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
+from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import TensorSpec
 from shardwise.planning.cost import Links, links_of
 from shardwise.planning.layout_graph import LayoutGraph, encode, graph_of
 from shardwise.planning.path import path_cost
 from shardwise.planning.path_search import Search
 from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.step_graph import CallNode, Places, StepGraph
+from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
+from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, rows_that_ran
+from shardwise.program.step_slices import Slices, placed
 
-__all__ = ["Assignment", "StepProblem", "placed"]
+__all__ = ["Assignment", "StepProblem"]
 
 NANOSECONDS = 1e9
 _MOVE = 1
@@ -37,7 +42,10 @@ _MOVE = 1
 
 @define(eq=False)
 class Assignment:
-    """A row per call and mesh dim, and where tensors with several uses rest."""
+    """A row per call and mesh dim, and where free parameters and tensors with several uses rest.
+
+    ``cost`` is in nanoseconds, with the price of the bytes that it keeps.
+    """
 
     rows: list[list[int]]
     rests: dict[int, Places]
@@ -46,15 +54,33 @@ class Assignment:
     def copy(self) -> Assignment:
         return Assignment([list(r) for r in self.rows], dict(self.rests), self.cost)
 
+    def is_same(self, other: Assignment) -> bool:
+        """Whether another one has the same rows, and tensors rest in the same layouts."""
+        return self.rows == other.rows and self.rests == other.rests
+
 
 @define(eq=False)
 class StepProblem:
-    """The problem of a step. ``call_costs(call, choices, rows)`` are seconds."""
+    """The problem of a step. ``call_costs(call, choices, rows)`` are seconds.
+
+    ``free`` are parameters (tensor numbers) that may be placed anywhere; those that are ``pinned`` stay where an
+    assignment has them. ``memory`` counts what a rank keeps, and
+    ``price`` is what a kept byte costs, in nanoseconds: it makes less memory worth some time.
+    """
 
     graph: StepGraph
     call_costs: Callable[[CallNode, Choices, Sequence[Row]], float]
+    free: frozenset[int] = frozenset()
+    memory: StepMemory | None = None
+    price: Fraction = Fraction(0)
+    pinned: frozenset[int] = frozenset()
+    #: Where tensors must rest on some mesh dims, and the rows that calls must take one of on each.
+    held_rests: dict[int, dict[int, Placement]] = field(factory=dict)
+    held_rows: dict[int, tuple[frozenset[int], ...]] = field(factory=dict)
     choices: list[Choices] = field(init=False)
     resting: frozenset[int] = field(init=False)
+    #: What the problems of single mesh dims are made of.
+    slices: Slices = field(init=False)
     _moves: dict[Any, int] = field(factory=dict, init=False)
     _own: dict[Any, int] = field(factory=dict, init=False)
     _places: dict[int, int] = field(init=False)
@@ -64,6 +90,7 @@ class StepProblem:
 
     def __attrs_post_init__(self) -> None:
         self._links = links_of(self.graph.mesh)
+        self.slices = Slices(self)
         self._places = {call.number: place for place, call in enumerate(self.graph.calls)}
         self.choices = RowTable(self.graph).choices
         self.resting = frozenset(
@@ -71,6 +98,7 @@ class StepProblem:
             for t in self.graph.tensors
             if t.maker is not None and t.root == t.number and self._use_count(t.number) > 1 and self._may_move(t.number)
         )
+        self.resting |= self.free
 
     # -- what calls may do ---------------------------------------------------------------------------------------
 
@@ -91,6 +119,10 @@ class StepProblem:
                 continue
             places = [(row.inputs, row.outputs) for row in choices.rows]
             rows.append([places.index((row.inputs, row.outputs)) for row in ran])
+        return self._left_as_made(rows)
+
+    def _left_as_made(self, rows: list[list[int]]) -> Assignment:
+        """Rows for the calls, with every tensor where its row leaves it."""
         assignment = Assignment(rows, {})
         assignment.rests = {t: self.made(assignment, t) for t in self.resting}
         assignment.cost = self.cost(assignment)
@@ -104,10 +136,17 @@ class StepProblem:
             chosen = [r for r in whole if r is not None]
             if len(chosen) == len(whole) and choices.allows(chosen):
                 rows[place] = chosen
-        assignment = Assignment(rows, {})
-        assignment.rests = {t: self.made(assignment, t) for t in self.resting}
-        assignment.cost = self.cost(assignment)
-        return assignment
+        return self._left_as_made(rows)
+
+    def operand_names(self, place: int) -> list[str]:
+        """The names of the arguments of a call that its flat operands belong to."""
+        schema = self.graph.calls[place].schema
+        starts = [
+            (start, arg.name)
+            for arg, start in zip(schema.signature.args, schema.starts, strict=True)
+            if arg.kind in {Kind.TENSOR, Kind.TENSORS}
+        ]
+        return [[name for start, name in starts if start <= i][-1] for i in range(len(schema.specs))]
 
     # -- layouts -------------------------------------------------------------------------------------------------
 
@@ -175,15 +214,43 @@ class StepProblem:
             cost = self._own[key] = round(seconds * NANOSECONDS)
         return cost
 
-    def end_cost(self, tensor: int, layout: Places) -> int:
-        """Nanoseconds from a tensor's layout to its sinks."""
+    def end_cost(self, tensor: int, layout: Places, assignment: Assignment | None = None) -> int:
+        """Nanoseconds from a tensor's layout to its sinks; without an assignment, to those that lie fixed."""
         total = 0
         for sink in self.graph.ends.get(tensor, ()):
             if sink.stays:
                 total += 0 if layout == sink.placements else FORBIDDEN
-            else:
-                total += self.move(tensor, layout, sink.placements)
+            elif assignment is not None or sink.leaf not in self.free:
+                cost = self.move(tensor, layout, self.target(assignment, sink))
+                total += cost if cost >= FORBIDDEN else cost // sink.shared_by
         return min(total, FORBIDDEN)
+
+    def target(self, assignment: Assignment | None, sink: Sink) -> Places:
+        """Where a sink has its tensor: the gradient of a free parameter lies as that does."""
+        if assignment is None or sink.leaf is None or sink.leaf not in self.free:
+            return sink.placements
+        return assignment.rests[sink.leaf]
+
+    def free_leaves(self, tensor: int) -> Iterator[tuple[int, int]]:
+        """The free parameters whose gradient a tensor is, and how many gradients share the move there."""
+        for sink in self.graph.ends.get(tensor, ()):
+            if sink.leaf is not None and sink.leaf in self.free:
+                yield sink.leaf, sink.shared_by
+
+    def has_price(self, tensor: int) -> bool:
+        """Whether what a rank keeps of a tensor costs something."""
+        return bool(self.price) and self.memory is not None and tensor in self.memory.kept
+
+    def byte_cost(self, tensor: int, layout: Places) -> int:
+        """The price of what a rank keeps of a tensor."""
+        if self.memory is None or not self.has_price(tensor):
+            return 0
+        return min(int(self.memory.kept_bytes(tensor, layout) * self.price), FORBIDDEN)
+
+    def nbytes(self, assignment: Assignment) -> int:
+        """What a rank keeps: the state of all parameters, and what forward leaves for backward."""
+        assert self.memory is not None
+        return sum(self.memory.kept_bytes(t, self.rests(assignment, t)) for t in self.memory.kept)
 
     def cost(self, assignment: Assignment) -> int:
         """Nanoseconds of the step under an assignment."""
@@ -198,7 +265,9 @@ class StepProblem:
                     continue
                 if t in self.resting:
                     total += self.move(t, self.made(assignment, t), assignment.rests[t])
-                total += self.end_cost(t, self.rests(assignment, t))
+                total += self.end_cost(t, self.rests(assignment, t), assignment)
+        if self.price and self.memory is not None:
+            total += sum(self.byte_cost(t, self.rests(assignment, t)) for t in self.memory.kept)
         return min(total, FORBIDDEN)
 
     def operand_cost(self, place: int, operand: int, src: Places, dst: Places) -> int:
@@ -238,8 +307,3 @@ def _is_whole(row: Row) -> bool:
 def _strides_anew(src: Places, dst: Places) -> bool:
     """Whether a mesh dim gets a strided shard that it did not have: only views make them, which need not move."""
     return any(isinstance(q, StridedShard) and p != q for p, q in zip(src, dst, strict=True))
-
-
-def placed(placement: Placement | None) -> Placement:
-    """The placement of a row; one without a placement is of a tensor that is not there."""
-    return REPLICATE if placement is None else placement

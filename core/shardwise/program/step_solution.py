@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
+from itertools import combinations
 
 import numpy as np
 from attrs import define, field
 
 from shardwise.errors import NoPlanError
-from shardwise.kernel.placements import Partial, Placement
+from shardwise.kernel.placements import Placement, is_strided
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph, Costs
 from shardwise.program.elimination import solve
 from shardwise.program.step_graph import Places
-from shardwise.program.step_problem import Assignment, StepProblem, placed
+from shardwise.program.step_problem import Assignment, StepProblem
+from shardwise.program.step_slices import CallSlice, Layouts
 
 __all__ = ["MeshDimProblem", "solve_step"]
 
@@ -24,29 +25,24 @@ alive, would need 3e7 and five times as long for the same cost; beyond the limit
 """
 
 
-def solve_step(problem: StepProblem, starts: Iterable[Assignment], rounds: int = 8) -> Assignment:
+def solve_step(
+    problem: StepProblem, starts: Iterable[Assignment], rounds: int = 8, *, exchanges: bool = False
+) -> Assignment:
     """The best assignment found by descent over the mesh dims from each start. It is no worse than any of them.
 
-    Raises :class:`NoPlanError` where it is not legal.
+    With ``exchanges`` the best one is also tried with the parts of two mesh dims exchanged. Descent changes one mesh
+    dim at a time, so it does not find by itself that, for instance, the shards of the batch should be on another one.
+    Raises :class:`NoPlanError` where the result is not legal.
 
-    There is at least one start. Equal matrices are shared by all slices, so a later round costs less than the first.
+    There is at least one start.
     """
-    matrices: dict[Any, Costs] = {}
-    best: Assignment | None = None
-    for start in starts:
-        current, changed = start, True
-        for _ in range(rounds):
-            changed = False
-            for m in range(problem.graph.mesh.ndim):
-                better = MeshDimProblem(problem, current, m, matrices).improved()
-                if better.cost < current.cost:
-                    current, changed = better, True
-            if not changed:
-                break
-        if best is None or current.cost < best.cost:
-            best = current
-    problem.forget_searches()
-    assert best is not None, "there is at least one start"
+    best = min((_descended(problem, start, rounds) for start in starts), key=lambda found: found.cost)
+    while exchanges:
+        tried = [exchanged(problem, best, a, b) for a, b in combinations(range(problem.graph.mesh.ndim), 2)]
+        found = (_descended(problem, one, rounds) for one in tried if not one.is_same(best))
+        better = min(found, key=lambda each: each.cost, default=best)
+        exchanges = better.cost < best.cost
+        best = better if exchanges else best
     if best.cost >= FORBIDDEN:
         raise NoPlanError(
             asked=f"decide for the {len(problem.graph.calls)} calls of a step together",
@@ -57,58 +53,86 @@ def solve_step(problem: StepProblem, starts: Iterable[Assignment], rounds: int =
     return best
 
 
+def _descended(problem: StepProblem, start: Assignment, rounds: int) -> Assignment:
+    """What is reached by solving one mesh dim after the other until nothing changes."""
+    current, ndim = start, problem.graph.mesh.ndim
+    in_vain = 0  # mesh dims in a row
+    for turn in range(rounds * ndim):
+        better = MeshDimProblem(problem, current, turn % ndim).improved()
+        in_vain = 0 if better.cost < current.cost else in_vain + 1
+        current = better if better.cost < current.cost else current
+        if in_vain == ndim:
+            break
+    return current
+
+
+def exchanged(problem: StepProblem, assignment: Assignment, a: int, b: int) -> Assignment:
+    """An assignment with the rows and placements of two mesh dims exchanged, wherever that is legal."""
+    new = assignment.copy()
+    for place, (choices, rows) in enumerate(zip(problem.choices, new.rows, strict=True)):
+        turned = list(rows)
+        turned[a], turned[b] = rows[b], rows[a]
+        only = problem.held_rows.get(place, choices.legal)
+        if all(turned[m] in only[m] for m in (a, b)) and choices.allows(turned):
+            rows[:] = turned
+    for t, layout in new.rests.items():
+        if not is_strided(layout) and t not in problem.pinned and t not in problem.held_rests:
+            new.rests[t] = _with(_with(layout, a, layout[b]), b, layout[a])
+    new.cost = problem.cost(new)
+    return new
+
+
 @define(eq=False)
 class MeshDimProblem:
     """The problem of one mesh dim, with the rows and layouts of the other mesh dims held.
 
     Its variables are the calls, in order, whose states are rows, then the tensors that rest, whose states are
-    placements. ``matrices`` are the costs of moves that are known: equal ones are one object.
+    placements.
     """
 
     problem: StepProblem
     held: Assignment
     m: int
-    matrices: dict[Any, Costs]
     #: Per call, the rows that are its states.
-    rows: list[list[int]] = field(init=False)
+    calls: list[CallSlice] = field(init=False)
     #: Per tensor that rests, in order, the placements that are its states.
-    states: dict[int, list[Placement]] = field(init=False)
+    states: dict[int, tuple[Placement, ...]] = field(init=False)
+    _rests: dict[int, Layouts] = field(init=False)
     _unary: list[Costs] = field(factory=list, init=False)
     _pairs: list[tuple[int, int, Costs]] = field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
-        m = self.m
-        self.rows = []
-        for choices, held in zip(self.problem.choices, self.held.rows, strict=True):
-            fitting = (r for r in choices.legal[m] if r == held[m] or choices.allows([*held[:m], r, *held[m + 1 :]]))
-            self.rows.append(list(fitting))
-        self.states = {t: self._states(t) for t in sorted(self.problem.resting)}
+        problem, m = self.problem, self.m
+        self.calls = [problem.slices.of_call(place, held, m) for place, held in enumerate(self.held.rows)]
+        self.states = {t: self._states(t) for t in sorted(problem.resting)}
+        self._rests = {t: problem.slices.with_placements(self.held.rests[t], m, at) for t, at in self.states.items()}
 
     def improved(self) -> Assignment:
         """The best assignment that differs on this mesh dim alone; never worse than the held one."""
         graph, m = self.cost_graph(), self.m
-        start = [rows.index(held[m]) for rows, held in zip(self.rows, self.held.rows, strict=True)]
+        start = [call.rows.index(held[m]) for call, held in zip(self.calls, self.held.rows, strict=True)]
         start += [states.index(self.held.rests[t][m]) for t, states in self.states.items()]
-        solved, _, _ = solve(graph, _MOST_ENTRIES, start)
+        solved, cost, _ = solve(graph, _MOST_ENTRIES, start)
         better = self.held.copy()
-        for chosen, rows, state in zip(better.rows, self.rows, solved, strict=False):
-            chosen[m] = rows[state]
-        for (t, states), state in zip(self.states.items(), solved[len(self.rows) :], strict=True):
+        for chosen, call, state in zip(better.rows, self.calls, solved, strict=False):
+            chosen[m] = call.rows[state]
+        for (t, states), state in zip(self.states.items(), solved[len(self.calls) :], strict=True):
             better.rests[t] = _with(better.rests[t], m, states[state])
-        better.cost = self.problem.cost(better)
+        before = graph.cost(start)
+        if max(self.held.cost, before, cost) >= FORBIDDEN:
+            better.cost = self.problem.cost(better)
+        else:
+            better.cost += cost - before
         return better
 
     def cost_graph(self) -> CostGraph:
         """The costs of all states and of all pairs of states."""
-        problem, m = self.problem, self.m
+        problem = self.problem
         self._pairs = []
-        self._unary = [
-            _array([problem.own_cost(place, [*held[:m], r, *held[m + 1 :]]) for r in rows])
-            for place, (rows, held) in enumerate(zip(self.rows, self.held.rows, strict=True))
-        ]
-        variables = {t: len(self.rows) + k for k, t in enumerate(self.states)}
-        for t, states in self.states.items():
-            self._unary.append(_array([problem.end_cost(t, _with(self.held.rests[t], m, p)) for p in states]))
+        self._unary = [problem.slices.own_costs(place, call) for place, call in enumerate(self.calls)]
+        variables = {t: len(self.calls) + k for k, t in enumerate(self.states)}
+        for t, layouts in self._rests.items():
+            self._unary.append(problem.slices.end_costs(t, layouts))
         for place, call in enumerate(problem.graph.calls):
             for i, operand in enumerate(call.operands):
                 if operand is not None:
@@ -119,70 +143,60 @@ class MeshDimProblem:
         unary: list[Costs] = [np.minimum(costs, FORBIDDEN) for costs in self._unary]
         return CostGraph(tuple(unary), tuple(self._pairs))
 
-    def _states(self, t: int) -> list[Placement]:
+    def _states(self, t: int) -> tuple[Placement, ...]:
         """Where a tensor may rest: as its maker leaves it, as a use or a sink wants it; partial only if made so."""
-        maker = self.problem.maker(t)
+        problem, m = self.problem, self.m
+        if m in problem.held_rests.get(t, ()):
+            return (self.held.rests[t][m],)
+        if t in problem.free:
+            return self._places(t)
+        maker = problem.maker(t)
         assert maker is not None, "inputs stay where they are"
-        made = [placed(self.problem.choices[maker[0]].rows[r].outputs[maker[1]]) for r in self.rows[maker[0]]]
-        wanted = [
-            placed(self.problem.choices[user].rows[r].inputs[i])
-            for user, i in self.problem.graph.uses.get(t, ())
-            for r in self.rows[user]
-        ]
-        wanted += [sink.placements[self.m] for sink in self.problem.graph.ends.get(t, ())]
-        return list(dict.fromkeys([*made, *(p for p in wanted if not isinstance(p, Partial) or p in made)]))
+        made = self.calls[maker[0]].placements(maker[1], made=True)
+        wanted = [self.calls[user].placements(i, made=False) for user, i in problem.graph.uses.get(t, ())]
+        if t in problem.graph.ends:
+            wanted.append(problem.slices.interned(tuple(sink.placements[m] for sink in problem.graph.ends[t])))
+        wanted += [self._places(leaf) for leaf, _ in problem.free_leaves(t)]
+        return problem.slices.union(made, wanted)
 
-    def _layouts(self, place: int, k: int, held: Places, *, made: bool) -> list[Places]:
-        """The layouts of an operand or result of a call under each of its rows."""
-        rows = self.problem.choices[place].rows
-        sides = ((rows[r].outputs if made else rows[r].inputs) for r in self.rows[place])
-        return [_with(held, self.m, placed(side[k])) for side in sides]
+    def _places(self, leaf: int) -> tuple[Placement, ...]:
+        """Where a free parameter may lie: where it lies now, whole, or along each dim that is long enough."""
+        held, m = self.held.rests[leaf], self.m
+        if leaf in self.problem.pinned:
+            return (held[m],)
+        return self.problem.slices.places(leaf, held, m)
 
     def _join_operand(self, place: int, i: int, t: int, variables: dict[int, int]) -> None:
         """Add the costs of an operand, by the rows of the call and by where the tensor comes from."""
         problem = self.problem
-        targets = self._layouts(place, i, problem.used(self.held, place, i), made=False)
+        targets = self.calls[place].layouts(i, made=False)
         maker = problem.maker(t)
         if t in variables:
-            sources = [_with(self.held.rests[t], self.m, p) for p in self.states[t]]
-            self._pairs.append((variables[t], place, self._matrix(t, sources, targets, problem.must_stay(place, i))))
+            self._pairs.append((variables[t], place, self._moves(t, self._rests[t], targets, place, i)))
         elif maker is None:
-            source = problem.made(self.held, t)
-            self._unary[place] = self._unary[place] + _array(
-                [problem.operand_cost(place, i, source, target) for target in targets]
-            )
+            source = problem.slices.only(problem.made(self.held, t))
+            self._unary[place] = self._unary[place] + self._moves(t, source, targets, place, i)[0]
         else:
-            sources = self._layouts(*maker, problem.made(self.held, t), made=True)
-            self._pairs.append((maker[0], place, self._matrix(t, sources, targets, problem.must_stay(place, i))))
+            sources = self.calls[maker[0]].layouts(maker[1], made=True)
+            self._pairs.append((maker[0], place, self._moves(t, sources, targets, place, i)))
+
+    def _moves(self, t: int, sources: Layouts, targets: Layouts, place: int, i: int) -> Costs:
+        return self.problem.slices.moves(t, sources, targets, must_stay=self.problem.must_stay(place, i))
 
     def _join_result(self, place: int, k: int, t: int, variables: dict[int, int]) -> None:
         """Add the costs of a result: to where it rests, or straight to its sinks."""
-        made = self._layouts(place, k, self.problem.made(self.held, t), made=True)
+        slices = self.problem.slices
+        made = self.calls[place].layouts(k, made=True)
+        at, source = made, place
         if t in variables:
-            rests = [_with(self.held.rests[t], self.m, p) for p in self.states[t]]
-            self._pairs.append((place, variables[t], self._matrix(t, made, rests, False)))
-        elif t in self.problem.graph.ends:
-            self._unary[place] = self._unary[place] + _array([self.problem.end_cost(t, layout) for layout in made])
-
-    def _matrix(self, t: int, sources: Sequence[Places], targets: Sequence[Places], must_stay: bool) -> Costs:
-        """The cost of each source and target."""
-        key = (self.problem.graph.tensors[t].spec.tensor_meta, must_stay, tuple(sources), tuple(targets))
-        matrix = self.matrices.get(key)
-        if matrix is None:
-            rows, columns = list(dict.fromkeys(sources)), list(dict.fromkeys(targets))
-            small = _array(
-                [
-                    [(0 if a == b else FORBIDDEN) if must_stay else self.problem.move(t, a, b) for b in columns]
-                    for a in rows
-                ]
-            )
-            matrix = small[np.ix_([rows.index(a) for a in sources], [columns.index(b) for b in targets])]
-            self.matrices[key] = matrix
-        return matrix
-
-
-def _array(costs: Sequence[object]) -> Costs:
-    return np.array(costs, np.int64)
+            at, source = self._rests[t], variables[t]
+            self._pairs.append((place, source, slices.moves(t, made, at)))
+        elif t in self.problem.graph.ends or self.problem.has_price(t):
+            self._unary[place] = self._unary[place] + slices.end_costs(t, made)
+        for leaf, shared_by in self.problem.free_leaves(t):
+            costs = slices.moves(t, at, self._rests[leaf])
+            shared = costs if shared_by == 1 else np.where(costs >= FORBIDDEN, costs, costs // shared_by)
+            self._pairs.append((source, variables[leaf], shared))
 
 
 def _with(layout: Places, m: int, placement: Placement) -> Places:

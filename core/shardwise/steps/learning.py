@@ -41,17 +41,20 @@ _MANY, _MOST_ROUNDS = 0.05, 8
 class Learned:
     """What was decided: seconds of a step by the cost model before and after, and what it took.
 
-    ``before`` is None where the choice op by op moves a tensor that a plan must not move.
+    ``before`` is None where the choice op by op moves a tensor that a plan must not move. Decisions of a checkpoint
+    have no seconds.
     """
 
     decisions: Decisions
     before: float | None
-    after: float
+    after: float | None
     calls: int
     torn: int
     seconds: float
 
     def __str__(self) -> str:
+        if self.after is None:
+            return f"{len(self.decisions)} decisions of a checkpoint"
         before = "" if self.before is None else f"{self.before * 1e3:.3f} ms a step before, "
         return (
             f"{self.calls} calls, {len(self.decisions)} decisions in {self.seconds:.2f} s: "
@@ -91,11 +94,24 @@ class Learning:
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ended),
         ]
+        in_force.learner = self.resume
         self._record()
+
+    def resume(self, decisions: Decisions) -> None:
+        """Run by decisions of an earlier run, without recording a step. :func:`shardwise.checkpoint.load` calls this.
+
+        Every rank must call this at the same point of the program, with the same decisions.
+        """
+        self._stop_recording()
+        use_decisions(decisions)
+        self.learned, self._unknown = Learned(decisions, None, None, 0, 0, 0.0), 0
+        _log.info("go on by %s", self.learned)
 
     def freeze(self) -> None:
         """Keep the decisions, and record no more steps. Every rank must call this at the same point of the program."""
         self._stop_recording()
+        if in_force.learner == self.resume:
+            in_force.learner = None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

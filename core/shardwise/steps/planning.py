@@ -11,12 +11,12 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -27,15 +27,17 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.amounts import size_text
-from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_of
+from shardwise.program.collection import no_collection
+from shardwise.program.plan_file import Layout, PlanFile, layout_text, patterns_of, placements_in
 from shardwise.program.plan_lines import lines_of
-from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_graph import Places, StepGraph
 from shardwise.program.step_plan import StepPlan
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
+from shardwise.steps.search import PlanSearch, Request
 from shardwise.steps.sent import sent_by
-from shardwise.steps.solving import Solved, solve_graph
+from shardwise.steps.solving import Solved
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_of
 from shardwise.tools.program import PHASES
@@ -77,6 +79,7 @@ class Planned(StepPlan):
 
     ``cost`` and ``recorded_cost`` are seconds of forward and backward by the cost model: of the plan, and of the choice
     op by op, which is None where the solver cannot count it. ``recorded`` and ``rehearsal`` are rehearsals of the two.
+    ``recipe_costs`` are seconds of the best plan with the placements of each recipe; None where that does not fit.
     ``differences`` are the collectives of the rehearsal that were not predicted so; a plan is verified if there are
     none. ``torn`` is the number of calls that look the same and were decided on differently. ``seconds`` are what each
     of :data:`PLAN_PHASES` took.
@@ -84,6 +87,7 @@ class Planned(StepPlan):
 
     cost: float
     recorded_cost: float | None
+    recipe_costs: Mapping[str, float | None]
     recorded: Rehearsal
     rehearsal: Rehearsal
     predicted: Uses
@@ -103,47 +107,63 @@ class Planned(StepPlan):
         return uses_of(self.recorded)
 
 
-def plan(
+def plan(  # noqa: PLR0913  # keyword-only options of one value
     program: Callable[[DeviceMesh], Any],
     mesh_shape: Sequence[int],
     mesh_names: Sequence[str] | None = None,
     *,
-    fixed: Sequence[str] = ("parameters",),
+    fixed: Sequence[str] = (),
+    memory: int | None = None,
+    recipes: Mapping[str, PlanFile] | None = None,
+    keep: PlanFile | None = None,
     device: str = "cpu",
     wires: Sequence[str] | None = None,
     name: str = "",
     tell: Callable[[str, int], None] | None = None,
 ) -> Planned:
-    """Choose the layouts of all activations and gradients of a step together, for the least cost by the cost model.
+    """Choose the layouts of all parameters, activations and gradients of a step together, for the least cost by the
+    cost model.
 
     ``program(mesh)`` places its parameters and inputs, and runs a step or returns one, as for
-    :func:`shardwise.tools.rehearse.rehearse`. What it places stays where it is (``fixed``). It runs twice: once to be
-    recorded, once under the plan. ``wires`` has the connection of each mesh dim (``"nvlink"``, ``"infiniband"``,
-    ``"ethernet"``, ``"loopback"``), whose written figures are used; the default is that of ranks of ``device`` on one
-    host. ``tell`` is called with one of :data:`PLAN_PHASES` and the number of ops so far.
+    :func:`shardwise.tools.rehearse.rehearse`. Inputs stay where it places them, and so do buffers. Parameters that
+    ``distribute_module`` places are free, unless ``fixed`` is ``("parameters",)``. It runs once to be recorded, and
+    under each plan that is tried.
 
-    Raises what the program raises, :class:`PlanError` for a program that cannot be planned, and
-    :class:`MeshMismatchError` where this process has a process group already.
+    - ``memory``: a limit on the bytes that are alive on a rank at any time, from the second step on;
+    - ``recipes``: plan files for mesh dims of the same names. The plan costs no more than the best that can be made of
+      the placements of their parameters;
+    - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
+      a reason are made;
+    - ``wires``: the connection of each mesh dim (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose
+      written figures are used. The default is that of ranks of ``device`` on one host;
+    - ``tell``: called with one of :data:`PLAN_PHASES` and the number of ops so far.
+
+    Raises what the program raises, :class:`PlanError` for a program that cannot be planned,
+    :class:`MemoryPlanError` where no plan within ``memory`` is found, :class:`PlanMeshError` for a recipe for mesh dims
+    of other names, :class:`PlanFitError` for a line to keep that fits nothing, and :class:`MeshMismatchError` where
+    this process has a process group already.
     """
-    if tuple(fixed) != ("parameters",):
+    if not {*fixed} <= {"parameters"}:
         raise PlanError(
             asked=f"plan a step with fixed={tuple(fixed)!r}",
-            found="the placements of parameters cannot be chosen yet",
-            do='Place the parameters in the program, and leave fixed at ("parameters",).',
+            found="inputs and buffers always stay where the program places them, and parameters may",
+            do='Give fixed=("parameters",) or fixed=().',
         )
     refuse_in_a_group("plan a step")
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    before = in_force.decisions
+    before = in_force.decisions, in_force.placements
+    request = Request(not fixed, memory, recipes or {}, keep)
+    request.check_names(names)
     try:
         with fake_ranks(math.prod(mesh_shape), 0):
             mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
             if wires is not None:
                 use_links(mesh, links_of_wires(mesh, wires))
             with fake_tensors(), torch.device(device):
-                return _planned(program, mesh, name or _name_of(program), wires, say)
+                return _planned(program, mesh, name or _name_of(program), wires, request, say)
     finally:
-        use_decisions(before)
+        use_decisions(*before)
 
 
 def _planned(
@@ -151,6 +171,7 @@ def _planned(
     mesh: DeviceMesh,
     name: str,
     wires: Sequence[str] | None,
+    request: Request,
     say: Callable[[str, int], None],
 ) -> Planned:
     times = [time.perf_counter()]
@@ -162,20 +183,31 @@ def _planned(
     del watch
     times.append(time.perf_counter())
     say("solve", 0)
-    solved = solve_graph(step.graph)
-    times.append(time.perf_counter())
-    use_decisions(solved.decisions)
-    check = RankWatch(lambda _, ops: say("verify", ops))
-    with check.installed():
-        rehearsal = follow(program, mesh, check)
+    with no_collection():
+        search = PlanSearch(step.graph, request, recorded.memory)
+    spent = 0.0
+    while True:
+        with no_collection():
+            solved = search.solved()
+        placed = {**step.parameters, **search.placements(solved)}
+        begin = time.perf_counter()
+        use_decisions(solved.decisions, partial(_places, placed, tuple(mesh.mesh_dim_names or ())))
+        check = RankWatch(lambda _, ops: say("verify", ops))
+        with check.installed():
+            rehearsal = follow(program, mesh, check)
+        spent += time.perf_counter() - begin
+        if search.accepts(solved, rehearsal.memory):
+            break
+        say("solve", 0)
+    times += [time.perf_counter() - spent, time.perf_counter()]
     predicted = _predicted(solved.problem, solved.best, solved.costs)
     differences = tuple(_differences(predicted, uses_of(rehearsal)))
-    times.append(time.perf_counter())
     return Planned(
-        file=_file(name, wires, step, solved, rehearsal, differences),
+        file=_file(name, wires, evolve(step, parameters=placed), solved, rehearsal, differences),
         decisions=solved.decisions,
         cost=solved.seconds,
         recorded_cost=solved.recorded_seconds,
+        recipe_costs=search.recipe_seconds,
         recorded=recorded,
         rehearsal=rehearsal,
         predicted=predicted,
@@ -184,6 +216,10 @@ def _planned(
         torn=solved.torn,
         seconds={phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)},
     )
+
+
+def _places(layouts: Mapping[str, Layout], mesh_names: Sequence[str], name: str) -> Places | None:
+    return placements_in(layouts[name], mesh_names) if name in layouts else None
 
 
 def _name_of(program: Callable[..., Any]) -> str:
@@ -333,9 +369,9 @@ def _file(
     memory = rehearsal.memory
     predicted: dict[str, str | float | int] = {
         "step_ms": round(solved.seconds * 1e3, 6),
-        "model_state": size_text(memory.parameters + memory.buffers + memory.gradients + memory.optimizer),
+        "model_state": size_text(memory.state),
         "kept": size_text(memory.kept),
-        "peak": size_text(memory.peak),
+        "peak": size_text(memory.later_peak),
     }
     if solved.recorded_seconds is not None:
         predicted["op_by_op_ms"] = round(solved.recorded_seconds * 1e3, 6)

@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from attrs import define, field
+from attrs import define, evolve, field
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from shardwise.kernel.dispatcher import observe, record
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import Rule
 from shardwise.kernel.signature import Kind, Op
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tags import tag_of_name
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph, TensorNode
 from shardwise.program.step_rows import in_whole
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.names import name_of
+from shardwise.tensor.names import name_of, tag_by_name
 
 __all__ = ["Recording"]
 
@@ -39,9 +39,12 @@ class Recording:
     _calls: list[CallNode] = field(factory=list)
     _tensors: list[TensorNode] = field(factory=list)
     _sinks: list[Sink] = field(factory=list)
+    # By leaf, which sinks are those of its gradients that wait for each other.
+    _late: dict[int, list[int]] = field(factory=dict)
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
     _plan: Plan | None = None
+    _gradient_of: tuple[int, int] | None = None
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
     _made_in: dict[int, str] = field(factory=dict)
@@ -62,11 +65,15 @@ class Recording:
     def graph(self) -> StepGraph:
         """The step so far, without calls that nobody needs."""
         assert self.meshes, "nothing was recorded"
+        sinks = list(self._sinks)
+        for of_leaf in self._late.values():
+            for i in of_leaf:
+                sinks[i] = evolve(sinks[i], shared_by=len(of_leaf))
         whole = StepGraph(
             self.meshes[0],
             tuple(self._calls),
             tuple(self._tensors),
-            tuple(self._sinks),
+            tuple(sinks),
             frozenset(self._written),
             moved=dict(self._moved),
         )
@@ -80,9 +87,7 @@ class Recording:
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
         for leaf in self.leaves:
-            if name_of(leaf):
-                leaf._spec = leaf._spec.with_tag(tag_of_name(name_of(leaf), depth))
-                leaf._follow_layout()
+            tag_by_name(leaf, depth)
             leaf.__dict__.pop(_NODE, None)
 
     # -- what the dispatcher tells -------------------------------------------------------------------------------
@@ -145,16 +150,34 @@ class Recording:
         # the same one here.
         after = self._new(result, None, before)
         self._moved[after] = before
-        self._sinks.append(Sink(before, _layout(result._spec)))
+        of, self._gradient_of = self._gradient_of, None
+        leaf = of[1] if of is not None and of[0] == before else None
+        self._sinks.append(Sink(before, _layout(result._spec), leaf=leaf))
 
-    def accumulated(self, gradient: Any, is_placed: bool) -> None:
-        """A gradient reaches its leaf, and it already has the leaf's layout if ``is_placed``."""
+    def accumulated(self, gradient: Any, leaf: Any, is_placed: bool) -> None:
+        """A gradient reaches its leaf (None if it is only computed), and has the leaf's layout if ``is_placed``."""
         t = self._operand(gradient, gradient._spec)
         assert t is not None
         # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
         self._written.add(self._tensors[t].root)
+        node = None if leaf is None else self._operand(leaf, leaf._spec)
+        # The redistribution to the leaf's layout comes next.
+        self._gradient_of = None if node is None else (t, node)
         if is_placed:
             self.redistributed(gradient, gradient)
+
+    def waits(self, gradient: Any, leaf: Any, placements: Sequence[Placement]) -> None:
+        """A gradient that reaches its leaf waits there for the next ones, to have these placements with them.
+
+        What is done with the sum is not about this gradient any more: backward passes stay independent of each other,
+        so that each is decided on as if it were alone, with its share of the cost.
+        """
+        t = self._operand(gradient, gradient._spec)
+        assert t is not None
+        self._late.setdefault(id(leaf), []).append(len(self._sinks))
+        at = in_whole(tuple(placements), gradient._spec.mesh_shape)
+        self._sinks.append(Sink(t, at, leaf=self._operand(leaf, leaf._spec)))
+        gradient.__dict__.pop(_NODE, None)
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

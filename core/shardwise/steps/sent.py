@@ -54,7 +54,7 @@ class _Listing:
                 yield from self._path(place, "rests", t, problem.made(assignment, t), rests)
                 for sink in problem.graph.ends.get(t, ()):
                     if not sink.stays:
-                        yield from self._path(place, "ends", t, rests, sink.placements)
+                        yield from self._path(place, "ends", t, rests, problem.target(assignment, sink))
 
     def _path(self, place: int, purpose: str, tensor: int, src: Places, dst: Places) -> Iterator[Sent]:
         if src == dst:

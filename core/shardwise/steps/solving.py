@@ -5,18 +5,22 @@ from __future__ import annotations
 from attrs import frozen
 
 from shardwise.kernel.tags import DEPTH
+from shardwise.program.collection import no_collection
 from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.deciding import decide
+from shardwise.program.deciding import decide, united
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 
-__all__ = ["Solved", "solve_graph"]
+__all__ = ["Solved", "solve_graph", "with_decisions"]
 
 #: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
 _DEPTHS = (DEPTH, 6, 8)
+
+#: How often calls with equal tags are given one decision; each time, others may look the same.
+_UNITINGS = 4
 
 
 @frozen(eq=False)
@@ -50,14 +54,23 @@ def solve_graph(graph: StepGraph) -> Solved:
 
     Raises :class:`NoPlanError` where no legal assignment is found.
     """
-    costs = WorkCosts(graph)
-    problem = StepProblem(graph, costs)
-    recorded = problem.as_recorded()
-    # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
-    starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
-    best = solve_step(problem, starts)
-    for depth in _DEPTHS:
+    with no_collection():
+        costs = WorkCosts(graph)
+        problem = StepProblem(graph, costs)
+        recorded = problem.as_recorded()
+        # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
+        starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
+        best = solve_step(problem, starts)
+        problem.forget_searches()
+        return with_decisions(problem, costs, recorded, best)
+
+
+def with_decisions(problem: StepProblem, costs: WorkCosts, recorded: Assignment, best: Assignment) -> Solved:
+    """An assignment with its decisions by tag. Calls that look the same take the most frequent of their decisions."""
+    for depth in (*_DEPTHS, *(_DEPTHS[-1:] * _UNITINGS)):
         decisions, torn = decide(problem, best, depth)
         if not torn:
             break
+        if depth == _DEPTHS[-1]:
+            best = united(problem, best, torn)
     return Solved(problem, costs, recorded, best, decisions, len(torn))

@@ -1,4 +1,4 @@
-"""Autograd at the borders of a MeshTensor: into it, out of it, from one layout to another, and into ``.grad``.
+"""Autograd at the borders of a MeshTensor: into it, out of it, and from one layout to another.
 
 A MeshTensor's gradient is a global tensor, so every layout of it is correct. These functions choose the layout. The
 default is the layout of the forward tensor, with partial read as replicated, because each partial part has the whole
@@ -8,10 +8,8 @@ gradient, and torch's formulas a case that they do not meet on one device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
-from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,7 +23,6 @@ from shardwise.comm.run_step import StepRunner
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
-from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
 from shardwise.kernel.local_strides import alias, in_order, other_layout
@@ -35,17 +32,13 @@ from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
-from shardwise.private_torch.dispatch import base_of, is_batched, memory_of
+from shardwise.private_torch.dispatch import base_of, memory_of
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
-__all__ = ["HAS_GRAD_HOOK", "follow_layout", "from_local", "keep_grad_layout", "redistribute", "to_local"]
-
-# Marks a leaf that has a hook which brings its gradients to its own layout. The attribute holds the function that tells
-# the hook another layout, or None before a stand-in has its hook.
-HAS_GRAD_HOOK = "_shardwise_has_grad_hook"
+__all__ = ["from_local", "grad_layout", "on_mesh", "redistribute", "reduce_later", "to_local"]
 
 
 def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -79,7 +72,7 @@ class _Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
-        grad = _on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
+        grad = on_mesh(grad, ctx.spec, "redistribute the gradient of a MeshTensor")
         if ctx.grad_dtype is not None:
             grad = grad.to(ctx.grad_dtype)  # autograd brings what this returns to the dtype of the tensor
         return (reduce_later if ctx.async_op else redistribute)(grad, ctx.grad), None
@@ -222,7 +215,7 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None
-        grad = _on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
+        grad = on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
         return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
@@ -305,22 +298,6 @@ def _spec_of_local(
 # -- at the border of a compiled graph ---------------------------------------------------------------------------
 
 
-def keep_grad_layout_in_graph(stand_in: Any) -> None:
-    """Bring the gradient of a leaf's stand-in in a traced program to the leaf's layout, inside the graph.
-
-    Torch runs a leaf's own hooks outside the graph. The stand-in joins autograd's graph only after it is created. At
-    the first op it has joined, and can take a hook that becomes part of the graph.
-    """
-    stand_in.__dict__[HAS_GRAD_HOOK] = None
-    at_next_dispatch(partial(_register_if_there, ref(stand_in)))
-
-
-def _register_if_there(stand_in: Callable[[], Any]) -> None:
-    tensor = stand_in()
-    if tensor is not None and tensor.requires_grad:
-        tensor.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(tensor)
-
-
 def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
@@ -337,54 +314,10 @@ def plain_tangent(grad: torch.Tensor, known: Any) -> Any:
     layout: SpecLayout = known[0]
     spec = layout.spec(grad.shape, grad.stride(), grad.dtype)
     asked = "take the gradient of an output of compiled code"
-    return grad_under(_on_mesh(grad, spec, asked, compare=False), layout.placements)
+    return grad_under(on_mesh(grad, spec, asked, compare=False), layout.placements)
 
 
-# -- into .grad --------------------------------------------------------------------------------------------------
-
-
-def keep_grad_layout(leaf: Any) -> None:
-    """Bring every gradient that reaches a leaf to the leaf's own layout before it is accumulated."""
-    if not leaf.is_leaf or HAS_GRAD_HOOK in leaf.__dict__:
-        return
-    leaf.__dict__[HAS_GRAD_HOOK] = _hook_grad_layout(leaf)
-
-
-def follow_layout(leaf: Any) -> None:
-    """Bring the gradients of a leaf to the layout that the leaf has now."""
-    follow = leaf.__dict__.get(HAS_GRAD_HOOK)
-    if follow is not None:
-        follow(leaf._spec)
-
-
-def _hook_grad_layout(tensor: Any) -> Callable[[TensorSpec], None]:
-    """Hook a tensor; returns the function that tells the hook another spec of the tensor."""
-    spec = tensor._spec.with_placements(grad_layout(tensor._spec.placements))
-
-    def follow(changed: TensorSpec) -> None:
-        nonlocal spec
-        spec = changed.with_placements(grad_layout(changed.placements))
-
-    def keep_layout(grad: Any) -> Any:
-        # The usual case is cheap, as this runs for every leaf at every step. A backward without a gradient for the leaf
-        # passes None.
-        if grad is None:
-            return None
-        own, recorder = getattr(grad, "_spec", None), recording.recorder
-        is_placed = own is spec or (own is not None and own.tag is not None and own.placements == spec.placements)
-        if recorder is not None and own is not None:
-            recorder.accumulated(grad, is_placed)
-        if is_placed:
-            return None
-        if is_batched(grad):  # by vmap, over a MeshTensor: what asked for it takes it as it is
-            return None
-        return reduce_later(_on_mesh(grad, spec, "accumulate the gradient of a MeshTensor"), spec.placements)
-
-    tensor.register_hook(keep_layout)
-    return follow
-
-
-def _on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) -> Any:
+def on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) -> Any:
     """A gradient as a MeshTensor. Autograd's own formulas make plain zeros where no gradient flows back, for example
     through a comparison in place, and a backward of the program may make others. The ranks compare these, unless not
     all of them come here: then it must be zeros or ones.

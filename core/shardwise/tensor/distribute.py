@@ -19,14 +19,13 @@ from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import LeafError, PlacementCountError, PlacementError, PlanFitError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tags import tag_of_name
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_traced
 from shardwise.program.step_plan import StepPlan, read_plan
 from shardwise.tensor.autograd import check_device
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.names import name_tensor
+from shardwise.tensor.names import name_tensor, tag_by_name
 from shardwise.tensor.on_mesh import enter_in_forward
 from shardwise.tensor.shards import scatter_local
 from shardwise.tensor.traceable import traceable
@@ -192,21 +191,17 @@ def _replace_tensors(
                 places = _placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
                 name_tensor(by_id[id(tensor)], name)
-                _tag(by_id[id(tensor)], name)
+                if in_force.decisions is not None:
+                    tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
-
-
-def _tag(tensor: Any, name: str) -> None:
-    """While decisions are in force: the tag by which they know a parameter or buffer."""
-    decisions = in_force.decisions
-    if decisions is not None:
-        tensor._spec = tensor._spec.with_tag(tag_of_name(name, decisions.depth))
-        tensor._follow_layout()
 
 
 def _placements_for(
     name: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
 ) -> tuple[Placement, ...]:
+    chosen = None if in_force.placements is None else in_force.placements(name)
+    if chosen is not None and len(chosen) == mesh.ndim:
+        return check_placements(chosen, mesh.ndim, tensor.ndim)
     places = next((p for pattern, p in patterns.items() if fnmatchcase(name, pattern)), ())
     if not places:
         return (REPLICATE,) * mesh.ndim

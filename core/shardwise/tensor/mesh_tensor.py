@@ -32,7 +32,7 @@ from shardwise.private_torch.dispatch import (
     support_foreach,
 )
 from shardwise.private_torch.tracing import is_compiled_now, is_traced, make_known, take_plain_tangents
-from shardwise.tensor import autograd, dcp_chunks, memory_access, open_sizes
+from shardwise.tensor import autograd, dcp_chunks, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
 
@@ -74,7 +74,7 @@ class MeshTensor(torch.Tensor):
         """
         if is_compiled_now():
             open_sizes.leave_to_whole(self._local_tensor)
-        return ["_local_tensor"], (self._spec.layout, autograd.HAS_GRAD_HOOK in self.__dict__)
+        return ["_local_tensor"], (self._spec.layout, leaf_grads.HAS_GRAD_HOOK in self.__dict__)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -89,7 +89,7 @@ class MeshTensor(torch.Tensor):
             local = open_sizes.tied(local, spec)
         tensor: MeshTensor = new_wrapper(MeshTensor, local, spec, False)
         if has_grad_hook and traced:
-            autograd.keep_grad_layout_in_graph(tensor)
+            leaf_grads.keep_grad_layout_in_graph(tensor)
         return tensor
 
     def _stable_hash_for_caching(self) -> str:
@@ -100,7 +100,7 @@ class MeshTensor(torch.Tensor):
         spec, local = self._spec, self._local_tensor
         layout = (hash(spec.mesh), spec.coordinate(), spec.placements, spec.tensor_meta, spec.is_copy)
         part = (local.shape, local.stride(), local.dtype, local.device)
-        has_hook = autograd.HAS_GRAD_HOOK in self.__dict__
+        has_hook = leaf_grads.HAS_GRAD_HOOK in self.__dict__
         key = (_PROCESS, rules_version(), layout, part, has_hook, self.requires_grad)
         return hashlib.blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
@@ -227,7 +227,7 @@ class MeshTensor(torch.Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         torch.Tensor.requires_grad_(self, requires_grad)
         if requires_grad:
-            autograd.keep_grad_layout(self)
+            leaf_grads.keep_grad_layout(self)
         return self
 
     @property
@@ -240,7 +240,7 @@ class MeshTensor(torch.Tensor):
 
     def _follow_layout(self) -> None:
         """Bring gradients to the layout that this tensor has now: an op or ``x.data = y`` gave it another one."""
-        autograd.follow_layout(self)
+        leaf_grads.follow_layout(self)
 
     # -- views --
     def view(self, *size: Any, **kwargs: Any) -> MeshTensor:
@@ -375,7 +375,7 @@ class MeshTensor(torch.Tensor):
         local, spec = memory_access.copied(self, memo)
         clone: Self = new_wrapper(type(self), local, spec, False)
         clone.__dict__.update(
-            copy.deepcopy({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}, memo)
+            copy.deepcopy({k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK}, memo)
         )
         memo[id(self)] = clone
         if self.requires_grad:
@@ -388,12 +388,12 @@ class MeshTensor(torch.Tensor):
         # It shares memory, so it keeps the mark of a copy that may not be written.
         local = self._local_tensor
         twin: Self = new_wrapper(type(self), local, self._spec, False)
-        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK})
+        twin.__dict__.update({k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK})
         return twin.requires_grad_() if self.requires_grad else twin
 
     def __reduce_ex__(self, proto: Any) -> Any:
         # One rank's part, and the place of that rank. To join the parts is the task of a checkpoint.
-        attributes = {k: v for k, v in self.__dict__.items() if k != autograd.HAS_GRAD_HOOK}
+        attributes = {k: v for k, v in self.__dict__.items() if k != leaf_grads.HAS_GRAD_HOOK}
         meta = self._spec.tensor_meta
         parts = (self._spec.mesh, self._spec.placements, (meta.shape, meta.stride, meta.dtype))
         where = self._spec.mesh.get_coordinate() if isinstance(self._spec.mesh, DeviceMesh) else None

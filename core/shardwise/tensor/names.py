@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["name_of", "name_tensor"]
+from shardwise.kernel.tags import tag_of_name
+
+__all__ = ["name_of", "name_tensor", "tag_by_name"]
 
 _NAME = "_shardwise_name"
 
@@ -18,3 +20,11 @@ def name_of(tensor: Any) -> str:
     """The noted name; empty if there is none."""
     name: str = tensor.__dict__.get(_NAME, "")
     return name
+
+
+def tag_by_name(tensor: Any, depth: int) -> None:
+    """Give a parameter or buffer that has a name the tag by which decisions know it."""
+    name = name_of(tensor)
+    if name:
+        tensor._spec = tensor._spec.with_tag(tag_of_name(name, depth))
+        tensor._follow_layout()

@@ -24,6 +24,7 @@ from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.kept_moves import kept_moves
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
+from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["install"]
@@ -40,6 +41,8 @@ def install() -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
+    if late:
+        place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
         return None
     # The step is over: what is kept would make each write of the optimizer slower.

@@ -27,6 +27,7 @@ from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
 from shardwise.tensor.autograd import grad_layout, reduce_later
+from shardwise.tensor.late_grads import late, layout_until_later
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.waiting import waiting
 
@@ -157,7 +158,14 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, grad: Any) -> Any:
         # By now every op that used the parameter has run its backward.
         ctx.copy.free()
-        return None if grad is None else reduce_later(grad, ctx.grad), None, None
+        if grad is not None and not _waits(grad, ctx.grad):
+            grad = reduce_later(grad, ctx.grad)
+        return grad, None, None
+
+
+def _waits(grad: Any, placements: Sequence[Placement]) -> bool:
+    """Whether a gradient is to reach its leaf as it is, which then lets it wait."""
+    return late.is_open and layout_until_later(grad, grad._spec.with_placements(placements)) is not None
 
 
 # -- units -------------------------------------------------------------------------------------------------------

@@ -85,6 +85,17 @@ class Memory:
         return max(self.peaks.values(), default=0)
 
     @property
+    def state(self) -> int:
+        """What training holds of the model: parameters, buffers, gradients and the optimizer's states."""
+        return self.parameters + self.buffers + self.gradients + self.optimizer
+
+    @property
+    def later_peak(self) -> int:
+        """The most that is alive at any time of later steps, which begin with the optimizer's states."""
+        model = max((size for phase, size in self.peaks.items() if phase != "optimizer"), default=0)
+        return max(self.peak, model + self.optimizer)
+
+    @property
     def activations(self) -> int:
         """The most that was alive beyond what the model and the optimizer held when the forward pass began."""
         return max(self.peak - self.parameters - self.buffers - self.optimizer, 0)
@@ -146,22 +157,23 @@ def rehearse(
     is not a scalar starts from ones.
 
     Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the whole
-    step all calls go by its decisions. ``tell`` is called with the phase and the number of ops so far.
+    step all calls go by its decisions, and ``distribute_module`` places parameters and buffers as it says. ``tell`` is
+    called with the phase and the number of ops so far.
 
     Raises what the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError`
     where this process has a process group already.
     """
     refuse_in_a_group("rehearse a program")
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    before = in_force.decisions
+    before = in_force.decisions, in_force.placements
     if plan is not None:
         plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
-        use_decisions(plan.decisions)
+        use_decisions(plan.decisions, plan.placements_of)
     try:
         return _rehearsed(program, mesh_shape, names, rank, device, tell or (lambda _phase, _ops: None))
     finally:
         if plan is not None:
-            use_decisions(before)
+            use_decisions(*before)
 
 
 def _rehearsed(

@@ -1,0 +1,119 @@
+"""The best assignment that keeps a limit on memory: a price per byte is raised until what a rank keeps fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from attrs import define, field, frozen
+
+from shardwise.errors import MemoryPlanError
+from shardwise.program.amounts import size_text
+from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.step_problem import Assignment, StepProblem
+from shardwise.program.step_solution import solve_step
+
+__all__ = ["PricedSearch"]
+
+_FIRST_PRICE = Fraction(1, 32)  # of the cost of a step per byte that it keeps
+_RAISES = 12  # of the price, by _RAISE each
+_RAISE = 8
+_HALVINGS = 4  # of the interval between a price that is too low and one that is enough
+_NAMED = 6  # tensors that an error names
+
+
+@frozen(eq=False)
+class _Tried:
+    """What was found at a price: nanoseconds without the price, and the bytes that it keeps."""
+
+    price: Fraction
+    found: Assignment
+    nbytes: int
+
+
+@define(eq=False)
+class PricedSearch:
+    """The search for the best assignment under limits, one after the other. What was found at a price is kept."""
+
+    problem: StepProblem
+    starts: Sequence[Assignment]
+    #: Starts that keep little; for prices at which nothing else does.
+    lean: Callable[[], Assignment] | None = None
+    _tried: list[_Tried] = field(factory=list)
+
+    def best(self, limit: int | None = None) -> Assignment:
+        """The cheapest assignment found in which a rank keeps at most ``limit`` bytes.
+
+        Raises :class:`MemoryPlanError` where none is found.
+        """
+        if not self._tried:
+            self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
+        if limit is None:
+            return self._tried[0].found
+        if not self._within(limit):
+            self._raise_price(limit)
+        for _ in range(_HALVINGS):
+            low, high = self._around(limit)
+            if low is None:
+                break
+            middle = Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5)
+            self._try(middle, [low.found])
+        return min(self._within(limit), key=lambda tried: tried.found.cost).found
+
+    def _within(self, limit: int) -> list[_Tried]:
+        return [tried for tried in self._tried if tried.nbytes <= limit]
+
+    def _around(self, limit: int) -> tuple[_Tried | None, _Tried]:
+        """What was tried at the highest price that is too low, and at the lowest above it that is enough."""
+        low = max((t for t in self._tried if t.nbytes > limit), key=lambda t: t.price, default=None)
+        high = [t for t in self._within(limit) if low is None or t.price > low.price]
+        return low, min(high or self._within(limit), key=lambda t: t.price)
+
+    def _raise_price(self, limit: int) -> None:
+        problem = self.problem
+        last = max(self._tried, key=lambda tried: tried.price)
+        highest = Fraction(FORBIDDEN, 64 * max(last.nbytes, 1))
+        price = last.price * _RAISE or Fraction(max(last.found.cost, 1), max(last.nbytes, 1)) * _FIRST_PRICE
+        for _ in range(_RAISES):
+            price = min(price, highest)
+            last = self._try(price, [last.found])
+            if last.nbytes > limit and price == highest and self.lean is not None:
+                last = self._try(price, [self.lean()])
+            if last.nbytes <= limit:
+                return
+            if price == highest:
+                break
+            price *= _RAISE
+        raise _too_little(problem, min(self._tried, key=lambda tried: tried.nbytes), limit)
+
+    def _try(self, price: Fraction, starts: Sequence[Assignment], *, exchanges: bool = False) -> _Tried:
+        problem = self.problem
+        problem.price = price
+        try:
+            priced = [start.copy() for start in starts]
+            for start in priced:
+                start.cost = problem.cost(start)
+            found = solve_step(problem, priced, exchanges=exchanges)
+        finally:
+            problem.price = Fraction(0)
+        found = found.copy()
+        found.cost = problem.cost(found)
+        self._tried.append(_Tried(price, found, problem.nbytes(found)))
+        return self._tried[-1]
+
+
+def _too_little(problem: StepProblem, least: _Tried, limit: int) -> MemoryPlanError:
+    assert problem.memory is not None
+    sizes: dict[str, int] = {}
+    for t in problem.memory.kept:
+        what = problem.graph.describe(t)
+        sizes[what] = sizes.get(what, 0) + problem.memory.kept_bytes(t, problem.rests(least.found, t))
+    most = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
+    return MemoryPlanError(
+        asked=f"plan a step in which a rank keeps {size_text(limit)}",
+        found=f"the least that was found is {size_text(least.nbytes)}. It is filled by "
+        + ", ".join(f"{what} ({size_text(nbytes)})" for what, nbytes in most),
+        do="Use a larger mesh or a smaller batch, or wrap layers in torch.utils.checkpoint, which keeps their inputs "
+        "alone.",
+        limit=limit,
+    )

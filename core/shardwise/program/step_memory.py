@@ -1,0 +1,63 @@
+"""What a rank keeps in a step: the state of the parameters, and what the forward pass leaves for the backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from attrs import define, field
+
+from shardwise.kernel.placements import shard_dim
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.program.step_graph import Places, StepGraph
+
+__all__ = ["StepMemory", "local_bytes"]
+
+
+def local_bytes(meta: TensorMeta, layout: Places, mesh_shape: Sequence[int]) -> int:
+    """Bytes of the largest part of a tensor."""
+    shape = list(meta.shape)
+    for p, n in zip(layout, mesh_shape, strict=True):
+        dim = shard_dim(p)
+        if dim is not None:
+            shape[dim] = -(-shape[dim] // n)
+    return math.prod(shape) * meta.dtype.itemsize
+
+
+@define(eq=False)
+class StepMemory:
+    """The memory of a step on one rank.
+
+    ``state`` is the bytes of a parameter with its gradient and its optimizer's states, over those of the parameter.
+    Other tensors count that are made in forward and used in backward; views count as the tensor that they are of.
+    """
+
+    graph: StepGraph
+    state: Fraction
+    #: The tensors that count, by number, with what their bytes are multiplied by.
+    kept: dict[int, Fraction] = field(init=False)
+    _known: dict[object, int] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        graph = self.graph
+        tensors = graph.tensors
+        made = {t for call in graph.calls if call.phase == "forward" for t in call.results if t is not None}
+        used = {
+            tensors[t].root for call in graph.calls if call.phase == "backward" for t in call.operands if t is not None
+        }
+        kept = [t for t in sorted(used) if t in made]
+        parameters = sorted({s.leaf for s in graph.sinks if s.leaf is not None and tensors[s.leaf].root == s.leaf})
+        self.kept = {**dict.fromkeys(kept, Fraction(1)), **dict.fromkeys(parameters, self.state)}
+
+    def kept_bytes(self, tensor: int, layout: Places) -> int:
+        """What a rank keeps of a tensor that lies so."""
+        times = self.kept.get(tensor)
+        if times is None:
+            return 0
+        spec = self.graph.tensors[tensor].spec
+        key = (spec.tensor_meta, layout)
+        nbytes = self._known.get(key)
+        if nbytes is None:
+            nbytes = self._known[key] = local_bytes(spec.tensor_meta, layout, spec.mesh_shape)
+        return int(nbytes * times)

@@ -1,0 +1,147 @@
+"""Plans of whole steps beside the recipes of experts: what they cost by the cost model, and how long they take to make.
+
+Run it with ``python tests/benchmarks/bench_plan.py [--only NAME]... [--large] [--json FILE]``. Each program is planned
+with nothing placed but its batch, from the recipes in ``plans`` and without them. The plan is never dearer than a
+recipe: that is asserted. ``--large`` adds 7 billion parameters on 8x16x8 with a limit, and 405 billion on 16x16x8x8.
+Seconds are of one core; memory is that of a rank from the second step on.
+"""
+
+import resource
+import statistics
+import time
+from pathlib import Path
+
+import click
+import torch
+from attrs import frozen
+from measuring import console, line, ratio_line, report
+from rich.table import Table
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.demo.large import WithLoss
+from shardwise.demo.model import GPT
+from shardwise.program.amounts import milliseconds, parse_size, size_text
+from shardwise.program.plan_file import parse
+
+PLANS = Path(__file__).parent / "plans"
+
+
+@frozen
+class Case:
+    """A GPT on a mesh. ``batch`` is sharded over the mesh dims that are named so, if any."""
+
+    name: str
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+    sizes: tuple[int, int, int, int, int]  # layers, width, heads, context, sequences
+    shared: tuple[str, ...] = ()
+    wires: tuple[str, ...] | None = None
+    memory: str | None = None
+    seconds: float = 30.0
+    large: bool = False
+
+    def program(self, mesh):
+        """The step, with its parameters whole on every rank."""
+        layers, width, heads, context, batch = self.sizes
+        model = GPT(layers=layers, width=width, heads=heads, context=context)
+        sw.distribute_module(model, mesh, src_data_rank=None)
+        ids = torch.zeros(batch, context, dtype=torch.int64, device=mesh.device_type)
+        places = [Shard(0) if name in self.shared else Replicate() for name in self.names]
+        ids = sw.distribute_tensor(ids, mesh, places, src_data_rank=None)
+        return WithLoss(model), (ids, ids), torch.optim.AdamW(model.parameters(), fused=True)
+
+    def recipes(self):
+        """The recipes for mesh dims of these names."""
+        end = "-" + "-".join(self.names)
+        files = (parse(path.read_text(), str(path)) for path in sorted(PLANS.glob(f"*{end}.plan")))
+        return {Path(file.source).stem.removesuffix(end): file for file in files if file.mesh_names == self.names}
+
+
+SMALL = (4, 128, 4, 64, 8)
+SEVEN_BILLION = (32, 4288, 32, 4096, 128)
+CLUSTER = ("infiniband", "nvlink", "infiniband")
+CASES = (
+    Case("GPT, 4 layers, (4,)", (4,), ("tp",), SMALL),
+    Case("GPT, 4 layers, 2x2", (2, 2), ("dp", "tp"), SMALL, ("dp",)),
+    Case("7 billion, 8x16x8", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, ("pod", "dp"), CLUSTER),
+    Case("7 billion, 8x16x8, 64 GiB", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, (), CLUSTER, "64GiB", large=True),
+    Case("7 billion, 8x16x8, 16 GiB", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, (), CLUSTER, "16GiB", large=True),
+    Case(
+        "405 billion, 16x16x8x8",
+        (16, 16, 8, 8),
+        ("pod", "dp", "tp", "cp"),
+        (126, 16384, 128, 8192, 512),
+        (),
+        ("infiniband", "infiniband", "nvlink", "infiniband"),
+        "80GiB",
+        60.0,
+        large=True,
+    ),
+)
+
+
+def planned(case, recipes):
+    memory = None if case.memory is None else parse_size(case.memory)
+    return sw.plan(case.program, case.shape, case.names, memory=memory, recipes=recipes, wires=case.wires)
+
+
+@click.command()
+@click.option("--only", multiple=True, help="Parts of names of programs.")
+@click.option("--large", is_flag=True, help="The large ones, too: minutes each.")
+@click.option("--rounds", default=1, show_default=True, help="How often each is planned; the medians count.")
+@click.option("--json", "json_file", type=click.Path())
+def main(only, large, rounds, json_file):
+    """Plan each program, and show what it took and what it costs."""
+    lines, rows = [], []
+    for case in CASES:
+        if (case.large and not large and not only) or (only and not any(part in case.name for part in only)):
+            continue
+        seconds = []
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            alone = planned(case, {})
+            seconds.append(time.perf_counter() - begin)
+        made = planned(case, case.recipes())
+        for name, cost in made.recipe_costs.items():
+            assert cost is None or made.cost <= cost, f"the recipe {name} is cheaper than the plan"
+        took = statistics.median(seconds)
+        console().print(table(case, alone, made, took))
+        best = min([made.cost, *(cost for cost in made.recipe_costs.values() if cost is not None)])
+        lines.append(ratio_line(f"{case.name}: plan from nothing", alone.cost / best, 1.0, of=" of the best recipe"))
+        lines.append(
+            line(f"{case.name}: time to plan", f"≤ {case.seconds:.0f} s", f"{took:.1f} s", met=took <= case.seconds)
+        )
+        rows.append({"program": case.name, "seconds": seconds, "cost": alone.cost, "recipes": made.recipe_costs})
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    report(rows, lines, json_file, peak_gib=peak)
+    console().print(f"most memory of this process: {peak:.2f} GiB")
+
+
+def table(case, alone, made, seconds):
+    """What one program costs by each choice."""
+    shown = Table("choice", "cost of a step", "memory of a rank", "collectives", title=case.name)
+    rehearsals = [
+        ("op by op", alone.recorded_cost, alone.recorded),
+        ("plan, from nothing", alone.cost, alone.rehearsal),
+    ]
+    for name, cost, rehearsal in rehearsals:
+        count = sum(
+            times for times, _ in (alone.recorded_collectives if name == "op by op" else alone.collectives).values()
+        )
+        shown.add_row(
+            name, "-" if cost is None else milliseconds(cost), size_text(rehearsal.memory.later_peak), f"{count:,}"
+        )
+    for name, cost in made.recipe_costs.items():
+        shown.add_row(f"{name}, its activations planned", "-" if cost is None else milliseconds(cost), "", "")
+    shown.add_row(
+        "plan, from the recipes, too", milliseconds(made.cost), size_text(made.rehearsal.memory.later_peak), ""
+    )
+    parts = ", ".join(f"{phase} {s:.1f} s" for phase, s in alone.seconds.items())
+    verified = "verified" if not alone.differences and not made.differences else "NOT VERIFIED"
+    shown.caption = f"{alone.calls:,} calls, {len(alone.decisions):,} decisions; {seconds:.1f} s: {parts}; {verified}"
+    return shown
+
+
+if __name__ == "__main__":
+    main()
