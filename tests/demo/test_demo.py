@@ -66,6 +66,7 @@ def check_report(path, out):
     operators = {use["operator"] for use in report["operators"]}
     assert {"aten.mm.default", "aten.embedding.default"} <= operators
     assert sum(use["bytes"] for use in report["collectives"]) > 0
+    assert f"learned from the first step: {report['learned']}" in out
 
 
 def test_the_demo_agrees_and_reports(tmp_path, monkeypatch):

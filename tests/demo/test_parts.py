@@ -97,6 +97,7 @@ def outcome(parameter=1.0):
         single[0],
         Observed(Counter({use: 1234}), Counter({reduction: 7}), Counter({reduction: 56789})),
         compare(SMALL, mesh, single),
+        learned="30 calls, 20 decisions",
     )
 
 

@@ -24,7 +24,7 @@ __all__ = ["Checkpoints", "after_a_failure", "check_run"]
 RUN = "run.json"
 """In the directory of the checkpoints: the settings that a run must keep when it continues."""
 
-FREE = ("mesh", "device", "steps")
+FREE = ("mesh", "device", "steps", "learn")
 """Settings that may change when a run continues."""
 
 

@@ -49,6 +49,7 @@ def _mesh_shape(ctx: click.Context, param: click.Parameter, value: str) -> tuple
 @click.option("--context", type=click.IntRange(1), default=DEFAULT.context, show_default=True, help="Bytes a sequence.")
 @click.option("--batch", type=click.IntRange(1), default=DEFAULT.batch, show_default=True, help="Sequences a step.")
 @click.option("--learning-rate", type=float, default=DEFAULT.learning_rate, show_default=True)
+@click.option("--learn/--no-learn", default=DEFAULT.learn, show_default=True, help="Decide for a step as a whole.")
 @click.option(
     "--checkpoint-dir", type=click.Path(path_type=Path, file_okay=False), help="Save here, and go on from it."
 )

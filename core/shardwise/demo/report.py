@@ -50,6 +50,8 @@ def print_report(result: RunResult, console: Console) -> None:
     ):
         speed = tokens_per_second(settings, steps)
         console.print(f"{where}: loss {steps[0].loss:.4f} -> {steps[-1].loss:.4f}, {speed:,.0f} tokens/s")
+    if result.learned is not None:
+        console.print(f"learned from the first step: {result.learned}")
     verdict = "[green]the mesh and one device agree" if result.comparison.agrees else "[red]the two runs DIFFER"
     console.print(f"{verdict} over {settings.steps} steps")
 
@@ -60,6 +62,7 @@ def as_json(result: RunResult) -> dict[str, Any]:
     return {
         "settings": result.settings.as_json(),
         "backend": result.backend,
+        "learned": result.learned,
         "agrees": result.comparison.agrees,
         "differences": [
             {**asdict(difference), "within": difference.within} for difference in result.comparison.differences

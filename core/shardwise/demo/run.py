@@ -37,7 +37,7 @@ TENSOR_PARALLEL: dict[str, dict[str, Placement]] = {
 
 @frozen
 class RunResult:
-    """The steps on the mesh and on one device, what rank 0 observed, and the comparison."""
+    """The steps on the mesh and on one device, what rank 0 observed, the comparison, and what was learned, in words."""
 
     settings: RunSettings
     backend: str
@@ -45,6 +45,7 @@ class RunResult:
     single_steps: list[Step]
     observed: Observed
     comparison: Comparison
+    learned: str | None
 
 
 def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> RunResult | None:
@@ -54,19 +55,19 @@ def run_rank(settings: RunSettings, checkpoints: Checkpoints | None = None) -> R
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // settings.world_size))
     mesh = init_device_mesh(settings.device, settings.mesh, mesh_dim_names=settings.mesh_names)
-    steps, parameters, observed = _train_on_mesh(settings, mesh, checkpoints, shown=rank == 0)
+    steps, parameters, observed, learned = _train_on_mesh(settings, mesh, checkpoints, shown=rank == 0)
     if rank != 0:
         return None
     model = build(settings).to(settings.device)
     with progress("one device", settings, shown=True) as tell:
         single_steps = train(model, batches(settings), settings, lambda batch: batch.to(settings.device), tell)
     comparison = compare(settings, (steps, parameters), (single_steps, _whole_parameters(model)))
-    return RunResult(settings, dist.get_backend(), steps, single_steps, observed, comparison)
+    return RunResult(settings, dist.get_backend(), steps, single_steps, observed, comparison, learned)
 
 
 def _train_on_mesh(
     settings: RunSettings, mesh: DeviceMesh, checkpoints: Checkpoints | None, *, shown: bool
-) -> tuple[list[Step], dict[str, Tensor], Observed]:
+) -> tuple[list[Step], dict[str, Tensor], Observed, str | None]:
     model = sw.distribute_module(build(settings).to(settings.device), mesh, TENSOR_PARALLEL, src_data_rank=None)
     # Every rank has the same weights and batches from the seed, so nothing is sent (src_data_rank=None).
     batch_placements = [Shard(0) if name == "dp" else REPLICATE for name in settings.mesh_names]
@@ -75,9 +76,11 @@ def _train_on_mesh(
         return sw.distribute_tensor(batch.to(settings.device), mesh, batch_placements, src_data_rank=None)
 
     title = f"mesh {settings.mesh_text} ({', '.join(settings.mesh_names)})"
-    with observing() as observed, progress(title, settings, shown=shown) as tell:
-        steps = train(model, batches(settings), settings, place, tell, checkpoints)
-    return steps, _whole_parameters(model), observed
+    with sw.learn(settings.learn) as learning, observing() as observed, progress(title, settings, shown=shown) as tell:
+        # Gradients are summed over the mesh together, after each backward pass.
+        steps = train(model, batches(settings), settings, place, tell, checkpoints, sw.accumulate)
+    learned = None if learning.learned is None else str(learning.learned)
+    return steps, _whole_parameters(model), observed, learned
 
 
 def _whole_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ MESH_NAMES: dict[int, tuple[str, ...]] = {1: ("tp",), 2: ("dp", "tp")}
 class RunSettings:
     """One run: the mesh, the model's sizes, and how long and on what it trains.
 
-    ``batch`` counts sequences and ``context`` bytes per sequence. The defaults train in well under 90 s on two cores.
+    ``batch`` counts sequences and ``context`` bytes per sequence. With ``learn`` the mesh runs by what was decided for
+    the first step as a whole, from the second on. The defaults train in well under 90 s on two cores.
     """
 
     mesh: tuple[int, ...] = (2, 2)
@@ -29,6 +30,7 @@ class RunSettings:
     context: int = 128
     batch: int = 8
     learning_rate: float = 1e-3
+    learn: bool = True
 
     @property
     def world_size(self) -> int:

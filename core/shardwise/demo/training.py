@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -50,9 +51,10 @@ def train(
     place: Callable[[Tensor], Tensor],
     tell: Callable[[Step], None],
     keeper: Keeper | None = None,
+    backward: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Step]:
     """Train by AdamW and return the steps. ``place`` puts a batch on the model's device or mesh; ``tell`` is called
-    with each step.
+    with each step. Backward passes run in the context that ``backward`` makes.
     """
     # Fused: one operator for all parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, fused=True)
@@ -64,7 +66,8 @@ def train(
         scores = model(place(ids))
         loss = functional.cross_entropy(scores.flatten(0, 1), place(targets).flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        with backward():
+            loss.backward()  # type: ignore[no-untyped-call]
         # AdamW hides a gradient of the wrong scale. The norm shows it, so it is compared, too.
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, foreach=True)
         optimizer.step()

@@ -68,13 +68,20 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
         return None
     decision, strategy = _found(rule, schema, call, decisions)
     if decision is None or strategy is None:
-        # A call without a tag among its operands is outside of the step: it makes an input, for example.
-        tags = _tags(schema)
-        if any(tag is not None for tag in tags) and (decision is not None or not decisions.leaves(schema, tags)):
+        if _is_of_the_step(schema) and (decision is not None or not decisions.leaves(schema, _tags(schema))):
             in_force.unknown += 1
         return None
     in_force.known += 1
     return strategy, decision
+
+
+def _is_of_the_step(schema: OpSchema) -> bool:
+    """Whether a call is one that a step could be planned with. One without a tag among its operands is outside: it
+    makes an input, for example. A view costs nothing where it is: autograd makes one of each gradient that waits.
+    """
+    results = [r for r in schema.signature.results if r.is_tensor]
+    is_view = bool(results) and all(r.alias is not None and not r.written for r in results)
+    return not is_view and any(tag is not None for tag in _tags(schema))
 
 
 def look_up(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrategy, Decision] | None:

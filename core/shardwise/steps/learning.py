@@ -87,6 +87,9 @@ class Learning:
     _running: ExitStack = field(factory=ExitStack, init=False)
     _hooks: list[Any] = field(factory=list, init=False)
     _unknown: int = field(default=0, init=False)
+    #: Unknown calls of a step that were recorded and are not known any better.
+    _accepted: int = field(default=0, init=False)
+    _wanted: int = field(default=0, init=False)
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""
@@ -148,7 +151,8 @@ class Learning:
                 self._decide(recording)
         elif self.learned is not None and in_force.decisions is self.learned.decisions:
             fresh, self._unknown = in_force.unknown - self._unknown, in_force.unknown
-            if fresh > _MANY * len(self.learned.decisions) and self.rounds < _MOST_ROUNDS:
+            if fresh - self._accepted > _MANY * len(self.learned.decisions) and self.rounds < _MOST_ROUNDS:
+                self._wanted = fresh
                 self._record()
 
     def _decide(self, recording: Recording) -> None:
@@ -162,7 +166,11 @@ class Learning:
                 warnings.warn(f"{error} The program goes on as before.", stacklevel=2)
                 return
             if self.learned is not None:
-                learned = evolve(learned, decisions=self.learned.decisions.updated(learned.decisions))
+                before = self.learned.decisions
+                learned = evolve(learned, decisions=before.updated(learned.decisions))
+                if len(learned.decisions) - len(before) < self._wanted / 2:
+                    # Recording once more would change as little, and each recording makes all plans anew.
+                    self._accepted = self._wanted
             recording.tag_leaves(learned.decisions.depth)
             use_decisions(learned.decisions)
         self.learned, self._unknown = learned, 0
