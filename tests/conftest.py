@@ -111,9 +111,15 @@ def pytest_xdist_make_scheduler(config, log):
             name, _, parameters = test.partition("[")
             if "two_ranks" in parameters or name in tests_on_two_ranks(config.rootpath / path):
                 return "two_ranks"
-            return shared_by(config.rootpath / path) or nodeid
+            return shared_by(config.rootpath / path) or (path if keeps_something(config.rootpath / path) else nodeid)
 
     return ByWhatTheyShare(config, log)
+
+
+@cache
+def keeps_something(path):
+    """Whether the tests of a file share what one of them has made."""
+    return re.search(r"scope=\"module\"|^@cache$", path.read_text(), re.MULTILINE) is not None
 
 
 @cache

@@ -237,9 +237,9 @@ TRANSFORMER_CASES = {
 }
 
 
-# tests/tensor/test_late_grads.py has two others every day.
+# tests/tensor/test_late_grads.py has another one every day.
 EVERYDAY = (
-    *("tensor (4,)", "data and tensor 2x2", "embedding by row 2x2"),
+    *("tensor (4,)", "data and tensor 2x2", "embedding by row 2x2", "parameters over data (4,)"),
     "parameters over data, tensor and sequence 2x2",
 )
 

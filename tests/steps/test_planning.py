@@ -82,6 +82,8 @@ def test_the_rehearsal_issues_what_was_predicted(fixed, program, shape, names):
     assert in_force.decisions is None
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_view_of_a_moved_operand_makes_the_strided_shard_that_was_decided():
     """At real sizes the head's gradient is sharded before the view that flattens it, and only then."""
     sizes = {"layers": 1, "width": 4288, "heads": 32, "context": 4096, "batch": 128}

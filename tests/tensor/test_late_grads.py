@@ -72,7 +72,7 @@ def compare(mesh_of, partition, data, hook, clip):
     return sent
 
 
-EVERYDAY = ("parameters over data (4,)", "data, tensor and sequence 2x2")
+EVERYDAY = ("data, tensor and sequence 2x2",)
 SENT_CASES = [pytest.param(c, marks=() if c in EVERYDAY else SAMPLE) for c in TRANSFORMER_CASES]
 
 
