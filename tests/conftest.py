@@ -80,7 +80,7 @@ def ranks(request):
 
 # What takes seconds to start, once for a whole run: all files that use it are run by the same process. In each pattern,
 # arguments of a test or a fixture; the tests that PluginTests brings along take the pool, too. Tests on two ranks are
-# for the process that is free.
+# for one process, too, the one that is free.
 SHARED = {
     "pool": re.compile(r"def \w+\([^)]*\b(pool|pool_of|ranks)\b|\(PluginTests\):|\"forkserver\""),
     "environments": re.compile(r"def \w+\([^)]*\b(shardwise_wheel|environment|zoo)\b"),
@@ -107,11 +107,26 @@ def pytest_xdist_make_scheduler(config, log):
 
     class ByWhatTheyShare(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            if "two_ranks" in nodeid.partition("[")[2]:
+            path, _, test = nodeid.partition("::")
+            name, _, parameters = test.partition("[")
+            if "two_ranks" in parameters or name in tests_on_two_ranks(config.rootpath / path):
                 return "two_ranks"
-            return shared_by(config.rootpath / nodeid.partition("::")[0]) or nodeid
+            return shared_by(config.rootpath / path) or (path if keeps_something(config.rootpath / path) else nodeid)
 
     return ByWhatTheyShare(config, log)
+
+
+@cache
+def keeps_something(path):
+    """Whether the tests of a file share what one of them has made."""
+    return re.search(r"scope=\"module\"|^@cache$", path.read_text(), re.MULTILINE) is not None
+
+
+@cache
+def tests_on_two_ranks(path):
+    source = path.read_text()
+    # Random programs are drawn from samples of all ops, which take seconds to make: all in the process with the pool.
+    return set() if "made_programs" in source else set(re.findall(r"def (test_\w+)\([^)]*\btwo_ranks\b", source))
 
 
 @cache

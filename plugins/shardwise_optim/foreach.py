@@ -28,10 +28,9 @@ BINARY = """
 NEGATION = {1: [linear("self")]}
 SUMS = {1: [affine("self")], 2: [linear("self other") + affine("self", "other")]}
 PRODUCTS = {1: [linear("self")], 2: [linear("self"), linear("other")]}
-LERP = {
-    2: [linear("self tensors1") + affine("self", "tensors1")],
-    3: [linear("self tensors1") + affine("self", "tensors1", "weights")],
-}
+# Not affine in the weights: torch has a formula for small ones and one for large ones, and for infinities one gives NaN
+# where the other does not.
+LERP = {count: [linear("self tensors1") + affine("self", "tensors1")] for count in (2, 3)}
 ADDCMUL = {3: [linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")]}
 # The old content does not matter. In place, its placement does.
 COPIES = {2: [moves("self src", "src")]}

@@ -59,8 +59,9 @@ BACKWARD = """
     silu_backward mish_backward log_sigmoid_backward rrelu_with_noise_backward _prelu_kernel_backward
 """
 
-# x + w (y - x): linear in x and y together, affine in each of the three.
-LERP = linear("self end") + affine("self", "end", "weight")
+# x + w (y - x): linear in x and y together, affine in each. Affine in w, too, but from w = 1/2 on torch computes
+# y - (y - x) (1 - w), which for infinite x or y is infinite where the other is NaN, and parts of w are on either side.
+LERP = linear("self end") + affine("self", "end")
 # x + v y z: linear in x with one of y and z, affine in each of the three.
 ADDCMUL = linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")
 # A whole value may stand beside one that is partial under avg, max or min, since equal pieces reduce to themselves. No

@@ -1,6 +1,7 @@
 """Ops by name: what a name stands for, and that every command that takes an op takes the same names."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -109,11 +110,30 @@ def asked(command, name, *more):
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("module", ["kernels_by_name", "kernels_by_name.py"])
+NAMES = (
+    "scaled",
+    "scaled.default",
+    "kernels_by_name::scaled",
+    "kernels_by_name.scaled",
+    "kernels_by_name.scaled.default",
+)
+
+
+# One function reads names and imports for all commands, and to infer a rule takes as long as all the others do.
+INFERRED_EVERY_DAY = ("scaled", "kernels_by_name"), ("kernels_by_name::scaled", "kernels_by_name.py")
+
+
+def marks_of(name, module, command):
+    every_day = command != "infer" or (name, module) in INFERRED_EVERY_DAY
+    return () if every_day else (pytest.mark.slow, pytest.mark.sample)
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["scaled", "scaled.default", "kernels_by_name::scaled", "kernels_by_name.scaled", "kernels_by_name.scaled.default"],
+    ("name", "module", "command"),
+    [
+        pytest.param(*case, marks=marks_of(*case))
+        for case in product(NAMES, ("kernels_by_name", "kernels_by_name.py"), COMMANDS)
+    ],
 )
 def test_all_commands_take_the_same_names_and_imports(kernels, monkeypatch, command, name, module):
     monkeypatch.chdir(kernels)

@@ -45,6 +45,14 @@ def test_bindings_are_found_where_torch_has_them():
     assert binding(aten.mul_.Tensor, (X, 2.0), {}).__name__ == "mul_"
 
 
+def test_a_call_that_raises_says_nothing_of_later_ones(monkeypatch):
+    """Operands that have yet to be moved may not fit together."""
+    monkeypatch.setattr(bindings, "_known", {})
+    assert binding(aten.add.Tensor, (X, X[1:]), {}) is direct_call(aten.add.Tensor)
+    assert binding(aten.add.Tensor, (X, X), {}) is torch.add
+    assert binding(aten.add.Tensor, (X, X[1:]), {}) is torch.add
+
+
 def test_a_function_that_takes_another_overload_is_refused():
     """torch.max(x, dim) and torch.max(x, y) share a name, and so do torch.div by a tensor and by a number."""
     assert recorded_ops(binding(aten.max.dim, (X, 1), {}), (X, 1), {})[0][0] is aten.max.dim

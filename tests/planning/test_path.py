@@ -172,12 +172,31 @@ def figures(draw, mesh_ndim):
     return Links(mesh_dims, 2e-6, 1e10, draw(st.none() | connection))
 
 
+# A law is tried on so many examples every day, and on as many as it names in .ci/run's sample.
+EVERYDAY = 100
+
+
+def law(examples, *given_by):
+    """A test of a law, whose function takes what ``given_by`` draws: a short one every day, and a long one."""
+
+    def decorate(holds):
+        sizes = [EVERYDAY, pytest.param(examples, marks=[pytest.mark.slow, pytest.mark.sample])]
+
+        @pytest.mark.parametrize("examples", sizes)
+        def test(examples):
+            settings(max_examples=examples, deadline=None)(given(*given_by)(holds))()
+
+        test.__doc__ = holds.__doc__
+        return test
+
+    return decorate
+
+
 def at_most(small, large):
     return small <= large * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
-@given(some_specs(3), st.data())
+@law(200, some_specs(3), st.data())
 def test_costs_are_distances(specs, data):
     a, b, c = specs
     use_links(a.mesh, data.draw(figures(a.mesh.ndim)))
@@ -189,8 +208,7 @@ def test_costs_are_distances(specs, data):
         use_links(a.mesh, None)
 
 
-@settings(max_examples=300, deadline=None)
-@given(some_specs(2), st.data())
+@law(300, some_specs(2), st.data())
 def test_bounds_sum_to_at_most_the_cost(specs, data):
     src, dst = specs
     use_links(src.mesh, data.draw(figures(src.mesh.ndim)))
@@ -203,8 +221,7 @@ def test_bounds_sum_to_at_most_the_cost(specs, data):
         use_links(src.mesh, None)
 
 
-@settings(max_examples=300, deadline=None)
-@given(some_specs(2, max_mesh_ndim=5), st.data())
+@law(300, some_specs(2, max_mesh_ndim=5), st.data())
 def test_no_bound_on_the_first_mesh_dims_exceeds_the_cost(specs, data):
     """Neither in bytes and starts together, which replace the sums, nor in what must leave and come back."""
     src, dst = specs
@@ -242,8 +259,7 @@ def cheapest_without_estimate(src, dst):
     return math.inf
 
 
-@settings(max_examples=150, deadline=None)
-@given(some_specs(2, max_mesh_ndim=3), st.data())
+@law(150, some_specs(2, max_mesh_ndim=3), st.data())
 def test_the_search_finds_the_cheapest_way_there_is(specs, data):
     src, dst = specs
     assume(1 not in src.mesh_shape)
@@ -333,8 +349,7 @@ def simulate(step, parts, at):
     return locals_
 
 
-@settings(max_examples=150, deadline=None)
-@given(some_specs(2, max_dim=6))
+@law(150, some_specs(2, max_dim=6))
 def test_the_steps_keep_the_tensor_what_it_is(specs):
     src, dst = specs
     assume(src.tensor_meta.numel <= 1000)

@@ -29,6 +29,12 @@ def broadcast(op):
     return [*generic_samples(op), (unlike, {}), (dtypes, {})]
 
 
+def leaning():
+    """``lerp`` by weights on both sides of its branch, 1/2: from infinity, only smaller ones give NaN."""
+    lists = [torch.full((9,), math.inf)], [made((9,))], [torch.linspace(0.1, 0.9, 9)]
+    return [*broadcast(aten._foreach_lerp.List), (lists, {})]
+
+
 def shared(shape, dtype=F32):
     """A list, and a tensor that all its positions share."""
     return [((listed(shapes), made(shape, dtype, 5)), {}) for shapes in LISTS]
@@ -147,11 +153,11 @@ def _existing(name, calls, overload="default"):
 
 ZIPPED = (
     *(aten._foreach_add.List, aten._foreach_sub.List, aten._foreach_mul.List, aten._foreach_div.List),
-    *(aten._foreach_lerp.List, aten._foreach_lerp_.List, aten._foreach_maximum.List, aten._foreach_minimum.List),
-    *(aten._foreach_pow.List, aten._foreach_copy_.default),
+    *(aten._foreach_maximum.List, aten._foreach_minimum.List, aten._foreach_pow.List, aten._foreach_copy_.default),
 )
 SAMPLES = {
     **{op: (lambda op=op: broadcast(op)) for op in ZIPPED},
+    **dict.fromkeys((aten._foreach_lerp.List, aten._foreach_lerp_.List), leaning),
     **{
         getattr(aten, name).Tensor: lambda: [*shared(()), *shared((), F64)]
         for name in ("_foreach_add", "_foreach_mul", "_foreach_div")

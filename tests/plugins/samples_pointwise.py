@@ -1,5 +1,6 @@
 """Samples of elementwise ops where those made from the schema are illegal, or leave mixed dtypes and shapes out."""
 
+import math
 from itertools import product
 
 import torch
@@ -71,6 +72,13 @@ def mixed(op):
     count = sum(str(a.type) == "Tensor" and not a.is_out for a in op._schema.arguments)
     alike = [((made((5, 7), one), *(made((5, 7), other, i) for i in range(1, count))), {}) for one, other in MIXED]
     return [*generic_samples(op), *alike]
+
+
+def leaning():
+    """``lerp`` by weights on both sides of its branch, 1/2: from infinity, only smaller ones give NaN."""
+    weight = torch.linspace(0.1, 0.9, 9)
+    ends = (torch.full((9,), math.inf), made((9,))), (made((9,)), torch.full((9,), -math.inf))
+    return [*mixed(aten.lerp.Tensor), *(((*pair, weight), {}) for pair in ends)]
 
 
 def scalars(op):
@@ -148,9 +156,10 @@ SAMPLES = {
         op: (lambda op=op: mixed(op))
         for op in (
             *(aten.mul.Tensor, aten.div.Tensor, aten.rsub.Tensor, aten.maximum.default, aten.minimum.default),
-            *(aten.lerp.Scalar, aten.lerp.Tensor, aten.addcmul.default, aten.addcdiv.default),
+            *(aten.lerp.Scalar, aten.addcmul.default, aten.addcdiv.default),
         )
     },
+    aten.lerp.Tensor: leaning,
     **{
         op: (lambda op=op: scalars(op))
         for op in (aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.mul.Scalar, aten.div.Scalar)

@@ -19,6 +19,7 @@ from shardwise.testing import mesh
 
 TIGHT = {"rtol": 1e-9, "atol": 1e-11}
 STEPS = 3
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 
 
 class Block(nn.Module):
@@ -288,7 +289,14 @@ def run_both(program, backend):
     torch.testing.assert_close([t for _, t in result], [t for _, t in expected])
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
+# Every day without those whose parts other programs have, too.
+OF_THE_SAMPLE = partial_out, local_part, split_in_two, with_numbers
+
+
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(f, id=f.__name__, marks=SAMPLE if f in OF_THE_SAMPLE else ()) for f in PROGRAMS],
+)
 def test_a_compiled_program_gives_what_it_gives_in_eager_mode(ranks, program):
     ranks.run(run_both, program, "aot_eager", timeout=120)
 
@@ -488,7 +496,7 @@ def plain_compiled(backend, dynamic):
         compiled(x, plain + here.get_local_rank())
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=SAMPLE), True])
 def test_plain_tensors_in_compiled_code_are_compared_when_it_runs(ranks, dynamic):
     ranks.run(plain_compiled, "aot_eager", dynamic)
 
@@ -603,7 +611,7 @@ def breaks_its_graph(program):
         torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.parametrize("program", [with_backward, with_grad, of_an_input])
+@pytest.mark.parametrize("program", [with_backward, *(pytest.param(p, marks=SAMPLE) for p in (with_grad, of_an_input))])
 def test_a_backward_pass_inside_a_compiled_function(two_ranks, program):
     """Torch makes several graphs of it, and runs some of our functions between them under dynamo's eyes."""
     two_ranks.run(breaks_its_graph, program)

@@ -238,8 +238,11 @@ def test_every_redistribution_is_compiled_once_on_four_ranks(pool, source, sizes
     assert pool.run(all_ways_from, source, sizes, timeout=240) == [[1, 1]] * pool.world_size
 
 
+OF_THE_SAMPLE = pytest.param("R", marks=[pytest.mark.slow, pytest.mark.sample])
+
+
 @pytest.mark.parametrize(
-    "source", ["R", *(pytest.param(name, marks=pytest.mark.slow) for name in ("S(0)", "S(1)", "P"))]
+    "source", [OF_THE_SAMPLE, *(pytest.param(name, marks=pytest.mark.slow) for name in ("S(0)", "S(1)", "P"))]
 )
 def test_a_size_that_leaves_each_rank_one_element_is_compiled_for_itself(two_ranks, source):
     assert two_ranks.run(all_ways_from, source, [(2, 4, 6), (4, 6, 8)], timeout=240) == [[1, 2]] * 2

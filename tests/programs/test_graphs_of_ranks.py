@@ -74,7 +74,11 @@ def equals_one_device_when_compiled(name):
             torch.testing.assert_close(found.grad.full_tensor(), wanted.grad)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+OF_THE_SAMPLE = "subtracted", "numbers", "masked by numbers", "made partial"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SAMPLE if n in OF_THE_SAMPLE else ()) for n in PROGRAMS])
 def test_ranks_compile_the_same_collectives(two_ranks, name):
     two_ranks.run(equals_one_device_when_compiled, name)
 

@@ -18,9 +18,10 @@ from shardwise.kernel.local_strides import in_order, lies_as
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.testing import mesh
 
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 LAYOUTS = [
-    ((4,), [Replicate()]),
-    ((4,), [Shard(0)]),
+    pytest.param((4,), [Replicate()], marks=SAMPLE),
+    pytest.param((4,), [Shard(0)], marks=SAMPLE),
     ((2, 2), [Shard(0), Shard(1)]),
     ((2, 2), [Shard(0), Shard(2)]),
 ]
@@ -85,9 +86,7 @@ def compare_after_a_convolution(name, dtype, mesh_shape, layout, channels_last):
         torch.testing.assert_close(p.grad.full_tensor(), expected[parameter], **close)
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float64, marks=[pytest.mark.slow, pytest.mark.sample])]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=SAMPLE)])
 @pytest.mark.parametrize(("mesh_shape", "layout"), LAYOUTS)
 @pytest.mark.parametrize("name", AFTER)
 def test_what_follows_a_convolution_of_channels_last(pool, name, mesh_shape, layout, dtype):

@@ -51,18 +51,28 @@ def mlp(on):
     return model, (x, target)
 
 
+PROGRAMS = {
+    "mlp": (mlp, (4,), ("tp",)),
+    "gpt": (SMALL, (4,), ("tp",)),
+    "gpt on 2x2": (SMALL, (2, 2), ("dp", "tp")),
+}
+OF_THE_SAMPLE = (("weights placed", "gpt on 2x2"), ("weights free", "gpt"))
+
+
 @pytest.fixture(scope="module")
 def planned():
     return sw.plan(mlp, (2,), ("tp",), fixed=("parameters",), name="mlp")
 
 
 @pytest.mark.parametrize(
-    ("program", "shape", "names"),
-    [(mlp, (4,), ("tp",)), (SMALL, (4,), ("tp",)), (SMALL, (2, 2), ("dp", "tp"))],
-    ids=["mlp", "gpt", "gpt on 2x2"],
+    ("fixed", "program", "shape", "names"),
+    [
+        pytest.param(fixed, *planned, id=f"{text}-{name}", marks=SAMPLE if (text, name) in OF_THE_SAMPLE else ())
+        for text, fixed in {"weights placed": ("parameters",), "weights free": ()}.items()
+        for name, planned in PROGRAMS.items()
+    ],
 )
-@pytest.mark.parametrize("fixed", [("parameters",), ()], ids=["weights placed", "weights free"])
-def test_the_rehearsal_issues_what_was_predicted(program, shape, names, fixed):
+def test_the_rehearsal_issues_what_was_predicted(fixed, program, shape, names):
     planned = sw.plan(program, shape, names, fixed=fixed)
     assert planned.differences == ()
     step = {use: figures for use, figures in planned.collectives.items() if use.phase != "optimizer"}
@@ -72,6 +82,8 @@ def test_the_rehearsal_issues_what_was_predicted(program, shape, names, fixed):
     assert in_force.decisions is None
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_view_of_a_moved_operand_makes_the_strided_shard_that_was_decided():
     """At real sizes the head's gradient is sharded before the view that flattens it, and only then."""
     sizes = {"layers": 1, "width": 4288, "heads": 32, "context": 4096, "batch": 128}

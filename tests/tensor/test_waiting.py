@@ -8,6 +8,7 @@ import io
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
 from shardwise.comm.events import observe
+from shardwise.comm.waiting_ranks import _look
 from shardwise.errors import PlacementError
 from shardwise.tensor.waiting import source_of
 from shardwise.testing import WorkerPool, mesh
@@ -504,6 +506,38 @@ def dropped():
 
 def test_tensors_that_are_dropped_leave_nothing_behind(pool):
     assert pool.run(dropped) == [0] * 4
+
+
+def test_who_looks_for_failed_ranks_keeps_nothing_alive_that_has_waited():
+    """The watcher reads the frames of threads that wait. While it asks the store, they go on."""
+    under_way, is_dropped = threading.Lock(), threading.Event()
+    under_way.acquire()
+    result = AsyncResult(SimpleNamespace(wait=under_way.acquire), torch.ones(2))
+    alive = weakref.ref(result)
+    seen = []
+
+    def read(ranks):
+        under_way.release()
+        is_dropped.wait(60)
+        seen.append(alive())
+        return {}
+
+    world = SimpleNamespace(waits={}, notes={}, size=2, own=None, question=None, read=read)
+
+    def watch():
+        for now in range(1000):
+            if seen:
+                break
+            time.sleep(0.01)
+            _look(world, float(now))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result.wait()
+    del result
+    is_dropped.set()
+    watcher.join()
+    assert seen == [None]
 
 
 def a_dropped_result_has_waited():

@@ -251,12 +251,11 @@ NEGATED = [((SPECIAL,), {})]
 SIGNED_TABLE = [((torch.full((7, 3), -0.0), torch.tensor([[0, 6, 3], [2, 2, 5]])), {})]
 NAN_TABLE = [((torch.full((7, 3), float("nan")), torch.tensor([[0, 6, 3], [2, 2, 5]])), {})]
 QKV = [((made((2, 4, 8, 4)), made((2, 4, 8, 4), seed=1), made((2, 4, 8, 4), seed=2), 0.0, True), {})]
-
-# What is wrong -> the rule, its samples, the row that must be named.
 PADDED = [
     ((made((4, 3, 5)), made((2, 3, 2), seed=1), made((2,), seed=2), [1], [1], [1], False, [0], 1), {}),
 ]
 
+# What is wrong -> the rule, its samples, the row that must be named.
 WRONG = {
     "reduction of a contraction": (
         rule(aten.mm.default, "m k, k n -> m n", reduce={"k": "avg"}),
@@ -400,6 +399,11 @@ WRONG = {
         rows_rule(aten.var_mean.correction, row("shard d0", [S0], [S0, S0], lowered=True), lowering=varies_infinitely),
         [((made((8, 6)), [1]), {"correction": 1})],
         "shard d0",
+    ),
+    "the weights of lerp in parts on both sides of its branch": (
+        rule(aten.lerp.Tensor, "..., ..., ... -> ...", affine=("self", "weight")),
+        [((torch.full((9,), float("inf")), made((9,)), torch.linspace(0.1, 0.9, 9)), {})],
+        "R, R, avg -> avg",
     ),
     "wrong by one in a million in a small element": (
         rule(aten.neg.default, "...->...", lowering=wrong_in_small_elements),
@@ -552,7 +556,7 @@ def test_a_stand_in_runs_in_place_of_the_op():
 
 
 def test_the_report_is_a_table():
-    table = check_rule(*GOOD["matmul"]).table()
+    table = check_rule(*GOOD["matmul"], cases=10).table()
     assert table.row_count == 8
 
 

@@ -70,8 +70,11 @@ def look_for_failures() -> None:
                 _look(world, time.monotonic())
 
 
-def _look(world: World, now: float) -> None:
-    """Give up where a thread waits for a rank that has failed."""
+def _awaited(world: World, now: float) -> set[int]:
+    """The ranks that threads have waited for since the last look.
+
+    A function of its own, since its frames keep alive what other threads drop meanwhile: the store takes its time.
+    """
     waits = {}
     ranks: set[int] = set()
     for thread, frame in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing for it
@@ -82,6 +85,12 @@ def _look(world: World, now: float) -> None:
             if now - waits[thread][1] >= TICK:
                 ranks.update(range(world.size) if awaited is None else awaited)
     world.waits = waits
+    return ranks
+
+
+def _look(world: World, now: float) -> None:
+    """Give up where a thread waits for a rank that has failed."""
+    ranks = _awaited(world, now)
     if ranks and world.own is None and world.question is not None:
         world.write(world.question)
     notes = world.read(sorted(ranks)) if ranks else {}

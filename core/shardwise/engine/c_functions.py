@@ -29,14 +29,20 @@ def binding(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[
     key = (id(op), *map(_parser_type, args), *((name, _parser_type(value)) for name, value in kwargs.items()))
     call = _known.get(key)
     if call is None:
-        call = _known[key] = _find(op, args, kwargs)
+        call = _find(op, args, kwargs)
+        if call is None:  # says nothing of other arguments of these types: operands may have yet to be moved
+            return direct_call(op)
+        _known[key] = call
     return call
 
 
-def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _find(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What runs the op like its own call; None if that raises on these arguments."""
     call = direct_call(op)
     effect = _effect(call, args, kwargs)
-    if effect is None or [name for name, _ in effect] != [op]:
+    if effect is None:
+        return None
+    if [name for name, _ in effect] != [op]:
         return call
     return next((c for c in _candidates(op) if _effect(c, args, kwargs) == effect), call)
 

@@ -2,7 +2,9 @@
 
 from contextlib import suppress
 
-import torch._dynamo  # noqa: F401  # the first op of each process imports it
+# The first op of each process imports torch._dynamo, and its first compilation the rest: that takes a second.
+import torch._dynamo.backends.debugging
+import torch._inductor.compile_fx  # noqa: F401
 
 import shardwise.testing.worker  # noqa: F401
 from shardwise.discovery.process import default_registry

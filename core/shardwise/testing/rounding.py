@@ -27,8 +27,9 @@ the signs of zeros, so these are not judged. Such a kernel gives other absolute 
 One device may disagree with itself: a kernel has a vectorised loop and a scalar one, and which of them meets an element
 depends on where it lies in memory. Some kernels give zeros of another sign there, or a number for NaN. And which kernel
 of a convolution runs depends on the shape: some multiply the zeros of the padding by an infinite weight, which is NaN.
-So the op also runs on the same operands with gaps in memory, and without the kernels of oneDNN, and an element may be
-as far away as those results of one device are.
+So the op also runs on the same operands with gaps in memory, where no loop is vectorised, and without the kernels of
+oneDNN. If it acts on each element alone, it runs on many copies of the operands, where the vectorised loop meets the
+first. An element may be as far away as those results of one device are.
 
 Infinity and NaN are themselves. They are within reach of other values only where the moved operands cross that border,
 too, and where one device overflows on the way: in double precision the element is not what it is in its own.
@@ -36,6 +37,7 @@ too, and where one device overflows on the way: in double precision the element 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
@@ -277,7 +279,7 @@ class Rounding:
         return self._sums[i]
 
     def _elsewhere(self, i: int) -> Tensor:
-        """How far tensor ``i`` is from that of operands with a gap behind each element, and from other kernels'."""
+        """How far tensor ``i`` is from that of operands that lie elsewhere in memory, and from other kernels'."""
         wanted = self.expected[i]
         assert wanted is not None
         if self._others is None:
@@ -285,11 +287,15 @@ class Rounding:
             gapped = [t if t is None or size is None else _gapped(t) for t, size in self._pairs(self.operands)]
             with suppress(Exception):
                 self._others.append(self.whole(gapped))
+            if self.pointwise and not self.random:
+                with suppress(Exception):
+                    results = self.whole(_copied_often(self.operands))
+                    self._others.append([t if t is None else t[0] for t in results])
             with suppress(Exception), torch.backends.mkldnn.flags(enabled=False):
                 self._others.append(self.whole(self.operands))
         far = torch.zeros(_wide(wanted).shape, dtype=torch.float64)
         for other in (others[i] for others in self._others):
-            if other is not None and other.shape == wanted.shape:
+            if other is not None and other.shape == wanted.shape and other.dtype == wanted.dtype:
                 far = torch.maximum(far, distance(other, wanted))
         return far
 
@@ -321,6 +327,18 @@ def _lying_as(tensor: Tensor, changed: Tensor) -> Tensor:
     if changed.stride() == tensor.stride() or 0 in tensor.stride():
         return changed
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=changed.dtype).copy_(changed)
+
+
+# A vectorised loop takes at most so many elements in one step, and leaves what does not fill a step to the scalar loop.
+_STEP = 256
+
+
+def _copied_often(operands: Results) -> Results:
+    """The operands, broadcast, with copies behind them in memory that fill a step of a vectorised loop."""
+    present = [t for t in operands if t is not None]
+    shape = torch.broadcast_shapes(*(t.shape for t in present))  # type: ignore[no-untyped-call]
+    copies = 2 + _STEP // max(1, math.prod(shape))
+    return [None if t is None else t.expand(copies, *shape).contiguous() for t in operands]
 
 
 def _gapped(tensor: Tensor) -> Tensor:
