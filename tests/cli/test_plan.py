@@ -63,6 +63,17 @@ def test_json_has_everything(run):
     assert {"at", "op", "phase", "to", "times", "why"} <= set(content["rests"][0])
 
 
+def test_a_bound_is_shown_beside_the_plan(run, folder):
+    result = run("plan", "train_plan.py:step", *ON, "--prove", "--out", "proved.plan")
+    assert result.exit_code == 0, result.output
+    assert "no plan is below" in result.output
+    assert "bound_ms = " in (folder / "proved.plan").read_text()
+    content = json.loads(run("plan", "train_plan.py:step", *ON, "--prove", "--json").output)
+    assert 0 < content["bound"] <= content["plan"]["cost"]
+    assert 0 <= content["gap"] < 1
+    assert json.loads(run("plan", "train_plan.py:step", *ON, "--json").output)["bound"] is None
+
+
 def test_two_plans_side_by_side(made):
     result = made("plan", "diff", "a.plan", "b.plan")
     assert result.exit_code == 0, result.output

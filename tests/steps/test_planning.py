@@ -126,17 +126,24 @@ def unlimited():
 
 
 def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
-    placed = sw.plan(*GPT, fixed=("parameters",))
+    placed = sw.plan(*GPT, fixed=("parameters",), prove=True)
+    assert 0 <= placed.gap < 0.2
     assert unlimited.cost <= placed.cost
     assert unlimited.file.parameters != placed.file.parameters
+
+
+def test_a_plan_on_one_mesh_dim_is_proven():
+    for fixed in ((), ("parameters",)):
+        assert sw.plan(mlp, (2,), ("tp",), fixed=fixed, prove=True).gap == 0
 
 
 @pytest.mark.parametrize("part", [0.7, pytest.param(0.5, marks=SAMPLE)])
 def test_a_limit_on_memory_is_kept(unlimited, part):
     limit = int(unlimited.rehearsal.memory.later_peak * part)
-    planned = sw.plan(*GPT, memory=limit)
+    planned = sw.plan(*GPT, memory=limit, prove=True)
     assert planned.rehearsal.memory.later_peak <= limit
     assert planned.cost >= unlimited.cost
+    assert 0 < planned.bound <= planned.cost
     assert planned.differences == ()
 
 

@@ -1,5 +1,6 @@
 """The problem of a step: it says what a recorded step sends, and its solution is the best of all assignments."""
 
+import random
 from collections import Counter
 from contextlib import contextmanager
 from fractions import Fraction
@@ -22,6 +23,8 @@ from shardwise.engine.shutdown import let_go
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
+from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.step_bound import step_bound
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import StepProblem
 from shardwise.program.step_solution import exchanged, solve_step
@@ -37,7 +40,7 @@ from shardwise.tools.rehearse import RankWatch
 def fake_mesh(*shape):
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=torch.Size(shape).numel())
     try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("pod", "dp", "tp")[-len(shape) :])
     finally:
         use_decisions(None)
         let_go()
@@ -258,6 +261,52 @@ def test_no_change_on_one_mesh_dim_improves_the_solution(seed):
                     assert not choices.allows(changed.rows[place]) or problem.cost(changed) >= best.cost
 
 
+# -- bounds --------------------------------------------------------------------------------------------------------
+
+
+def work_of(problem, costs):
+    return lambda place, rows: costs.at_least(problem.graph.calls[place], problem.choices[place], rows) * 1e9
+
+
+def some_assignments(problem, count, seed):
+    """Random legal rows, with every tensor where its row leaves it or whole."""
+    draw = random.Random(seed)  # noqa: S311  # no secret
+    while count:
+        candidate = problem.as_replicated()
+        for rows, choices in zip(candidate.rows, problem.choices, strict=True):
+            new = [draw.choice(of) for of in choices.legal]
+            rows[:] = new if choices.allows(new) else rows
+        for t in problem.resting:
+            if draw.random() < 0.5 and t not in problem.free:
+                candidate.rests[t] = problem.made(candidate, t)
+        candidate.cost = problem.cost(candidate)
+        if candidate.cost < FORBIDDEN:
+            count -= 1
+            yield candidate
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_the_bound_on_one_mesh_dim_is_the_least_cost(seed):
+    with fake_mesh(4) as mesh:
+        _, problem, costs, _ = recorded(chain(mesh, seed))
+        best = solve_step(problem, [problem.as_recorded()])
+        for reference in (best, problem.as_recorded()):
+            assert step_bound(problem, reference, work_of(problem, costs)) == best.cost
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3, 4)])
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_no_assignment_is_below_the_bound(seed, shape):
+    with fake_mesh(*shape) as mesh:
+        _, problem, costs, _ = recorded(chain(mesh, seed))
+        some = list(some_assignments(problem, 12, seed))
+        best = solve_step(problem, [problem.as_replicated(), *some])
+        least = min(best.cost, *(one.cost for one in some))
+        bounds = [step_bound(problem, one, work_of(problem, costs)) for one in (best, *some)]
+        assert max(bounds) <= least
+        assert bounds[0] > 0.2 * least
+
+
 # -- free parameters and memory ------------------------------------------------------------------------------------
 
 
@@ -274,13 +323,13 @@ def with_free_weight(mesh, price=0):
     """The problem of a step whose only parameter may lie anywhere."""
     model = Scale()
     sw.distribute_module(model, mesh, src_data_rank=None)
-    x = sw.distribute_tensor(torch.ones(8), mesh, [Shard(0)], src_data_rank=None)
+    x = sw.distribute_tensor(torch.ones(8), mesh, [Shard(0)] * mesh.ndim, src_data_rank=None)
 
     _, problem, costs, _ = recorded(lambda: model(x).backward())
     (weight,) = {sink.leaf for sink in problem.graph.sinks if sink.leaf is not None}
     memory = StepMemory(problem.graph, Fraction(4))
-    assert memory.kept_bytes(weight, (Replicate(),)) == 4 * 8 * 4
-    assert memory.kept_bytes(weight, (Shard(0),)) == 4 * 2 * 4
+    assert memory.kept_bytes(weight, (Replicate(),) * mesh.ndim) == 4 * 8 * 4
+    assert memory.kept_bytes(weight, (Shard(0),) * mesh.ndim) == 4 * 2 * 4
     return StepProblem(problem.graph, costs, frozenset([weight]), memory, Fraction(price)), weight
 
 
@@ -291,6 +340,16 @@ def test_a_free_parameter_lies_where_it_is_best_of_all_assignments(price):
         best = solve_step(problem, [problem.as_recorded()])
         assert best.cost == min(problem.cost(candidate) for candidate in every_assignment(problem))
         assert price == 0 or best.rests[weight] == (Shard(0),)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("price", [0, 10, 10_000])
+def test_no_priced_assignment_is_below_the_bound(price, shape):
+    with fake_mesh(*shape) as mesh:
+        problem, _ = with_free_weight(mesh, price)
+        best = solve_step(problem, [problem.as_replicated(), *some_assignments(problem, 8, 0)])
+        bound = step_bound(problem, best, work_of(problem, problem.call_costs))
+        assert bound == best.cost if len(shape) == 1 else 0 < bound <= best.cost
 
 
 def test_a_free_parameter_has_its_gradient_where_it_lies():

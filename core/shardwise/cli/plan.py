@@ -66,6 +66,7 @@ _RECIPE = "A plan file whose placements of parameters are tried, too; may be giv
 @click.option("--memory", callback=_size, help="What a rank may hold at any time: 64GiB. Otherwise there is no limit.")
 @click.option("--keep", type=click.Path(path_type=Path), help=_KEEP)
 @click.option("--recipe", "recipes", type=click.Path(path_type=Path), multiple=True, help=_RECIPE)
+@click.option("--prove", is_flag=True, help="Find a bound that no plan undercuts, and how far the plan is above it.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option
 def step(  # noqa: PLR0913  # the options of the command
@@ -79,6 +80,7 @@ def step(  # noqa: PLR0913  # the options of the command
     memory: int | None,
     keep: Path | None,
     recipes: tuple[Path, ...],
+    prove: bool,
     out: Path | None,
     as_json: bool,
 ) -> None:
@@ -105,7 +107,7 @@ def step(  # noqa: PLR0913  # the options of the command
         function: Callable[..., Any] = load_function(program)
         return function(mesh)
 
-    with _progress(shown=not as_json) as tell:
+    with _progress(shown=not as_json, proves=prove) as tell:
         made = planned_by(
             run,
             mesh_shape,
@@ -114,6 +116,7 @@ def step(  # noqa: PLR0913  # the options of the command
             memory=memory,
             recipes={path.stem: _read(path) for path in recipes},
             keep=None if keep is None else _read(keep),
+            prove=prove,
             device=device,
             wires=connections,
             name=program,
@@ -136,17 +139,17 @@ def _words(option: str, text: str | None, mesh_shape: Sequence[int]) -> list[str
 
 
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
+def _progress(*, shown: bool, proves: bool) -> Iterator[Callable[[str, int], None]]:
     """A live bar over the phases where stderr is a terminal."""
     console = Console(stderr=True)
     if not (shown and console.is_terminal):
         yield lambda _phase, _ops: None
         return
-    phases = ("record", "solve", "verify")
+    phases = ("record", "solve", "verify", "prove")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Few refreshes: the cores are for the plan.
     with Progress(*columns, console=console, transient=True, refresh_per_second=4) as bar:
-        task = bar.add_task("record", total=len(phases))
+        task = bar.add_task("record", total=len(phases) if proves else len(phases) - 1)
 
         def tell(phase: str, ops: int) -> None:
             text = f"{phase}: {ops:,} ops" if ops else phase
@@ -178,6 +181,8 @@ def _tables(made: Planned) -> Iterator[Table]:
     table.add_column("plan", justify="right")
     today = "-" if made.recorded_cost is None else milliseconds(made.recorded_cost)
     table.add_row("forward and backward, by the cost model", today, milliseconds(made.cost))
+    if made.bound is not None and made.gap is not None:
+        table.add_row("- no plan is below", "", f"{milliseconds(made.bound)} ({made.gap:.1%} less)")
     for name, cost in made.recipe_costs.items():
         table.add_row(f"- at best, with the parameters of {name}", "", "-" if cost is None else milliseconds(cost))
     for name, of in _MEMORY.items():
@@ -250,6 +255,8 @@ def _as_json(made: Planned) -> dict[str, Any]:
         "figures": made.file.figures,
         "plan": side(made.cost, made.rehearsal, made.collectives),
         "op_by_op": side(made.recorded_cost, made.recorded, made.recorded_collectives),
+        "bound": made.bound,
+        "gap": made.gap,
         "recipes": dict(made.recipe_costs),
         "parameters": {name: dict(layout) for name, layout in made.file.parameters.items()},
         "verified": not made.differences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -10,6 +11,7 @@ from attrs import define, field, frozen
 from shardwise.errors import MemoryPlanError
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.step_bound import WorkTable, step_bound
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 
@@ -59,6 +61,27 @@ class PricedSearch:
             middle = Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5)
             self._try(middle, [low.found])
         return min(self._within(limit), key=lambda tried: tried.found.cost).found
+
+    def bound(self, limit: int | None, work: WorkTable) -> int:
+        """Nanoseconds that no assignment undercuts in which a rank keeps at most ``limit`` bytes.
+
+        With a price on each byte less than the limit is worth nothing: the bound of the priced problem, less the price
+        of all bytes of the limit, is a bound.
+        """
+        tried = [min(self._tried, key=lambda one: one.price)]
+        if limit is not None:
+            tried += [one for one in self._around(limit) if one is not None] if self._within(limit) else []
+        return max(self._bound_at(one, limit or 0, work) for one in tried)
+
+    def _bound_at(self, tried: _Tried, limit: int, work: WorkTable) -> int:
+        problem = self.problem
+        problem.price = tried.price
+        try:
+            priced = tried.found.copy()
+            priced.cost = problem.cost(priced)
+            return step_bound(problem, priced, work) - math.ceil(tried.price * limit)
+        finally:
+            problem.price = Fraction(0)
 
     def _within(self, limit: int) -> list[_Tried]:
         return [tried for tried in self._tried if tried.nbytes <= limit]

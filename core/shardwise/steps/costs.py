@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
+import numpy as np
 from attrs import define, field
+from numpy.typing import NDArray
 
 from shardwise.kernel.placements import shard_dim
 from shardwise.kernel.rule import Row, Rule
@@ -39,9 +42,8 @@ class WorkCosts:
         return self._work(call, choices, rows) + self._sent(call, choices, rows)
 
     def _work(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
-        declared = [r for r in call.schema.signature.results if r.is_tensor]
-        if declared and all(r.alias is not None and not r.written for r in declared):
-            return 0.0  # a view
+        if _is_view(call):
+            return 0.0
         shape = tuple(self.graph.mesh.shape)
         nbytes = 0.0
         for tensors, sides in ((call.operands, [r.inputs for r in rows]), (call.results, [r.outputs for r in rows])):
@@ -51,6 +53,25 @@ class WorkCosts:
                     pieces = math.prod(n for n, side in zip(shape, sides, strict=True) if _is_cut(side[i]))
                     nbytes += meta.nbytes / pieces
         return self._costs.work(nbytes, self._operations(call, choices) / shards_of(rows, shape))
+
+    def at_least(self, call: CallNode, choices: Choices, rows: Sequence[Sequence[int]]) -> NDArray[np.float64]:
+        """Seconds of the local work by combination of rows, lists of which are given by mesh dim; without what
+        lowerings send.
+        """
+        shape = tuple(map(len, rows))
+        if _is_view(call):
+            return np.zeros(shape)
+        sizes = tuple(self.graph.mesh.shape)
+        nbytes = np.zeros(shape)
+        for tensors, made in ((call.operands, False), (call.results, True)):
+            for i, t in enumerate(tensors):
+                if t is not None:
+                    cut = [[_is_cut((_side(choices.rows[r], made))[i]) for r in of] for of in rows]
+                    nbytes += self.graph.tensors[t].spec.tensor_meta.nbytes * _shares(cut, sizes)
+        split = [[any(map(_is_cut, (*choices.rows[r].inputs, *choices.rows[r].outputs))) for r in of] for of in rows]
+        operations = self._operations(call, choices) * _shares(split, sizes)
+        seconds: NDArray[np.float64] = np.vectorize(self._costs.work, otypes=[np.float64])(nbytes, operations)
+        return seconds
 
     def _operations(self, call: CallNode, choices: Choices) -> float:
         """Floating-point operations of the whole call, by its rule."""
@@ -90,6 +111,22 @@ class WorkCosts:
         ]
         schema = call.schema.with_specs(inputs)
         return in_lowering(call.entry, schema, schema.values, self._as_call(call), inputs, results).collectives
+
+
+def _is_view(call: CallNode) -> bool:
+    declared = [r for r in call.schema.signature.results if r.is_tensor]
+    return bool(declared) and all(r.alias is not None and not r.written for r in declared)
+
+
+def _side(row: Row, made: bool) -> Sequence[Any]:
+    return row.outputs if made else row.inputs
+
+
+def _shares(is_cut: Sequence[Sequence[bool]], sizes: Sequence[int]) -> NDArray[np.float64]:
+    """The part that a rank has by combination of rows, from whether each row cuts."""
+    each = [np.array([1 / n if cut else 1.0 for cut in of]) for of, n in zip(is_cut, sizes, strict=True)]
+    share: NDArray[np.float64] = reduce(np.multiply.outer, each)
+    return share
 
 
 def _is_cut(placement: Any) -> bool:

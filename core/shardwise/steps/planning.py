@@ -79,14 +79,16 @@ class Planned(StepPlan):
 
     ``cost`` and ``recorded_cost`` are seconds of forward and backward by the cost model: of the plan, and of the choice
     op by op, which is None where the solver cannot count it. ``recorded`` and ``rehearsal`` are rehearsals of the two.
+    ``bound`` is a number of seconds that no plan undercuts, where a proof was asked for.
     ``recipe_costs`` are seconds of the best plan with the placements of each recipe; None where that does not fit.
     ``differences`` are the collectives of the rehearsal that were not predicted so; a plan is verified if there are
     none. ``torn`` is the number of calls that look the same and were decided on differently. ``seconds`` are what each
-    of :data:`PLAN_PHASES` took.
+    of :data:`PLAN_PHASES` took, and the proof.
     """
 
     cost: float
     recorded_cost: float | None
+    bound: float | None
     recipe_costs: Mapping[str, float | None]
     recorded: Rehearsal
     rehearsal: Rehearsal
@@ -95,6 +97,11 @@ class Planned(StepPlan):
     calls: int
     torn: int
     seconds: Mapping[str, float]
+
+    @property
+    def gap(self) -> float | None:
+        """How far the best plan there is could be below this one, as a part of its cost."""
+        return None if self.bound is None else (self.cost - self.bound) / self.cost if self.cost else 0.0
 
     @cached_property
     def collectives(self) -> Uses:
@@ -116,6 +123,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     memory: int | None = None,
     recipes: Mapping[str, PlanFile] | None = None,
     keep: PlanFile | None = None,
+    prove: bool = False,
     device: str = "cpu",
     wires: Sequence[str] | None = None,
     name: str = "",
@@ -134,9 +142,11 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
       the placements of their parameters;
     - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
       a reason are made;
+    - ``prove``: find a bound that no plan undercuts. On a mesh with one dim it is as a rule the cost of the plan;
+      on several it is a weaker one, and takes about as long as to solve the step;
     - ``wires``: the connection of each mesh dim (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose
       written figures are used. The default is that of ranks of ``device`` on one host;
-    - ``tell``: called with one of :data:`PLAN_PHASES` and the number of ops so far.
+    - ``tell``: called with one of :data:`PLAN_PHASES` (and ``"prove"``) and the number of ops so far.
 
     Raises what the program raises, :class:`PlanError` for a program that cannot be planned,
     :class:`MemoryPlanError` where no plan within ``memory`` is found, :class:`PlanMeshError` for a recipe for mesh dims
@@ -153,7 +163,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     before = in_force.decisions, in_force.placements
-    request = Request(not fixed, memory, recipes or {}, keep)
+    request = Request(not fixed, memory, recipes or {}, keep, prove)
     request.check_names(names)
     try:
         with fake_ranks(math.prod(mesh_shape), 0):
@@ -200,13 +210,21 @@ def _planned(
             break
         say("solve", 0)
     times += [time.perf_counter() - spent, time.perf_counter()]
+    seconds = {phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)}
+    bound = None
+    if request.prove:
+        say("prove", 0)
+        with no_collection():
+            bound = search.bound()
+        seconds["prove"] = time.perf_counter() - times[-1]
     predicted = _predicted(solved.problem, solved.best, solved.costs)
     differences = tuple(_differences(predicted, uses_of(rehearsal)))
     return Planned(
-        file=_file(name, wires, evolve(step, parameters=placed), solved, rehearsal, differences),
+        file=_file(name, wires, evolve(step, parameters=placed), solved, rehearsal, differences, bound),
         decisions=solved.decisions,
         cost=solved.seconds,
         recorded_cost=solved.recorded_seconds,
+        bound=bound,
         recipe_costs=search.recipe_seconds,
         recorded=recorded,
         rehearsal=rehearsal,
@@ -214,7 +232,7 @@ def _planned(
         differences=differences,
         calls=len(step.graph.calls),
         torn=solved.torn,
-        seconds={phase: b - a for phase, a, b in zip(PLAN_PHASES, times, times[1:], strict=False)},
+        seconds=seconds,
     )
 
 
@@ -364,6 +382,7 @@ def _file(
     solved: Solved,
     rehearsal: Rehearsal,
     differences: Sequence[Difference],
+    bound: float | None,
 ) -> PlanFile:
     rests, moves = lines_of(solved.problem, solved.best, rehearsal.mesh_names)
     memory = rehearsal.memory
@@ -373,6 +392,8 @@ def _file(
         "kept": size_text(memory.kept),
         "peak": size_text(memory.later_peak),
     }
+    if bound is not None:
+        predicted["bound_ms"] = round(bound * 1e3, 6)
     if solved.recorded_seconds is not None:
         predicted["op_by_op_ms"] = round(solved.recorded_seconds * 1e3, 6)
     if differences:

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 from shardwise.errors import MemoryPlanError, NoPlanError, PlanMeshError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
+from shardwise.program.cheap_moves import Floats
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.plan_file import Layout, PlanFile, layout_text
 from shardwise.program.step_graph import Places, StepGraph
@@ -30,14 +31,15 @@ _OF_ADAM = Fraction(4)  # parameter, gradient and two states; for a program that
 
 @frozen(eq=False)
 class Request:
-    """What is asked of a plan: whether parameters are free, the bytes that a rank may hold, recipes by name, and a plan
-    whose parameters and own moves are kept.
+    """What is asked of a plan: whether parameters are free, the bytes that a rank may hold, recipes by name, a plan
+    whose parameters and own moves are kept, and whether a bound is asked for.
     """
 
     frees_parameters: bool = False
     memory: int | None = None
     recipes: Mapping[str, PlanFile] = field(factory=dict)
     keep: PlanFile | None = None
+    prove: bool = False
 
     def check_names(self, mesh_names: Sequence[str]) -> None:
         """Raise :class:`PlanMeshError` for a recipe or a kept plan that has mesh dims of other names."""
@@ -184,6 +186,17 @@ class PlanSearch:
                 limit=wanted,
             ) from error
         return with_decisions(self._problem, self._costs, self._as_recorded, best)
+
+    def bound(self) -> float:
+        """Seconds of forward and backward that no plan within the limit undercuts."""
+        problem, costs = self._problem, self._costs
+
+        def work(place: int, rows: Sequence[Sequence[int]]) -> Floats:
+            return costs.at_least(problem.graph.calls[place], problem.choices[place], rows) * NANOSECONDS
+
+        bound = self._priced.bound(self.request.memory, work)
+        problem.forget_searches()
+        return bound / NANOSECONDS
 
     def accepts(self, solved: Solved, measured: Memory) -> bool:
         """Whether a rehearsal of a plan keeps the limit. If not, the next plan gets what this one held too much less.
