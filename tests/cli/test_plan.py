@@ -74,6 +74,41 @@ def test_a_bound_is_shown_beside_the_plan(run, folder):
     assert json.loads(run("plan", "train_plan.py:step", *ON, "--json").output)["bound"] is None
 
 
+def test_all_meshes_of_some_ranks_are_tried(run, folder):
+    options = ("--mesh", "8", "--factor", "--names", "dp,tp", "--fixed", "parameters")
+    result = run("plan", "train_plan.py:step", *options, "--out", "factored.plan")
+    assert result.exit_code == 0, result.output
+    assert "PlacementCountError" in result.output  # the program wants two mesh dims
+    content = json.loads(run("plan", "train_plan.py:step", *options, "--json").output)
+    shapes = {tuple(one["mesh"]): one for one in content["shapes"]}
+    assert set(shapes) == {(8,), (2, 4), (4, 2)}
+    assert "error" in shapes[8,]
+    best = min((one for one in shapes.values() if "cost" in one), key=lambda one: one["cost"])
+    assert (content["mesh"], content["plan"]["cost"]) == (best["mesh"], best["cost"])
+    mesh = ", ".join(f"{name} = {n}" for name, n in zip(("dp", "tp"), best["mesh"], strict=True))
+    assert f"mesh = {{ {mesh} }}" in (folder / "factored.plan").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--mesh", "2x4"), "give --mesh the number of ranks alone"),
+        (("--mesh", "8", "--wires", "nvlink"), "there are 1 wires"),
+        (("--mesh", "1"), "it has 1 ranks"),
+    ],
+)
+def test_what_cannot_be_factored(run, options, text):
+    result = run("plan", "train_plan.py:step", "--factor", *options)
+    assert result.exit_code != 0
+    assert text in result.output
+
+
+def test_a_program_that_takes_no_mesh_has_its_error(run):
+    result = run("plan", "train_plan.py:step", "--mesh", "7", "--factor")
+    assert result.exit_code != 0
+    assert "PlacementCountError" in result.output
+
+
 def test_two_plans_side_by_side(made):
     result = made("plan", "diff", "a.plan", "b.plan")
     assert result.exit_code == 0, result.output

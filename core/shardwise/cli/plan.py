@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ def _size(_ctx: click.Context, _option: click.Parameter, text: str | None) -> in
 
 
 _KEEP = "A plan file: its placements of parameters and its moves without a why are kept, the rest is solved anew."
+_FACTOR = "Try all meshes of so many ranks, with one mesh dim per name at most (three without --names)."
 _RECIPE = "A plan file whose placements of parameters are tried, too; may be given several times."
 
 
@@ -66,6 +68,7 @@ _RECIPE = "A plan file whose placements of parameters are tried, too; may be giv
 @click.option("--memory", callback=_size, help="What a rank may hold at any time: 64GiB. Otherwise there is no limit.")
 @click.option("--keep", type=click.Path(path_type=Path), help=_KEEP)
 @click.option("--recipe", "recipes", type=click.Path(path_type=Path), multiple=True, help=_RECIPE)
+@click.option("--factor", is_flag=True, help=_FACTOR)
 @click.option("--prove", is_flag=True, help="Find a bound that no plan undercuts, and how far the plan is above it.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan to this file.")
 @json_option
@@ -80,6 +83,7 @@ def step(  # noqa: PLR0913  # the options of the command
     memory: int | None,
     keep: Path | None,
     recipes: tuple[Path, ...],
+    factor: bool,
     prove: bool,
     out: Path | None,
     as_json: bool,
@@ -93,10 +97,13 @@ def step(  # noqa: PLR0913  # the options of the command
     """
     import torch
 
+    from shardwise.steps.factoring import cheapest_plan, plan_shapes
     from shardwise.steps.planning import plan as planned_by
 
-    words = _words("--names", names, mesh_shape)
-    connections = _words("--wires", wires, mesh_shape)
+    if factor and len(mesh_shape) != 1:
+        raise click.UsageError("--factor tries all shapes: give --mesh the number of ranks alone")
+    words = (names or "dim0,dim1,dim2").split(",") if factor else _words("--names", names, mesh_shape)
+    connections = (wires.split(",") if wires else None) if factor else _words("--wires", wires, mesh_shape)
     if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     if out is not None and not out.absolute().parent.is_dir():
@@ -108,26 +115,33 @@ def step(  # noqa: PLR0913  # the options of the command
         return function(mesh)
 
     with _progress(shown=not as_json, proves=prove) as tell:
-        made = planned_by(
-            run,
-            mesh_shape,
-            words,
-            fixed=() if fixed is None else (fixed,),
-            memory=memory,
-            recipes={path.stem: _read(path) for path in recipes},
-            keep=None if keep is None else _read(keep),
-            prove=prove,
-            device=device,
-            wires=connections,
-            name=program,
-            tell=tell,
-        )
+        options: dict[str, Any] = {
+            "fixed": () if fixed is None else (fixed,),
+            "memory": memory,
+            "recipes": {path.stem: _read(path) for path in recipes},
+            "keep": None if keep is None else _read(keep),
+            "prove": prove,
+            "device": device,
+            "wires": connections,
+            "name": program,
+        }
+        shapes = None
+        if factor:
+
+            def tell_shape(_shape: tuple[int, ...], phase: str, ops: int) -> None:
+                tell(phase, ops)
+
+            shapes = plan_shapes(run, mesh_shape[0], words or (), tell=tell_shape, **options)
+            made = cheapest_plan(shapes)
+        else:
+            made = planned_by(run, mesh_shape, words, tell=tell, **options)
     if out is not None:
         made.save(out)
     if as_json:
-        click.echo(json.dumps(_as_json(made), indent=1))
+        content = _as_json(made) if shapes is None else {**_as_json(made), "shapes": _shapes_json(shapes)}
+        click.echo(json.dumps(content, indent=1))
     else:
-        print_parts(list(_tables(made)))
+        print_parts([*([] if shapes is None else [_shapes_table(shapes)]), *_tables(made)])
         click.echo(_verdict(made))
 
 
@@ -156,6 +170,41 @@ def _progress(*, shown: bool, proves: bool) -> Iterator[Callable[[str, int], Non
             bar.update(task, completed=phases.index(phase), description=text)
 
         yield tell
+
+
+# -- one plan for each shape of the mesh -----------------------------------------------------------------------------
+
+
+def _shapes_table(shapes: Mapping[tuple[int, ...], Planned | Exception]) -> Table:
+    """A row per shape, the cheapest first; shapes without a plan come last, with the reason."""
+    table = Table("mesh", title="All meshes of these ranks")
+    for heading in ("forward and backward", "op by op", "most at a time"):
+        table.add_column(heading, justify="right")
+    table.add_column("", overflow="fold")
+    for shape, one in sorted(shapes.items(), key=lambda item: getattr(item[1], "cost", math.inf)):
+        mesh = "x".join(map(str, shape))
+        if isinstance(one, Exception):
+            table.add_row(mesh, "-", "-", "-", f"{type(one).__name__}: {one}".splitlines()[0])
+            continue
+        today = "-" if one.recorded_cost is None else milliseconds(one.recorded_cost)
+        verified = "" if not one.differences else "not verified"
+        table.add_row(mesh, milliseconds(one.cost), today, size_text(one.rehearsal.memory.later_peak), verified)
+    return table
+
+
+def _shapes_json(shapes: Mapping[tuple[int, ...], Planned | Exception]) -> list[dict[str, object]]:
+    return [
+        {"mesh": list(shape), "error": f"{type(one).__name__}: {one}"}
+        if isinstance(one, Exception)
+        else {
+            "mesh": list(shape),
+            "cost": one.cost,
+            "op_by_op": one.recorded_cost,
+            "peak": one.rehearsal.memory.later_peak,
+            "verified": not one.differences,
+        }
+        for shape, one in shapes.items()
+    ]
 
 
 # -- one plan --------------------------------------------------------------------------------------------------------
