@@ -15,6 +15,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine import decided
 from shardwise.errors import NoPlanError, RankDisagreementError
+from shardwise.kernel.recording import recording
 from shardwise.steps import learning
 from shardwise.testing import mesh
 
@@ -223,3 +224,29 @@ def turned_off():
 
 def test_learning_can_be_turned_off(two_ranks):
     assert two_ranks.run(turned_off) == [None, None]
+
+
+def unending():
+    """What is recorded of a program that has no optimizer, and what it says."""
+    m = mesh((2,))
+    model = nn.Linear(4, 4)
+    sw.distribute_module(model, m, {"weight": [Shard(0)]})
+    x = sw.distribute_tensor(torch.ones(2, 4), m, [Replicate()])
+    messages, real = [], learning._MOST_CALLS
+    learning._log.addFilter(kept := lambda entry: messages.append(entry.getMessage()))
+    learning._MOST_CALLS = 10
+    try:
+        with sw.learn(), torch.no_grad():
+            for _ in range(9):
+                y = model(x)
+            return recording.recorder, messages, y.full_tensor()
+    finally:
+        learning._MOST_CALLS = real
+        learning._log.removeFilter(kept)
+
+
+def test_a_program_without_an_optimizer_is_not_recorded_for_ever(two_ranks):
+    for recorder, messages, y in two_ranks.run(unending):
+        assert recorder is None
+        assert messages == ["10 calls without an optimizer's step: the program is not learned"]
+        assert y.shape == (2, 4)

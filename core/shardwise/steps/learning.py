@@ -36,6 +36,9 @@ _log = logging.getLogger(__name__)
 #: The part of calls that may be unknown before the next step is recorded, and how often that may happen.
 _MANY, _MOST_ROUNDS = 0.05, 8
 
+_MOST_CALLS = 250_000
+"""Calls that are recorded of one step, some 2 KB each. A program that has no optimizer would never end its step."""
+
 
 @frozen
 class Learned:
@@ -132,13 +135,18 @@ class Learning:
         self.close()
 
     def _record(self) -> None:
-        self._recording = Recording()
+        self._recording = Recording(_MOST_CALLS, self._give_up)
         self._running.enter_context(self._recording.running())
 
     def _stop_recording(self) -> Recording | None:
         self._running.close()
         recording, self._recording = self._recording, None
         return recording
+
+    def _give_up(self) -> None:
+        # The same call on every rank, as all of them record the same ones.
+        self._stop_recording()
+        _log.warning("%d calls without an optimizer's step: the program is not learned", _MOST_CALLS)
 
     def _step_begins(self, *_: Any) -> None:
         # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -32,8 +32,13 @@ _tokens = count()
 
 @define(eq=False)
 class Recording:
-    """The recorder of one step. It keeps leaves alive, and no other tensor."""
+    """The recorder of one step. It keeps leaves alive, and no other tensor.
 
+    A step may have ``most`` calls: at the next one ``on_full`` is called, which ends the recording.
+    """
+
+    most: int | None = None
+    on_full: Callable[[], None] = lambda: None
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
     _calls: list[CallNode] = field(factory=list)
@@ -98,6 +103,9 @@ class Recording:
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
         plan, self._plan = self._plan, None
+        if len(self._calls) == self.most:
+            self.on_full()
+            return
         if plan is None or plan.schema.op is not op or plan.schema.is_symbolic:
             return
         schema = plan.schema
