@@ -16,6 +16,7 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import Rule
+from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward
@@ -83,6 +84,11 @@ class Recording:
     def calls(self) -> int:
         """How many calls were recorded."""
         return len(self._calls)
+
+    @property
+    def schemas(self) -> set[OpSchema]:
+        """The different calls that were recorded."""
+        return {call.schema for call in self._calls}
 
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
