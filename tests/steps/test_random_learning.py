@@ -64,7 +64,7 @@ def check(pool, seed):
 
 SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 EVERYDAY = (42, 49)
-SAMPLED = (3, 6, 7, 14, 19, 40, 50)
+SAMPLED = (3, 6, 7, 14, 19, 40, 50, 54, 76)
 
 
 def _marked(seed):
