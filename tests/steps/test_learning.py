@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ class WritesInPlace(nn.Module):
         return self.second(x * scale)
 
 
-def unknown_calls(make, every, foreach):
+def unknown_calls(make, every, foreach, passes=1):
     """Per step of a program, how many calls the decisions did not know, and how many steps were learned by then."""
     model = make().double()
     m = mesh((2,))
@@ -178,7 +179,9 @@ def unknown_calls(make, every, foreach):
         for step in range(12):
             optimizer.zero_grad()
             before, rounds = decided.in_force.unknown, here.rounds
-            functional.cross_entropy(model(x, step % every == 1), target).backward()
+            with sw.accumulate() if passes > 1 else nullcontext():
+                for _ in range(passes):
+                    functional.cross_entropy(model(x, step % every == 1), target).backward()
             unknown.append((decided.in_force.unknown - before, rounds))
             optimizer.step()
     return unknown
@@ -190,6 +193,13 @@ def test_a_call_behind_one_that_writes_its_operand_is_known(two_ranks, foreach):
         # Gradients that wait have other calls. What the optimizer does is no reason to record the step again.
         assert unknown[1][0] <= 4
         assert unknown[4:] == [(0, 2)] * 8
+
+
+def test_gradients_that_wait_are_known(two_ranks):
+    for unknown in two_ranks.run(unknown_calls, WritesInPlace, 1, True, 2):
+        # The gradients of weights that need no reduction any more are not among those that wait.
+        assert unknown[1][0] <= 3
+        assert unknown[3:] == [(0, 2)] * 9
 
 
 def test_a_branch_that_every_other_step_takes_is_learned(two_ranks):

@@ -183,7 +183,8 @@ class Recording:
         self._late.setdefault(id(leaf), []).append(len(self._sinks))
         at = in_whole(tuple(placements), gradient._spec.mesh_shape)
         self._sinks.append(Sink(t, at, leaf=self._operand(leaf, leaf._spec)))
-        gradient.__dict__.pop(_NODE, None)
+        # From here on it is a tensor of its own, whose tag is that of the gradient.
+        self._moved[self._new(gradient, None, None)] = t
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""
