@@ -44,7 +44,7 @@ _PATIENCE = 8
 class Learned:
     """What was decided: seconds of a step by the cost model before and after, and what it took.
 
-    ``before`` is None where the choice op by op moves a tensor that a plan must not move. Decisions of a checkpoint
+    ``before`` is None where the choice op by op moves or shards a tensor as no plan may. Decisions of a checkpoint
     have no seconds.
     """
 

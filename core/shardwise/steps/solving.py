@@ -45,7 +45,7 @@ class Solved:
 
     @property
     def recorded_seconds(self) -> float | None:
-        """Seconds of the step as it was recorded; None where it moves a tensor that a plan must not move."""
+        """Seconds of the step as it was recorded; None where it moves or shards a tensor as no plan may."""
         is_legal = self.recorded.cost < FORBIDDEN and not self.problem.has_lost
         return None if not is_legal else self.recorded.cost / NANOSECONDS
 
