@@ -35,6 +35,10 @@ QUICKER = {
     "bench_optim": [*ONE_CALL, "--count", "20"],
     "bench_overlap": ["--size", "64", "--width", "32", "--layers", "2", "--rows", "64"],
     "bench_plan": ["--only", "4 layers"],
+    "bench_plan_times": [
+        *ONE_CALL,
+        *("--random", "2", "--layers", "1", "--width", "32", "--context", "16", "--largest", "16384"),
+    ],
     "bench_random": [*ONE_CALL, "--size", "1000"],
     "bench_redistribute": ONE_CALL,
     "bench_solver": ["--most", "500"],

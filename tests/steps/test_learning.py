@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -154,6 +155,58 @@ def test_another_branch_and_other_batches_are_learned_too(two_ranks):
     for losses, rounds in two_ranks.run(branching, True):
         torch.testing.assert_close(losses, expected, **TIGHT)
         assert rounds > 1
+
+
+class WritesInPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x, _branch):
+        x = self.first(x)
+        scale = x.square().mean(-1, keepdim=True).add_(1e-6).rsqrt()
+        return self.second(x * scale)
+
+
+def unknown_calls(make, every, foreach, passes=1):
+    """Per step of a program, how many calls the decisions did not know, and how many steps were learned by then."""
+    model = make().double()
+    m = mesh((2,))
+    sw.distribute_module(model, m, {"*.weight": [Shard(0)]})
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, foreach=foreach)
+    x, target = (sw.distribute_tensor(t, m, [Shard(0)]) for t in (floats(8, 6), ids(5, 8)))
+    unknown = []
+    with sw.learn() as here:
+        for step in range(12):
+            optimizer.zero_grad()
+            before, rounds = decided.in_force.unknown, here.rounds
+            with sw.accumulate() if passes > 1 else nullcontext():
+                for _ in range(passes):
+                    functional.cross_entropy(model(x, step % every == 1), target).backward()
+            unknown.append((decided.in_force.unknown - before, rounds))
+            optimizer.step()
+    return unknown
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_call_behind_one_that_writes_its_operand_is_known(two_ranks, foreach):
+    for unknown in two_ranks.run(unknown_calls, WritesInPlace, 1, foreach):
+        # Gradients that wait have other calls. What the optimizer does is no reason to record the step again.
+        assert unknown[1][0] <= 4
+        assert unknown[4:] == [(0, 2)] * 8
+
+
+def test_gradients_that_wait_are_known(two_ranks):
+    for unknown in two_ranks.run(unknown_calls, WritesInPlace, 1, True, 2):
+        # The gradients of weights that need no reduction any more are not among those that wait.
+        assert unknown[1][0] <= 3
+        assert unknown[3:] == [(0, 2)] * 9
+
+
+def test_a_branch_that_every_other_step_takes_is_learned(two_ranks):
+    for unknown in two_ranks.run(unknown_calls, Branches, 2, True):
+        assert unknown[1][0] > 0
+        assert unknown[-4:] == [(0, 3)] * 4
 
 
 def parting():

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeGuard
 
 import torch
-from attrs import define
+from attrs import define, field
 
 from shardwise.comm.events import because, observers
 from shardwise.comm.packing import Run
@@ -24,6 +24,7 @@ from shardwise.kernel.tags import Tag, tag_of_result
 from shardwise.planning.in_factors import in_factors
 from shardwise.planning.path import shortest_path
 from shardwise.planning.strategies import stated
+from shardwise.private_torch.dispatch import leaf_to_accumulate
 from shardwise.program.decisions import Decision, Decisions
 from shardwise.program.step_graph import Places
 from shardwise.program.step_rows import as_placements, flat_rows, in_whole
@@ -31,12 +32,16 @@ from shardwise.program.step_rows import as_placements, flat_rows, in_whole
 __all__ = ["InForce", "decided", "in_force", "look_up", "resting", "result_moves", "tagged", "use_decisions"]
 
 
+#: Unknown calls that are kept. A program whose shapes never end has ever more of them.
+_MOST_NOTED = 10_000
+
+
 @define
 class InForce:
     """The decisions that plans are made by, if any, and how many calls they knew and did not know.
 
-    ``placements`` says, by name, where a module that is distributed has its parameters and buffers, whatever the
-    program says: only rehearsals of a plan that chose them have it.
+    ``unknown_calls`` are the latter. ``placements`` says, by name, where a module that is distributed has its
+    parameters and buffers, whatever the program says: only rehearsals of a plan that chose them have it.
     ``learner`` is called with decisions of an earlier run that fit, while this one learns.
     """
 
@@ -44,6 +49,7 @@ class InForce:
     placements: Callable[[str], Places | None] | None = None
     known: int = 0
     unknown: int = 0
+    unknown_calls: set[OpSchema] = field(factory=set)
     learner: Callable[[Decisions], None] | None = None
 
 
@@ -54,6 +60,7 @@ def use_decisions(decisions: Decisions | None, placements: Callable[[str], Place
     """Make plans by decisions from now on, or by none. Every rank must call this at the same point of the program."""
     in_force.decisions, in_force.placements = decisions, placements
     in_force.known = in_force.unknown = 0
+    in_force.unknown_calls.clear()
     drop_plans()
 
 
@@ -70,6 +77,8 @@ def decided(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
     if decision is None or strategy is None:
         if _is_of_the_step(schema) and (decision is not None or not decisions.leaves(schema, _tags(schema))):
             in_force.unknown += 1
+            if len(in_force.unknown_calls) < _MOST_NOTED:
+                in_force.unknown_calls.add(schema)
         return None
     in_force.known += 1
     return strategy, decision
@@ -79,9 +88,7 @@ def _is_of_the_step(schema: OpSchema) -> bool:
     """Whether a call is one that a step could be planned with. One without a tag among its operands is outside: it
     makes an input, for example. A view costs nothing where it is: autograd makes one of each gradient that waits.
     """
-    results = [r for r in schema.signature.results if r.is_tensor]
-    is_view = bool(results) and all(r.alias is not None and not r.written for r in results)
-    return not is_view and any(tag is not None for tag in _tags(schema))
+    return not schema.is_view and any(tag is not None for tag in _tags(schema))
 
 
 def look_up(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrategy, Decision] | None:
@@ -95,6 +102,8 @@ def look_up(rule: AnyRule, schema: OpSchema, call: Call) -> tuple[PlacementStrat
 
 def _may_be_decided(rule: AnyRule, schema: OpSchema, decisions: Decisions) -> TypeGuard[Rule]:
     is_open = isinstance(rule, Rule) and not rule.zip_lists and not schema.is_symbolic
+    # The copy that autograd makes of a gradient lies as the gradient, which has the layout of its leaf.
+    is_open = is_open and (schema.is_view or leaf_to_accumulate() is None)
     return is_open and tuple(schema.mesh.shape) == decisions.mesh_shape
 
 
@@ -176,17 +185,11 @@ def tagged(rule: AnyRule, schema: OpSchema, results: Sequence[TensorSpec | None]
     if decisions is None or not is_open or any(r.reseats for r in schema.signature.results):
         return results
     tags = _tags(schema)
-    declared = [r for r in schema.signature.results if r.is_tensor]
     # What an op writes and returns is the operand itself, and no wrapper takes a new spec.
-    is_new = [not r.written for r in declared for _ in range(_length(r.is_list, declared, results))]
     return [
-        spec if spec is None or not new else spec.with_tag(tag_of_result(schema, tags, i, decisions.depth))
-        for i, (spec, new) in enumerate(zip(results, is_new, strict=True))
+        spec if spec is None or operand is not None else spec.with_tag(tag_of_result(schema, tags, i, decisions.depth))
+        for i, (spec, operand) in enumerate(zip(results, schema.returned(len(results)), strict=True))
     ]
-
-
-def _length(is_list: bool, declared: Sequence[Any], results: Sequence[Any]) -> int:
-    return len(results) - len(declared) + 1 if is_list else 1
 
 
 def resting(results: Sequence[TensorSpec | None], decision: Decision) -> Sequence[TensorSpec | None]:

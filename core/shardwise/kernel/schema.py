@@ -109,6 +109,23 @@ class OpSchema:
         return tuple(i for i, (_, spec, _, written) in enumerate(self._tensors()) if written and spec is not None)
 
     @property
+    def is_view(self) -> bool:
+        """Whether all results share the memory of operands and the op writes none."""
+        results = [r for r in self.signature.results if r.is_tensor]
+        return bool(results) and all(r.alias is not None and not r.written for r in results)
+
+    def returned(self, count: int) -> list[int | None]:
+        """For each of ``count`` tensor results (lists flattened), the operand that the op writes and returns as it."""
+        declared = [r for r in self.signature.results if r.is_tensor]
+        starts = self.starts
+        flat: list[int | None] = []
+        for of in declared:
+            length = count - len(declared) + 1 if of.is_list else 1
+            first = starts[of.alias] if of.written and of.alias is not None else None
+            flat += [None if first is None else first + k for k in range(length)]
+        return flat
+
+    @property
     def mesh(self) -> Mesh:
         spec = next((s for s in self.specs if s is not None), None)
         if spec is None:

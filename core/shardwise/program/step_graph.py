@@ -145,7 +145,8 @@ class StepGraph:
             elif node.number in made:
                 call, i = made[node.number]
                 operands = [None if t is None else tags[t] for t in call.operands]
-                tags[node.number] = tag_of_result(call.schema, operands, i, depth)
+                same = call.schema.returned(len(call.results))[i]
+                tags[node.number] = tag_of_result(call.schema, operands, i, depth) if same is None else operands[same]
             elif node.name:
                 tags[node.number] = tag_of_name(node.name, depth)
         return tags

@@ -19,7 +19,7 @@ from typing import Any
 from attrs import define, field
 
 from shardwise.errors import PlacementError
-from shardwise.kernel.placements import REPLICATE, Placement, StridedShard, is_strided
+from shardwise.kernel.placements import Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import TensorSpec
@@ -30,7 +30,7 @@ from shardwise.planning.path_search import Search
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
 from shardwise.program.step_memory import StepMemory
-from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, rows_that_ran
+from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, is_whole, rows_that_ran
 from shardwise.program.step_slices import Slices, placed
 
 __all__ = ["Assignment", "StepProblem"]
@@ -117,6 +117,9 @@ class StepProblem:
             if choices.problem is None:  # one row per mesh dim, the one that ran
                 rows.append(list(range(len(mesh_shape))))
                 continue
+            if choices.lost:
+                rows.append(list(choices.lost))
+                continue
             places = [(row.inputs, row.outputs) for row in choices.rows]
             rows.append([places.index((row.inputs, row.outputs)) for row in ran])
         return self._left_as_made(rows)
@@ -128,15 +131,26 @@ class StepProblem:
         assignment.cost = self.cost(assignment)
         return assignment
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether some call took rows, when it was recorded, that a plan may not take."""
+        return any(choices.lost for choices in self.choices)
+
     def as_replicated(self) -> Assignment:
-        """Every call on whole tensors, where it has such a row: legal wherever operands may move."""
-        rows = [list(ran) for ran in self.as_recorded().rows]
+        """Every call on whole tensors, where it has such a row and finds whole what may not move."""
+        recorded = self.as_recorded().rows
+        assignment = Assignment([list(ran) for ran in recorded], {})
         for place, choices in enumerate(self.choices):
-            whole = [next((r for r in legal if _is_whole(choices.rows[r])), None) for legal in choices.legal]
-            chosen = [r for r in whole if r is not None]
-            if len(chosen) == len(whole) and choices.allows(chosen):
-                rows[place] = chosen
-        return self._left_as_made(rows)
+            operands = enumerate(self.graph.calls[place].operands)
+            stays = {i: self.made(assignment, t) for i, t in operands if t is not None and self.must_stay(place, i)}
+            chosen: list[int] = []
+            for m, legal in enumerate(choices.legal):
+                rows = [r for r in legal if all(placed(choices.rows[r].inputs[i]) == at[m] for i, at in stays.items())]
+                rows.sort(key=lambda r: (not is_whole(choices.rows[r]), r != recorded[place][m]))
+                chosen += rows[:1]
+            if len(chosen) == len(choices.legal) and choices.allows(chosen):
+                assignment.rows[place] = chosen
+        return self._left_as_made(assignment.rows)
 
     def operand_names(self, place: int) -> list[str]:
         """The names of the arguments of a call that its flat operands belong to."""
@@ -298,10 +312,6 @@ class StepProblem:
         for graph in self._searched.values():
             graph.keep_paths_only()
         self._searched.clear()
-
-
-def _is_whole(row: Row) -> bool:
-    return not row.lowered and all(p is None or p == REPLICATE for p in (*row.inputs, *row.outputs))
 
 
 def _strides_anew(src: Places, dst: Places) -> bool:

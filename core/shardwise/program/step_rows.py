@@ -34,7 +34,7 @@ from shardwise.planning.problem import Problem
 from shardwise.planning.strategies import make_call, stated
 from shardwise.program.step_graph import CallNode, Places, StepGraph
 
-__all__ = ["Choices", "RowTable", "as_placements", "flat_rows", "in_whole", "rows_that_ran", "shards_of"]
+__all__ = ["Choices", "RowTable", "as_placements", "flat_rows", "in_whole", "is_whole", "rows_that_ran", "shards_of"]
 
 
 @frozen(eq=False)
@@ -42,12 +42,14 @@ class Choices:
     """The rows that a call may take, and which of them on each mesh dim.
 
     ``problem`` has the first of the rows, those without strided shards. It is None where the recorded strategy is the
-    only one: a rule that lists its strategies, or rows that could not be found again.
+    only one: a rule that lists its strategies, or rows that could not be found again. ``lost`` are the rows that ran
+    where a plan may not take them.
     """
 
     problem: Problem | None
     rows: tuple[Row, ...]
     legal: tuple[tuple[int, ...], ...]
+    lost: tuple[int, ...] = ()
 
     def allows(self, chosen: Sequence[int]) -> bool:
         """Whether rows may stand side by side on the mesh dims."""
@@ -133,7 +135,12 @@ class RowTable:
         for m, row in enumerate(ran):
             at = next((i for i, r in enumerate(rows) if (r.inputs, r.outputs) == (row.inputs, row.outputs)), None)
             if at is None:
-                return _only(ran)
+                whole_row = next((r for r in legal if is_whole(problem.rows[r])), None)
+                if whole_row is None or not any(is_strided((*row.inputs, *row.outputs)) for row in ran):
+                    return _only(ran)
+                # Strided shards of an operand that a plan may not shard so anew: the call takes another row.
+                lost = tuple(len(rows) + m for m in range(len(ran)))
+                return Choices(problem, (*rows, *ran), (tuple(legal),) * len(ran), lost)
             fitting = [len(problem.rows) + k for k, r in enumerate(more) if _divides(r, whole.specs, mesh_shape[m])]
             per_dim.append(tuple(sorted({*legal, *fitting, at})))
         return Choices(problem, rows, tuple(per_dim))
@@ -230,6 +237,11 @@ def rows_that_ran(call: CallNode, mesh_shape: Sequence[int]) -> list[Row]:
         )
         for m in range(len(mesh_shape))
     ]
+
+
+def is_whole(row: Row) -> bool:
+    """Whether a row has every tensor whole, and runs the op itself."""
+    return not row.lowered and all(p is None or p == REPLICATE for p in (*row.inputs, *row.outputs))
 
 
 def _only(ran: Sequence[Row]) -> Choices:

@@ -42,7 +42,7 @@ class WorkCosts:
         return self._work(call, choices, rows) + self._sent(call, choices, rows)
 
     def _work(self, call: CallNode, choices: Choices, rows: Sequence[Row]) -> float:
-        if _is_view(call):
+        if call.schema.is_view:
             return 0.0
         shape = tuple(self.graph.mesh.shape)
         nbytes = 0.0
@@ -59,7 +59,7 @@ class WorkCosts:
         lowerings send.
         """
         shape = tuple(map(len, rows))
-        if _is_view(call):
+        if call.schema.is_view:
             return np.zeros(shape)
         sizes = tuple(self.graph.mesh.shape)
         nbytes = np.zeros(shape)
@@ -111,11 +111,6 @@ class WorkCosts:
         ]
         schema = call.schema.with_specs(inputs)
         return in_lowering(call.entry, schema, schema.values, self._as_call(call), inputs, results).collectives
-
-
-def _is_view(call: CallNode) -> bool:
-    declared = [r for r in call.schema.signature.results if r.is_tensor]
-    return bool(declared) and all(r.alias is not None and not r.written for r in declared)
 
 
 def _side(row: Row, made: bool) -> Sequence[Any]:

@@ -33,18 +33,21 @@ __all__ = ["Learned", "Learning", "decide_step", "learn"]
 
 _log = logging.getLogger(__name__)
 
-#: The part of calls that may be unknown before the next step is recorded, and how often that may happen.
+#: The part of calls that may be unknown before the next steps are recorded, and how often that may happen.
 _MANY, _MOST_ROUNDS = 0.05, 8
 
 _MOST_CALLS = 250_000
 """Calls that are recorded of one step, some 2 KB each. A program that has no optimizer would never end its step."""
+
+#: How many steps in a row are recorded, if all calls of each are known, until the unknown ones come again.
+_PATIENCE = 8
 
 
 @frozen
 class Learned:
     """What was decided: seconds of a step by the cost model before and after, and what it took.
 
-    ``before`` is None where the choice op by op moves a tensor that a plan must not move. Decisions of a checkpoint
+    ``before`` is None where the choice op by op moves or shards a tensor as no plan may. Decisions of a checkpoint
     have no seconds.
     """
 
@@ -80,7 +83,8 @@ def decide_step(graph: StepGraph) -> Learned:
 class Learning:
     """Learning that is on, from the first call after :func:`learn` until it is closed.
 
-    A step after which many calls turn out to be unknown (another branch, other shapes) has the next one recorded, too.
+    After a step with many unknown calls (another branch, other shapes) the next steps are recorded until they come
+    again.
     """
 
     learned: Learned | None = field(default=None, init=False)
@@ -93,6 +97,8 @@ class Learning:
     #: Unknown calls of a step that were recorded and are not known any better.
     _accepted: int = field(default=0, init=False)
     _wanted: int = field(default=0, init=False)
+    _unknown_in_step: int = field(default=0, init=False)
+    _known_steps: int = field(default=0, init=False)
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""
@@ -102,6 +108,11 @@ class Learning:
         ]
         in_force.learner = self.resume
         self._record()
+
+    @property
+    def records(self) -> bool:
+        """Whether the step that runs is recorded."""
+        return self._recording is not None
 
     def resume(self, decisions: Decisions) -> None:
         """Run by decisions of an earlier run, without recording a step. :func:`shardwise.checkpoint.load` calls this.
@@ -151,25 +162,44 @@ class Learning:
     def _step_begins(self, *_: Any) -> None:
         # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.
         self._running.close()
+        self._unknown_in_step = in_force.unknown - self._unknown
 
     def _step_ended(self, *_: Any) -> None:
+        fresh, self._unknown = self._unknown_in_step, in_force.unknown
         recording = self._stop_recording()
         if recording is not None:
             if recording.calls:
                 self._decide(recording)
-        elif self.learned is not None and in_force.decisions is self.learned.decisions:
-            fresh, self._unknown = in_force.unknown - self._unknown, in_force.unknown
-            if fresh - self._accepted > _MANY * len(self.learned.decisions) and self.rounds < _MOST_ROUNDS:
-                self._wanted = fresh
-                self._record()
+        elif self._has_many(fresh):
+            self._known_steps, self._wanted = 0, fresh
+            self._record()
+
+    def _has_many(self, unknown: int) -> bool:
+        """Whether so many unknown calls are a reason to record steps, and decide again."""
+        learned = self.learned
+        return (
+            learned is not None
+            and in_force.decisions is learned.decisions
+            and unknown - self._accepted > _MANY * len(learned.decisions)
+            and self.rounds < _MOST_ROUNDS
+        )
 
     def _decide(self, recording: Recording) -> None:
         if len(recording.meshes) > 1:
             _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
             return
         with outside_modes(), torch.no_grad():
+            graph = recording.graph()
+            if _has_ranks(graph):
+                agree_on_recording(graph)
+            if self.learned is not None and not self._has_many(len(recording.schemas & in_force.unknown_calls)):
+                # The unknown calls were another step's: a branch that every other step takes, for example.
+                self._known_steps += 1
+                if self._known_steps < _PATIENCE:
+                    self._record()
+                return
             try:
-                learned = _decided_by_all(recording)
+                learned = _decided_by_all(graph)
             except NoPlanError as error:
                 warnings.warn(f"{error} The program goes on as before.", stacklevel=2)
                 return
@@ -186,13 +216,17 @@ class Learning:
         _log.info("learned the program: %s", learned)
 
 
-def _decided_by_all(recording: Recording) -> Learned:
-    """Decide on the first rank of the mesh; every rank has its decisions, or raises :class:`NoPlanError`."""
-    graph = recording.graph()
+def _has_ranks(graph: StepGraph) -> bool:
+    """Whether other ranks run the step, too, and can be reached."""
     mesh: Any = graph.mesh
-    if not isinstance(mesh, DeviceMesh) or mesh.size() == 1 or backend_of(mesh) == "fake":
+    return isinstance(mesh, DeviceMesh) and mesh.size() > 1 and backend_of(mesh) != "fake"
+
+
+def _decided_by_all(graph: StepGraph) -> Learned:
+    """Decide on the first rank of the mesh; every rank has its decisions, or raises :class:`NoPlanError`."""
+    if not _has_ranks(graph):
         return decide_step(graph)
-    agree_on_recording(graph)
+    mesh: Any = graph.mesh
     told: dict[str, Any] = {}
     if not any(own_coordinate(mesh)):
         try:

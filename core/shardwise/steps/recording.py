@@ -16,9 +16,10 @@ from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.rule import Rule
+from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op
 from shardwise.kernel.spec import TensorSpec
-from shardwise.private_torch.dispatch import in_backward
+from shardwise.private_torch.dispatch import in_backward, leaf_to_accumulate
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph, TensorNode
 from shardwise.program.step_rows import in_whole
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -89,6 +90,11 @@ class Recording:
         """How many calls were recorded."""
         return len(self._calls)
 
+    @property
+    def schemas(self) -> set[OpSchema]:
+        """The different calls that were recorded."""
+        return {call.schema for call in self._calls}
+
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
         for leaf in self.leaves:
@@ -125,6 +131,7 @@ class Recording:
             and not plan.entry.rule.zip_lists
             and len(plan.strategies) == 1
             and not any(r.reseats for r in schema.signature.results)
+            and (schema.is_view or leaf_to_accumulate() is None)  # see engine.decided
         )
         number = len(self._calls) if is_open else None
         results = self._results(plan, operands, result, number)
@@ -185,7 +192,8 @@ class Recording:
         self._late.setdefault(id(leaf), []).append(len(self._sinks))
         at = in_whole(tuple(placements), gradient._spec.mesh_shape)
         self._sinks.append(Sink(t, at, leaf=self._operand(leaf, leaf._spec)))
-        gradient.__dict__.pop(_NODE, None)
+        # From here on it is a tensor of its own, whose tag is that of the gradient.
+        self._moved[self._new(gradient, None, None)] = t
 
     def read(self, tensor: Any) -> None:
         """The program took the local part of a tensor."""

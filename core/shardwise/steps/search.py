@@ -70,6 +70,8 @@ class PlanSearch:
     _problem: StepProblem = field(init=False)
     _costs: WorkCosts = field(init=False)
     _as_recorded: Assignment = field(init=False)
+    #: The same, or whole tensors where it has rows that a plan may not take.
+    _first: Assignment = field(init=False)
     _limit: int | None = field(init=False)
     _priced: PricedSearch = field(init=False)
     _rounds: int = field(default=0, init=False)
@@ -82,6 +84,7 @@ class PlanSearch:
         free = frozenset(self._parameters() if self.request.frees_parameters else ())
         self._problem = StepProblem(graph, self._costs, free, memory)
         self._as_recorded = self._problem.as_recorded()
+        self._first = self._problem.as_replicated() if self._problem.has_lost else self._as_recorded
         self._limit = self.request.memory
         starts = self._first_starts() if self.request.keep is None else self._kept(self.request.keep)
         self._priced = PricedSearch(self._problem, starts, self._lean if free else None)
@@ -97,12 +100,12 @@ class PlanSearch:
     def _first_starts(self) -> list[Assignment]:
         problem = self._problem
         whole = problem.as_replicated()
-        starts = [self._as_recorded]
+        starts = [self._first]
         # What was chosen op by op may move a tensor that is written later. From there descent may find nothing.
-        if self._as_recorded.cost >= FORBIDDEN or problem.free:
+        if self._first.cost >= FORBIDDEN or problem.free:
             starts.append(whole)
         if problem.free:
-            if any(p != REPLICATE for t in problem.free for p in self._as_recorded.rests[t]):
+            if any(p != REPLICATE for t in problem.free for p in self._first.rests[t]):
                 starts.insert(0, self._as_placed())
             for name, recipe in self.request.recipes.items():
                 starts.append(self._of_recipe(name, recipe, whole))
@@ -113,9 +116,9 @@ class PlanSearch:
         problem = self._problem
         problem.pinned = problem.free
         try:
-            return solve_step(problem, [self._as_recorded])
+            return solve_step(problem, [self._first])
         except NoPlanError:
-            return self._as_recorded
+            return self._first
         finally:
             problem.pinned = frozenset()
 
@@ -148,7 +151,7 @@ class PlanSearch:
         places = {t: file.placements_of(self.graph.tensors[t].name) for t in problem.free}
         kept = {t: known[1] for t, known in places.items() if known is not None}
         problem.pinned = frozenset(kept)
-        starts = [self._placed(start, kept) for start in (self._as_recorded, problem.as_replicated())]
+        starts = [self._placed(start, kept) for start in (self._first, problem.as_replicated())]
         for start in starts:
             hold_lines(problem, start, file, self.graph.mesh.mesh_dim_names or ())
         return starts

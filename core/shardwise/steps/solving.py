@@ -45,8 +45,9 @@ class Solved:
 
     @property
     def recorded_seconds(self) -> float | None:
-        """Seconds of the step as it was recorded; None where it moves a tensor that a plan must not move."""
-        return None if self.recorded.cost >= FORBIDDEN else self.recorded.cost / NANOSECONDS
+        """Seconds of the step as it was recorded; None where it moves or shards a tensor as no plan may."""
+        is_legal = self.recorded.cost < FORBIDDEN and not self.problem.has_lost
+        return None if not is_legal else self.recorded.cost / NANOSECONDS
 
 
 def solve_graph(graph: StepGraph) -> Solved:
@@ -60,6 +61,8 @@ def solve_graph(graph: StepGraph) -> Solved:
         recorded = problem.as_recorded()
         # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
         starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
+        if problem.has_lost:
+            starts = [problem.as_replicated()]
         best = solve_step(problem, starts)
         problem.forget_searches()
         return with_decisions(problem, costs, recorded, best)
