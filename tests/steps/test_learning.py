@@ -191,22 +191,22 @@ def unknown_calls(make, every, foreach, passes=1):
 @pytest.mark.parametrize("foreach", [True, False])
 def test_a_call_behind_one_that_writes_its_operand_is_known(two_ranks, foreach):
     for unknown in two_ranks.run(unknown_calls, WritesInPlace, 1, foreach):
-        # Gradients that wait have other calls. What the optimizer does is no reason to record the step again.
+        # What the optimizer does is no reason to record the step again.
         assert unknown[1][0] <= 4
-        assert unknown[4:] == [(0, 2)] * 8
+        assert unknown[4:] == [(0, 1)] * 8
 
 
 def test_gradients_that_wait_are_known(two_ranks):
     for unknown in two_ranks.run(unknown_calls, WritesInPlace, 1, True, 2):
         # The gradients of weights that need no reduction any more are not among those that wait.
         assert unknown[1][0] <= 3
-        assert unknown[3:] == [(0, 2)] * 9
+        assert unknown[3:] == [(0, 1)] * 9
 
 
 def test_a_branch_that_every_other_step_takes_is_learned(two_ranks):
     for unknown in two_ranks.run(unknown_calls, Branches, 2, True):
         assert unknown[1][0] > 0
-        assert unknown[-4:] == [(0, 3)] * 4
+        assert unknown[-4:] == [(0, 2)] * 4
 
 
 def parting():
