@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import torch
 from attrs import frozen
+from experts import MixtureOfExperts
 from measuring import console, line, ratio_line, report
 from rich.table import Table
 
@@ -29,7 +30,7 @@ PLANS = Path(__file__).parent / "plans"
 
 @frozen
 class Case:
-    """A GPT on a mesh. ``batch`` is sharded over the mesh dims that are named so, if any."""
+    """A GPT on a mesh, or a mixture of ``experts``. ``shared`` are the mesh dims that share the batch, if any."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,14 +41,21 @@ class Case:
     memory: str | None = None
     seconds: float = 30.0
     large: bool = False
+    experts: int = 0
 
     def program(self, mesh):
         """The step, with its parameters whole on every rank."""
         layers, width, heads, context, batch = self.sizes
+        places = [Shard(0) if name in self.shared else Replicate() for name in self.names]
+        if self.experts:
+            experts = MixtureOfExperts(layers, width, 2 * width, self.experts)
+            sw.distribute_module(experts, mesh, src_data_rank=None)
+            x = torch.zeros(batch, context, width, device=mesh.device_type)
+            x = sw.distribute_tensor(x, mesh, places, src_data_rank=None)
+            return experts, x, torch.optim.AdamW(experts.parameters(), fused=True)
         model = GPT(layers=layers, width=width, heads=heads, context=context)
         sw.distribute_module(model, mesh, src_data_rank=None)
         ids = torch.zeros(batch, context, dtype=torch.int64, device=mesh.device_type)
-        places = [Shard(0) if name in self.shared else Replicate() for name in self.names]
         ids = sw.distribute_tensor(ids, mesh, places, src_data_rank=None)
         return WithLoss(model), (ids, ids), torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -55,15 +63,20 @@ class Case:
         """The recipes for mesh dims of these names."""
         end = "-" + "-".join(self.names)
         files = (parse(path.read_text(), str(path)) for path in sorted(PLANS.glob(f"*{end}.plan")))
-        return {Path(file.source).stem.removesuffix(end): file for file in files if file.mesh_names == self.names}
+        model = "experts:MixtureOfExperts" if self.experts else "shardwise.demo.model:GPT"
+        fit = [file for file in files if file.mesh_names == self.names and file.program == model]
+        return {Path(file.source).stem.removesuffix(end): file for file in fit}
 
 
 SMALL = (4, 128, 4, 64, 8)
+EXPERTS = (4, 256, 0, 64, 8)
 SEVEN_BILLION = (32, 4288, 32, 4096, 128)
 CLUSTER = ("infiniband", "nvlink", "infiniband")
 CASES = (
     Case("GPT, 4 layers, (4,)", (4,), ("tp",), SMALL),
     Case("GPT, 4 layers, 2x2", (2, 2), ("dp", "tp"), SMALL, ("dp",)),
+    Case("8 experts, 4 layers, (4,)", (4,), ("tp",), EXPERTS, experts=8),
+    Case("8 experts, 4 layers, 2x4", (2, 4), ("dp", "tp"), EXPERTS, ("dp",), experts=8),
     Case("7 billion, 8x16x8", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, ("pod", "dp"), CLUSTER),
     Case("7 billion, 8x16x8, 64 GiB", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, (), CLUSTER, "64GiB", large=True),
     Case("7 billion, 8x16x8, 16 GiB", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, (), CLUSTER, "16GiB", large=True),

@@ -132,6 +132,31 @@ def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
     assert unlimited.file.parameters != placed.file.parameters
 
 
+class Einsum(nn.Module):
+    """A product whose weight gets a gradient with other strides: autograd copies it into new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 32, 16))
+
+    def forward(self, x):
+        return torch.einsum("btd,edh->ebth", x, self.weight).pow(2).mean()
+
+
+def einsum(on):
+    model = Einsum()
+    sw.distribute_module(model, on, {"weight": {"tp": Shard(0)}}, src_data_rank=None)
+    x = sw.distribute_tensor(torch.ones(4, 8, 32), on, [Shard(0), Replicate()], src_data_rank=None)
+    return model, x, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+@pytest.mark.parametrize("memory", [None, 60_000])
+def test_the_copy_of_a_gradient_lies_as_its_parameter(memory):
+    planned = sw.plan(einsum, (2, 4), ("dp", "tp"), memory=memory)
+    assert planned.differences == ()
+    assert not any(use.phase == "optimizer" for use in planned.collectives)
+
+
 def test_a_plan_on_one_mesh_dim_is_proven():
     for fixed in ((), ("parameters",)):
         assert sw.plan(mlp, (2,), ("tp",), fixed=fixed, prove=True).gap == 0
