@@ -197,6 +197,18 @@ def test_two_recordings_give_the_same_decisions():
     assert fingerprints[0] == fingerprints[1]
 
 
+def test_a_call_without_one_of_its_results_has_all_its_rows():
+    """The backward pass of the first layer makes no gradient of the program's input."""
+    with fake_mesh(2, 2) as mesh:
+        model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+        sw.distribute_module(model, mesh, src_data_rank=None)
+        x = sw.distribute_tensor(torch.ones(4, 8), mesh, [Shard(0)] * 2, src_data_rank=None)
+        _, problem, _, _ = recorded(lambda: model(x).sum().backward())
+        absent = [place for place, call in enumerate(problem.graph.calls) if None in call.results]
+        assert absent
+        assert all(len(of) > 1 for place in absent for of in problem.choices[place].legal)
+
+
 # -- brute force -------------------------------------------------------------------------------------------------
 
 

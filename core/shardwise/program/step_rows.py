@@ -122,6 +122,7 @@ class RowTable:
     ) -> Choices:
         mesh_shape = tuple(self.graph.mesh.shape)
         (every,) = stated(rule, whole, make_call(rule, whole, outs))
+        every = evolve(every, rows=tuple(_without_absent(row, outs) for row in every.rows))
         problem = evolve(every, rows=tuple(row for row in every.rows if not row.is_strided))
         legal = [
             r
@@ -144,6 +145,14 @@ class RowTable:
             fitting = [len(problem.rows) + k for k, r in enumerate(more) if _divides(r, whole.specs, mesh_shape[m])]
             per_dim.append(tuple(sorted({*legal, *fitting, at})))
         return Choices(problem, rows, tuple(per_dim))
+
+
+def _without_absent(row: Row, outs: Sequence[TensorMeta | None]) -> Row:
+    """A row as a strategy that ran has it: results that are not there, such as a gradient that nobody wants, have no
+    placement.
+    """
+    outputs = tuple(None if meta is None else p for p, meta in zip(row.outputs, outs, strict=True))
+    return row if outputs == row.outputs else evolve(row, outputs=outputs)
 
 
 def _strided_rows(every: Problem, strided: Sequence[Sequence[Placement]]) -> Iterator[Row]:
