@@ -132,6 +132,13 @@ def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
     assert unlimited.file.parameters != placed.file.parameters
 
 
+def test_wires_are_those_of_one_plan():
+    before = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",))
+    wired = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",), wires=["ethernet"])
+    after = sw.plan(mlp, (2,), ("tp",), fixed=("parameters",))
+    assert before.cost == after.cost != wired.cost
+
+
 class Einsum(nn.Module):
     """A product whose weight gets a gradient with other strides: autograd copies it into new memory."""
 

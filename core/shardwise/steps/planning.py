@@ -168,12 +168,24 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     try:
         with fake_ranks(math.prod(mesh_shape), 0):
             mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
-            if wires is not None:
-                use_links(mesh, links_of_wires(mesh, wires))
-            with fake_tensors(), torch.device(device):
+            with _wired(mesh, wires), fake_tensors(), torch.device(device):
                 return _planned(program, mesh, name or _name_of(program), wires, request, say)
     finally:
         use_decisions(*before)
+
+
+@contextmanager
+def _wired(mesh: DeviceMesh, wires: Sequence[str] | None) -> Iterator[None]:
+    """The written figures of wires, for as long as the context lasts: equal meshes of the process have the same."""
+    if wires is None:
+        yield
+        return
+    before = links_of(mesh) if are_chosen(mesh) else None
+    use_links(mesh, links_of_wires(mesh, wires))
+    try:
+        yield
+    finally:
+        use_links(mesh, before)
 
 
 def _planned(
