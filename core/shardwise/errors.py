@@ -117,7 +117,9 @@ class ListLengthError(ShardingError):
 
 
 class TracingError(ShardingError):
-    """``torch.compile`` cannot put a call into a graph, because the call depends on data of other ranks."""
+    """``torch.compile`` cannot put a call into a graph, because the call depends on data of other ranks, or its sizes
+    on data.
+    """
 
 
 class RankDisagreementError(ShardingError):

@@ -43,9 +43,8 @@ TIMEOUT = 120.0
 # Their results or the shapes of these depend on data, which no graph knows.
 OPEN = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
-# What compiled code refuses and eager mode does not: an answer of other ranks, a write to a copied view, and a size
-# that depends on data where a rule needs its number (the gradient of what is put by a mask).
-REFUSALS = "TracingError", "InPlaceError", "GuardOnDataDependentSymNode"
+# What compiled code refuses and eager mode does not: an answer of other ranks, and a write to a copied view.
+REFUSALS = "TracingError", "InPlaceError"
 
 
 def compilable(program):

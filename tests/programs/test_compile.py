@@ -13,7 +13,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Replicate, Shard
 from shardwise.comm import events
-from shardwise.errors import PlainTensorError, ViewError
+from shardwise.errors import PlainTensorError, TracingError, ViewError
 from shardwise.kernel import dispatcher
 from shardwise.testing import mesh
 
@@ -472,6 +472,23 @@ def refuse_plain():
 
 def test_a_plain_tensor_is_refused_in_compiled_code_too(ranks):
     assert all("distribute_tensor" in text for text in ranks.run(refuse_plain))
+
+
+def write_by_mask(x, w):
+    y = x @ w
+    new = y.mean()
+    y = y.clone()
+    y[y > 0] = new  # whose gradient is as long as the mask has true elements
+    return y.sum()
+
+
+def refuse_the_gradient_of_a_mask():
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return refused(write_by_mask, TracingError)
+
+
+def test_the_gradient_of_what_a_mask_writes_is_refused_in_compiled_code(ranks):
+    assert all("torch.where(mask, new, old)" in text for text in ranks.run(refuse_the_gradient_of_a_mask))
 
 
 def plain_compiled(backend, dynamic):

@@ -114,24 +114,20 @@ def step(  # noqa: PLR0913  # the options of the command
         function: Callable[..., Any] = load_function(program)
         return function(mesh)
 
+    options: dict[str, Any] = {
+        "fixed": () if fixed is None else (fixed,),
+        "memory": memory,
+        "recipes": {path.stem: _read(path) for path in recipes},
+        "keep": None if keep is None else _read(keep),
+        "prove": prove,
+        "device": device,
+        "wires": connections,
+        "name": program,
+    }
+    shapes = None
     with _progress(shown=not as_json, proves=prove) as tell:
-        options: dict[str, Any] = {
-            "fixed": () if fixed is None else (fixed,),
-            "memory": memory,
-            "recipes": {path.stem: _read(path) for path in recipes},
-            "keep": None if keep is None else _read(keep),
-            "prove": prove,
-            "device": device,
-            "wires": connections,
-            "name": program,
-        }
-        shapes = None
         if factor:
-
-            def tell_shape(_shape: tuple[int, ...], phase: str, ops: int) -> None:
-                tell(phase, ops)
-
-            shapes = plan_shapes(run, mesh_shape[0], words or (), tell=tell_shape, **options)
+            shapes = plan_shapes(run, mesh_shape[0], words or (), tell=tell, **options)
             made = cheapest_plan(shapes)
         else:
             made = planned_by(run, mesh_shape, words, tell=tell, **options)

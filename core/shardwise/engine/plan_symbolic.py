@@ -23,6 +23,7 @@ from attrs import evolve
 from shardwise.engine.first_run import put_in_order
 from shardwise.engine.make_plan import DescribedCall, make_plan
 from shardwise.engine.plan_call import common_mesh, describe_call
+from shardwise.errors import TracingError
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row
@@ -35,7 +36,7 @@ from shardwise.planning.chooser import best
 from shardwise.planning.problem import Choice, Problem
 from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import problems
-from shardwise.private_torch.tracing import make_known, outside_modes, without_data
+from shardwise.private_torch.tracing import NoNumberError, is_layout_only, make_known, outside_modes, without_data
 from shardwise.rule.lowering import LocalCall
 
 __all__ = ["forget_choices", "plan_symbolic_call"]
@@ -62,13 +63,25 @@ def plan_symbolic_call(
         schema, arguments = describe_call(cls, entry, info, common_mesh(cls, op, values), values)
         if not any(map(_has_symbol, schema.values)):
             hash(schema.key)  # raises, and names the value without a hash
+        local = next(_local_tensors(cls, values))
         try:
-            metas = _result_metas(entry, arguments, next(_local_tensors(cls, values)))
+            metas = _result_metas(entry, arguments, local)
             plan = make_plan(DescribedCall.of(entry, schema, metas), _cheapest)
         except Exception as error:  # noqa: BLE001  # a rule or a kernel may do anything with a symbol
             _log.info("%s is compiled for its sizes alone: %s: %s", op_name(op), type(error).__name__, error)
-            schema = OpSchema(op, in_numbers(schema.values), schema.info, schema.fixed)
-            numbers = in_numbers(tuple(arguments))
+            try:
+                schema = OpSchema(op, in_numbers(schema.values), schema.info, schema.fixed)
+                numbers = in_numbers(tuple(arguments))
+            except NoNumberError as unknown:
+                if is_layout_only(local):  # dynamo ends its graph before the call
+                    raise
+                raise TracingError(
+                    asked=f"compile {op_name(op)}",
+                    found="data decides a size of an operand, such as how many elements a mask selects, and the rule "
+                    "or the kernel needs a number",
+                    do="Leave the call out of compiled code, or select nothing: torch.where(mask, new, old) writes as "
+                    "old[mask] = new does.",
+                ) from unknown
             return put_in_order(make_plan(DescribedCall.of(entry, schema, output_metas(op, numbers, entry.rule.meta))))
         for value in plan.static or ():
             make_known(value if isinstance(value, (tuple, list)) else (value,))

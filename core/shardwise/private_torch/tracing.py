@@ -19,6 +19,7 @@ from torch.utils import _python_dispatch
 from shardwise.private_torch.fake import is_rehearsing
 
 __all__ = [
+    "NoNumberError",
     "assert_when_run",
     "graph_calls",
     "hint_of",
@@ -102,6 +103,10 @@ def hint_of(size: torch.SymInt) -> int:
     # torch 2.13 has the function, earlier releases the method.
     ask = getattr(symbolic_shapes, "guarding_hint_or_throw", None)
     return int(ask(size) if ask else size.node.require_hint())
+
+
+NoNumberError = symbolic_shapes.GuardOnDataDependentSymNode
+"""What torch raises where code needs the number of a size that data decides."""
 
 
 def settled(size: torch.SymInt) -> int | torch.SymInt:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,14 +34,14 @@ def plan_shapes(
     mesh_names: Sequence[str],
     *,
     wires: Sequence[str] | None = None,
-    tell: Callable[[tuple[int, ...], str, int], None] | None = None,
+    tell: Callable[[str, int], None] | None = None,
     **options: Any,
 ) -> dict[tuple[int, ...], Planned | Exception]:
     """Plan a program on every shape of mesh that ``ranks`` ranks can have, as :func:`shardwise.plan` does on one.
 
     There are at most as many mesh dims as names. A mesh with fewer has the last of them, and so with ``wires``: the
-    last mesh dim is the one of neighbours. ``options`` are those of :func:`shardwise.plan`; ``tell`` gets the shape as
-    well. A shape that the program does not take, or on which no plan keeps the limit on memory, has the error.
+    last mesh dim is the one of neighbours. ``options`` and ``tell`` are those of :func:`shardwise.plan`. A
+    shape that the program does not take, or on which no plan keeps the limit on memory, has the error.
 
     Raises :class:`PlanError` for less than two ranks, and where there are not as many wires as names.
     """
@@ -56,13 +55,12 @@ def plan_shapes(
             found=f"there are {len(wires)} wires",
             do="Give one for each name of a mesh dim, that of neighbours last.",
         )
-    say = tell or (lambda _shape, _phase, _ops: None)
     made: dict[tuple[int, ...], Planned | Exception] = {}
     for shape in mesh_shapes(ranks, len(mesh_names)):
         of = None if wires is None else wires[-len(shape) :]
         names = mesh_names[-len(shape) :]
         try:
-            made[shape] = plan(program, shape, names, wires=of, tell=partial(say, shape), **options)
+            made[shape] = plan(program, shape, names, wires=of, tell=tell, **options)
         except Exception as error:  # noqa: BLE001  # of the program, which may want other mesh dims; it is shown
             made[shape] = error
     return made
