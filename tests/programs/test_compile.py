@@ -483,8 +483,7 @@ def write_by_mask(x, w):
 
 
 def refuse_the_gradient_of_a_mask():
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        return refused(write_by_mask, TracingError)
+    return refused(write_by_mask, TracingError)
 
 
 def test_the_gradient_of_what_a_mask_writes_is_refused_in_compiled_code(ranks):
