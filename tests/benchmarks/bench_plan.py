@@ -9,13 +9,14 @@ Seconds are of one core; memory is that of a rank from the second step on.
 import resource
 import statistics
 import time
-from pathlib import Path
 
 import click
 import torch
 from attrs import frozen
 from experts import MixtureOfExperts
 from measuring import console, line, ratio_line, report
+from recipes import GPT as GPT_RECIPES
+from recipes import recipes
 from rich.table import Table
 
 import shardwise as sw
@@ -23,9 +24,6 @@ from shardwise import Replicate, Shard
 from shardwise.demo.large import WithLoss
 from shardwise.demo.model import GPT
 from shardwise.program.amounts import milliseconds, parse_size, size_text
-from shardwise.program.plan_file import parse
-
-PLANS = Path(__file__).parent / "plans"
 
 
 @frozen
@@ -60,12 +58,8 @@ class Case:
         return WithLoss(model), (ids, ids), torch.optim.AdamW(model.parameters(), fused=True)
 
     def recipes(self):
-        """The recipes for mesh dims of these names."""
-        end = "-" + "-".join(self.names)
-        files = (parse(path.read_text(), str(path)) for path in sorted(PLANS.glob(f"*{end}.plan")))
-        model = "experts:MixtureOfExperts" if self.experts else "shardwise.demo.model:GPT"
-        fit = [file for file in files if file.mesh_names == self.names and file.program == model]
-        return {Path(file.source).stem.removesuffix(end): file for file in fit}
+        """The recipes for this program and mesh dims of these names."""
+        return recipes("experts:MixtureOfExperts" if self.experts else GPT_RECIPES, self.names)
 
 
 SMALL = (4, 128, 4, 64, 8)

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import click
 import torch
@@ -26,6 +25,7 @@ from attrs import frozen
 from bench_step import RANKS, tp_mesh
 from gpt import batch, clip, gpt_settings, loss_of, written_out
 from measuring import console, line, options, report
+from recipes import GPT, recipes
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -38,7 +38,6 @@ from shardwise.engine.decided import use_decisions
 from shardwise.kernel.tags import DEPTH, call_digest
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.decisions import Decisions
-from shardwise.program.plan_file import parse
 from shardwise.program.step_problem import NANOSECONDS, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
@@ -50,7 +49,6 @@ from shardwise.tools.calibrate import calibrate
 
 RHO, WITHIN = 0.9, 1.05
 SOLVER = "solver"
-PLANS = Path(__file__).parent / "plans"
 #: How many kinds of calls a random plan changes. Few changes are hard to tell apart, and many are far from any plan.
 CHANGES = (1, 2, 4, 8, 16)
 
@@ -71,10 +69,8 @@ class Plan:
 
 def layouts():
     """The placements of the recipes for this mesh, and of nothing: by name, a function from a parameter's name."""
-    files = [parse(path.read_text(), str(path)) for path in sorted(PLANS.glob("*-tp.plan"))]
-    known = {Path(f.source).stem.removesuffix("-tp"): f for f in files if f.mesh_names == ("tp",)}
-    recipes = {name: partial(_of_recipe, file) for name, file in known.items()}
-    return {**recipes, "whole": lambda _name: (Replicate(),)}
+    known = {name: partial(_of_recipe, file) for name, file in recipes(GPT, ["tp"]).items()}
+    return {**known, "whole": lambda _name: (Replicate(),)}
 
 
 def _of_recipe(file, name):
