@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardwise import random
+from shardwise.comm.policy import communication
 from shardwise.engine import shutdown
 from shardwise.engine.plain_tensors import plain
 from shardwise.engine.replication import replicate_unknown
@@ -39,6 +40,7 @@ __all__ = [
     "TensorSpec",
     "accumulate",
     "calibrate",
+    "communication",
     "distribute_module",
     "distribute_tensor",
     "empty",

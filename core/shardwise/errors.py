@@ -138,6 +138,18 @@ class NoPlanError(ShardingError):
     """No legal choice for all calls of a step together was found. Each call alone may have one."""
 
 
+class CommunicationError(ShardingError):
+    """A call would send what the policy in force forbids (:func:`shardwise.communication`). Nothing was sent.
+
+    ``op``, ``operand``, ``kind``, ``mesh_dims``, ``nbytes`` (of a rank), ``phase``, ``policy`` and ``site`` (file and
+    line) say what; ``source`` and ``target`` are the layouts between which an operand would move.
+    """
+
+
+class CommunicationWarning(UserWarning):
+    """A call sends what the policy in force warns of."""
+
+
 # -- rules and plugins -----------------------------------------------------------------------------------------
 
 

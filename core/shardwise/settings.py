@@ -18,6 +18,8 @@ SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors a
                                                whether they keep the same moved operands
 SHARDWISE_KEEP_MOVED       keep-moved          the most bytes of operands that a rank keeps after it moved them for an
                                                op, for the next op that needs them so (unset: 256MiB; 0: none)
+SHARDWISE_COMMUNICATION    communication       what becomes of implicit communication, as in ``forbid over tp above
+                                               1MiB``: see ``shardwise.communication`` (unset: it is allowed)
 SHARDWISE_LEARN            learn               on: programs are learned from their first ``distribute_module`` on (see
                                                ``shardwise.learn``); off (unset): only where they call ``learn``
 ========================== =================== ================================================================
@@ -66,6 +68,7 @@ class Settings:
     plain: str = "compare"
     check_ranks: bool = False
     keep_moved: int = 256 << 20
+    communication: tuple[str, ...] = ()
     learn: bool = False
     sources: Mapping[str, str] = field(factory=dict)
 
@@ -164,6 +167,13 @@ def _bytes(where: str, value: Any) -> int:
     raise _refusal(where, f"{value!r} is not a number of bytes", "Write a whole number, or one with KiB, MiB or GiB.")
 
 
+def _texts(where: str, value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise _refusal(where, f"{value!r} is neither a text nor a list of texts", 'Write one, as in "forbid over tp".')
+    return tuple(texts)
+
+
 def _unknown_ops(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("refuse", "replicate"):
@@ -221,5 +231,6 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "plain": ("plain", _plain_policy, "SHARDWISE_PLAIN"),
     "check-ranks": ("check_ranks", _flag, "SHARDWISE_CHECK_RANKS"),
     "keep-moved": ("keep_moved", _bytes, "SHARDWISE_KEEP_MOVED"),
+    "communication": ("communication", _texts, "SHARDWISE_COMMUNICATION"),
     "learn": ("learn", _flag, "SHARDWISE_LEARN"),
 }

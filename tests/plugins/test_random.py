@@ -12,6 +12,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.discovery.process import default_registry
+from shardwise.engine.traffic import in_lowering
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.spec import TensorSpec
@@ -20,7 +21,6 @@ from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.testing import mesh
 from shardwise.testing.oracle import check_rule
-from shardwise.tools.traffic import in_lowering
 
 UNSEEDED = torch.tensor([1, 0, 0, 0])
 

@@ -145,3 +145,17 @@ def test_an_ordinary_tensor_answers_for_the_one_class_that_takes_plain_tangents(
     from torch._functorch._aot_autograd import runtime_wrappers
 
     assert name in inspect.getsource(runtime_wrappers)
+
+
+def test_the_graph_that_is_made_is_one_object_for_forward_and_backward():
+    seen = []
+
+    def backend(module, _):
+        seen.append(tracing.graph_that_is_made())
+        return module
+
+    assert tracing.graph_that_is_made() is None
+    torch._dynamo.reset()
+    torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
+    assert seen[0] is not None
+    assert tracing.graph_that_is_made() is None

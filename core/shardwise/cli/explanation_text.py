@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.cli.output import print_parts
+from shardwise.engine.traffic import Collective
 from shardwise.kernel.placements import Placement, show
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.spec import TensorSpec
 from shardwise.tools.explain import Decision, Explanation, Redistribution
-from shardwise.tools.traffic import Collective
 
 __all__ = ["print_explanation"]
 

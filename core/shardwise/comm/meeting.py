@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.link_agreement import agree_on_links
+from shardwise.comm.policy import know_mesh, start_by_settings
 from shardwise.comm.rule_agreement import agree_on_rules
 from shardwise.kernel.mesh import Mesh, own_coordinate
 
@@ -23,5 +24,7 @@ def meet(mesh: Mesh) -> None:
     """
     if isinstance(mesh, DeviceMesh):
         own_coordinate(mesh)
+    start_by_settings()
+    know_mesh(mesh)
     agree_on_rules(mesh)
     agree_on_links(mesh)

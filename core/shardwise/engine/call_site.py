@@ -8,7 +8,7 @@ from types import FrameType
 
 import torch
 
-__all__ = ["is_call_of_program", "users_line"]
+__all__ = ["is_call_of_program", "is_in_optimizer_step", "users_line"]
 
 _CORE = Path(__file__).parents[1]
 _INNER = ("kernel", "rng", "rule", "discovery", "planning", "comm", "engine", "tensor", "private_torch", "random.py")
@@ -18,6 +18,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _NOT_THE_USERS = (_TORCH, *_OURS, *_GENERATED)
 _GRAPHS = f"{_TORCH}/_functorch/_aot_autograd"
 _COLLECTIVES = f"{_TORCH}/distributed"
+_OPTIMIZERS = f"{_TORCH}/optim/optimizer.py"
 
 
 def users_line() -> tuple[str, int]:
@@ -26,6 +27,16 @@ def users_line() -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
+
+
+def is_in_optimizer_step() -> bool:
+    """Whether a step of an optimizer runs: torch wraps each ``step`` in a function of its own."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _OPTIMIZERS and frame.f_code.co_name == "wrapper":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_call_of_program(mode: str) -> bool:

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
+from shardwise.engine.judging import judge_move
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE, Partial
-from shardwise.kernel.signature import Op, signature
+from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.dispatch import put_above_autograd
 
 __all__ = ["reduce_first"]
@@ -36,19 +37,24 @@ def reduce_first(op: Op, tensor_class: type, compared: Callable[[], Collection[O
         if not any(isinstance(t, tensor_class) and t.requires_grad for t in tensors_in([args, kwargs])):
             return below(*args, **kwargs)
         # What is written stays the tensor that it is. Torch takes it by position, or as out=, which has no gradient.
-        reduced = [v if is_out else _reduced(v, tensor_class) for v, is_out in zip(args, written, strict=False)]
-        return below(*reduced, **{name: _reduced(value, tensor_class) for name, value in kwargs.items()})
+        names = [arg.name for arg in signature(op).args]
+        reduced = [
+            v if is_out else _reduced(op, name, v, tensor_class)
+            for name, v, is_out in zip(names, args, written, strict=False)
+        ]
+        return below(*reduced, **{name: _reduced(op, name, value, tensor_class) for name, value in kwargs.items()})
 
     return put_above_autograd(op, run)
 
 
-def _reduced(value: Any, tensor_class: type) -> Any:
+def _reduced(op: Op, name: str, value: Any, tensor_class: type) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_reduced(part, tensor_class) for part in value]
+        return [_reduced(op, f"{name}[{i}]", part, tensor_class) for i, part in enumerate(value)]
     if not isinstance(value, tensor_class):
         return value
     tensor: Any = value
     placements = [REPLICATE if _rounds(placement) else placement for placement in tensor.placements]
+    judge_move(op_name(op), name, tensor._spec, placements)
     return tensor.redistribute(placements=placements)
 
 

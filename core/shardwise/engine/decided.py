@@ -42,23 +42,34 @@ class InForce:
 
     ``unknown_calls`` are the latter. ``placements`` says, by name, where a module that is distributed has its
     parameters and buffers, whatever the program says: only rehearsals of a plan that chose them have it.
+    ``is_written`` says that a plan file has them, so what they send is explicit.
     ``learner`` is called with decisions of an earlier run that fit, while this one learns.
     """
 
     decisions: Decisions | None = None
     placements: Callable[[str], Places | None] | None = None
+    is_written: bool = False
     known: int = 0
     unknown: int = 0
     unknown_calls: set[OpSchema] = field(factory=set)
     learner: Callable[[Decisions], None] | None = None
 
+    @property
+    def now(self) -> tuple[Decisions | None, Callable[[str], Places | None] | None, bool]:
+        """What :func:`use_decisions` takes to bring this back."""
+        return self.decisions, self.placements, self.is_written
+
 
 in_force = InForce()
 
 
-def use_decisions(decisions: Decisions | None, placements: Callable[[str], Places | None] | None = None) -> None:
+def use_decisions(
+    decisions: Decisions | None,
+    placements: Callable[[str], Places | None] | None = None,
+    is_written: bool = False,
+) -> None:
     """Make plans by decisions from now on, or by none. Every rank must call this at the same point of the program."""
-    in_force.decisions, in_force.placements = decisions, placements
+    in_force.decisions, in_force.placements, in_force.is_written = decisions, placements, is_written
     in_force.known = in_force.unknown = 0
     in_force.unknown_calls.clear()
     drop_plans()

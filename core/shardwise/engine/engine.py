@@ -16,6 +16,7 @@ from shardwise.discovery.process import default_registry
 from shardwise.engine.compared_operands import reduce_first
 from shardwise.engine.composites import intercept
 from shardwise.engine.higher_order import take_higher_order
+from shardwise.engine.judging import judge
 from shardwise.engine.kept_operands import Arguments, on_kept
 from shardwise.engine.no_rule import UnknownOp
 from shardwise.engine.plain_tensors import plain_operands
@@ -115,6 +116,10 @@ class PlanningEngine:
     def on_kept(self, run: Handler, arguments: Arguments) -> Any:
         """Run a call on tensors that earlier calls have moved."""
         return on_kept(run, arguments)
+
+    def judge(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Raise, or warn, where the policies in force do not allow what a call would send."""
+        judge(plan, args, kwargs)
 
     def after_write(self, tensors: Sequence[Any]) -> None:
         """Bring what an op has written to the bases of copies."""

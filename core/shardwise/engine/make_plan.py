@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -12,13 +12,16 @@ from attrs import frozen
 
 from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.mesh_comm import MeshComm
+from shardwise.comm.policy import in_force as policies
 from shardwise.comm.redistribute import runner
-from shardwise.engine.decided import decided, resting, result_moves, tagged, then_moved
+from shardwise.engine.decided import decided, in_force, resting, result_moves, tagged, then_moved
 from shardwise.engine.kernel_dtypes import refuse_dtypes
+from shardwise.engine.local_arguments import local_statics
 from shardwise.engine.moved_writes import moved_writes, writing_back
+from shardwise.engine.sends import move_of, sends_of, together
 from shardwise.engine.shared_moves import Move, operand_move
 from shardwise.engine.view_copies import writable
-from shardwise.errors import InPlaceError, NoStrategyError, RuleArgumentError
+from shardwise.errors import InPlaceError, NoStrategyError
 from shardwise.kernel.local_strides import alias
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -33,7 +36,7 @@ from shardwise.planning.strategies import cheapest, make_call, merged
 from shardwise.private_torch.ops import direct_call
 from shardwise.rule.lowering import LocalCall
 
-__all__ = ["DescribedCall", "check_written", "is_joined", "local_statics", "make_plan"]
+__all__ = ["DescribedCall", "check_written", "is_joined", "make_plan"]
 
 Runner = Callable[[torch.Tensor], torch.Tensor]
 Choose = Callable[[AnyRule, OpSchema, Call], list[PlacementStrategy]]
@@ -114,9 +117,9 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
     run: Callable[..., Any] = direct_call(schema.op) if lowering is None else partial(lowering, local)
     if any(r.reseats for r in schema.signature.results):
         run = partial(_on_alias, run)
-    after = None
+    after, made = None, results
     if decision is not None and decision[1].moves_results:
-        made, results = results, resting(results, decision[1])
+        results = resting(results, decision[1])
         run, after = then_moved(run, made, results), result_moves(made, results)
     full = lowering is not None or static is not None
     # A view of an operand that was moved has its memory. What was decided for a whole step sends what was foreseen.
@@ -124,6 +127,14 @@ def _plan(described: DescribedCall, choose: Choose) -> Plan:
     redistributes = _redistributes(schema, inputs, is_shared=is_shared)
     plan = Plan(schema, entry, chosen, redistributes, static, run, full, tuple(results))
     plan.after = after
+    if policies.is_on:
+        is_explicit = decision is not None and in_force.is_written
+        sends = sends_of(
+            described, inputs, made, is_lowered=lowering is not None, is_shared=is_shared, is_explicit=is_explicit
+        )
+        pairs = zip(made, results, strict=True)
+        ends = [move_of("its result", a, b) for a, b in pairs if a is not None and b is not None and a is not b]
+        plan.sends = together([sends], schema, ends) if any(ends) else sends
     return plan
 
 
@@ -165,30 +176,6 @@ def _move(schema: OpSchema, i: int, src: TensorSpec, dst: TensorSpec, is_shared:
         return lambda local, _tensor: first(local)
     run = runner(src, dst)
     return lambda local, _tensor: run(first(local))
-
-
-def local_statics(entry: Entry, schema: OpSchema, local: LocalCall | None) -> tuple[Any, ...] | None:
-    """By-value arguments of the local op in schema order if the rule replaces any, else ``None``.
-
-    Raises :class:`RuleArgumentError` when the rule replaces an argument that is not keyed by value.
-    """
-    if entry.rule.local_args is None or local is None:
-        return None
-    replaced: Mapping[str, Any] = entry.rule.local_args(local)
-    keyed = [
-        (a.name, v) for a, v in zip(schema.signature.args, schema.values, strict=True) if a.name in schema.info.by_value
-    ]
-    unknown = set(replaced) - {name for name, _ in keyed}
-    if unknown:
-        raise RuleArgumentError(
-            asked=f"localise the arguments of {op_name(schema.op)}",
-            found=f"the rule at {entry.rule.source} replaces {sorted(unknown)}, which are not keyed by value",
-            do="Name them in static=, or correct the names.",
-            op=op_name(schema.op),
-            argument=min(unknown),
-        )
-    local_values = tuple(replaced.get(name, value) for name, value in keyed)
-    return None if local_values == tuple(v for _, v in keyed) else local_values
 
 
 def _marked_copies(

@@ -7,13 +7,15 @@ of a partial sum the part is the new value, on the others it is zero. Where the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from shardwise.comm.policy import in_force as policies
 from shardwise.comm.redistribute import runner
+from shardwise.engine.sends import Moved, move_of, together
 from shardwise.engine.view_copies import writable
 from shardwise.kernel.local_strides import in_order
 from shardwise.kernel.placements import REPLICATE, Partial
@@ -77,7 +79,20 @@ def writing_back(schema: OpSchema, plan: Plan) -> Plan:
     run = partial(_run, schema.signature, plan.call, writes)
     written = Plan(schema, plan.entry, plan.strategies, plan.redistributes, plan.static, run, plan.full, plan.outs)
     written.after = plan.after
+    if policies.is_on:
+        named = zip(schema.operand_names, schema.specs, plan.schema.specs, strict=True)
+        written.sends = together([plan.sends], schema, _moves(not_read, named))
     return written
+
+
+def _moves(not_read: Collection[str], pairs: Iterable[Any]) -> Iterator[Moved | None]:
+    """What is sent to bring written tensors to where they are written, and back."""
+    for name, part, whole in pairs:
+        if part is None or whole is None or part.placements == whole.placements:
+            continue
+        if name.partition("[")[0] not in not_read:
+            yield move_of(name, part, whole)
+        yield move_of(f"{name}, written back", whole, part)
 
 
 def _write(

@@ -12,6 +12,7 @@ from shardwise.comm.redistribute import runner
 from shardwise.comm.rule_agreement import agree_on_asking
 from shardwise.engine.composites import replicated_tensor, replicating
 from shardwise.engine.decomposition import Decomposition, Failed, answered, decompose, stand_ins
+from shardwise.engine.judging import judge_move
 from shardwise.engine.make_plan import check_written
 from shardwise.engine.plan_call import common_mesh, describe_call
 from shardwise.engine.replication import is_asked_for, replicated_entry, warn_once
@@ -196,6 +197,7 @@ class UnknownOp:
                 if isinstance(tensor, self.tensor_class) and not tensor._spec.is_replicated:  # type: ignore[attr-defined]
                     spec: TensorSpec = tensor._spec  # type: ignore[attr-defined]
                     whole = spec.with_placements((REPLICATE,) * spec.mesh.ndim)
+                    judge_move(op_name(self.op), "an operand that it writes", spec, whole.placements)
                     local = runner(spec, whole)(fresh(tensor._local_tensor))  # type: ignore[attr-defined]
                     gathered[id(tensor)] = tensor, new_wrapper(type(tensor), local, whole, False)
         if not gathered:

@@ -17,6 +17,7 @@ import torch
 from attrs import frozen
 
 from shardwise.comm.agreement import raise_unless_equal, refuse_traced
+from shardwise.engine.sends import together
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -84,7 +85,7 @@ def compared(cls: Any, plan: Plan, values: Sequence[Any]) -> Plan:
             listed.append(_with_comparison(cls, plan, value, move))
     redistributes = tuple(listed) if any(move is not None for move in listed) else None
     made = Plan(plan.schema, plan.entry, plan.strategies, redistributes, plan.static, plan.call, plan.full, plan.outs)
-    made.after = plan.after
+    made.after, made.sends = plan.after, plan.sends
     return made
 
 
@@ -175,7 +176,7 @@ def plan_of_lists(lists: Lists, schema: OpSchema, plans: Sequence[Plan]) -> Plan
     strategies = [s for plan in plans for s in plan.strategies]
     outs = [spec for plan in plans for spec in plan.outs]
     runs = [(at, plan) for at, plan in zip(places, plans, strict=True)]
-    return Plan(
+    made = Plan(
         schema,
         plans[0].entry,
         [strategies[k] for k in back],
@@ -185,6 +186,8 @@ def plan_of_lists(lists: Lists, schema: OpSchema, plans: Sequence[Plan]) -> Plan
         False,
         tuple(outs[k] for k in back) if outs else (),
     )
+    made.sends = together([plan.sends for plan in plans], schema)
+    return made
 
 
 def _run_lists(

@@ -287,6 +287,7 @@ class _PlanStore:
     """The plans of one handler by key. A plan that was not used during a whole generation is dropped.
 
     The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call reaches :meth:`miss`.
+    A plan that says what it sends is never hot: policies judge each of its calls.
     ``apart`` has the plans that a key alone does not decide, with the default dtype in their keys: each of their calls
     reaches :meth:`miss`.
     """
@@ -317,6 +318,8 @@ class _PlanStore:
         """A plan for one call with symbols for sizes; symbols have no hash, so no plan can be stored."""
         _meet(args, kwargs)
         plan = started.engine.plan_symbolic(started.engine.registry().lookup(self.op), self.info, args, kwargs or {})
+        if plan.sends is not None:
+            started.engine.judge(plan, args, kwargs)
         tell_observers(plan)
         return plan
 
@@ -342,12 +345,16 @@ class _PlanStore:
                         self.apart.clear()
                     self.apart[place] = plan
             if is_apart:
+                if plan.sends is not None:
+                    started.engine.judge(plan, args, kwargs)
                 _tell_of_call(plan, args, kwargs)
                 return plan
-        if _state.observers:
+        if _state.observers or plan.sends is not None:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()
             self.cold[key] = plan
+            if plan.sends is not None:
+                started.engine.judge(plan, args, kwargs)
             _tell_of_call(plan, args, kwargs)
             return plan
         if len(self.hot) >= PLANS_PER_OP // 2:

@@ -58,6 +58,9 @@ class Engine(Protocol):
     def on_kept(self, run: Handler, arguments: Any) -> Any:
         """Run a call on tensors that earlier calls have moved."""
 
+    def judge(self, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
+        """Raise, or warn, where the policies in force do not allow what a call would send."""
+
     def after_write(self, tensors: Sequence[Any]) -> None:
         """Bring what an op has written to the bases of copies."""
 

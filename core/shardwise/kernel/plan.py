@@ -50,7 +50,8 @@ class Plan:
     tensor results, flat, and ``out`` the spec of a single one. ``links`` says that a result is a view's copy or a view
     of one; ``writes_copy`` that the op writes one. ``after`` has an entry per tensor result that says how ``call``
     moves it, or is ``None`` when it moves none, the usual case. It is for those who look at plans. ``kept`` is asked
-    first where an operand is redistributed: the call may be cheaper on what was moved before.
+    first where an operand is redistributed: the call may be cheaper on what was moved before. ``sends`` says what calls
+    send by themselves, once policies are about it; such calls are judged each time.
     """
 
     __slots__ = (
@@ -65,6 +66,7 @@ class Plan:
         "outs",
         "redistributes",
         "schema",
+        "sends",
         "static",
         "strategies",
         "writes_copy",
@@ -92,6 +94,7 @@ class Plan:
         self.outs = outs
         self.kept: Kept | None = None
         self.after: tuple[ResultMove | None, ...] | None = None
+        self.sends: Any = None
         self.out = outs[0] if len(outs) == 1 else None
         declared = [r for r in schema.signature.results if r.is_tensor]
         is_view = any(r.alias is not None and not r.written for r in declared)

@@ -227,6 +227,31 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def next_node_number() -> int:
+    """The number of the next node that autograd makes in this thread. Numbers only grow. Torch's profiler shows them,
+    and its functions that read them have private names.
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def number_of_running_node() -> int | None:
+    """In a backward pass: the number that the running node got when the forward pass made it; None for a node that has
+    none, as that which accumulates the gradient of a leaf.
+    """
+    node: Any = torch._C._current_autograd_node()
+    number = None if node is None else int(node._sequence_nr())
+    return None if number is None or number >= _NO_NUMBER else number
+
+
+_NO_NUMBER = 1 << 63
+
+
+def name_of_running_node() -> str:
+    """In a backward pass: the name of the running node, such as ``MmBackward0``; else nothing."""
+    node: Any = torch._C._current_autograd_node()
+    return "" if node is None else str(node.name())
+
+
 def leaf_to_accumulate() -> Any:
     """In a hook of a leaf: that leaf, if autograd is about to accumulate the gradient in it; else None.
 

@@ -243,6 +243,13 @@ def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     return False
 
 
+def graph_that_is_made() -> Any:
+    """An object that stands for the graph that ``torch.compile`` makes now, forward and backward; None if it makes
+    none. Torch has its own state there, and no public name for it.
+    """
+    return torch._guards.TracingContext.try_get()
+
+
 def make_known(sizes: Iterable[Any]) -> None:
     """Add the formulas of sizes that were computed outside the graph to the graph that is being made.
 

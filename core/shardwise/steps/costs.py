@@ -11,6 +11,7 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
+from shardwise.engine.traffic import Collective, in_lowering
 from shardwise.kernel.placements import shard_dim
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.signature import Call
@@ -19,7 +20,6 @@ from shardwise.planning.cost import StepCosts, links_of, step_costs
 from shardwise.planning.strategies import make_call
 from shardwise.program.step_graph import CallNode, StepGraph
 from shardwise.program.step_rows import Choices, as_placements, shards_of
-from shardwise.tools.traffic import Collective, in_lowering
 
 __all__ = ["WorkCosts"]
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwise.comm.policy import no_policies
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import PlanError
 from shardwise.kernel.mesh import Mesh
@@ -162,11 +163,11 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     refuse_in_a_group("plan a step")
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    before = in_force.decisions, in_force.placements
+    before = in_force.now
     request = Request(not fixed, memory, recipes or {}, keep, prove)
     request.check_names(names)
     try:
-        with fake_ranks(math.prod(mesh_shape), 0):
+        with fake_ranks(math.prod(mesh_shape), 0), no_policies():
             mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
             with _wired(mesh, wires), fake_tensors(), torch.device(device):
                 return _planned(program, mesh, name or _name_of(program), wires, request, say)

@@ -20,6 +20,7 @@ from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
 from shardwise.comm.redistribute import route, runner
 from shardwise.comm.run_step import StepRunner
+from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
@@ -216,6 +217,7 @@ class _FromLocal(torch.autograd.Function):
         if grad is None:
             return None, None, None
         grad = on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
+        judge_move("take the local gradient of from_local", "the gradient", grad._spec, ctx.grad)
         return to_local(redistribute(grad, ctx.grad), None), None, None
 
 
@@ -302,6 +304,8 @@ def grad_under(grad: Any, target: tuple[Placement, ...]) -> Any:
     """A gradient under other placements, below autograd."""
     spec = grad._spec
     goal = spec.with_placements(target)
+    if goal is not spec:
+        judge_move("run compiled code backward", "the gradient of a result", spec, target)
     return grad if goal is spec else wrap(runner(spec, goal)(grad._local_tensor), goal)
 
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import broadcast_whole
 from shardwise.comm.layout_agreement import agree_on_layout, agree_on_plan
 from shardwise.comm.meeting import meet
+from shardwise.comm.policy import PolicyScope
+from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import LeafError, PlacementCountError, PlacementError, PlanFitError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
@@ -95,6 +97,7 @@ def distribute_module(
     output_fn: Callable[..., Any] | None = None,
     *,
     src_data_rank: int | None = 0,
+    communication: PolicyScope | str | None = None,
 ) -> nn.Module:
     """Replace a module's parameters and buffers by MeshTensors, in place; returns the module.
 
@@ -105,7 +108,10 @@ def distribute_module(
     and its decisions hold for all calls from here on.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
     may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
-    (:func:`shardwise.on`). Raises :class:`PlacementError` for a pattern that matches nothing, and a
+    (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
+    passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
+
+    Raises :class:`PlacementError` for a pattern that matches nothing, and a
     :class:`PlanError` for a plan that cannot be read or is for another mesh or module.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
@@ -128,7 +134,7 @@ def distribute_module(
                 pattern=pattern,
             )
     _replace_tensors(module, mesh, patterns, src_data_rank)
-    enter_in_forward(module, mesh)
+    enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
     for tell in tuple(at_module):
         tell()
     if input_fn is not None:
@@ -166,7 +172,7 @@ def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh) 
             name=unused[0],
         )
     agree_on_plan(mesh, plan.file.digest, plan.decisions.fingerprint)
-    use_decisions(plan.decisions)
+    use_decisions(plan.decisions, is_written=True)
     return partition
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.coalescing import coalesced
+from shardwise.engine.judging import judge_move
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.placements import Partial, Placement
 from shardwise.kernel.spec import TensorSpec
@@ -126,6 +127,7 @@ def place_late(among: Iterable[Any] | None = None) -> None:
             continue
         target = grad_layout(leaf._spec.placements)
         if grad._spec.placements != target:
+            judge_move("sum gradients that wait", "the gradient of a leaf", grad._spec, target, "gradients")
             steps = shortest_path(grad._spec.untagged, grad._spec.untagged.with_placements(target)).steps
             (together if sum(map(_is_sent, steps)) == 1 else others).append((leaf, target))
     with coalesced() as batch:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+from shardwise.engine.judging import judge_move
 from shardwise.kernel.dispatcher import at_next_dispatch
 from shardwise.kernel.recording import recording
 from shardwise.kernel.spec import TensorSpec
@@ -81,6 +82,7 @@ def _hook_grad_layout(tensor: Any, *, in_graph: bool = False) -> Callable[[Tenso
             if recorder is not None:
                 recorder.waits(grad, leaf, spec.placements)
             return prepared(leaf, grad, layout)
+        judge_move("accumulate a gradient", "the gradient of a leaf", grad._spec, spec.placements, "gradients")
         return reduce_later(grad, spec.placements)
 
     tensor.register_hook(keep_layout)

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.comm.policy import InForceThen
+from shardwise.comm.policy import in_force as policies
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
+from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.engine import start
@@ -39,6 +42,7 @@ from shardwise.tensor.sharing import is_sharing_asked_for
 __all__ = ["MeshTensor"]
 
 _PROCESS = os.urandom(16).hex()
+_Known = tuple[SpecLayout, bool, InForceThen]
 
 
 class MeshTensor(torch.Tensor):
@@ -68,19 +72,24 @@ class MeshTensor(torch.Tensor):
         return dispatch(func, args, kwargs)
 
     # -- torch.compile --
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[SpecLayout, bool]]:
-        """The local tensor, and what compiled code is guarded by besides sizes: the layout, and whether a hook brings
-        gradients to it.
+    def __tensor_flatten__(self) -> tuple[list[str], _Known]:
+        """The local tensor, and what compiled code is guarded by besides sizes: the layout, whether a hook brings
+        gradients to it, and the policies on communication.
         """
         if is_compiled_now():
             open_sizes.leave_to_whole(self._local_tensor)
-        return ["_local_tensor"], (self._spec.layout, leaf_grads.HAS_GRAD_HOOK in self.__dict__)
+        return ["_local_tensor"], (self._spec.layout, leaf_grads.HAS_GRAD_HOOK in self.__dict__, policies.then)
+
+    @classmethod
+    def __metadata_guard__(cls, saved: _Known, now: _Known) -> bool:
+        """Whether compiled code fits a tensor of its input."""
+        return saved == now and saved[2].stack == now[2].stack
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: Mapping[str, torch.Tensor], known: tuple[SpecLayout, bool], size: Sequence[int], stride: Sequence[int]
+        inner: Mapping[str, torch.Tensor], known: _Known, size: Sequence[int], stride: Sequence[int]
     ) -> MeshTensor:
-        local, (layout, has_grad_hook) = inner["_local_tensor"], known
+        local, (layout, has_grad_hook, _) = inner["_local_tensor"], known
         spec = layout.spec(size, stride, local.dtype)
         traced = is_traced(local)
         if traced:
@@ -108,9 +117,7 @@ class MeshTensor(torch.Tensor):
         """The layout that compiled code assumes for an output's gradient: the output's, with partial as replicated."""
         return autograd.grad_under(self, autograd.grad_layout(self._spec.placements))  # type: ignore[no-any-return]
 
-    def __coerce_same_metadata_as_tangent__(
-        self, known: tuple[SpecLayout, bool], expected: type | None = None
-    ) -> MeshTensor | None:
+    def __coerce_same_metadata_as_tangent__(self, known: _Known, expected: type | None = None) -> MeshTensor | None:
         """The gradient in the layout that compiled code expects; ``None`` if the code expects another class."""
         return None if expected is not None else autograd.grad_under(self, known[0].placements)
 
@@ -303,6 +310,7 @@ class MeshTensor(torch.Tensor):
                 do="Reduce it to one element first, or read full_tensor().",
                 shape=tuple(self.shape),
             )
+        judge_move(what, "x", self._spec, [Replicate()] * self._spec.mesh.ndim)
         with torch.no_grad():
             return self.full_tensor()
 
@@ -331,6 +339,7 @@ class MeshTensor(torch.Tensor):
     def tolist(self) -> Any:
         """The whole tensor as nested lists, by communication."""
         with torch.no_grad():
+            judge_move("tolist()", "x", self._spec, [Replicate()] * self._spec.mesh.ndim)
             return self.full_tensor().tolist()
 
     # -- memory --

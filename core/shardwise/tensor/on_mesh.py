@@ -21,6 +21,7 @@ from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.policy import PolicyScope, hold_for_graph, number_of_scope
 from shardwise.engine.call_site import is_call_of_program
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.plain_tensors import is_known, know
@@ -175,14 +176,15 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
 # -- modules ---------------------------------------------------------------------------------------------------------
 
 
-def enter_in_forward(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Run the forward passes of a module, and of its submodules where they are called by themselves, under :func:`on`.
+def enter_in_forward(module: nn.Module, mesh: DeviceMesh, scope: PolicyScope | None = None) -> None:
+    """Run the forward passes of a module, and of its submodules where they are called by themselves, under :func:`on`,
+    and those of the module under a policy.
 
     A recomputation in a backward pass calls submodules. Modules of ``torch.nn`` that make no tensors are left alone.
     """
     for submodule in module.modules():
         if submodule is module or not type(submodule).__module__.startswith("torch.nn.modules") or _makes(submodule):
-            hooks = _Hooks(mesh)
+            hooks = _Hooks(mesh, scope if submodule is module else None)
             submodule.register_forward_pre_hook(hooks.before, prepend=True)
             submodule.register_forward_hook(hooks.after, always_call=True)
 
@@ -192,13 +194,17 @@ def _makes(module: nn.Module) -> bool:
 
 
 class _Hooks:
-    """The two hooks of one module: to enter the mode, unless it is on, and to leave it again."""
+    """The two hooks of one module: to enter the mode, unless it is on, and to leave it again; the same for a policy."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, scope: PolicyScope | None) -> None:
         self.mesh = mesh
+        self.scope = scope
+        self.number = None if scope is None else number_of_scope(scope)
 
     def before(self, module: nn.Module, args: Any) -> None:  # noqa: ARG002  # torch's signature
         if torch.compiler.is_compiling():
+            if self.number is not None:
+                hold_for_graph(self.number)
             return
         _leave_interrupted()
         # This frame has no name here: one that holds itself is a cycle, and keeps what the forward calculates.
@@ -208,11 +214,15 @@ class _Hooks:
         if mode is not None:
             mode.call = call
         _entered.passes.append(_Pass(self, call, mode))
+        if self.scope is not None:
+            self.scope.__enter__()
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG002
         # Another hook may have raised before this module's own hook ran.
         if torch.compiler.is_compiling() or not _entered.passes or _entered.passes[-1].hooks is not self:
             return
+        if self.scope is not None:
+            self.scope.__exit__()
         if _entered.passes.pop().mode is not None:
             _leave()
 
@@ -223,7 +233,9 @@ def _leave_interrupted() -> None:
         mode = _entered.passes[-1].mode
         if mode is not None and _entered.modes[-1] is not mode:
             return  # inside one that the program entered since, and leaves
-        _entered.passes.pop()
+        scope = _entered.passes.pop().hooks.scope
+        if scope is not None:
+            scope.__exit__()
         if mode is not None:
             _leave()
 

@@ -21,6 +21,7 @@ from shardwise.engine.make_plan import DescribedCall
 from shardwise.engine.moved_writes import moved_writes, overwritten
 from shardwise.engine.no_rule import decomposed_entry
 from shardwise.engine.plan_call import describe_call
+from shardwise.engine.traffic import Collective, Issued, in_lowering, in_path
 from shardwise.errors import CallError, MeshMismatchError, NoStrategyError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
@@ -42,7 +43,6 @@ from shardwise.private_torch.ops import is_composite, schema_of
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import is_split_first
-from shardwise.tools.traffic import Collective, Issued, in_lowering, in_path
 
 __all__ = [
     "RankedStrategy",

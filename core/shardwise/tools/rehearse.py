@@ -165,10 +165,10 @@ def rehearse(
     """
     refuse_in_a_group("rehearse a program")
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
-    before = in_force.decisions, in_force.placements
+    before = in_force.now
     if plan is not None:
         plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
-        use_decisions(plan.decisions, plan.placements_of)
+        use_decisions(plan.decisions, plan.placements_of, is_written=True)
     try:
         return _rehearsed(program, mesh_shape, names, rank, device, tell or (lambda _phase, _ops: None))
     finally:

@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from shardwise.comm.agreement import SHAPE_BYTES
 from shardwise.comm.async_result import AsyncResult
-from shardwise.engine.make_plan import local_statics
+from shardwise.engine.local_arguments import local_statics
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.schema import OpSchema
@@ -79,16 +79,19 @@ def in_lowering(
     call: Call,
     inputs: Sequence[TensorSpec | None],
     results: Sequence[TensorSpec | None],
+    coordinate: tuple[int, ...] | None = None,
 ) -> Issued:
     """Run a rule's lowering on meta tensors of the local shapes, and note the collectives that it asks for.
 
-    ``described`` are the schema arguments in order, with a spec for each tensor. Any error, on tensors without data,
+    ``described`` are the schema arguments in order, with a spec for each tensor. The rank is the one at ``coordinate``
+    (default: the first). Any error, on tensors without data,
     ends the list.
     """
     assert entry.rule.lowering is not None
     comm = _Comm(schema.mesh)
     operands = tuple(inputs[: len(call.operands)])
-    local = LocalCall(call, operands, tuple(results), (0,) * schema.mesh.ndim, comm)
+    place = (0,) * schema.mesh.ndim if coordinate is None else coordinate
+    local = LocalCall(call, operands, tuple(results), place, comm)
     # A rehearsal takes no numbers from the generators: ranks whose generators differ would draw different numbers.
     on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
     devices = [torch.cuda.current_device()] if on_cuda else []
@@ -96,7 +99,7 @@ def in_lowering(
         with torch.random.fork_rng(devices), preserved_state():
             # Inside, too: a rule may use what only a real mesh has.
             statics = local_statics(entry, schema, local)
-            args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics))
+            args, kwargs = schema.signature.unbind(_local_values(schema, described, inputs, statics, place))
             entry.rule.lowering(local, *args, **kwargs)
     except Exception:  # noqa: BLE001  # a plugin's code, run on what it was not written for
         return Issued(tuple(comm.issued), complete=False)
@@ -104,7 +107,11 @@ def in_lowering(
 
 
 def _local_values(
-    schema: OpSchema, described: Sequence[Any], inputs: Sequence[TensorSpec | None], statics: Sequence[Any] | None
+    schema: OpSchema,
+    described: Sequence[Any],
+    inputs: Sequence[TensorSpec | None],
+    statics: Sequence[Any] | None,
+    coordinate: tuple[int, ...],
 ) -> list[Any]:
     """The schema arguments as the lowering gets them, with local meta tensors."""
     flat = iter(inputs)
@@ -113,10 +120,10 @@ def _local_values(
     for arg, value in zip(schema.signature.args, described, strict=True):
         if arg in schema.signature.tensor_args:
             if isinstance(value, tuple):
-                values.append([_local_tensor(next(flat)) for _ in value])
+                values.append([_local_tensor(next(flat), coordinate) for _ in value])
             elif not (value is None and arg.is_list):
                 spec = next(flat)
-                values.append(_local_tensor(spec) if isinstance(value, TensorSpec) else value)
+                values.append(_local_tensor(spec, coordinate) if isinstance(value, TensorSpec) else value)
             else:
                 values.append(None)
         elif replaced is not None and arg.name in schema.info.by_value:
@@ -126,11 +133,11 @@ def _local_values(
     return values
 
 
-def _local_tensor(spec: TensorSpec | None) -> torch.Tensor | None:
-    """A meta tensor like the first rank's local tensor; its strides have the order of the global tensor's."""
+def _local_tensor(spec: TensorSpec | None, coordinate: tuple[int, ...]) -> torch.Tensor | None:
+    """A meta tensor like a rank's local tensor; its strides have the order of the global tensor's."""
     if spec is None:
         return None
-    shape = spec.local_shape((0,) * spec.mesh.ndim)
+    shape = spec.local_shape(coordinate)
     order = memory_order(spec.tensor_meta)
     inverse = [order.index(d) for d in range(len(order))]
     return torch.empty([shape[d] for d in order], dtype=spec.dtype, device="meta").permute(inverse)

@@ -1,0 +1,347 @@
+"""Policies: what a program may send without saying so, ``with shardwise.communication("forbid"):``.
+
+A collective is explicit where the program asks for it (``redistribute``, ``full_tensor``, a plan file), and implicit
+where an op needs it. Policies are about implicit ones. They are looked at where a call would send something, and by no
+other call: see :mod:`shardwise.engine.judging`.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
+from contextlib import ContextDecorator, contextmanager
+from functools import cache
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from attrs import define, field, frozen
+
+from shardwise.errors import SettingsError, TracingError
+from shardwise.kernel.dispatcher import drop_plans
+from shardwise.kernel.mesh import Mesh
+from shardwise.private_torch.dispatch import in_backward, next_node_number, number_of_running_node
+from shardwise.private_torch.tracing import graph_that_is_made
+from shardwise.settings import read_settings
+
+__all__ = [
+    "ACTIONS",
+    "InForceThen",
+    "Policy",
+    "PolicyScope",
+    "communication",
+    "hold_for_graph",
+    "in_force",
+    "know_mesh",
+    "no_policies",
+    "number_of_scope",
+    "parse_policies",
+    "policies_now",
+    "start_by_settings",
+]
+
+ACTIONS = ("allow", "warn", "forbid")
+KINDS = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "shift")
+PHASES = ("forward", "backward", "optimizer", "gradients")
+_USUAL_PHASES = PHASES[:3]
+
+
+@frozen
+class Policy:
+    """What becomes of the implicit collectives that it covers: all, or those that every condition fits.
+
+    ``over`` are mesh dims by name or number, one of which the collective runs over. ``kinds`` are kinds of collectives,
+    ``above`` the bytes that a rank may hand in (0: it may issue none, not even an empty one), and ``phases`` parts of a
+    training step.
+    """
+
+    action: str
+    over: tuple[str | int, ...] | None = None
+    kinds: tuple[str, ...] | None = None
+    above: int = 0
+    phases: tuple[str, ...] = _USUAL_PHASES
+
+    def covers(self, phase: str, kind: str | None, dims: Collection[str | int], nbytes: int | None) -> bool:
+        """Whether it is about a collective. ``None`` for a kind or a number of bytes that only data decides."""
+        return (
+            phase in self.phases
+            and (self.over is None or any(dim in dims for dim in self.over))
+            and (self.kinds is None or kind is None or kind in self.kinds)
+            and (nbytes is None or not self.above or nbytes > self.above)
+        )
+
+    def __str__(self) -> str:
+        words = [self.action]
+        words += [] if self.over is None else ["over", ",".join(map(str, self.over))]
+        words += [] if self.kinds is None else ["kinds", ",".join(self.kinds)]
+        words += [] if not self.above else ["above", str(self.above)]
+        words += [] if self.phases == _USUAL_PHASES else ["phases", ",".join(self.phases)]
+        return " ".join(words)
+
+
+def _checked(
+    action: str,
+    over: Sequence[str | int] | str | int | None,
+    kinds: Sequence[str] | str | None,
+    above: Any,
+    phases: Sequence[str] | str | None,
+    where: str,
+) -> Policy:
+    """A policy of values that were given. Raises :class:`SettingsError` for one that it cannot have."""
+
+    def words(name: str, value: Any, allowed: Sequence[str]) -> tuple[Any, ...]:
+        listed = (value,) if isinstance(value, (str, int)) else tuple(value)
+        for word in listed:
+            is_word = isinstance(word, str) if allowed else isinstance(word, (str, int)) and not isinstance(word, bool)
+            if not is_word or (allowed and word not in allowed):
+                takes = ", ".join(allowed) if allowed else "names and numbers of mesh dims"
+                raise _refused(where, f"{name} has {word!r}", f"It takes {takes}.")
+        if not listed:
+            raise _refused(where, f"{name} is empty, so the policy is about nothing", f"Leave {name} out, or fill it.")
+        return listed
+
+    if action not in ACTIONS:
+        raise _refused(where, f"{action!r} is not what a policy does", f"Write {', '.join(ACTIONS)}.")
+    if isinstance(above, bool) or not isinstance(above, int) or above < 0:
+        raise _refused(where, f"above is {above!r}", "Give a number of bytes, such as 1 << 20.")
+    return Policy(
+        action,
+        None if over is None else words("over", over, ()),
+        None if kinds is None else tuple(sorted(set(words("kinds", kinds, KINDS)))),
+        above,
+        _USUAL_PHASES if phases is None else words("phases", phases, PHASES),
+    )
+
+
+def _refused(where: str, found: str, do: str) -> SettingsError:
+    return SettingsError(asked=where, found=found, do=do, setting="communication")
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+
+_UNITS = {"": 0, "B": 0, "KiB": 10, "MiB": 20, "GiB": 30}
+
+
+def parse_policies(texts: Sequence[str], where: str) -> tuple[Policy, ...]:
+    """Policies as settings write them: ``"forbid over tp,dp kinds all_gather above 1MiB phases forward"``.
+
+    A text may hold several, separated by semicolons; the last that covers a collective holds. Raises
+    :class:`SettingsError`.
+    """
+    return tuple(_parsed(part.split(), where) for text in texts for part in text.split(";") if part.strip())
+
+
+def _parsed(words: Sequence[str], where: str) -> Policy:
+    action, *rest = words
+    given: dict[str, Any] = {}
+    for i in range(0, len(rest), 2):
+        name, value = rest[i], rest[i + 1] if i + 1 < len(rest) else None
+        if name not in ("over", "kinds", "above", "phases") or value is None or name in given:
+            do = 'Write it as "forbid over tp,dp kinds all_gather above 1MiB phases forward".'
+            raise _refused(where, f"{' '.join(words)!r} is not a policy", do)
+        given[name] = _bytes(value, where) if name == "above" else [w for w in value.split(",") if w]
+    over = given.get("over")
+    numbered = None if over is None else [int(w) if w.isdecimal() else w for w in over]
+    return _checked(action, numbered, given.get("kinds"), given.get("above", 0), given.get("phases"), where)
+
+
+def _bytes(text: str, where: str) -> int:
+    parts = re.fullmatch(r"(\d+)([KMG]iB|B)?", text)
+    if parts is None:
+        raise _refused(
+            where, f"{text!r} is not a number of bytes", "Write a whole number, or one with KiB, MiB or GiB."
+        )
+    return int(parts[1]) << _UNITS[parts[2] or ""]
+
+
+# -- what is in force ------------------------------------------------------------------------------------------------
+
+Stack = tuple[Policy, ...]
+# Scopes that are noted for backward passes to come. Of older ones the settings' policies hold.
+_MOST_NOTED = 1 << 16
+
+
+class InForceThen:
+    """The policies that a compiled graph was made under. They are no part of a layout, so two are always equal; the
+    graph's guard looks at ``stack``.
+    """
+
+    __slots__ = ("stack",)
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InForceThen)
+
+    def __hash__(self) -> int:
+        return hash(InForceThen)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InForceThen:
+        return self
+
+    def __reduce__(self) -> Any:
+        return InForceThen, (self.stack,)
+
+
+@define
+class _InForce:
+    """The policies in force, outermost first, and those that were, by the number of the first node of their scope.
+
+    ``is_on`` stays true from the first policy on: plans that are made from then on know what they send.
+    """
+
+    is_on: bool = False
+    is_suspended: bool = False
+    settings: Stack = ()
+    stack: Stack = ()
+    then: InForceThen = field(factory=lambda: InForceThen(()))
+    mesh_dims: set[str] = field(factory=set)
+    _starts: list[int] = field(factory=list)
+    _stacks: list[Stack] = field(factory=list)
+
+    def enter(self, stack: Stack) -> None:
+        """Have other policies from here on."""
+        if not self.is_on:
+            self.is_on = True
+            drop_plans()
+        self.stack, self.then = stack, InForceThen(stack)
+        number = next_node_number()
+        if self._starts and self._starts[-1] >= number:
+            self._stacks[-1] = stack
+            return
+        if len(self._starts) >= _MOST_NOTED:
+            del self._starts[: _MOST_NOTED // 2], self._stacks[: _MOST_NOTED // 2]
+        self._starts.append(number)
+        self._stacks.append(stack)
+
+    def at_node(self, number: int) -> Stack:
+        """The policies in force when autograd made the node with this number."""
+        at = bisect_right(self._starts, number) - 1
+        return self._stacks[at] if at >= 0 else self.settings
+
+
+in_force = _InForce()
+
+
+@cache
+def start_by_settings() -> None:
+    """Take the policies of the settings, once."""
+    texts = read_settings().communication
+    if texts:
+        where = read_settings().source("communication")
+        in_force.settings = parse_policies(texts, f"read {where}")
+        in_force.enter((*in_force.settings, *in_force.stack))
+
+
+def know_mesh(mesh: Mesh) -> None:
+    """Note the names of a mesh's dims, so that a policy over a name that no mesh has is an error."""
+    in_force.mesh_dims.update(getattr(mesh, "mesh_dim_names", None) or ())
+
+
+def policies_now() -> tuple[Stack, bool]:
+    """The policies that hold for what runs now, and whether that is a backward pass: those of its forward op then."""
+    if in_force.is_suspended:
+        return (), False
+    traced = _of_graphs.get(graph) if _of_graphs and (graph := graph_that_is_made()) is not None else ()
+    if not in_backward():
+        return (*in_force.stack, *(traced or ())), False
+    number = number_of_running_node()
+    then = in_force.stack if number is None else in_force.at_node(number)
+    return (*then, *(traced or ())), True
+
+
+@contextmanager
+def no_policies() -> Iterator[None]:
+    """Judge nothing meanwhile: what runs is a question, and not the program."""
+    before, in_force.is_suspended = in_force.is_suspended, True
+    try:
+        yield
+    finally:
+        in_force.is_suspended = before
+
+
+# By the graph that is being made: the policies of modules whose forward pass is in it.
+_of_graphs: MutableMapping[Any, Stack] = WeakKeyDictionary()
+# Scopes of modules by number: dynamo passes numbers to a function that it calls while it makes a graph.
+_of_modules: list[PolicyScope] = []
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def hold_for_graph(number: int) -> None:
+    """Have a policy of a module hold for the whole graph that is being made."""
+    graph, scope = graph_that_is_made(), _of_modules[number]
+    if graph is not None:
+        in_force.is_on = True
+        _of_graphs[graph] = (*_of_graphs.get(graph, ()), scope.policy)
+
+
+def number_of_scope(scope: PolicyScope) -> int:
+    """A number under which :func:`hold_for_graph` finds a scope."""
+    _of_modules.append(scope)
+    return len(_of_modules) - 1
+
+
+class PolicyScope(ContextDecorator):
+    """A policy as a context: see :func:`communication`. It may be entered several times, one inside the other."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self._before: list[Stack] = []
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            raise _in_a_graph(str(self.policy))
+        start_by_settings()
+        self._before.append(in_force.stack)
+        in_force.enter((*in_force.stack, self.policy))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        in_force.enter(self._before.pop())
+
+    def __repr__(self) -> str:
+        return f"communication({str(self.policy)!r})"
+
+
+def _in_a_graph(policy: str) -> TracingError:
+    return TracingError(
+        asked=f"enter the policy {policy!r} in compiled code",
+        found="a graph is made once, and its calls are judged while it is made",
+        do="Enter it around the call of the compiled function.",
+    )
+
+
+def communication(
+    policy: str,
+    *,
+    over: Sequence[str | int] | str | int | None = None,
+    kinds: Sequence[str] | str | None = None,
+    above: int = 0,
+    phases: Sequence[str] | str | None = None,
+) -> PolicyScope:
+    """A context that says what becomes of implicit communication: ``"allow"``, ``"warn"`` or ``"forbid"``.
+
+    Implicit is what an op needs and nobody wrote: a gathered operand, a reduced sum, what a rule's own lowering sends.
+    Calls of ``redistribute``, ``full_tensor`` and the like, and what a plan file says, are explicit, and no policy is
+    about them. The policy is about all implicit collectives, or about those that
+
+    - run over one of the mesh dims ``over``, by name or number;
+    - are of one of ``kinds``: ``all_gather``, ``all_reduce``, ``all_to_all``, ``reduce_scatter``, ``shift``;
+    - take more than ``above`` bytes of a rank;
+    - belong to one of ``phases``: ``forward``, ``backward`` and ``optimizer``, which are the default, and
+      ``gradients``: the sum of a leaf's gradient over the mesh, which the layout of the leaf asks for.
+
+    Of several contexts, the innermost that is about a collective holds. **A backward pass is judged by the contexts of
+    the forward op**, wherever ``backward()`` is called. Under ``"forbid"`` a call raises :class:`CommunicationError` on
+    every rank before anything is sent; under ``"warn"`` each line of the program gives one
+    :class:`CommunicationWarning`. No policy changes a number.
+
+    The context holds for all threads of the process; forward passes are told apart in the thread that enters it. Every
+    rank must enter and leave it at the same points. Compiled code is judged when it is made, and made anew under other
+    policies. Raises :class:`SettingsError` for values that it does not take.
+    """
+    if torch.compiler.is_compiling():
+        raise _in_a_graph(policy)
+    return PolicyScope(_checked(policy, over, kinds, above, phases, "set a policy on communication"))
