@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 from torch.nn import functional
 
@@ -19,7 +20,9 @@ from shardwise.comm import policy  # the module: workers get other globals by va
 from shardwise.comm.events import observe
 from shardwise.engine.decided import use_decisions
 from shardwise.errors import CommunicationError, CommunicationWarning, SettingsError, TracingError
+from shardwise.program.step_plan import read_plan
 from shardwise.testing import mesh
+from shardwise.tools.rehearse import rehearse
 
 R = Replicate()
 DP_TP = (2, 2), ("dp", "tp")
@@ -342,3 +345,23 @@ def compiled():
 
 def test_compiled_code_is_made_anew_under_another_policy(two_ranks):
     two_ranks.run(compiled)
+
+
+def under_forbid(plan):
+    with sw.communication("forbid"):
+        return sent(lambda: rehearse(partial(mlp, src_data_rank=None), (2,), ("tp",), plan=plan))[0]
+
+
+def test_a_move_that_the_plan_does_not_have_is_forbidden(planned, tmp_path):
+    planned.save(tmp_path / "mlp.plan")
+    plan = read_plan(tmp_path / "mlp.plan")
+    assert under_forbid(plan).collectives
+    decisions = plan.decisions
+    moving = [digest for digest, (one, *_) in decisions.exact.items() if one.inputs != one.sources or one.moves_results]
+    assert moving
+    for gone in moving:
+        exact = {digest: known for digest, known in decisions.exact.items() if digest != gone}
+        loose = {d: known for d, known in decisions.loose.items() if decisions.exact[gone][0] not in known}
+        error = under_forbid(evolve(plan, decisions=evolve(decisions, exact=exact, loose=loose)))
+        assert isinstance(error, CommunicationError)
+        assert error.op == "aten._log_softmax.default"
