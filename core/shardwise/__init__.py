@@ -1,35 +1,61 @@
-"""Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
+"""Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin.
 
+Names are imported at their first use, so that a command that needs no tensor imports no torch.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardwise import random
-from shardwise.comm.policy import communication
-from shardwise.engine import shutdown
-from shardwise.engine.plain_tensors import plain
-from shardwise.engine.replication import replicate_unknown
-from shardwise.errors import ShardingError
-from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
-from shardwise.kernel.spec import TensorSpec
-from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.rng.generator import manual_seed
-from shardwise.tensor import dcp_state_dicts, distribute, optimizer_step
-from shardwise.tensor.distribute import distribute_module, distribute_tensor
-from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
-from shardwise.tensor.late_grads import accumulate
-from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.on_mesh import on
-from shardwise.tensor.sharing import sharing_views
-
 if TYPE_CHECKING:
-    from shardwise.kernel.registry import Override
-    from shardwise.kernel.rule import AnyRule
+    from shardwise import checkpoint, errors, random, testing
+    from shardwise.comm.policy import communication
+    from shardwise.discovery.process import override
+    from shardwise.engine.plain_tensors import plain
+    from shardwise.engine.replication import replicate_unknown
+    from shardwise.errors import ShardingError
+    from shardwise.kernel.placements import Partial, Placement, Replicate, Shard
+    from shardwise.kernel.spec import TensorSpec
+    from shardwise.kernel.tensor_meta import TensorMeta
+    from shardwise.rng.generator import manual_seed
     from shardwise.steps.learning import learn
     from shardwise.steps.planning import plan
+    from shardwise.tensor.distribute import distribute_module, distribute_tensor
+    from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
+    from shardwise.tensor.late_grads import accumulate
+    from shardwise.tensor.mesh_tensor import MeshTensor
+    from shardwise.tensor.on_mesh import on
     from shardwise.tensor.prefetch import prefetch
+    from shardwise.tensor.sharing import sharing_views
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
 
-__all__ = [
+# By the module that has them; a name without one is a module of this package.
+_NAMES = {
+    "comm.policy": ("communication",),
+    "discovery.process": ("override",),
+    "engine.plain_tensors": ("plain",),
+    "engine.replication": ("replicate_unknown",),
+    "errors": ("ShardingError",),
+    "kernel.placements": ("Partial", "Placement", "Replicate", "Shard"),
+    "kernel.spec": ("TensorSpec",),
+    "kernel.tensor_meta": ("TensorMeta",),
+    "rng.generator": ("manual_seed",),
+    "steps.learning": ("learn",),
+    "steps.planning": ("plan",),
+    "tensor.distribute": ("distribute_module", "distribute_tensor"),
+    "tensor.factories": ("empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
+    "tensor.late_grads": ("accumulate",),
+    "tensor.mesh_tensor": ("MeshTensor",),
+    "tensor.on_mesh": ("on",),
+    "tensor.prefetch": ("prefetch",),
+    "tensor.sharing": ("sharing_views",),
+    "tools.calibrate": ("calibrate",),
+    "tools.explain": ("explain",),
+}
+_PACKAGES = ("checkpoint", "errors", "random", "testing")
+_WHERE = {name: module for module, names in _NAMES.items() for name in names}
+
+__all__ = [  # __getattr__ has them
     "MeshTensor",
     "Partial",
     "Placement",
@@ -40,10 +66,12 @@ __all__ = [
     "TensorSpec",
     "accumulate",
     "calibrate",
+    "checkpoint",
     "communication",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "errors",
     "explain",
     "full",
     "learn",
@@ -61,17 +89,29 @@ __all__ = [
     "randperm",
     "replicate_unknown",
     "sharing_views",
+    "testing",
     "zeros",
 ]
 
-optimizer_step.install()
-shutdown.install()
-dcp_state_dicts.install()
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use."""
+    if name in _WHERE:
+        value = getattr(import_module(f"shardwise.{_WHERE[name]}"), name)
+    elif name in _PACKAGES:
+        value = import_module(f"shardwise.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    if name == "distribute_module":
+        import_module("shardwise.tensor.distribute").at_module.append(_learn_if_asked)
+    return value
 
 
 def _learn_if_asked() -> None:
     """Learn from a program's first ``distribute_module`` on, where the setting ``learn`` is on."""
     from shardwise.settings import read_settings
+    from shardwise.tensor import distribute
 
     distribute.at_module.remove(_learn_if_asked)
     if read_settings().learn:
@@ -80,40 +120,5 @@ def _learn_if_asked() -> None:
         learn()
 
 
-distribute.at_module.append(_learn_if_asked)
-
-
-def override(*rules: "AnyRule") -> "Override":
-    """Give rules precedence over those of all plugins in this process.
-
-    They apply until the returned object is called, or for the length of a ``with``. Every rank must override the same
-    rules at the same point of the program. Raises :class:`RuleError` for a value that is not a rule.
-    """
-    from shardwise.discovery.process import default_registry
-
-    return default_registry().override(*rules)
-
-
-def __getattr__(name: str) -> Any:
-    """Import what few programs need at its first use."""
-    if name == "calibrate":
-        from shardwise.tools.calibrate import calibrate
-
-        return calibrate
-    if name == "explain":
-        from shardwise.tools.explain import explain
-
-        return explain
-    if name == "learn":
-        from shardwise.steps.learning import learn
-
-        return learn
-    if name == "plan":
-        from shardwise.steps.planning import plan
-
-        return plan
-    if name == "prefetch":
-        from shardwise.tensor.prefetch import prefetch
-
-        return prefetch
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,31 +1,56 @@
-"""The group of commands, and how an error of shardwise ends one."""
+"""The group of commands, and how an error of shardwise ends one.
+
+A command is imported when it is called, or when its own help or its arguments are asked for: most import torch.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import click
 
-from shardwise.cli.calibrate import calibrate
-from shardwise.cli.completion import completion
-from shardwise.cli.coverage import coverage
-from shardwise.cli.doctor import doctor
-from shardwise.cli.explain import explain
-from shardwise.cli.infer import infer
-from shardwise.cli.new import new
-from shardwise.cli.plan import plan
-from shardwise.cli.plugins import plugins
-from shardwise.cli.rehearse import rehearse
-from shardwise.cli.rules import rules
-from shardwise.cli.why import why
-from shardwise.demo.command import demo
 from shardwise.errors import ShardingError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
+
+COMMANDS = {
+    "calibrate": ("shardwise.cli.calibrate", "Measure the links of a mesh, for the cost model."),
+    "completion": ("shardwise.cli.completion", "Print the completion script for a shell."),
+    "coverage": ("shardwise.cli.coverage", "List the ops of a program that no plugin has a rule for."),
+    "demo": ("shardwise.demo.command", "Train a GPT on a mesh of local processes and on one device, and compare."),
+    "doctor": ("shardwise.cli.doctor", "Say what is wrong with the environment."),
+    "explain": ("shardwise.cli.explain", "Show every legal strategy of one call, with its cost."),
+    "infer": ("shardwise.cli.infer", "Find the rows of an op by numeric search."),
+    "new": ("shardwise.cli.new", "Make a plugin to start from."),
+    "plan": ("shardwise.cli.plan", "Choose the layouts of a whole step together."),
+    "plugins": ("shardwise.cli.plugins", "Show the installed plugins; check one."),
+    "rehearse": ("shardwise.cli.rehearse", "Show memory and collectives of a step on a mesh of any size."),
+    "rules": ("shardwise.cli.rules", "List the rules of the ops that match a pattern."),
+    "why": ("shardwise.cli.why", "Say which rule holds for an op, and why."),
+}
+"""By name: the module that has the command, and what it does, in one line."""
 
 
 class Commands(click.Group):
-    """A group whose commands show a :class:`ShardingError` as a message and not as a traceback."""
+    """A group that imports a command when it is called, and shows a :class:`ShardingError` as a message."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  # click's signature
+        """All names."""
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """The command, imported."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """The list of commands, with what each does, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in sorted(COMMANDS.items())])
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a refusal of shardwise exits with 1."""
@@ -39,18 +64,3 @@ class Commands(click.Group):
 @click.version_option(package_name="shardwise")
 def main() -> None:
     """Ordinary PyTorch code on a mesh of devices."""
-
-
-main.add_command(calibrate)
-main.add_command(completion)
-main.add_command(coverage)
-main.add_command(demo)
-main.add_command(doctor)
-main.add_command(explain)
-main.add_command(infer)
-main.add_command(new)
-main.add_command(plan)
-main.add_command(plugins)
-main.add_command(rehearse)
-main.add_command(rules)
-main.add_command(why)

@@ -14,8 +14,10 @@ from shardwise.settings import Settings, read_settings
 
 if TYPE_CHECKING:
     from shardwise.discovery.loading import Status
+    from shardwise.kernel.registry import Override
+    from shardwise.kernel.rule import AnyRule
 
-__all__ = ["default_registry", "statuses", "use_registry"]
+__all__ = ["default_registry", "override", "statuses", "use_registry"]
 
 
 class _Process:
@@ -80,6 +82,15 @@ def _load_plugins(settings: Settings) -> None:
         _process.statuses, _process.registry = outcomes, registry
     finally:
         _process.loading = False
+
+
+def override(*rules: AnyRule) -> Override:
+    """Give rules precedence over those of all plugins in this process.
+
+    They apply until the returned object is called, or for the length of a ``with``. Every rank must override the same
+    rules at the same point of the program. Raises :class:`RuleError` for a value that is not a rule.
+    """
+    return default_registry().override(*rules)
 
 
 def statuses() -> list[Status]:
