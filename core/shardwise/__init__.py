@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from shardwise.rng.generator import manual_seed
     from shardwise.steps.learning import learn
     from shardwise.steps.planning import plan
-    from shardwise.tensor.distribute import distribute_module, distribute_tensor
+    from shardwise.tensor.distribute import distribute_tensor
     from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
     from shardwise.tensor.late_grads import accumulate
     from shardwise.tensor.mesh_tensor import MeshTensor
+    from shardwise.tensor.modules import distribute_module
     from shardwise.tensor.on_mesh import on
     from shardwise.tensor.prefetch import prefetch
+    from shardwise.tensor.printing import print  # noqa: A004  # as accelerate and others call it
     from shardwise.tensor.sharing import sharing_views
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
@@ -42,12 +44,14 @@ _NAMES = {
     "rng.generator": ("manual_seed",),
     "steps.learning": ("learn",),
     "steps.planning": ("plan",),
-    "tensor.distribute": ("distribute_module", "distribute_tensor"),
+    "tensor.distribute": ("distribute_tensor",),
     "tensor.factories": ("empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
     "tensor.late_grads": ("accumulate",),
     "tensor.mesh_tensor": ("MeshTensor",),
+    "tensor.modules": ("distribute_module",),
     "tensor.on_mesh": ("on",),
     "tensor.prefetch": ("prefetch",),
+    "tensor.printing": ("print",),
     "tensor.sharing": ("sharing_views",),
     "tools.calibrate": ("calibrate",),
     "tools.explain": ("explain",),
@@ -82,6 +86,7 @@ __all__ = [  # __getattr__ has them
     "plain",
     "plan",
     "prefetch",
+    "print",
     "rand",
     "randint",
     "randn",
@@ -104,16 +109,16 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     if name == "distribute_module":
-        import_module("shardwise.tensor.distribute").at_module.append(_learn_if_asked)
+        import_module("shardwise.tensor.modules").at_module.append(_learn_if_asked)
     return value
 
 
 def _learn_if_asked() -> None:
     """Learn from a program's first ``distribute_module`` on, where the setting ``learn`` is on."""
     from shardwise.settings import read_settings
-    from shardwise.tensor import distribute
+    from shardwise.tensor import modules
 
-    distribute.at_module.remove(_learn_if_asked)
+    modules.at_module.remove(_learn_if_asked)
     if read_settings().learn:
         from shardwise.steps.learning import learn
 

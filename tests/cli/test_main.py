@@ -21,7 +21,8 @@ def test_every_command_is_there(name):
     assert COMMANDS[name][1].endswith(".")
 
 
-def test_the_help_lists_all(console=CliRunner()):  # noqa: B008  # one is enough
+def test_the_help_lists_all():
+    console = CliRunner()
     text = console.invoke(main, ["--help"]).output
     assert all(f"  {name} " in text for name in COMMANDS)
     assert main.get_command(click.Context(main), "trian") is None

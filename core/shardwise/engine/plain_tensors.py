@@ -237,7 +237,7 @@ def _refuse_unless_ordinary(op: Op, name: str, tensor: torch.Tensor) -> None:
     if is_torchs and not layout:
         return
     what = f"a {type(tensor).__name__}" + (f" with the layout {layout}" if layout else "")
-    raise _refusal(op, name, tensor, what, _MAKE_DENSE if layout else _MAKE_ONE)
+    raise _refusal(op, name, tensor, what, _MAKE_DENSE if layout else _how_to_make(tensor))
 
 
 def _refusal(op: Op, name: str, tensor: torch.Tensor, what: str, do: str) -> PlainTensorError:
@@ -251,6 +251,12 @@ def _refusal(op: Op, name: str, tensor: torch.Tensor, what: str, do: str) -> Pla
         argument=name,
         shape=shape,
     )
+
+
+def _how_to_make(tensor: torch.Tensor) -> str:
+    if type(tensor).__name__ == "DTensor":
+        return "Take it over with its layout: shardwise_dtensor.from_dtensor(t), or MeshTensor.from_local of its parts."
+    return _MAKE_ONE
 
 
 _MAKE_ONE = (

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.comm.agreement import check_agreement
 from shardwise.comm.async_result import AsyncResult, InFlightLimit
@@ -28,6 +29,7 @@ from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
 from shardwise.kernel.local_strides import alias, in_order, other_layout
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, check_placements, shard_dim, show_all
+from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.kernel.recording import recording
 from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
@@ -50,7 +52,7 @@ def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
 def _checked_grad_layout(grad_placements: Sequence[Placement] | None, spec: TensorSpec) -> tuple[Placement, ...]:
     if grad_placements is None:
         return grad_layout(spec.placements)
-    return check_placements(grad_placements, spec.mesh.ndim, spec.ndim)
+    return check_placements(per_mesh_dim(grad_placements, spec.mesh), spec.mesh.ndim, spec.ndim)
 
 
 # -- one layout to another ---------------------------------------------------------------------------------------
@@ -81,7 +83,7 @@ class _Redistribute(torch.autograd.Function):
 
 def redistribute(
     tensor: Any,
-    placements: Sequence[Placement],
+    placements: Places,
     grad_placements: Sequence[Placement] | None = None,
     async_op: bool = False,
     grad_dtype: torch.dtype | None = None,
@@ -92,7 +94,7 @@ def redistribute(
     """
     if recording_mode() is not None:
         _refuse_in_a_graph(tensor, "redistribute {}")
-    target, steps = route(tensor._spec, placements)
+    target, steps = route(tensor._spec, per_mesh_dim(placements, tensor._spec.mesh))
     if steps is None and grad_placements is None and grad_dtype is None:
         if recording.recorder is not None:
             recording.recorder.redistributed(tensor, tensor)
@@ -225,7 +227,7 @@ class _FromLocal(torch.autograd.Function):
 def from_local(
     local: torch.Tensor,
     mesh: Any,
-    placements: Sequence[Placement] | None,
+    placements: Places | None,
     run_check: bool,
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
@@ -233,8 +235,9 @@ def from_local(
 ) -> Any:
     """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
     mesh = current_mesh() if mesh is None else mesh
+    refuse_dtensor(local, "take a tensor as this rank's part")
     check_device(local, mesh)
-    layout = (REPLICATE,) * mesh.ndim if placements is None else placements
+    layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)
     meet(mesh)
     if run_check:  # compares the layout too, also where this rank knows it and another does not
@@ -242,6 +245,17 @@ def from_local(
     elif not is_traced(local):
         agree_on_layout(spec, "from_local")
     return _FromLocal.apply(local, spec, _checked_grad_layout(grad_placements, spec))  # type: ignore[no-untyped-call]
+
+
+def refuse_dtensor(tensor: Any, asked: str) -> None:
+    """Raise :class:`LayoutError` for a DTensor: it has a layout of its own already."""
+    if isinstance(tensor, DTensor):
+        raise LayoutError(
+            asked=asked,
+            found=f"it is a DTensor {tuple(tensor.shape)} {show_all(tensor.placements)}",
+            do="Take it over with its layout: MeshTensor.from_local(t.to_local(), t.device_mesh, t.placements, "
+            "shape=t.shape, stride=t.stride()), or shardwise_dtensor.from_dtensor(t).",
+        )
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import LayoutError
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
+from shardwise.kernel.places import per_mesh_dim
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.distributed import current_mesh
@@ -95,7 +96,7 @@ def _make(
         )
     mesh = current_mesh() if device_mesh is None else device_mesh
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
-    places = [REPLICATE] * mesh.ndim if placements is None else placements
+    places = [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = TensorSpec(mesh, check_placements(places, mesh.ndim, len(size)), meta)
     meet(mesh)
     if values is not None:

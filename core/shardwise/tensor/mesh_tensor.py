@@ -22,6 +22,7 @@ from shardwise.errors import ItemError, LayoutError, MeshMismatchError
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
+from shardwise.kernel.places import Places
 from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -142,7 +143,7 @@ class MeshTensor(torch.Tensor):
     def from_local(
         local_tensor: torch.Tensor,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Places | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
@@ -179,7 +180,7 @@ class MeshTensor(torch.Tensor):
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Placement] | None = None,
+        placements: Places | None = None,
         *,
         async_op: bool = False,
         forward_dtype: torch.dtype | None = None,

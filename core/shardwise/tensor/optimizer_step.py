@@ -24,8 +24,10 @@ from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.kept_moves import kept_moves
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
+from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.replaced import take_new_parameters
 
 __all__ = ["install"]
 
@@ -41,6 +43,7 @@ def install() -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """A torch hook: the arguments of the step, with the twin in place of the optimizer if the step may be local."""
+    take_new_parameters(optimizer, _placed_state)
     if late:
         place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
@@ -61,6 +64,13 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if twin is None or not twin.still_fits(optimizer):
         twin = optimizer.__dict__[_TWIN] = _Twin(optimizer)
     return ((twin.prepared(optimizer),), kwargs) if twin.take_gradients() else None
+
+
+def _placed_state(value: Any, parameter: MeshTensor) -> Any:
+    """A state of a parameter that was replaced, as a state of the new one."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, MeshTensor) or value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG001  # torch's signature

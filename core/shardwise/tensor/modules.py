@@ -1,0 +1,148 @@
+"""Make the parameters and buffers of whole modules MeshTensors."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.layout_agreement import agree_on_plan
+from shardwise.comm.policy import PolicyScope
+from shardwise.comm.policy import communication as policy
+from shardwise.engine.decided import in_force, use_decisions
+from shardwise.errors import PlanFitError
+from shardwise.kernel.places import Places
+from shardwise.private_torch.distributed import current_mesh
+from shardwise.program.step_plan import StepPlan, read_plan
+from shardwise.tensor.autograd import refuse_dtensor
+from shardwise.tensor.distribute import distribute_tensor
+from shardwise.tensor.loaded_state import place_assigned
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.names import name_tensor, tag_by_name
+from shardwise.tensor.on_mesh import enter_in_forward
+from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
+from shardwise.tensor.replaced import note_replaced
+
+__all__ = ["at_module", "distribute_module"]
+
+PartitionFn = Callable[[str, nn.Module, DeviceMesh], None]
+
+at_module: list[Callable[[], None]] = []
+"""Called when a module has been distributed: what stands above this package and wants to know."""
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition: Mapping[str, Places] | PartitionFn | StepPlan | str | os.PathLike[str] | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    communication: PolicyScope | str | None = None,
+) -> nn.Module:
+    """Replace a module's parameters and buffers by MeshTensors, in place; returns the module.
+
+    ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
+    mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
+    Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``,
+    or a plan of the whole step (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer,
+    and its decisions hold for all calls from here on.
+    ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
+    may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
+    (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
+    passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
+
+    Raises :class:`PlacementError` for a pattern that matches nothing, and a
+    :class:`PlanError` for a plan that cannot be read or is for another mesh or module.
+    """
+    mesh = current_mesh() if device_mesh is None else device_mesh
+    names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
+    names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
+    if isinstance(partition, (str, os.PathLike)):
+        partition = read_plan(partition)
+    if isinstance(partition, StepPlan):
+        partition = _install(partition, type(module).__name__, names, mesh)
+    if callable(partition):
+        for name, submodule in module.named_modules():
+            partition(name, submodule, mesh)
+    patterns = dict(partition) if isinstance(partition, Mapping) else {}
+    check_patterns(type(module).__name__, patterns, names)
+    _replace_tensors(module, mesh, patterns, src_data_rank)
+    place_assigned(module)
+    enter_in_forward(module, mesh, policy(communication) if isinstance(communication, str) else communication)
+    for tell in tuple(at_module):
+        tell()
+    if input_fn is not None:
+        before = _with_module(input_fn)
+        module.register_forward_pre_hook(lambda m, inputs: before(m, inputs, mesh))
+    if output_fn is not None:
+        after = _with_module(output_fn)
+        module.register_forward_hook(lambda m, _, outputs: after(m, outputs, mesh))
+    return module
+
+
+def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh) -> dict[str, Places]:
+    """Have all calls go by a plan from here on; the placements of these parameters and buffers by the plan."""
+    asked = f"distribute a {kind} by the plan {plan.file.source or plan.file.program}"
+    plan.check_mesh(asked, tuple(mesh.shape), mesh.mesh_dim_names)
+    partition: dict[str, Places] = {}
+    used = set()
+    for name in names:
+        known = plan.file.placements_of(name)
+        if known is None:
+            raise PlanFitError(
+                asked=asked,
+                found=f"no line of [parameters] places {name!r}",
+                do="Plan the program again, with this module in it.",
+                name=name,
+            )
+        used.add(known[0])
+        partition[name] = known[1]
+    unused = [pattern for pattern in plan.file.parameters if pattern not in used]
+    if unused:
+        raise PlanFitError(
+            asked=asked,
+            found=f"its line {unused[0]!r} of [parameters] fits nothing in the module",
+            do="Plan the program again, with this module in it.",
+            name=unused[0],
+        )
+    agree_on_plan(mesh, plan.file.digest, plan.decisions.fingerprint)
+    use_decisions(plan.decisions, is_written=True)
+    return partition
+
+
+def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function of module, values and mesh; torch's older form leaves the module out."""
+    if len(inspect.signature(function).parameters) == len(("values", "mesh")):
+        return lambda _, values, mesh: function(values, mesh)
+    return function
+
+
+def _replace_tensors(
+    module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
+) -> None:
+    by_id: dict[int, MeshTensor] = {}
+    placed_here: set[int] = set()
+    for prefix, submodule in module.named_modules(remove_duplicate=False):
+        own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
+        for key, tensor in own:
+            name = f"{prefix}.{key}" if prefix else key
+            if isinstance(tensor, MeshTensor):
+                if id(tensor) not in placed_here:
+                    check_placed(name, tensor, mesh, patterns)
+                continue
+            if id(tensor) not in by_id:
+                refuse_dtensor(tensor, f"place {name!r}")
+                places = placements_for(name, tensor, mesh, patterns)
+                by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+                placed_here.add(id(by_id[id(tensor)]))
+                note_replaced(tensor, by_id[id(tensor)])
+                name_tensor(by_id[id(tensor)], name)
+                if in_force.decisions is not None:
+                    tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
+            setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was

@@ -1,0 +1,96 @@
+"""Patterns on the names of a module's tensors, and the placements that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.engine.decided import in_force
+from shardwise.errors import PlacementError
+from shardwise.kernel.placements import REPLICATE, Placement, check_placements, show_all
+from shardwise.kernel.places import Places, per_mesh_dim
+from shardwise.tensor.mesh_tensor import MeshTensor
+
+__all__ = ["check_patterns", "check_placed", "placements_for"]
+
+
+def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[str]) -> None:
+    """Raise :class:`PlacementError` for a pattern of no effect: no name fits, or earlier patterns take all that do."""
+    left = list(names)
+    for pattern in patterns:
+        fitting = [name for name in names if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise PlacementError(
+                asked=f"place the tensors {pattern!r} of a {kind}",
+                found=f"no parameter or buffer has such a name; there are {', '.join(names)}",
+                do="Correct the pattern (shell style, on qualified names).",
+                pattern=pattern,
+            )
+        if not set(fitting) & set(left):
+            earlier = next(p for p in patterns if fnmatchcase(fitting[0], p))
+            raise PlacementError(
+                asked=f"place the tensors {pattern!r} of a {kind}",
+                found=f"the first pattern that fits a name holds, and earlier ones take all that this one fits: "
+                f"{earlier!r} takes {fitting[0]!r}",
+                do=f"Put {pattern!r} before {earlier!r}, or leave it out.",
+                pattern=pattern,
+            )
+        left = [name for name in left if name not in fitting]
+
+
+def placements_for(
+    name: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
+) -> tuple[Placement, ...]:
+    """The placements of a tensor: those of the first pattern that fits its name, else replicated."""
+    chosen = None if in_force.placements is None else in_force.placements(name)
+    if chosen is not None and len(chosen) == mesh.ndim:
+        return check_placements(chosen, mesh.ndim, tensor.ndim)
+    pattern = _first(name, patterns)
+    if pattern is None or not patterns[pattern]:
+        return (REPLICATE,) * mesh.ndim
+    return _checked(name, pattern, tensor, mesh, patterns)
+
+
+def check_placed(name: str, tensor: MeshTensor, mesh: DeviceMesh, patterns: Mapping[str, Places]) -> None:
+    """Raise :class:`PlacementError` where a pattern asks for other placements than a tensor has, or another mesh."""
+    pattern = _first(name, patterns)
+    if pattern is None:
+        return
+    asked = f"place {name!r} by the pattern {pattern!r}"
+    do = "Distribute a module once, or move the tensor: module.{} = nn.Parameter(t.redistribute(placements=...))."
+    if tensor.device_mesh != mesh:
+        raise PlacementError(
+            asked=asked,
+            found=f"it lies on {tensor.device_mesh} already, and the mesh here is {mesh}",
+            do=do.format(name),
+            pattern=pattern,
+        )
+    places = patterns[pattern]
+    wanted = _checked(name, pattern, tensor, mesh, patterns) if places else (REPLICATE,) * mesh.ndim
+    if wanted != tensor.placements:
+        raise PlacementError(
+            asked=f"{asked} as {show_all(wanted)}",
+            found=f"it lies as {show_all(tensor.placements)} already, from an earlier call",
+            do=do.format(name),
+            pattern=pattern,
+        )
+
+
+def _first(name: str, patterns: Mapping[str, Places]) -> str | None:
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
+def _checked(
+    name: str, pattern: str, tensor: torch.Tensor, mesh: DeviceMesh, patterns: Mapping[str, Places]
+) -> tuple[Placement, ...]:
+    """The placements of a pattern. Errors name the tensor and the pattern."""
+    try:
+        return check_placements(per_mesh_dim(patterns[pattern], mesh), mesh.ndim, tensor.ndim)
+    except PlacementError as error:
+        named = f"place {name!r} of shape {tuple(tensor.shape)} by the pattern {pattern!r}"
+        raise type(error)(
+            asked=f"{named}: {error.asked}", found=error.found, do=error.do, **{**error.fields, "pattern": pattern}
+        ) from None

@@ -1,0 +1,174 @@
+"""Modules on a mesh as people write it: placements, patterns, optimizers and state dicts in any order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import distribute_module as torch_distribute_module
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+
+import shardwise as sw
+from shardwise import MeshTensor, Replicate, Shard
+from shardwise.errors import LayoutError, PlacementCountError, PlacementError, PlainTensorError
+from shardwise.kernel.mesh import AbstractMesh
+from shardwise.kernel.places import per_mesh_dim
+from shardwise.testing import mesh
+
+R = Replicate()
+TIGHT = {"rtol": 1e-9, "atol": 1e-11}
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6, dtype=torch.float64), nn.ReLU(), nn.Linear(6, 2, dtype=torch.float64))
+
+
+PATTERNS = {"0.*": Shard(0), "2.weight": {"tp": Shard(1)}}
+
+
+def on_two():
+    return mesh((2,), ("tp",))
+
+
+# -- placements ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([Shard(0), R], [Shard(0), R]),
+        ({"tp": Shard(1)}, [R, Shard(1)]),
+        ({}, [R, R]),
+        ((p for p in (R, Shard(0))), (R, Shard(0))),
+    ],
+    ids=["list", "name", "nothing", "generator"],
+)
+def test_placements_by_list_and_by_name(places, expected):
+    assert per_mesh_dim(places, AbstractMesh((2, 2), mesh_dim_names=("dp", "tp"))) == expected
+
+
+@pytest.mark.parametrize(
+    ("places", "error", "match"),
+    [
+        (Shard(0), PlacementCountError, r'\[Shard\(dim=0\), Replicate\(\)\], or \{"dp": Shard\(dim=0\)\}'),
+        ({"ddp": Shard(0)}, PlacementCountError, "mesh dim 'ddp': the mesh has the dims dp, tp"),
+        ("S(0)", PlacementError, "a str is no placement"),
+        (0, PlacementError, "a int is no placement"),
+    ],
+    ids=["one", "name", "text", "number"],
+)
+def test_what_is_no_list_of_placements_says_what_to_write(places, error, match):
+    with pytest.raises(error, match=match):
+        per_mesh_dim(places, AbstractMesh((2, 2), mesh_dim_names=("dp", "tp")))
+
+
+def everywhere():
+    on, whole = on_two(), torch.arange(16.0).view(4, 4)
+    for places in (Shard(0), {"tp": Shard(0)}, [Shard(0)]):
+        x = sw.distribute_tensor(whole, on, places)
+        assert x.placements == (Shard(0),)
+        assert sw.zeros((4, 4), device_mesh=on, placements=places).placements == (Shard(0),)
+        assert MeshTensor.from_local(x.to_local(), on, places).shape == (4, 4)
+        assert sw.distribute_tensor(whole, on).redistribute(placements=places).placements == (Shard(0),)
+        leaf = sw.distribute_tensor(whole, on).requires_grad_()
+        leaf.to_local(grad_placements={"tp": R}).sum().backward()
+        assert leaf.grad.placements == (R,)
+
+
+def test_every_function_takes_them(two_ranks):
+    two_ranks.run(everywhere)
+
+
+# -- patterns --------------------------------------------------------------------------------------------------------
+
+
+def patterns():
+    on = on_two()
+    with pytest.raises(PlacementError, match=r"'0.bias' of shape \(6,\) by the pattern '0\.\*': .* there is no dim 1"):
+        sw.distribute_module(small(), on, {"0.*": [Shard(1)]})
+    with pytest.raises(PlacementError, match=r"earlier ones take all that this one fits: '\*' takes '0.weight'"):
+        sw.distribute_module(small(), on, {"*": [Shard(0)], "0.weight": [Shard(1)]})
+    model = sw.distribute_module(small(), on, PATTERNS)
+    assert sw.distribute_module(model, on, PATTERNS) is model  # the same again changes nothing
+    with pytest.raises(PlacementError, match=r"as \[S\(1\)\]: it lies as \[S\(0\)\] already, from an earlier call"):
+        sw.distribute_module(model, on, {"0.weight": [Shard(1)]})
+    tied = small()
+    tied[0].weight = nn.Parameter(torch.ones(6, 6, dtype=torch.float64))
+    tied.register_parameter("again", tied[0].weight)
+    sw.distribute_module(tied, on, {"0.weight": [Shard(0)], "again": [Shard(1)]})
+    assert tied.again is tied[0].weight
+
+
+def test_patterns_that_have_no_effect_are_errors(two_ranks):
+    two_ranks.run(patterns)
+
+
+def dtensors():
+    on, whole = on_two(), torch.arange(16.0).view(4, 4)
+    theirs = torch_distribute_tensor(whole, on, [Shard(0)])
+    with pytest.raises(LayoutError, match=r"it is a DTensor .*from_dtensor"):
+        sw.distribute_tensor(theirs, on, [Shard(0)])
+    with pytest.raises(LayoutError, match=r"place .0.weight.: it is a DTensor"):
+        sw.distribute_module(torch_distribute_module(small(), on), on)
+    with pytest.raises(PlainTensorError, match="from_dtensor"):
+        sw.distribute_tensor(whole, on) + theirs
+
+
+def test_dtensors_are_told_what_to_do(two_ranks):
+    two_ranks.run(dtensors)
+
+
+# -- optimizers and state dicts --------------------------------------------------------------------------------------
+
+
+def made_before(kind, steps_before):
+    inputs = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    one = small()
+    model = copy.deepcopy(one)
+    options = {"lr": 0.1, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.1}
+    of_one, of_model = kind(one.parameters(), **options), kind(model.parameters(), **options)
+
+    def step(module, optimizer, x):
+        optimizer.zero_grad()
+        module(x).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(steps_before):
+        step(one, of_one, inputs)
+        step(model, of_model, inputs)
+    sw.distribute_module(model, on_two(), PATTERNS)
+    for _ in range(3):
+        step(one, of_one, inputs)
+        step(model, of_model, sw.distribute_tensor(inputs, on_two(), [R]))
+    for expected, parameter in zip(one.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), expected, **TIGHT)
+    assert all(a is b for a, b in zip(of_model.param_groups[0]["params"], model.parameters(), strict=True))
+    assert set(of_model.state) <= set(model.parameters())
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_made_before_trains_the_model(two_ranks, kind, steps_before):
+    two_ranks.run(made_before, kind, steps_before)
+
+
+def assigned():
+    on, other = on_two(), small()
+    for tensor in other.parameters():
+        tensor.data.add_(1)
+    for assign in (False, True):
+        model = sw.distribute_module(small(), on, PATTERNS)
+        placements = [p.placements for p in model.parameters()]
+        model.load_state_dict(other.state_dict(), assign=assign)
+        assert [p.placements for p in model.parameters()] == placements
+        for expected, parameter in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(parameter.full_tensor(), expected)
+        model(sw.distribute_tensor(torch.ones(3, 4, dtype=torch.float64), on, [R])).sum().backward()
+        assert [p.grad.placements for p in model.parameters()] == placements
+
+
+def test_whole_state_dicts_are_placed(two_ranks):
+    two_ranks.run(assigned)
