@@ -16,19 +16,16 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
-from shardwise.checkpoint import folder, optimizers
+from shardwise.checkpoint import folder
 from shardwise.checkpoint.agreement import Ranks
 from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, modules_of, state_dict_of
 from shardwise.checkpoint.decisions import read_decisions, resume, write_decisions
 from shardwise.checkpoint.folder import Checkpoint
+from shardwise.checkpoint.placing import prepared, put_back, room_for
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
-from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
@@ -106,23 +103,25 @@ def load(
 
     Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete,
     damaged, of an unknown format, or that names files outside of its folder; :class:`CheckpointKeyError`,
-    :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After an error the
-    state may be loaded in part.
+    :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After such an error
+    the state is as it was, on every rank: what is loaded takes its own memory until all ranks have all of it.
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
     chosen = ranks.first(asked, lambda: folder.find(where, step))
     if verify:
         ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
-    room: dict[str, Any] = {}
     with torch.no_grad():
-        ranks.all(asked, lambda: room.update(_room_for(state, chosen.path)))
+        metadata = ranks.own(asked, lambda: read_metadata(chosen.path))
+        room = ranks.own(asked, lambda: room_for(state, metadata))
         with ranks.in_torch(asked), _quietly():
-            reader, planner = SafeReader(chosen.path), SafePlanner()
+            reader, planner = SafeReader(chosen.path, metadata), SafePlanner()
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
-        ranks.all(asked, lambda: _put_back(state, room))
         decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
-        ranks.all(asked, lambda: resume(decisions, modules_of(state).values()))
+        # Until here nothing of the state has changed, on any rank.
+        parts = ranks.own(asked, lambda: prepared(state, room, chosen.path))
+        ranks.own(asked, lambda: put_back(parts))
+        ranks.own(asked, lambda: resume(decisions, modules_of(state).values()))
     return chosen
 
 
@@ -151,33 +150,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-# -- loading -----------------------------------------------------------------------------------------------------
-
-
-def _room_for(state: State, path: Path) -> dict[str, Any]:
-    metadata, modules = read_metadata(path), modules_of(state)
-    room = state_dict_of({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
-    for name in modules:
-        for key, value in list(room[name].items()):
-            if isinstance(value, MeshTensor) and value.is_meta:
-                room[name][key] = torch.empty_like(value, device=value.device_mesh.device_type)
-    for name, value in state.items():
-        if isinstance(value, Optimizer):
-            room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)
-    return room
-
-
-def _put_back(state: MutableMapping[str, Any], room: dict[str, Any]) -> None:
-    modules = modules_of(state)
-    for name, value in list(state.items()):
-        if isinstance(value, nn.Module):
-            # Parameters without memory (on the meta device) are replaced by what was loaded.
-            value.load_state_dict(room[name], assign=any(p.is_meta for p in value.parameters()))
-        elif isinstance(value, Optimizer):
-            optimizers.restore(name, value, optimizers.names_for(name, value, modules), room[name])
-        elif isinstance(value, Stateful):
-            value.load_state_dict(room[name])
-        else:
-            state[name] = room[name]

@@ -14,7 +14,7 @@ from shardwise.errors import CheckpointKeyError
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["as_dict", "names_for", "restore", "room_for"]
+__all__ = ["as_dict", "names_for", "restored", "room_for"]
 
 Names = dict[torch.Tensor, str]
 Path = tuple[str | int, ...]
@@ -104,8 +104,8 @@ def _put(root: Any, path: Path, value: Any) -> None:
         here = here[key]
 
 
-def restore(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
-    """Give an optimizer the loaded state; its groups must have the parameters of the saved groups."""
+def restored(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The loaded state as the optimizer takes it; its groups must have the parameters of the saved groups."""
     number = {names[p]: i for i, p in enumerate(_parameters(optimizer))}
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     saved = [list(group["params"]) for group in loaded["param_groups"]]
@@ -120,7 +120,7 @@ def restore(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, 
         {**group, "params": [number[n] for n in own]} for group, own in zip(loaded["param_groups"], mine, strict=True)
     ]
     state = {number[n]: of_parameter for n, of_parameter in loaded["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

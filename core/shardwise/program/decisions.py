@@ -15,6 +15,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.foreign_files import reason, short
 from shardwise.kernel.placements import parse_placement, show
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.tags import DEPTH, Tag, call_digest
@@ -115,10 +116,10 @@ class Decisions:
     def from_json(cls, data: Any) -> Decisions:
         """From :meth:`as_json`. Raises :class:`ShardingError` for anything else."""
         try:
-            if data["format"] != 1:
+            if type(data["format"]) is not int or data["format"] != 1:
                 raise ShardingError(
                     asked="read decisions",
-                    found=f"their format is {data['format']!r}, and this release reads 1",
+                    found=f"their format is {short(repr(data['format']))}, and this release reads 1",
                     do="Learn or plan the program again with this release.",
                 )
 
@@ -138,7 +139,7 @@ class Decisions:
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ShardingError(
                 asked="read decisions",
-                found=f"the data is not what this library writes ({type(error).__name__}: {error})",
+                found=f"the data is not what this library writes ({reason(error)})",
                 do="Learn or plan the program again.",
             ) from error
 
