@@ -113,9 +113,9 @@ def load(
         ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
     with torch.no_grad():
         metadata = ranks.own(asked, lambda: read_metadata(chosen.path))
-        room = ranks.own(asked, lambda: room_for(state, metadata))
+        room = ranks.own(asked, lambda: room_for(state, metadata, chosen.path))
         with ranks.in_torch(asked), _quietly():
-            reader, planner = SafeReader(chosen.path, metadata), SafePlanner()
+            reader, planner = SafeReader(chosen.path, metadata), SafePlanner(chosen.path)
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
         decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
         # Until here nothing of the state has changed, on any rank.

@@ -81,7 +81,7 @@ def _table(metadata: Metadata, name: str) -> dict[Any, Any]:
 
 
 def _piece(name: str, offset: Sequence[int] | None) -> str:
-    return repr(short(name)) + (f" from {tuple(offset)} on" if offset else "")
+    return repr(short(name)) + (f" from {tuple(offset)} on" if offset and any(offset) else "")
 
 
 def _check_paths(metadata: Metadata, there: dict[Any, Any]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ from shardwise.tensor.mesh_tensor import MeshTensor
 __all__ = ["prepared", "put_back", "room_for"]
 
 
-def room_for(state: State, metadata: Metadata) -> dict[str, Any]:
+def room_for(state: State, metadata: Metadata, path: Path) -> dict[str, Any]:
     """A state like this one with memory of its own."""
     modules = modules_of(state)
     content = state_dict_of({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
     room = {name: _like(value) for name, value in content.items()}
     for name, value in state.items():
         if isinstance(value, Optimizer):
-            room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)
+            names = optimizers.names_for(name, value, modules)
+            with _of_an_optimizer(name, path):
+                room[name] = optimizers.room_for(name, value, names, metadata, path)
     return room
 
 
@@ -61,7 +64,10 @@ def prepared(state: MutableMapping[str, Any], room: Mapping[str, Any], path: Pat
         if isinstance(value, nn.Module):
             parts.append(partial(_into_module, value, loaded))
         elif isinstance(value, Optimizer):
-            parts.append(partial(value.load_state_dict, _restored(name, value, modules, loaded, path)))
+            names = optimizers.names_for(name, value, modules)
+            with _of_an_optimizer(name, path):
+                taken = optimizers.restored(name, value, names, loaded, path)
+            parts.append(partial(value.load_state_dict, taken))
         elif isinstance(value, Stateful):
             own.append(partial(value.load_state_dict, loaded))
         else:
@@ -80,9 +86,11 @@ def _into_module(module: nn.Module, loaded: dict[str, Any]) -> None:
     module.load_state_dict(loaded, assign=any(p.is_meta for p in module.parameters()))
 
 
-def _restored(name: str, optimizer: Optimizer, modules: Mapping[str, nn.Module], loaded: Any, path: Path) -> Any:
+@contextmanager
+def _of_an_optimizer(name: str, path: Path) -> Iterator[None]:
+    """A checkpoint may have anything under an optimizer's name."""
     try:
-        return optimizers.restored(name, optimizer, optimizers.names_for(name, optimizer, modules), loaded)
+        yield
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointFileError(
             asked=f"load the optimizer {name!r} from {path}",

@@ -143,23 +143,27 @@ def _part(tensor: torch.Tensor, item: ReadItem, shape: torch.Size) -> torch.Tens
 class SafePlanner(DefaultLoadPlanner):
     """Torch's planner; code in values is refused, and errors name what does not fit."""
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         there = self.metadata.state_dict_metadata
         for name, value in self.state_dict.items():
             if name not in there:
-                raise _missing(name, list(there), sum(asked not in there for asked in self.state_dict))
-            _check_fit(name, value, there[name])
+                raise _missing(self.folder, name, list(there), sum(asked not in there for asked in self.state_dict))
+            _check_fit(self.folder, name, value, there[name])
         return super().create_local_plan()
 
 
-def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
+def _missing(folder: Path, name: str, there: list[str], number: int) -> CheckpointKeyError:
     close = get_close_matches(name, there, n=3)
     others = f" (and {number - 1} more)" if number > 1 else ""
-    names, most = close or sorted(there), 3
+    names, most = [short(n) for n in close or sorted(there)], 3
     rest = f" and {len(names) - most} others" if len(names) > most else ""
     return CheckpointKeyError(
-        asked=f"load {name!r}{others}",
+        asked=f"load {folder}: {name!r}{others}",
         found=f"the checkpoint does not have it; it has {', '.join(map(repr, names[:most])) or 'nothing'}{rest}",
         do="Load into a state of the same names, or remove from it what the checkpoint does not have.",
         name=name,
@@ -167,12 +171,12 @@ def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
     )
 
 
-def _check_fit(name: str, value: Any, saved: Any) -> None:
+def _check_fit(folder: Path, name: str, value: Any, saved: Any) -> None:
     saved_tensor, is_tensor = isinstance(saved, TensorStorageMetadata), isinstance(value, torch.Tensor)
     if saved_tensor != is_tensor:
         kinds = {True: "a tensor", False: "a value that is not a tensor"}
         raise CheckpointShapeError(
-            asked=f"load {name!r} as {kinds[is_tensor]}",
+            asked=f"load {folder}: {name!r} as {kinds[is_tensor]}",
             found=f"the checkpoint has {kinds[saved_tensor]} of that name",
             do="Load it into a state like the one that was saved.",
             name=name,
@@ -182,7 +186,7 @@ def _check_fit(name: str, value: Any, saved: Any) -> None:
     here = f"{tuple(value.shape)}, {value.dtype}" + (
         f", {show_all(value.placements)}" if isinstance(value, MeshTensor) else ""
     )
-    facts = {"asked": f"load {name!r} into a tensor of {here}", "name": name}
+    facts = {"asked": f"load {folder}: {name!r} into a tensor of {here}", "name": name}
     if tuple(saved.size) != tuple(value.shape):
         raise CheckpointShapeError(
             found=f"the checkpoint has one of shape {tuple(saved.size)}",

@@ -12,11 +12,11 @@ __all__ = ["LARGEST", "leads_out", "load_json", "read_bytes", "read_text", "reas
 LARGEST = 256 << 20
 """The most bytes of a file of text that are read: the largest plans have a few MiB."""
 
-_SHOWN = 200  # letters of a name or a message from a file
-
 
 def read_bytes(path: Path, limit: int = LARGEST) -> bytes:
     """The bytes of a file. Raises :class:`OSError`, and :class:`ValueError` for more than ``limit`` bytes."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise ValueError("it is not a file")  # to open a pipe would wait for whoever writes it
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = b"" if size > limit else file.read(limit + 1)
@@ -57,13 +57,14 @@ def leads_out(folder: Path, name: str) -> bool:
     # The file may have been made on another system, so a name of either is judged as both.
     if "\0" in name or any(".." in path.parts or path.anchor for path in (PurePosixPath(name), PureWindowsPath(name))):
         return True
-    return not (folder / name).resolve().is_relative_to(folder.resolve())
+    # Not Path.resolve, which raises RuntimeError for a link to itself.
+    return not Path(os.path.realpath(folder / name)).is_relative_to(os.path.realpath(folder))
 
 
-def short(value: object) -> str:
+def short(value: object, most: int = 200) -> str:
     """A text from a file for a message: cut where it is long."""
     text = str(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} letters)"
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} letters)"
 
 
 def reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ entry's figures: each of their mesh dims takes those of a mesh dim of as many ra
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -141,6 +142,10 @@ def parse(text: str, source: str) -> tuple[Calibration, ...]:
             version=version,
         )
     try:
+        if unknown := sorted(content.keys() - {"version", "digest", "meshes"}):
+            raise ValueError(f"nothing in such a file is called {short(unknown[0])!r}")  # noqa: TRY301
+        if content.get("digest", _digest(content["meshes"])) != _digest(content["meshes"]):
+            raise ValueError(_CHANGED)  # noqa: TRY301
         return tuple(_read_entry(entry) for entry in content["meshes"])
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise _malformed(source, reason(error)) from error
@@ -238,7 +243,16 @@ def show(calibrations: Iterable[Calibration]) -> str:
                 "whole": None if links.whole is None else asdict(links.whole),
             }
         )
-    return json.dumps({"version": VERSION, "meshes": meshes}, indent=1) + "\n"
+    return json.dumps({"version": VERSION, "digest": _digest(meshes), "meshes": meshes}, indent=1) + "\n"
+
+
+_CHANGED = (
+    "its digest is another one: the figures were changed after they were written; leave the digest out if you did"
+)
+
+
+def _digest(meshes: Any) -> str:
+    return hashlib.sha256(json.dumps(meshes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def store(calibration: Calibration, path: Path) -> None:

@@ -338,7 +338,7 @@ class _Reader:
     def wrong(self, found: str, line: int) -> PlanFileError:
         return PlanFileError(
             asked=f"read the plan {self.source}",
-            found=f"line {line}: {found}",
+            found=f"line {line}: {short(found, 1000)}",
             do="Correct the line, or plan the program again.",
             path=self.source,
             line=line,
