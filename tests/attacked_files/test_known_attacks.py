@@ -239,7 +239,7 @@ def test_an_entry_that_claims_more_than_is_stored_reads_no_memory():
             return data
         return data.replace(b"K\x04tq", b"M\xff\x7ftq").replace(b"K\x04\x85", b"M\xff\x7f\x85")
 
-    with pytest.raises((ValueError, RuntimeError), match="claims 131068 bytes|does not match expected size"):
+    with pytest.raises((ValueError, RuntimeError), match=r"claims 131068 bytes|does not match expected size"):
         load_entry(rewritten_tensor(change))
 
 
