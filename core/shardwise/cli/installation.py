@@ -115,6 +115,9 @@ _ADVICE = {
 }
 
 
+_AT_IMPORT = "A module of rules should define them and do nothing else: tell its authors."
+
+
 def _plugins() -> Iterator[Finding]:
     states = plugin_states()
     for status in states.statuses:
@@ -122,6 +125,8 @@ def _plugins() -> Iterator[Finding]:
         if status.status in _ADVICE:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
+        elif status.status == "loaded" and status.reason:
+            yield Finding(name, WARNING, f"{shown} loaded, {status.ops} ops; it {status.reason}", _AT_IMPORT)
         elif status.status == "loaded":
             yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
         else:

@@ -59,8 +59,10 @@ def _load_one(manager: pluggy.PluginManager, plugin: InstalledPlugin, registry: 
     registrar = Registrar(plugin.origin)
     try:
         _register(manager, plugin, registrar)
+    except KeyboardInterrupt:  # of a person, who waits too long
+        raise
     # A third party may raise anything or call sys.exit(). Both are reported.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
     return Status(plugin, "loaded", ops=len(registrar.entries))

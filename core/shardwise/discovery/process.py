@@ -15,7 +15,7 @@ from shardwise.settings import Settings, read_settings
 if TYPE_CHECKING:
     from shardwise.discovery.loading import Status
 
-__all__ = ["default_registry", "statuses", "use_registry"]
+__all__ = ["default_registry", "is_filled", "statuses", "use_registry"]
 
 
 class _Process:
@@ -57,6 +57,11 @@ def default_registry() -> Registry:
             _load_plugins(read_settings())
         assert _process.registry is not None
         return _process.registry
+
+
+def is_filled() -> bool:
+    """Whether this process has loaded the plugins."""
+    return _process.registry is not None
 
 
 def _load_plugins(settings: Settings) -> None:
