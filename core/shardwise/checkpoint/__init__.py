@@ -24,6 +24,7 @@ from shardwise.checkpoint.decisions import read_decisions, resume, write_decisio
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.placing import prepared, put_back, room_for
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
+from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
 
@@ -37,7 +38,8 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     tensors, plain values, and nested dicts and lists of such. Each rank writes its part of a MeshTensor. Everything
     else is saved once, so integers, strings and the like must be the same on every rank.
 
-    The decisions of a learned program (:func:`shardwise.learn`) are saved with it.
+    The decisions of a learned program (:func:`shardwise.learn`) are saved with it, and a digest of the rules of each
+    plugin.
 
     The checkpoint exists when the call returns and not before. The last ``keep`` checkpoints (at least one) stay, older
     ones are removed. Saving a step again replaces it; an earlier step than the last raises
@@ -73,7 +75,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
         def complete() -> Checkpoint:
             write_decisions(partial)
             others = {**folder.sums_of(partial, ".metadata"), **folder.sums_of(partial, folder.DECISIONS)}
-            return folder.commit(partial, {**files, **others}, step, keep)
+            return folder.commit(partial, {**files, **others}, step, keep, rules_in_force())
 
         return ranks.first(asked, complete)
     except Exception:
@@ -101,6 +103,8 @@ def load(
     While :func:`shardwise.learn` is on, decisions that the checkpoint has are put in force, if they are for a mesh of
     the modules' shape: the first step is not recorded then.
 
+    A checkpoint of a program with other rules is a :class:`RulesWarning`, which names the plugins that differ.
+
     Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete,
     damaged, of an unknown format, or that names files outside of its folder; :class:`CheckpointKeyError`,
     :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After such an error
@@ -121,6 +125,7 @@ def load(
         # Until here nothing of the state has changed, on any rank.
         parts = ranks.own(asked, lambda: prepared(state, room, chosen.path))
         ranks.own(asked, lambda: put_back(parts))
+        ranks.first(asked, lambda: warn_of_other_rules(chosen))
         ranks.own(asked, lambda: resume(decisions, modules_of(state).values()))
     return chosen
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ __all__ = [
     "damage",
     "find",
     "newest",
+    "rules_of",
     "sums_of",
 ]
 
@@ -143,10 +145,16 @@ def begin(directory: Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
-    """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints."""
+def commit(partial: Path, files: Files, step: int, keep: int, rules: Mapping[str, str] | None = None) -> Checkpoint:
+    """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints.
+
+    ``rules`` are those of the program, by plugin.
+    """
     directory = partial.parent
-    contents = {"format": FORMAT, "step": step, "files": {name: list(sums) for name, sums in sorted(files.items())}}
+    contents: dict[str, Any] = {"format": FORMAT, "step": step}
+    if rules:
+        contents["rules"] = dict(sorted(rules.items()))
+    contents["files"] = {name: list(sums) for name, sums in sorted(files.items())}
     with (partial / CONTENTS).open("w") as file:
         file.write(json.dumps(contents, indent=1) + "\n")
         file.flush()
@@ -225,6 +233,15 @@ def _files_of(table: Any, folder: Path) -> Files:
             raise ValueError(f"{short(name)!r} has no size and checksum")
         files[name] = (sums[0], sums[1])
     return files
+
+
+def rules_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The rules of the program that saved a checkpoint, by plugin; empty where nothing is known of them."""
+    try:
+        rules = _contents(checkpoint).get("rules")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {short(name): short(text) for name, text in rules.items()} if type(rules) is dict else {}
 
 
 def _contents(checkpoint: Checkpoint) -> Any:

@@ -14,9 +14,10 @@ from attrs import evolve, frozen
 
 from shardwise.cli.plugin_probe import Seen, probe_plugins, stdout_on_stderr
 from shardwise.discovery.entry_points import InstalledPlugin, discover
+from shardwise.discovery.frozen_rules import as_refused
 from shardwise.discovery.loading import Status, load
 from shardwise.discovery.process import default_registry, is_filled, statuses
-from shardwise.errors import PluginLoadError, SettingsError, ShardingError
+from shardwise.errors import LockError, PluginLoadError, SettingsError, ShardingError
 from shardwise.kernel.registry import Failure, Registry
 from shardwise.settings import Settings, read_settings
 
@@ -32,25 +33,31 @@ class PluginStates:
     refusal: ShardingError | None = None
 
 
-def plugin_states() -> PluginStates:
-    """Load the plugins as a program does; if that raises, load each plugin by itself.
+def plugin_states(*, heed_lock: bool = True) -> PluginStates:
+    """Load the plugins as a program does; if that raises, load each plugin by itself. What a lock refuses is not
+    loaded, unless ``heed_lock`` is off: then no lock is read.
 
     Where this process has not loaded them, another one imports them first: a plugin that ends a process or never comes
     back is not imported here.
     """
-    seen = {} if is_filled() else _probed()
+    settings = readable_settings()
+    seen = {} if is_filled() else _probed(settings, heed_lock=heed_lock)
     with _without_warnings(), stdout_on_stderr():
         ending = [plugin for plugin, one in seen.items() if one.end]
         try:
             if ending:
                 raise _ends_programs(ending[0], seen[ending[0]])
-            registry = default_registry()
-            loaded = statuses()
+            if not heed_lock and settings.lock is not None and not is_filled():
+                registry = Registry(settings.prefer, settings.unknown_ops)
+                loaded = load_each(discover(settings), registry, seen)
+            else:
+                registry = default_registry()
+                loaded = statuses()
             refusal = None
         except ShardingError as error:
-            refusal, settings = error, readable_settings()
+            refusal = error
             registry = Registry(settings.prefer, settings.unknown_ops)
-            loaded = load_each(discover(settings), registry, seen)
+            loaded = load_each(_allowed(settings, heed_lock=heed_lock), registry, seen)
     return PluginStates(tuple(_with_notes(status, seen) for status in loaded), registry, refusal)
 
 
@@ -58,12 +65,20 @@ SeenOf = Mapping[InstalledPlugin, Seen]
 _seen: dict[tuple[InstalledPlugin, ...], SeenOf] = {}  # the doctor asks twice
 
 
-def _probed() -> SeenOf:
-    """What importing each plugin does that is to be loaded and that this process has not imported."""
+def _allowed(settings: Settings, *, heed_lock: bool) -> list[InstalledPlugin]:
+    """The plugins; those that a lock refuses with that status, all of them where it cannot be read."""
+    plugins = discover(settings)
+    if settings.lock is None or not heed_lock:
+        return plugins
     try:
-        plugins = tuple(p for p in discover(readable_settings()) if p.status == "ready")
-    except ShardingError:
-        return {}
+        return as_refused(settings.lock, plugins)
+    except LockError as error:
+        return [evolve(p, status="refused", reason=error.found) if p.status == "ready" else p for p in plugins]
+
+
+def _probed(settings: Settings, *, heed_lock: bool) -> SeenOf:
+    """What importing each plugin does that is to be loaded and that this process has not imported."""
+    plugins = tuple(p for p in _allowed(settings, heed_lock=heed_lock) if p.status == "ready")
     new = tuple(p for p in plugins if p.entry.module not in sys.modules)
     if new not in _seen:
         _seen[new] = dict(zip(new, probe_plugins(new), strict=True)) if new else {}
