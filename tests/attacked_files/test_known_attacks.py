@@ -202,9 +202,10 @@ def test_saving_removes_the_name_of_a_linked_checkpoint_and_not_what_it_leads_to
         ('{"format": 1, "files": {"x": "ab"}}', "no size and checksum"),
         ('{"format": 1, "files": [["x", 1]]}', "its files are a list"),
         ('{"format": 1, "files": {"a\\u0000b": [1, 1]}}', "outside of the folder"),
+        ('{"format": 1, "files": {"%s": [1, 1]}}' % ("x" * 5000), "name too long"),
         ("[]", "checkpoint.json"),
     ],
-    ids=lambda text: text[:20],
+    ids=lambda text: text[:40],
 )
 def test_a_list_of_files_that_is_not_one_is_an_error_with_its_name(tmp_path, text, why):
     saved = checkpoint.save({"x": torch.ones(4), "y": torch.ones(3), "v": 1}, tmp_path, step=1)

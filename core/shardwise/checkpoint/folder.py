@@ -280,10 +280,14 @@ def damage(checkpoint: Checkpoint) -> str:
         return str(error.found)
     for name, (size, _) in files.items():
         path = checkpoint.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        try:
+            there = path.stat().st_size if path.is_file() else None
+        except OSError as error:  # a name that no file can have
+            return f"{CONTENTS} names {short(name)}: {reason(error)}"
+        if there is None:
+            return f"{short(name)} is missing"
+        if there != size:
+            return f"{name} has {there} bytes instead of {size}"
     return ""
 
 
