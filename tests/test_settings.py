@@ -132,10 +132,8 @@ def test_a_lock_of_a_pyproject_lies_beside_it(tmp_path):
 
 
 def test_every_variable_that_code_names_is_known():
-    files = [
-        p for part in ("core", "plugins", "plugins_contrib", ".ci") for p in (ROOT / part).rglob("*") if p.is_file()
-    ]
-    files += [*(ROOT / "tests").rglob("*.py"), ROOT / "noxfile.py", ROOT / "pyproject.toml"]
-    texts = {p: p.read_text() for p in files if p.suffix in (".py", ".tmpl", ".toml", "") and p != Path(__file__)}
+    files = [p for part in ("core", "plugins", "plugins_contrib", "tests") for p in (ROOT / part).rglob("*")]
+    texts = {p: p.read_text() for p in files if p.suffix in (".py", ".tmpl") and p.is_file() and p != Path(__file__)}
+    texts |= {p: p.read_text() for p in (ROOT / ".ci" / "run", ROOT / "noxfile.py", ROOT / "pyproject.toml")}
     named = {(name, str(p)) for p, text in texts.items() for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
     assert not [(name, path) for name, path in sorted(named) if name not in VARIABLES]
