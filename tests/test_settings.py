@@ -1,9 +1,14 @@
 """Settings: words that people write, patterns of ``prefer``, and what cannot be read."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from shardwise.errors import SettingsError
-from shardwise.settings import Settings, preferred, read_settings
+from shardwise.settings import PREFIX, VARIABLES, Settings, preferred, read_settings
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("word", ["0", "false", "No", " off ", "FALSE"])
@@ -88,3 +93,47 @@ def test_the_closest_preference_holds():
     chosen = [preferred(pairs, op) for op in ("aten.add.Tensor", "aten.mul.Tensor", "aten.mm.default", "aten.mm.out")]
     assert [plugin for _, plugin in chosen] == ["a", "b", "c", "d"]
     assert preferred(pairs[1:], "aten.add.Tensor") is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "nearest"),
+    [
+        ("SHARDWISE_PLUGIN", "SHARDWISE_PLUGINS"),
+        ("SHARDWISE_KEEP_MOVE", "SHARDWISE_KEEP_MOVED"),
+        ("SHARDWISE_CHECK_RANK", "SHARDWISE_CHECK_RANKS"),
+        ("SHARDWISE_LINK", "SHARDWISE_LINKS"),
+    ],
+)
+def test_a_variable_that_does_not_exist_names_the_nearest(variable, nearest, tmp_path):
+    with pytest.raises(SettingsError, match=f"there is no variable '{variable}'. The nearest is {nearest}.") as raised:
+        read_settings({variable: ""}, tmp_path)
+    assert raised.value.setting == variable
+
+
+def test_a_variable_like_no_other_lists_all(tmp_path):
+    with pytest.raises(SettingsError, match=r"Unset it\. There are SHARDWISE_PLUGINS,"):
+        read_settings({"SHARDWISE_Q": ""}, tmp_path)
+    assert read_settings({"OTHER_Q": "", **dict.fromkeys(["SHARDWISE_LINKS"], "off")}, tmp_path) == Settings()
+
+
+def test_a_key_that_does_not_exist_names_the_nearest(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.shardwise]\nkeep-move = 3")
+    with pytest.raises(SettingsError, match=r"The nearest is keep-moved\."):
+        read_settings({}, tmp_path)
+
+
+def test_a_lock_of_a_pyproject_lies_beside_it(tmp_path):
+    (tmp_path / "pyproject.toml").write_text("[tool.shardwise]\nlock = 'rules.lock'")
+    (tmp_path / "below").mkdir()
+    assert read_settings({}, tmp_path / "below").lock == str(tmp_path / "rules.lock")
+    assert read_settings({"SHARDWISE_LOCK": "other.lock"}, tmp_path).lock == "other.lock"
+    with pytest.raises(SettingsError, match="does not name a file"):
+        read_settings({"SHARDWISE_LOCK": " "}, tmp_path)
+
+
+def test_every_variable_that_code_names_is_known():
+    files = [p for part in ("core", "plugins", "plugins_contrib", "tests") for p in (ROOT / part).rglob("*")]
+    texts = {p: p.read_text() for p in files if p.suffix in (".py", ".tmpl") and p.is_file() and p != Path(__file__)}
+    texts |= {p: p.read_text() for p in (ROOT / ".ci" / "run", ROOT / "noxfile.py", ROOT / "pyproject.toml")}
+    named = {(name, str(p)) for p, text in texts.items() for name in re.findall(rf"\b{PREFIX}[A-Z_]*[A-Z]\b", text)}
+    assert not [(name, path) for name, path in sorted(named) if name not in VARIABLES]

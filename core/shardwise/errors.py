@@ -177,6 +177,17 @@ class SettingsError(PluginLoadError):
     """A setting cannot be read, or names a plugin that is not installed."""
 
 
+class LockError(PluginLoadError):
+    """The plugins are not those of the lock that the settings name, or the lock cannot be read.
+
+    ``plugin`` is the first that differs, ``locked`` what the lock has of it, and ``differs`` what is there instead.
+    """
+
+
+class RulesWarning(UserWarning):
+    """A checkpoint was saved by a program with other rules."""
+
+
 # -- processes -------------------------------------------------------------------------------------------------
 
 

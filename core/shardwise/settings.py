@@ -22,7 +22,12 @@ SHARDWISE_COMMUNICATION    communication       what becomes of implicit communic
                                                1MiB``: see ``shardwise.communication`` (unset: it is allowed)
 SHARDWISE_LEARN            learn               on: programs are learned from their first ``distribute_module`` on (see
                                                ``shardwise.learn``); off (unset): only where they call ``learn``
+SHARDWISE_LOCK             lock                the only rules to load: a file that ``shardwise plugins freeze`` wrote; a
+                                               path in a pyproject.toml starts at its folder
 ========================== =================== ================================================================
+
+:data:`VARIABLES` has these and the variables that are no settings. Any other one that starts with ``SHARDWISE_`` is an
+error: a setting with a slip in its name would do nothing, in silence.
 
 Plugins are named by their entry point or by their distribution. Lists and ``op=plugin`` pairs of the environment are
 separated by commas.
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -41,7 +46,18 @@ from attrs import field, frozen
 
 from shardwise.errors import SettingsError
 
-__all__ = ["PLAIN_POLICIES", "RANDOM_MODES", "Settings", "normalised", "preferred", "read_settings"]
+__all__ = [
+    "PLAIN_POLICIES",
+    "PREFIX",
+    "RANDOM_MODES",
+    "VARIABLES",
+    "Settings",
+    "normalised",
+    "preferred",
+    "read_settings",
+]
+
+PREFIX = "SHARDWISE_"
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -70,6 +86,7 @@ class Settings:
     keep_moved: int = 256 << 20
     communication: tuple[str, ...] = ()
     learn: bool = False
+    lock: str | None = None
     sources: Mapping[str, str] = field(factory=dict)
 
     def source(self, name: str) -> str:
@@ -99,19 +116,26 @@ def preferred(prefer: Sequence[tuple[str, str]], op: str) -> tuple[str, str] | N
 def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None = None) -> Settings:
     """The settings in force in ``folder`` (default: the current one).
 
-    Raises :class:`SettingsError` for a value that cannot be read or a key that does not exist.
+    Raises :class:`SettingsError` for a value that cannot be read, and for a key or a variable that does not exist.
     """
     environ = os.environ if environ is None else environ
+    for variable in environ:
+        if variable.startswith(PREFIX) and variable not in VARIABLES:
+            do = _nearest(variable, VARIABLES, f"Unset it. There are {', '.join(VARIABLES)}.")
+            raise _refusal(variable, f"there is no variable {variable!r}", do)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     path, table = _pyproject(Path.cwd() if folder is None else folder)
     for key, value in table.items():
         name = key.replace("_", "-")
         if name not in _KEYS:
-            raise _refusal(f"[tool.shardwise] of {path}", f"there is no setting {key!r}", f"It has {', '.join(_KEYS)}.")
+            do = _nearest(name, _KEYS, f"It has {', '.join(_KEYS)}.")
+            raise _refusal(f"[tool.shardwise] of {path}", f"there is no setting {key!r}", do)
         attribute, parse_value, _ = _KEYS[name]
         where = f"{key!r} in [tool.shardwise] of {path}"
         values[attribute], sources[attribute] = parse_value(where, value), where
+        if attribute == "lock" and path is not None:
+            values[attribute] = str(path.parent / values[attribute])
     for attribute, parse_value, variable in _KEYS.values():
         text = environ.get(variable)
         if text is not None:
@@ -215,6 +239,19 @@ def _pairs(where: str, value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((op.strip().replace("::", "."), normalised(plugin.strip())) for op, plugin in pairs.items()))
 
 
+def _file(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise _refusal(where, f"{value!r} does not name a file", "Write its path, or leave the setting out.")
+    return value
+
+
+def _nearest(name: str, known: Iterable[str], otherwise: str) -> str:
+    from difflib import get_close_matches  # only here: what is well needs none
+
+    near = get_close_matches(name, known, n=1)
+    return f"The nearest is {near[0]}. {otherwise}" if near else otherwise
+
+
 def _refusal(where: str, found: str, do: str) -> SettingsError:
     return SettingsError(asked=f"read {where}", found=found, do=do, setting=where)
 
@@ -233,4 +270,15 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "keep-moved": ("keep_moved", _bytes, "SHARDWISE_KEEP_MOVED"),
     "communication": ("communication", _texts, "SHARDWISE_COMMUNICATION"),
     "learn": ("learn", _flag, "SHARDWISE_LEARN"),
+    "lock": ("lock", _file, "SHARDWISE_LOCK"),
 }
+
+# variable that is no setting -> where it is read
+_OTHERS: dict[str, str] = {
+    "SHARDWISE_LINKS": "shardwise.planning.link_file: the file of link figures, off for none",
+    "SHARDWISE_CHECK_STRIDES": "shardwise.engine.first_run: every local tensor is compared with its spec",
+    "SHARDWISE_PROGRAM_SLICES": "tests/programs/test_programs.py: in how many slices the random programs are drawn",
+}
+
+VARIABLES: dict[str, str] = {**{variable: "shardwise.settings" for _, _, variable in _KEYS.values()}, **_OTHERS}
+"""All environment variables that start with ``SHARDWISE_``, and where each is read."""

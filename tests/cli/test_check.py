@@ -154,9 +154,45 @@ def test_a_checkout_that_hatch_finds_elsewhere(checkout, quick):
 
 def test_an_installed_plugin(install, source, quick):
     install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
-    report = report_of("acme-kernels", exit_code=0)
-    assert set(report) == {"oracle"}
-    assert report["oracle"].startswith("warning: ")
+    # Samples that are guessed from the schema reach none of its rows: so nothing was tried, which is no success.
+    report = report_of("acme-kernels", exit_code=1)
+    assert set(report) == {"samples", "oracle"}
+    assert report["samples"] == "warning: it declares none in the group shardwise.samples"
+    assert report["oracle"] == "failed: 1 op, 0 rows, 0 cases: 0 refuted; no row was tried, so nothing is known of it"
+
+
+def declare_samples(site, name, module):
+    (about,) = site.glob(f"{name.replace('-', '_')}-*.dist-info")
+    with (about / "entry_points.txt").open("a") as file:
+        file.write(f"[shardwise.samples]\n{name} = {module}\n")
+
+
+def test_an_installed_plugin_is_judged_by_the_samples_that_it_declares(install, source, quick):
+    site = install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    declare_samples(site, "acme-kernels", "acme_kernels_samples")
+    (site / "acme_kernels_samples.py").write_text(
+        "import torch\nop = torch.ops.aten._copy_from_and_resize.default\n"
+        "SAMPLES = {op: lambda: [((torch.randn(3), torch.randn(3)), {})]}\nSTAND_INS = {op: lambda a, b: a.clone()}\n"
+    )
+    result = run("acme-kernels", "--strict", "--json")
+    rows = {row["check"]: row for row in json.loads(result.stdout)}
+    assert (rows["samples"]["result"], rows["samples"]["found"]) == ("ok", "[shardwise.samples] acme_kernels_samples")
+    assert rows["oracle"]["found"].startswith("1 op, 1 row, ")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [(None, "ModuleNotFoundError"), ("raise OSError('gone')", "OSError: gone"), ("SAMPLES = 3", "not a mapping")],
+)
+def test_declared_samples_that_cannot_be_read(install, source, quick, text, words):
+    site = install("acme-kernels", source(), metadata=f"Requires-Dist: {BOUNDS}\n")
+    declare_samples(site, "acme-kernels", "acme_kernels_samples")
+    if text is not None:
+        (site / "acme_kernels_samples.py").write_text(text)
+    report = report_of("acme-kernels", exit_code=1)
+    assert set(report) == {"samples"}
+    assert words in report["samples"]
 
 
 def test_a_first_party_plugin_with_its_samples(quick):
@@ -175,7 +211,10 @@ def test_a_wheel(checkout, tmp_path, quick):
             wheel.write(path, f"{package.name}/{path.name}")
         metadata = f"Metadata-Version: 2.1\nName: acme-kernels\nVersion: 1.0\nRequires-Dist: {BOUNDS}\n"
         wheel.writestr(f"{about}/METADATA", metadata)
-        wheel.writestr(f"{about}/entry_points.txt", f"[shardwise.plugins.v1]\nacme-kernels = {package.name}.plugin\n")
+        entries = f"[shardwise.plugins.v1]\nacme-kernels = {package.name}.plugin\n"
+        entries += f"[shardwise.samples]\nacme-kernels = {package.name}.samples\n"
+        wheel.writestr(f"{about}/entry_points.txt", entries)
+        wheel.writestr(f"{package.name}/samples.py", textwrap.dedent(SAMPLES).format(package=package.name))
     result = run(wheel.filename, "--strict")
     assert result.exit_code == 0, result.output
     assert result.output.startswith("acme-kernels 1.0 (wheel)\n")
@@ -279,7 +318,7 @@ def test_a_hook_that_is_not_marked(checkout, quick):
 
 
 def test_a_hook_that_registers_nothing(checkout, quick):
-    assert report_of(checkout(rules=""), exit_code=0) == {"hook": "warning: acme-kernels registers nothing"}
+    assert report_of(checkout(rules=""), exit_code=1) == {"hook": "failed: acme-kernels registers nothing"}
 
 
 MM = 'rule(torch.ops.aten.mm.default, "m k, k n -> m n", reduce=dict(k="sum"){more})'
@@ -311,14 +350,14 @@ def test_a_replacement_of_nothing(checkout, quick):
 def test_a_conflict_with_another_third_party_is_a_warning(checkout, install, source, quick):
     install("bolt-kernels", source())
     folder = checkout(rules='rule(torch.ops.aten._copy_from_and_resize.default, "R, R -> R")', samples="SAMPLES = {{}}")
-    report = report_of(folder, exit_code=0)["conflicts"]
+    report = report_of(folder, exit_code=1)["conflicts"]  # 1, for it has no samples
     assert report.startswith("warning: bolt-kernels 1.0 has rules for aten._copy_from_and_resize")
 
 
 def test_an_installed_copy_of_itself_is_no_conflict(checkout, install, quick, source):
     install("acme-kernels", source())
     folder = checkout(rules='rule(torch.ops.aten._copy_from_and_resize.default, "R, R -> R")', samples="SAMPLES = {{}}")
-    assert "conflicts" not in report_of(folder, exit_code=0)
+    assert "conflicts" not in report_of(folder, exit_code=1)
 
 
 # -- the oracle ----------------------------------------------------------------------------------------------------
@@ -348,25 +387,27 @@ def test_rows_that_no_sample_reaches_are_warnings(checkout, quick):
     assert report_of(folder, exit_code=0) == {}
 
 
-def test_ops_without_samples_are_warnings(checkout, quick):
+def test_ops_without_samples_are_warnings_and_no_sample_at_all_is_a_failure(checkout, quick):
     folder = checkout(samples=SAMPLES.replace("[((torch.randn(5, 7),), {{}})]", "[]"))
     rows = json.loads(run(folder, "--json").stdout)
     one, total = [row for row in rows if row["check"] == "oracle"]
-    assert one["result"] == total["result"] == "warning"
+    assert (one["result"], total["result"]) == ("warning", "failed")
     assert "none of its samples is legal" in one["found"]
     assert "0 rows, 0 cases" in total["found"]
 
 
-def test_an_op_that_is_left_out_for_a_reason_is_no_warning(checkout, quick):
+def test_an_op_that_is_left_out_for_a_reason_is_no_warning_but_all_of_them_are_a_failure(checkout, quick):
     samples = """
         import torch
         from {package} import ops
         op = torch.ops.{package}.scaled.default
         SAMPLES, UNSAMPLED = {{op: list}}, {{op: "needs a GPU"}}
     """
-    result = run(checkout(samples=samples), "--strict")
-    assert result.exit_code == 0, result.output
-    assert "not judged, needs a GPU" in result.output
+    rows = json.loads(run(checkout(samples=samples), "--json").stdout)
+    one, total = [row for row in rows if row["check"] == "oracle"]
+    assert (one["result"], one["found"].partition(": ")[2]) == ("ok", "not judged, needs a GPU")
+    assert total["result"] == "failed"
+    assert "no row was tried" in total["found"]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +424,9 @@ def test_samples_that_cannot_be_read(checkout, quick, samples, check, words):
 
 
 def test_a_checkout_without_samples_is_told_so(checkout, quick):
-    assert report_of(checkout(), exit_code=0)["samples"] == "warning: there is no tests/samples.py"
+    assert report_of(checkout(), exit_code=0)["samples"] == (
+        "warning: it declares none in the group shardwise.samples, and there is no tests/samples.py"
+    )
 
 
 def test_samples_for_other_ops_are_a_warning(checkout, quick):

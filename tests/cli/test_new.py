@@ -138,4 +138,9 @@ def test_installed_it_passes_all_its_tests(made, environment):
     run_there("pip", "install", "-q", "-e", ".[test]")
     assert "13 passed" in run_there("pytest", "-q", "-p", "no:cacheprovider")
     assert "0 warnings, 0 failed" in run_there("shardwise", "plugins", "check", "--strict", "acme-new-kernels")
+    # As a wheel, away from its checkout, it is judged by the samples that it carries.
+    run_there("pip", "install", "-q", "--force-reinstall", "--no-deps", ".")
+    done = env.call("shardwise", "plugins", "check", "--strict", "--cases", "5", "acme-new-kernels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[shardwise.samples] acme_new_kernels.samples" in done.stdout
     assert "because  the only rule" in run_there("shardwise", "why", "acme_new_kernels::weighted_sum")

@@ -16,19 +16,17 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.optim import Optimizer
 
-from shardwise.checkpoint import folder, optimizers
+from shardwise.checkpoint import folder
 from shardwise.checkpoint.agreement import Ranks
 from shardwise.checkpoint.content import State, check_same_on_ranks, exact_sums, modules_of, state_dict_of
 from shardwise.checkpoint.decisions import read_decisions, resume, write_decisions
 from shardwise.checkpoint.folder import Checkpoint
+from shardwise.checkpoint.placing import prepared, put_back, room_for
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
+from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
-from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["Checkpoint", "latest", "load", "save"]
 
@@ -40,7 +38,8 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
     tensors, plain values, and nested dicts and lists of such. Each rank writes its part of a MeshTensor. Everything
     else is saved once, so integers, strings and the like must be the same on every rank.
 
-    The decisions of a learned program (:func:`shardwise.learn`) are saved with it.
+    The decisions of a learned program (:func:`shardwise.learn`) are saved with it, and a digest of the rules of each
+    plugin.
 
     The checkpoint exists when the call returns and not before. The last ``keep`` checkpoints (at least one) stay, older
     ones are removed. Saving a step again replaces it; an earlier step than the last raises
@@ -76,7 +75,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
         def complete() -> Checkpoint:
             write_decisions(partial)
             others = {**folder.sums_of(partial, ".metadata"), **folder.sums_of(partial, folder.DECISIONS)}
-            return folder.commit(partial, {**files, **others}, step, keep)
+            return folder.commit(partial, {**files, **others}, step, keep, rules_in_force())
 
         return ranks.first(asked, complete)
     except Exception:
@@ -104,25 +103,30 @@ def load(
     While :func:`shardwise.learn` is on, decisions that the checkpoint has are put in force, if they are for a mesh of
     the modules' shape: the first step is not recorded then.
 
+    A checkpoint of a program with other rules is a :class:`RulesWarning`, which names the plugins that differ.
+
     Raises the same error on every rank: :class:`CheckpointFileError` for a checkpoint that is missing, incomplete,
     damaged, of an unknown format, or that names files outside of its folder; :class:`CheckpointKeyError`,
-    :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After an error the
-    state may be loaded in part.
+    :class:`CheckpointShapeError` and :class:`CheckpointDtypeError` for a state that does not fit. After such an error
+    the state is as it was, on every rank: what is loaded takes its own memory until all ranks have all of it.
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
     chosen = ranks.first(asked, lambda: folder.find(where, step))
     if verify:
         ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
-    room: dict[str, Any] = {}
     with torch.no_grad():
-        ranks.all(asked, lambda: room.update(_room_for(state, chosen.path)))
+        metadata = ranks.own(asked, lambda: read_metadata(chosen.path))
+        room = ranks.own(asked, lambda: room_for(state, metadata, chosen.path))
         with ranks.in_torch(asked), _quietly():
-            reader, planner = SafeReader(chosen.path), SafePlanner()
+            reader, planner = SafeReader(chosen.path, metadata), SafePlanner(chosen.path)
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
-        ranks.all(asked, lambda: _put_back(state, room))
         decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
-        ranks.all(asked, lambda: resume(decisions, modules_of(state).values()))
+        # Until here nothing of the state has changed, on any rank.
+        parts = ranks.own(asked, lambda: prepared(state, room, chosen.path))
+        ranks.own(asked, lambda: put_back(parts))
+        ranks.first(asked, lambda: warn_of_other_rules(chosen))
+        ranks.own(asked, lambda: resume(decisions, modules_of(state).values()))
     return chosen
 
 
@@ -151,33 +155,3 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-# -- loading -----------------------------------------------------------------------------------------------------
-
-
-def _room_for(state: State, path: Path) -> dict[str, Any]:
-    metadata, modules = read_metadata(path), modules_of(state)
-    room = state_dict_of({name: value for name, value in state.items() if not isinstance(value, Optimizer)})
-    for name in modules:
-        for key, value in list(room[name].items()):
-            if isinstance(value, MeshTensor) and value.is_meta:
-                room[name][key] = torch.empty_like(value, device=value.device_mesh.device_type)
-    for name, value in state.items():
-        if isinstance(value, Optimizer):
-            room[name] = optimizers.room_for(name, value, optimizers.names_for(name, value, modules), metadata)
-    return room
-
-
-def _put_back(state: MutableMapping[str, Any], room: dict[str, Any]) -> None:
-    modules = modules_of(state)
-    for name, value in list(state.items()):
-        if isinstance(value, nn.Module):
-            # Parameters without memory (on the meta device) are replaced by what was loaded.
-            value.load_state_dict(room[name], assign=any(p.is_meta for p in value.parameters()))
-        elif isinstance(value, Optimizer):
-            optimizers.restore(name, value, optimizers.names_for(name, value, modules), room[name])
-        elif isinstance(value, Stateful):
-            value.load_state_dict(room[name])
-        else:
-            state[name] = room[name]

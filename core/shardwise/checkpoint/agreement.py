@@ -50,6 +50,12 @@ class Ranks:
                 raise error
         return [value for value, _ in everyones]
 
+    def own(self, asked: str, call: Callable[[], T]) -> T:
+        """Make a call on every rank and return this rank's answer; the first rank's error is raised on every rank."""
+        mine: list[T] = []
+        self.all(asked, lambda: mine.append(call()))
+        return mine[0]
+
     def first(self, asked: str, call: Callable[[], T]) -> T:
         """Make a call on the first rank only; every rank returns its answer or raises its error."""
         mine: list[Any] = [_outcome(asked, call, 0) if self.rank == 0 else None]

@@ -14,6 +14,7 @@ from torch import nn
 from shardwise.checkpoint.folder import DECISIONS, Checkpoint, contents_of
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, ShardingError
+from shardwise.kernel.foreign_files import load_json, read_text, reason
 from shardwise.program.decisions import Decisions
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
@@ -39,15 +40,16 @@ def read_decisions(checkpoint: Checkpoint) -> Any:
         return None
     path = checkpoint.path / DECISIONS
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(read_text(path))
         Decisions.from_json(data)
-    except (OSError, ValueError, RecursionError, ShardingError) as error:
-        found = error.found if isinstance(error, ShardingError) else f"{type(error).__name__}: {error}"
+    except (OSError, ValueError, ShardingError) as error:
+        found = error.found if isinstance(error, ShardingError) else reason(error)
         raise CheckpointFileError(
             asked=f"load {checkpoint.path}",
             found=f"its {DECISIONS} cannot be read: {found}",
             do="Load it without sw.learn(), and learn the program again.",
             path=str(path),
+            file=DECISIONS,
         ) from error
     return data
 

@@ -14,15 +14,17 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from attrs import frozen
 
 from shardwise.errors import CheckpointFileError, CheckpointStepError
+from shardwise.kernel.foreign_files import leads_out, load_json, read_text, reason, short
 
 __all__ = [
     "DECISIONS",
+    "METADATA",
     "Checkpoint",
     "Files",
     "begin",
@@ -32,13 +34,16 @@ __all__ = [
     "contents_of",
     "damage",
     "find",
-    "is_outside",
     "newest",
+    "rules_of",
     "sums_of",
 ]
 
 CONTENTS = "checkpoint.json"
 """The list of a checkpoint's files; written last."""
+
+METADATA = ".metadata"
+"""Torch's list of the tensors."""
 
 DECISIONS = "decisions.json"
 """The decisions that were in force (:func:`shardwise.learn`), in a checkpoint of a run that had some."""
@@ -88,7 +93,7 @@ def find(directory: Path, step: int | None) -> Checkpoint:
 
     Raises :class:`CheckpointFileError` if there is not one.
     """
-    if step is None and ((directory / ".metadata").is_file() or (directory / CONTENTS).is_file()):
+    if step is None and ((directory / METADATA).is_file() or (directory / CONTENTS).is_file()):
         name = _NAME.fullmatch(directory.name)
         there = [Checkpoint(int(name[1]), int(name[2] or 0), directory) if name else Checkpoint(None, 0, directory)]
         chosen: Checkpoint | None = there[0]
@@ -125,7 +130,7 @@ def begin(directory: Path, step: int) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     for path in directory.glob(".step-*"):
         if path.suffix in (_PARTIAL, _REMOVED):
-            shutil.rmtree(path)
+            _remove(path)
     last = newest(directory)
     if last is not None and last.step is not None and step < last.step:
         raise CheckpointStepError(
@@ -140,10 +145,16 @@ def begin(directory: Path, step: int) -> Path:
     return partial
 
 
-def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
-    """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints."""
+def commit(partial: Path, files: Files, step: int, keep: int, rules: Mapping[str, str] | None = None) -> Checkpoint:
+    """Give a written folder its real name, and remove all but the last ``keep`` complete checkpoints.
+
+    ``rules`` are those of the program, by plugin.
+    """
     directory = partial.parent
-    contents = {"format": FORMAT, "step": step, "files": {name: list(sums) for name, sums in sorted(files.items())}}
+    contents: dict[str, Any] = {"format": FORMAT, "step": step}
+    if rules:
+        contents["rules"] = dict(sorted(rules.items()))
+    contents["files"] = {name: list(sums) for name, sums in sorted(files.items())}
     with (partial / CONTENTS).open("w") as file:
         file.write(json.dumps(contents, indent=1) + "\n")
         file.flush()
@@ -161,8 +172,16 @@ def commit(partial: Path, files: Files, step: int, keep: int) -> Checkpoint:
         if checkpoint not in last and checkpoint < last[-1] and _other_format(checkpoint) is None:
             removed = checkpoint.path.with_name(f".{checkpoint.path.name}{_REMOVED}")
             checkpoint.path.rename(removed)
-            shutil.rmtree(removed)
+            _remove(removed)
     return Checkpoint(step, again, final)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file or link that lies in its place: what a link leads to stays."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _sync(directory: Path) -> None:
@@ -184,29 +203,60 @@ def sums_of(folder: Path, pattern: str) -> Files:
 
 
 def contents_of(checkpoint: Checkpoint) -> Files:
-    """The files that a checkpoint should have; empty for a folder that torch itself has written."""
+    """The files that a checkpoint should have; empty for a folder that torch itself has written.
+
+    Raises :class:`CheckpointFileError` for a list that cannot be read, or names files outside of the folder.
+    """
     path = checkpoint.path / CONTENTS
-    if checkpoint.step is None and not path.exists():
+    if checkpoint.step is None and not path.exists() and not path.is_symlink():
         return {}
-    files: Mapping[str, tuple[int, int]] = json.loads(path.read_text())["files"]
-    for name in files:
-        if is_outside(name):
-            raise ValueError(f"it names {name!r}, which is outside of the folder")
-    return {name: (size, crc) for name, (size, crc) in files.items()}
+    try:
+        return _files_of(_contents(checkpoint)["files"], checkpoint.path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointFileError(
+            asked=f"load {checkpoint.path}",
+            found=f"its {CONTENTS} cannot be read ({reason(error)})",
+            do="Load an earlier step (step=), and look at the disk.",
+            path=str(path),
+            file=CONTENTS,
+        ) from error
 
 
-def is_outside(name: str) -> bool:
-    """Whether a relative path, as a checkpoint names its files, leaves the checkpoint's folder."""
-    return any(".." in path.parts or path.anchor for path in (PurePosixPath(name), PureWindowsPath(name)))
+def _files_of(table: Any, folder: Path) -> Files:
+    if type(table) is not dict:
+        raise ValueError(f"its files are a {type(table).__name__}")
+    files = {}
+    for name, sums in table.items():
+        if leads_out(folder, name):
+            raise ValueError(f"it names {short(name)!r}, which is outside of the folder")
+        if type(sums) is not list or [type(n) for n in sums] != [int, int]:
+            raise ValueError(f"{short(name)!r} has no size and checksum")
+        files[name] = (sums[0], sums[1])
+    return files
+
+
+def rules_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """The rules of the program that saved a checkpoint, by plugin; empty where nothing is known of them."""
+    try:
+        rules = _contents(checkpoint).get("rules")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {short(name): short(text) for name, text in rules.items()} if type(rules) is dict else {}
+
+
+def _contents(checkpoint: Checkpoint) -> Any:
+    if leads_out(checkpoint.path, CONTENTS):
+        raise ValueError("it is a link to a file outside of the folder")
+    return load_json(read_text(checkpoint.path / CONTENTS))
 
 
 def _other_format(checkpoint: Checkpoint) -> Any:
     """The format of a checkpoint if it can be read and this version does not know it, else None."""
     try:
-        number = json.loads((checkpoint.path / CONTENTS).read_text())["format"]
+        number = _contents(checkpoint)["format"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if number == FORMAT else number
+    return None if type(number) is int and number == FORMAT else number
 
 
 def _refuse_other_format(checkpoint: Checkpoint) -> None:
@@ -214,7 +264,8 @@ def _refuse_other_format(checkpoint: Checkpoint) -> None:
     if number is not None:
         raise CheckpointFileError(
             asked=f"read the checkpoint {checkpoint.path}",
-            found=f"its {CONTENTS} has format {number!r}, and this version of shardwise reads format {FORMAT}",
+            found=f"its {CONTENTS} has format {short(repr(number))}, and this version of shardwise reads format "
+            f"{FORMAT}",
             do="Load it with the version that saved it, or a later one.",
             path=str(checkpoint.path),
             format=number,
@@ -225,21 +276,34 @@ def damage(checkpoint: Checkpoint) -> str:
     """What is wrong with a checkpoint, as far as names and sizes tell; empty if nothing is."""
     try:
         files = contents_of(checkpoint)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"its {CONTENTS} cannot be read ({type(error).__name__}: {error})"
+    except CheckpointFileError as error:
+        return str(error.found)
     for name, (size, _) in files.items():
         path = checkpoint.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        try:
+            there = path.stat().st_size if path.is_file() else None
+        except OSError as error:  # a name that no file can have
+            return f"{CONTENTS} names {short(name)}: {reason(error)}"
+        if there is None:
+            return f"{short(name)} is missing"
+        if there != size:
+            return f"{name} has {there} bytes instead of {size}"
     return ""
 
 
 def check_files(checkpoint: Checkpoint, part: int, parts: int) -> None:
     """Read every ``parts``-th file and compare its checksum; raises :class:`CheckpointFileError`."""
     for name, (_, crc) in sorted(contents_of(checkpoint).items())[part::parts]:
-        if _crc(checkpoint.path / name) != crc:
+        try:
+            differs = _crc(checkpoint.path / name) != crc
+        except OSError as error:
+            raise CheckpointFileError(
+                asked=f"load {checkpoint.path}",
+                found=f"{name} cannot be read ({reason(error)})",
+                do="Load an earlier step (step=), and look at the disk.",
+                file=name,
+            ) from error
+        if differs:
             raise CheckpointFileError(
                 asked=f"load {checkpoint.path}",
                 found=f"{name} is not as it was saved: its checksum differs",

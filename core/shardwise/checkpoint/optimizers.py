@@ -11,10 +11,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointKeyError
+from shardwise.kernel.foreign_files import short
 from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["as_dict", "names_for", "restore", "room_for"]
+__all__ = ["as_dict", "names_for", "restored", "room_for"]
 
 Names = dict[torch.Tensor, str]
 Path = tuple[str | int, ...]
@@ -46,7 +47,7 @@ def as_dict(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) -> dict[str, Any]:
+def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata, folder: object) -> dict[str, Any]:
     """A state to load an optimizer's checkpoint into, with tensors where the checkpoint has tensors.
 
     A tensor of the parameter's shape has the parameter's placements, any other one is replicated. So an optimizer can
@@ -66,8 +67,9 @@ def room_for(name: str, optimizer: Optimizer, names: Names, metadata: Metadata) 
     if not room["param_groups"]:
         tops = sorted({str(path[0]) for path in (metadata.planner_data or {}).values()})
         raise CheckpointKeyError(
-            asked=f"load the optimizer {name!r}",
-            found=f"the checkpoint has no state of an optimizer under that name; it has {', '.join(tops) or 'none'}",
+            asked=f"load the optimizer {name!r} from {folder}",
+            found="the checkpoint has no state of an optimizer under that name; it has "
+            f"{short(', '.join(tops)) or 'none'}",
             do="Use the name that it was saved under, with nested dicts (torch: flatten_optimizer_state_dict=False).",
             name=name,
         )
@@ -104,14 +106,16 @@ def _put(root: Any, path: Path, value: Any) -> None:
         here = here[key]
 
 
-def restore(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any]) -> None:
-    """Give an optimizer the loaded state; its groups must have the parameters of the saved groups."""
+def restored(
+    name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, Any], folder: object
+) -> dict[str, Any]:
+    """The loaded state as the optimizer takes it; its groups must have the parameters of the saved groups."""
     number = {names[p]: i for i, p in enumerate(_parameters(optimizer))}
     mine = [[names[p] for p in group["params"]] for group in optimizer.param_groups]
     saved = [list(group["params"]) for group in loaded["param_groups"]]
     if list(map(sorted, mine)) != list(map(sorted, saved)):
         raise CheckpointKeyError(
-            asked=f"load the optimizer {name!r} with groups of {list(map(len, mine))} parameters",
+            asked=f"load the optimizer {name!r} with groups of {list(map(len, mine))} parameters from {folder}",
             found=f"the checkpoint has groups of {list(map(len, saved))} parameters, or other parameters in them",
             do="Make the optimizer with the groups that it was saved with.",
             name=name,
@@ -120,7 +124,7 @@ def restore(name: str, optimizer: Optimizer, names: Names, loaded: Mapping[str, 
         {**group, "params": [number[n] for n in own]} for group, own in zip(loaded["param_groups"], mine, strict=True)
     ]
     state = {number[n]: of_parameter for n, of_parameter in loaded["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -1,137 +1,169 @@
 """Reading a checkpoint so that nothing in it can run code, with errors that say what does not fit.
 
 ``torch.distributed.checkpoint`` unpickles the list of tensors (``.metadata``) and every value that is not a tensor,
-and unpickling can run any code. Here the list may name only the classes that such a list is made of, and values are
-loaded by ``torch.load(weights_only=True)``.
+and unpickling can run any code. Here the list is read by :mod:`shardwise.checkpoint.metadata_pickle`, and entries by
+:mod:`shardwise.checkpoint.entries`.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
-from shardwise.checkpoint.folder import is_outside
+from shardwise.checkpoint.entries import load_entry
+from shardwise.checkpoint.folder import METADATA
+from shardwise.checkpoint.metadata_checks import MetadataError, check_metadata
+from shardwise.checkpoint.metadata_pickle import load_metadata
 from shardwise.errors import CheckpointDtypeError, CheckpointFileError, CheckpointKeyError, CheckpointShapeError
+from shardwise.kernel.foreign_files import leads_out, read_bytes, reason, short
 from shardwise.kernel.placements import show_all
 from shardwise.tensor.mesh_tensor import MeshTensor
 
 __all__ = ["SafePlanner", "SafeReader", "read_metadata"]
 
-METADATA = ".metadata"
-
-_ALLOWED: dict[str, frozenset[str]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        }
-    ),
-    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
-    "torch.serialization": frozenset({"_get_layout"}),
-    "collections": frozenset({"OrderedDict"}),
-    # Where pathlib keeps its classes differs between releases of Python.
-    "pathlib": frozenset({"PosixPath", "WindowsPath"}),
-    "pathlib._local": frozenset({"PosixPath", "WindowsPath"}),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that allows only the classes that a list of tensors is made of, and torch's dtypes."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of a list of tensors")
-
 
 def read_metadata(folder: Path) -> Metadata:
-    """What a checkpoint holds, by name; raises :class:`CheckpointFileError` where that cannot be read safely."""
+    """What a checkpoint holds, by name; raises :class:`CheckpointFileError` where that cannot be read safely, or is
+    not whole.
+    """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
+        return check_metadata(load_metadata(_bytes_of(folder)), folder)
+    except MetadataError as error:
+        raise CheckpointFileError(
+            asked=f"read the checkpoint {folder}",
+            found=f"its {METADATA} {error}",
+            do="Name a folder that torch.distributed.checkpoint or shardwise.checkpoint has written to its end, with "
+            "all its files and no others.",
+            path=str(path),
+            file=error.file or METADATA,
+        ) from error
     except Exception as error:
         raise CheckpointFileError(
             asked=f"read the checkpoint {folder}",
-            found=f"its {METADATA} cannot be read: {type(error).__name__}: {error}",
+            found=f"its {METADATA} cannot be read: {reason(error)}",
             do="Name a folder that torch.distributed.checkpoint or shardwise.checkpoint has written to its end.",
             path=str(path),
+            file=METADATA,
         ) from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointFileError(
-            asked=f"read the checkpoint {folder}",
-            found=f"its {METADATA} holds a {type(metadata).__name__}",
-            do="Name a folder that torch.distributed.checkpoint or shardwise.checkpoint has written.",
-            path=str(path),
-        )
-    places = metadata.storage_data
-    names = [getattr(place, "relative_path", None) for place in (places.values() if isinstance(places, dict) else ())]
-    outside = [name for name in names if not isinstance(name, str) or is_outside(name)]
-    if outside:
-        raise CheckpointFileError(
-            asked=f"read the checkpoint {folder}",
-            found=f"its {METADATA} names the file {outside[0]!r}, which is outside of the folder",
-            do="Do not load this checkpoint: torch.distributed.checkpoint does not write such names.",
-            path=str(path),
-            file=str(outside[0]),
-        )
-    return metadata
+
+
+def _bytes_of(folder: Path) -> bytes:
+    if leads_out(folder, METADATA):
+        raise MetadataError("is a link to a file outside of the folder")
+    return read_bytes(folder / METADATA, _LARGEST)
+
+
+_LARGEST = 4 << 30  # a list has some 500 bytes for each piece of a tensor
 
 
 class SafeReader(FileSystemReader):
-    """Torch's reader of a folder; code in the list of tensors is refused."""
+    """Torch's reader of a folder, by a list of tensors that was read safely; errors name the file."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature
-        metadata = read_metadata(Path(self.path))
-        if metadata.storage_meta is None:
+        metadata = self.metadata
+        if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read entry by entry. Torch's method reads the same, and trusts what an entry says of itself."""
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.metadata.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            with (Path(self.path) / name).open("rb") as file:
+                for item in items:
+                    self._read_item(file, name, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_item(self, file: BinaryIO, name: str, item: ReadItem, planner: LoadPlanner) -> None:
+        index = item.storage_index
+        try:
+            place = self.metadata.storage_data[index]
+            file.seek(place.offset)
+            described = getattr(place, "transform_descriptors", None) or ()
+            stream = io.BytesIO(file.read(place.length))
+            data = io.BytesIO(self.transforms.transform_load_stream(item, described, stream).read(-1))
+            value = load_entry(data)
+            if item.type == LoadItemType.BYTE_IO:
+                again = io.BytesIO()
+                torch.save(value, again)
+                again.seek(0)
+                planner.load_bytes(item, again)
+                return
+            self._check_tensor(index, value)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(_part(value, item, target.shape))
+            planner.commit_tensor(item, target)
+        except Exception as error:
+            raise CheckpointFileError(
+                asked=f"load {short(index.fqn)!r} from the checkpoint {self.path}",
+                found=f"{name} cannot be read there: {reason(error)}",
+                do="Load another checkpoint, and look at where this one comes from.",
+                path=str(Path(self.path) / name),
+                file=name,
+                name=index.fqn,
+            ) from error
+
+    def _check_tensor(self, index: MetadataIndex, value: Any) -> None:
+        listed = self.metadata.state_dict_metadata[index.fqn]
+        assert isinstance(listed, TensorStorageMetadata)
+        sizes = next((tuple(c.sizes) for c in listed.chunks if tuple(c.offsets) == tuple(index.offset or ())), None)
+        asked = (sizes, listed.properties.dtype)
+        have = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
+        if asked != have:
+            raise ValueError(f"the list of tensors says {asked}, and the file has {have}")
+
+
+def _part(tensor: torch.Tensor, item: ReadItem, shape: torch.Size) -> torch.Tensor:
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    if tensor.shape != shape:  # copy_ would expand it
+        raise ValueError(f"a part of {tuple(tensor.shape)} for one of {tuple(shape)}")
+    return tensor
 
 
 class SafePlanner(DefaultLoadPlanner):
     """Torch's planner; code in values is refused, and errors name what does not fit."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         there = self.metadata.state_dict_metadata
         for name, value in self.state_dict.items():
             if name not in there:
-                raise _missing(name, list(there), sum(asked not in there for asked in self.state_dict))
-            _check_fit(name, value, there[name])
+                raise _missing(self.folder, name, list(there), sum(asked not in there for asked in self.state_dict))
+            _check_fit(self.folder, name, value, there[name])
         return super().create_local_plan()
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # Torch's method would unpickle anything: it gets a value that was loaded safely and saved again.
-        again = io.BytesIO()
-        torch.save(torch.load(value, weights_only=True), again)
-        again.seek(0)
-        super().load_bytes(read_item, again)
 
-
-def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
+def _missing(folder: Path, name: str, there: list[str], number: int) -> CheckpointKeyError:
     close = get_close_matches(name, there, n=3)
     others = f" (and {number - 1} more)" if number > 1 else ""
-    names, most = close or sorted(there), 3
+    names, most = [short(n) for n in close or sorted(there)], 3
     rest = f" and {len(names) - most} others" if len(names) > most else ""
     return CheckpointKeyError(
-        asked=f"load {name!r}{others}",
+        asked=f"load {folder}: {name!r}{others}",
         found=f"the checkpoint does not have it; it has {', '.join(map(repr, names[:most])) or 'nothing'}{rest}",
         do="Load into a state of the same names, or remove from it what the checkpoint does not have.",
         name=name,
@@ -139,12 +171,12 @@ def _missing(name: str, there: list[str], number: int) -> CheckpointKeyError:
     )
 
 
-def _check_fit(name: str, value: Any, saved: Any) -> None:
+def _check_fit(folder: Path, name: str, value: Any, saved: Any) -> None:
     saved_tensor, is_tensor = isinstance(saved, TensorStorageMetadata), isinstance(value, torch.Tensor)
     if saved_tensor != is_tensor:
         kinds = {True: "a tensor", False: "a value that is not a tensor"}
         raise CheckpointShapeError(
-            asked=f"load {name!r} as {kinds[is_tensor]}",
+            asked=f"load {folder}: {name!r} as {kinds[is_tensor]}",
             found=f"the checkpoint has {kinds[saved_tensor]} of that name",
             do="Load it into a state like the one that was saved.",
             name=name,
@@ -154,7 +186,7 @@ def _check_fit(name: str, value: Any, saved: Any) -> None:
     here = f"{tuple(value.shape)}, {value.dtype}" + (
         f", {show_all(value.placements)}" if isinstance(value, MeshTensor) else ""
     )
-    facts = {"asked": f"load {name!r} into a tensor of {here}", "name": name}
+    facts = {"asked": f"load {folder}: {name!r} into a tensor of {here}", "name": name}
     if tuple(saved.size) != tuple(value.shape):
         raise CheckpointShapeError(
             found=f"the checkpoint has one of shape {tuple(saved.size)}",

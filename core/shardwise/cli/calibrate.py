@@ -18,7 +18,7 @@ from shardwise.cli.output import PIPE_WIDTH, json_option, progress
 from shardwise.cli.tensor_text import read_mesh_shape
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
-from shardwise.planning.link_file import Calibration, chosen_file, default_file, parse, show
+from shardwise.planning.link_file import Calibration, chosen_file, default_file, read, show
 from shardwise.testing.local import local_backend, local_device, take_device
 from shardwise.testing.pool import WorkerPool
 from shardwise.tools.calibrate import (
@@ -87,7 +87,7 @@ def calibrate(
     request = Request(mesh_shape, device_type, (out or chosen_file()[0] or default_file()).absolute(), most)
     if request.out.exists():
         # A file that cannot be read is refused before anything is measured.
-        parse(request.out.read_text(), str(request.out))
+        read(request.out)
     if dist.is_torchelastic_launched():
         measured = _measure_under_torchrun(request)
     else:

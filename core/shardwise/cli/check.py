@@ -9,13 +9,20 @@ from tempfile import TemporaryDirectory
 import click
 
 from shardwise.cli.completion import offer_plugins_and_paths
-from shardwise.cli.findings import FAILED, WARNING, Finding, report
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding, report
 from shardwise.cli.modules import imported_from
 from shardwise.cli.output import json_option, progress
-from shardwise.cli.rule_checks import Samples, check_conflicts, judge_rules, read_samples, register
+from shardwise.cli.rule_checks import (
+    Samples,
+    check_conflicts,
+    declared_samples,
+    judge_rules,
+    read_samples,
+    register,
+)
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
-from shardwise.cli.subject import SAMPLES, PluginToCheck, find_subject
-from shardwise.discovery.entry_points import GROUP
+from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
+from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
 from shardwise.testing.light import probe
 
 __all__ = ["check"]
@@ -29,7 +36,7 @@ CASES = 25
 @click.option(
     "--samples",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help=f"A file with SAMPLES by op, and more.  [default: {SAMPLES} of a checkout]",
+    help=f"A file with SAMPLES by op, and more.  [default: what the group {SAMPLES_GROUP} names, or {SAMPLES}]",
 )
 @click.option("--cases", type=click.IntRange(1), help=f"Cases per op that the oracle tries.  [default: {CASES}]")
 @click.option("--full", is_flag=True, help="All cases.")
@@ -48,7 +55,7 @@ def check(*, plugin: str, samples: Path | None, cases: int | None, full: bool, s
         subject = find_subject(plugin, Path(scratch))
         if not as_json:
             click.echo(f"{subject}\n")
-        findings = [*_findings(subject, samples or subject.samples, most)]
+        findings = [*_findings(subject, samples, most)]
     report(findings, as_json=as_json, strict=strict)
 
 
@@ -68,15 +75,30 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
         if not any(True for _ in own.ops()):
             return
         yield from check_conflicts(subject, own)
-        sample_file = Samples()
-        if samples is not None:
-            try:
-                sample_file = read_samples(samples)
-            except Exception as error:  # noqa: BLE001  the file is its author's code
-                yield Finding("samples", FAILED, f"{samples}: {type(error).__name__}: {error}", "Correct the file.")
-                return
-        elif subject.kind == "checkout":
-            do = f"Write {SAMPLES} with SAMPLES; without, samples are guessed from the schemas."
-            yield Finding("samples", WARNING, f"there is no {SAMPLES}", do)
+        sample_file, findings = _samples(subject, samples)
+        yield from findings
+        if any(finding.result == FAILED for finding in findings):
+            return
         with progress("oracle, rules") as tell:
             yield from judge_rules(own, sample_file, cases=cases, tell=tell)
+
+
+def _samples(subject: PluginToCheck, named: Path | None) -> tuple[Samples, list[Finding]]:
+    """The samples of the file that the command names, those that the distribution declares, or its checkout's."""
+    path = named or (None if subject.declared else subject.samples)
+    where = str(path) if path else ", ".join(f"[{entry.group}] {entry.value}" for entry in subject.declared)
+    try:
+        if path is not None:
+            return read_samples(path), []
+        if subject.declared:
+            return declared_samples(subject.declared), [Finding("samples", OK, where)]
+    except Exception as error:  # noqa: BLE001  samples are their author's code
+        do = "Correct the file." if path else "Correct the module, and see that the wheel has it."
+        return Samples(), [Finding("samples", FAILED, f"{where}: {type(error).__name__}: {error}", do)]
+    if subject.kind == "file" or subject.name == FIRST_PARTY:
+        return Samples(), []
+    line = f'[project.entry-points."{SAMPLES_GROUP}"] {subject.name} = "PACKAGE.samples"'
+    found = f"it declares none in the group {SAMPLES_GROUP}"
+    found += f", and there is no {SAMPLES}" if subject.kind == "checkout" else ""
+    do = f"Write a module with SAMPLES and declare it: {line}. Without, samples are guessed from the schemas."
+    return Samples(), [Finding("samples", WARNING, found, do)]

@@ -19,7 +19,7 @@ from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import LinksFitError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.planning.cost import WIRES, Links, default_links, use_links
-from shardwise.planning.link_file import links_for, parse
+from shardwise.planning.link_file import links_for, read
 from shardwise.tools.explain import LISTED, explain_call
 
 __all__ = ["explain"]
@@ -93,7 +93,7 @@ def _links(mesh: AbstractMesh, wires: tuple[str, ...] | None, path: Path | None)
     if path is None:
         return default_links(mesh, wires), f"defaults for {', '.join(wires) if wires else 'one host'}"
     # The figures that a program would use from the file on such a mesh on one host.
-    entries = parse(path.read_text(), str(path))
+    entries = read(path)
     for entry in entries:
         site = evolve(entry.site, mesh_shape=mesh.shape, hosts=(1,) * mesh.ndim, total_hosts=1)
         like = entry.links if entry.site.mesh_shape == mesh.shape else links_for(entries, site)

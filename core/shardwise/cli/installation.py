@@ -15,6 +15,7 @@ from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
 from shardwise.discovery.entry_points import FIRST_PARTY, discover
 from shardwise.errors import LinksError, SettingsError
+from shardwise.kernel.foreign_files import read_text
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.planning.link_file import chosen_file, parse
@@ -84,7 +85,7 @@ def _links() -> Iterator[Finding]:
         yield Finding("link figures", OK, "off: moves are costed by the defaults")
         return
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         if named:
             yield Finding("link figures", FAILED, f"SHARDWISE_LINKS names {path}, which does not exist", _CALIBRATE)
@@ -114,6 +115,9 @@ _ADVICE = {
 }
 
 
+_AT_IMPORT = "A module of rules should define them and do nothing else: tell its authors."
+
+
 def _plugins() -> Iterator[Finding]:
     states = plugin_states()
     for status in states.statuses:
@@ -121,6 +125,8 @@ def _plugins() -> Iterator[Finding]:
         if status.status in _ADVICE:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
+        elif status.status == "loaded" and status.reason:
+            yield Finding(name, WARNING, f"{shown} loaded, {status.ops} ops; it {status.reason}", _AT_IMPORT)
         elif status.status == "loaded":
             yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
         else:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 
 import click
 from attrs import evolve, frozen
 
+from shardwise.cli.plugin_probe import Seen, probe_plugins, stdout_on_stderr
 from shardwise.discovery.entry_points import InstalledPlugin, discover
+from shardwise.discovery.frozen_rules import as_refused
 from shardwise.discovery.loading import Status, load
-from shardwise.discovery.process import default_registry, statuses
-from shardwise.errors import PluginLoadError, SettingsError, ShardingError
+from shardwise.discovery.process import default_registry, is_filled, statuses
+from shardwise.errors import LockError, PluginLoadError, SettingsError, ShardingError
 from shardwise.kernel.registry import Failure, Registry
 from shardwise.settings import Settings, read_settings
 
@@ -30,16 +33,72 @@ class PluginStates:
     refusal: ShardingError | None = None
 
 
-def plugin_states() -> PluginStates:
-    """Load the plugins as a program does; if that raises, load each plugin by itself."""
-    with _without_warnings():
+def plugin_states(*, heed_lock: bool = True) -> PluginStates:
+    """Load the plugins as a program does; if that raises, load each plugin by itself. What a lock refuses is not
+    loaded, unless ``heed_lock`` is off: then no lock is read.
+
+    Where this process has not loaded them, another one imports them first: a plugin that ends a process or never comes
+    back is not imported here.
+    """
+    settings = readable_settings()
+    seen = {} if is_filled() else _probed(settings, heed_lock=heed_lock)
+    with _without_warnings(), stdout_on_stderr():
+        ending = [plugin for plugin, one in seen.items() if one.end]
         try:
-            registry = default_registry()
-            return PluginStates(tuple(statuses()), registry)
-        except ShardingError as refusal:
-            settings = readable_settings()
+            if ending:
+                raise _ends_programs(ending[0], seen[ending[0]])
+            if not heed_lock and settings.lock is not None and not is_filled():
+                registry = Registry(settings.prefer, settings.unknown_ops)
+                loaded = load_each(discover(settings), registry, seen)
+            else:
+                registry = default_registry()
+                loaded = statuses()
+            refusal = None
+        except ShardingError as error:
+            refusal = error
             registry = Registry(settings.prefer, settings.unknown_ops)
-            return PluginStates(tuple(load_each(discover(settings), registry)), registry, refusal)
+            loaded = load_each(_allowed(settings, heed_lock=heed_lock), registry, seen)
+    return PluginStates(tuple(_with_notes(status, seen) for status in loaded), registry, refusal)
+
+
+SeenOf = Mapping[InstalledPlugin, Seen]
+_seen: dict[tuple[InstalledPlugin, ...], SeenOf] = {}  # the doctor asks twice
+
+
+def _allowed(settings: Settings, *, heed_lock: bool) -> list[InstalledPlugin]:
+    """The plugins; those that a lock refuses with that status, all of them where it cannot be read."""
+    plugins = discover(settings)
+    if settings.lock is None or not heed_lock:
+        return plugins
+    try:
+        return as_refused(settings.lock, plugins)
+    except LockError as error:
+        return [evolve(p, status="refused", reason=error.found) if p.status == "ready" else p for p in plugins]
+
+
+def _probed(settings: Settings, *, heed_lock: bool) -> SeenOf:
+    """What importing each plugin does that is to be loaded and that this process has not imported."""
+    plugins = tuple(p for p in _allowed(settings, heed_lock=heed_lock) if p.status == "ready")
+    new = tuple(p for p in plugins if p.entry.module not in sys.modules)
+    if new not in _seen:
+        _seen[new] = dict(zip(new, probe_plugins(new), strict=True)) if new else {}
+    return _seen[new]
+
+
+def _ends_programs(plugin: InstalledPlugin, seen: Seen) -> PluginLoadError:
+    name = plugin.origin.plugin
+    return PluginLoadError(
+        asked=f"load the plugin {plugin.origin}",
+        found=f"it {seen.end}, and so does every program that loads it",
+        do=f"Reinstall {plugin.origin.distribution}, or disable the plugin with SHARDWISE_DISABLE_PLUGINS={name}.",
+        plugin=name,
+        distribution=plugin.origin.distribution,
+    )
+
+
+def _with_notes(status: Status, seen: SeenOf) -> Status:
+    notes = seen[status.plugin].notes if status.plugin in seen else ()
+    return evolve(status, reason="; ".join([*filter(None, [status.reason]), *notes])) if notes else status
 
 
 @contextmanager
@@ -70,10 +129,17 @@ def readable_settings() -> Settings:
     )
 
 
-def load_each(plugins: Iterable[InstalledPlugin], registry: Registry) -> list[Status]:
-    """Load each plugin, also if others fail; a first-party plugin that fails is only recorded, too."""
+def load_each(plugins: Iterable[InstalledPlugin], registry: Registry, seen: SeenOf | None = None) -> list[Status]:
+    """Load each plugin, also if others fail; a first-party plugin that fails is only recorded, too. One that was seen
+    to end a process is not imported.
+    """
     outcome: list[Status] = []
     for one in plugins:
+        probed = (seen or {}).get(one, Seen())
+        if probed.end:
+            registry.reject(Failure(one.origin, probed.end, probed.stderr))
+            outcome.append(Status(one, "failed", probed.end, traceback=probed.stderr))
+            continue
         try:
             with _without_warnings():
                 outcome += load([one], registry, strict=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import Distribution
+from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +14,7 @@ from shardwise.cli.completion import offer_plugins
 from shardwise.cli.output import json_option, print_facts, print_json, print_rows
 from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
 from shardwise.discovery.entry_points import InstalledPlugin
+from shardwise.discovery.frozen_rules import freeze as lock_of
 from shardwise.discovery.loading import Status
 from shardwise.kernel.signature import op_name
 
@@ -84,6 +87,33 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
         if facts["rules"]:
             click.echo()
             print_rows(facts["rules"], RULE_COLUMNS)
+
+
+@plugins.command()
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
+def freeze(out: Path | None) -> None:
+    """Write the versions and the digests of all rules that are loaded, sorted, as a lock.
+
+    With SHARDWISE_LOCK=FILE, or `lock` in [tool.shardwise], a program refuses to load anything else.
+    """
+    states = plugin_states(heed_lock=False)
+    broken = [status for status in states.statuses if status.status not in ("loaded", "blocked")]
+    if broken:
+        listed = "; ".join(f"{status.plugin.origin} {status.status}: {status.reason}" for status in broken)
+        raise click.ClickException(f"a lock has plugins that load: {listed}. Mend or disable them first.")
+    if states.refusal is not None:
+        raise states.refusal
+    text = lock_of(states.statuses).text()
+    if out is None:
+        click.echo(text, nl=False)
+        return
+    part = out.with_name(f"{out.name}.{os.getpid()}")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(out)
+    except OSError as error:
+        raise click.ClickException(f"{out} cannot be written: {error.strerror}") from error
+    click.echo(f"{out}: {len(states.statuses)} plugins", err=True)
 
 
 plugins.add_command(check)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import Distribution, EntryPoint, PathDistribution
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,14 @@ from shardwise.cli.plugin_states import no_such_plugin, plugins_named
 from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.settings import Settings, normalised
 
-__all__ = ["FAMILY", "SAMPLES", "PluginToCheck", "editable_folder", "find_subject"]
+__all__ = ["FAMILY", "SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
 
 FAMILY = GROUP.rstrip("0123456789")
 SAMPLES = Path("tests", "samples.py")
-"""Where a checkout keeps the sample calls of its ops."""
+"""Where a checkout keeps the sample calls of its ops, if it does not declare them."""
+
+SAMPLES_GROUP = "shardwise.samples"
+"""The group of entry points for sample calls: a module with SAMPLES under the plugin's name. No program imports it."""
 
 
 @frozen
@@ -31,7 +34,7 @@ class PluginToCheck:
 
     ``entries`` are its entry points in shardwise's groups of any major version, ``requires`` its requirements (None:
     they cannot be read), ``roots`` the folders that its modules are imported from (none: from the
-    environment), ``samples`` the file of its sample calls.
+    environment), ``samples`` the file of its sample calls, ``declared`` the entry points of modules with sample calls.
     """
 
     kind: str
@@ -41,6 +44,7 @@ class PluginToCheck:
     requires: tuple[str, ...] | None
     roots: tuple[Path, ...] = ()
     samples: Path | None = None
+    declared: tuple[EntryPoint, ...] = ()
 
     def __str__(self) -> str:
         # A wheel's is a scratch folder.
@@ -72,7 +76,9 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         dist = PathDistribution(metadata[0])
         entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
         name = normalised(dist.metadata["Name"])
-        return PluginToCheck("wheel", name, dist.version, entries, tuple(dist.requires or ()), (scratch,))
+        declared = _declared(dist, entries)
+        requires = tuple(dist.requires or ())
+        return PluginToCheck("wheel", name, dist.version, entries, requires, (scratch,), declared=declared)
     if path.is_file() and path.suffix == ".py":
         return _file(path.resolve())
     if path.exists() or path.suffix in (".whl", ".py") or len(path.parts) > 1:
@@ -99,7 +105,13 @@ def _installed(entries: list[EntryPoint]) -> PluginToCheck:
         tuple(entries),
         tuple(dist.requires or ()),
         samples=_samples_in(editable_folder(dist)),
+        declared=_declared(dist, entries),
     )
+
+
+def _declared(dist: Distribution, entries: Iterable[EntryPoint]) -> tuple[EntryPoint, ...]:
+    names = {normalised(entry.name) for entry in entries}
+    return tuple(e for e in dist.entry_points if e.group == SAMPLES_GROUP and normalised(e.name) in names)
 
 
 def editable_folder(dist: Distribution) -> Path | None:
@@ -131,6 +143,7 @@ def _checkout(folder: Path) -> PluginToCheck:
     except (ValueError, KeyError, TypeError) as error:
         raise click.ClickException(f"{path} has no [project] with a name that can be read: {error!r}") from error
     groups: Mapping[str, Mapping[str, str]] = project.get("entry-points", {})
+    declared = groups.get(SAMPLES_GROUP, {}).items()
     return PluginToCheck(
         "checkout",
         normalised(name),
@@ -144,6 +157,7 @@ def _checkout(folder: Path) -> PluginToCheck:
         None if "dependencies" in project.get("dynamic", ()) else tuple(project.get("dependencies", ())),
         tuple(dict.fromkeys(_roots(folder, content.get("tool", {})))),
         _samples_in(folder),
+        tuple(EntryPoint(name=key, value=value, group=SAMPLES_GROUP) for key, value in declared),
     )
 
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.groups import backend_of, broadcast_, carrying_device, process_group_of
 from shardwise.comm.waiting_ranks import explained
 from shardwise.errors import LinksFileError, LinksFitError
+from shardwise.kernel.foreign_files import read_text, reason
 from shardwise.kernel.mesh import Mesh, own_coordinate
 from shardwise.kernel.world import PerWorld
 from shardwise.planning.cost import Links, are_chosen, default_links, use_agreed_links
@@ -59,9 +60,9 @@ def agree_on_links(mesh: Mesh) -> None:
             text, error = None, ""
             if path is not None and (named or path.exists()):  # a default file need not exist
                 try:
-                    text = path.read_text()
-                except (OSError, UnicodeDecodeError) as caught:
-                    error = str(caught)
+                    text = read_text(path)
+                except (OSError, ValueError) as caught:
+                    error = reason(caught)
             facts = {"source": str(path), "named": named, "text": text, "error": error}
             agree_to(mesh, _links_of_file(locate(mesh, facts), mesh))
     else:

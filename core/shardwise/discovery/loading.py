@@ -14,11 +14,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import pluggy
-from attrs import frozen
+from attrs import field, frozen
 
 from shardwise import hookspecs
 from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Failure, Registrar, Registry
 from shardwise.settings import read_settings
 
@@ -34,6 +35,7 @@ class Status:
     reason: str = ""
     ops: int = 0
     traceback: str = ""
+    entries: tuple[Entry, ...] = field(default=(), repr=False)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------
@@ -59,11 +61,13 @@ def _load_one(manager: pluggy.PluginManager, plugin: InstalledPlugin, registry: 
     registrar = Registrar(plugin.origin)
     try:
         _register(manager, plugin, registrar)
+    except KeyboardInterrupt:  # of a person, who waits too long
+        raise
     # A third party may raise anything or call sys.exit(). Both are reported.
-    except (Exception, SystemExit) as error:  # noqa: BLE001
+    except BaseException as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
-    return Status(plugin, "loaded", ops=len(registrar.entries))
+    return Status(plugin, "loaded", ops=len(registrar.entries), entries=tuple(registrar.entries))
 
 
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:

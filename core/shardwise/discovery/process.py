@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shardwise.kernel.registry import Override
     from shardwise.kernel.rule import AnyRule
 
-__all__ = ["default_registry", "override", "statuses", "use_registry"]
+__all__ = ["default_registry", "is_filled", "override", "statuses", "use_registry"]
 
 
 class _Process:
@@ -49,7 +49,8 @@ def default_registry() -> Registry:
     """The registry of this process; the first call finds and loads the plugins.
 
     Raises :class:`SettingsError` for bad settings, and :class:`PluginLoadError` for a broken first-party plugin, for
-    any problem in strict mode, and when a plugin calls this while it is being loaded.
+    any problem in strict mode, :class:`LockError` for plugins that the lock does not allow, and
+    when a plugin calls this while it is being loaded.
     """
     registry = _process.registry
     if registry is not None:
@@ -59,6 +60,11 @@ def default_registry() -> Registry:
             _load_plugins(read_settings())
         assert _process.registry is not None
         return _process.registry
+
+
+def is_filled() -> bool:
+    """Whether this process has loaded the plugins."""
+    return _process.registry is not None
 
 
 def _load_plugins(settings: Settings) -> None:
@@ -75,7 +81,14 @@ def _load_plugins(settings: Settings) -> None:
     _process.loading = True
     try:
         registry = Registry(settings.prefer, settings.unknown_ops)
-        outcomes = load(discover(settings), registry, strict=settings.strict)
+        plugins = discover(settings)
+        if settings.lock is not None:
+            from shardwise.discovery.frozen_rules import check_installed, check_loaded
+
+            check_installed(settings.lock, plugins)
+        outcomes = load(plugins, registry, strict=settings.strict)
+        if settings.lock is not None:
+            check_loaded(settings.lock, outcomes)
         if settings.strict:
             for resolution in registry.conflicts():
                 registry.lookup(resolution.op)

@@ -85,6 +85,9 @@ def show_all(placements: Sequence[Placement | None]) -> str:
     return "[" + ", ".join(map(show, placements)) + "]"
 
 
+_DIM = r"[0-9]{1,3}"  # a tensor has at most 64 dims
+
+
 def parse_placement(text: str) -> Placement:
     """The placement that :func:`show` writes as ``text``; also reads ``P`` as ``P(sum)``."""
     word = text.strip()
@@ -92,9 +95,9 @@ def parse_placement(text: str) -> Placement:
         return REPLICATE
     head, _, rest = word.partition("(")
     inner = rest.rstrip(")").strip()
-    if head == "S" and inner.isdigit():
+    if head == "S" and re.fullmatch(_DIM, inner):
         return shard(int(inner))
-    if head == "_S" and (strided := re.fullmatch(r"(\d+), *([1-9]\d*)", inner)):
+    if head == "_S" and (strided := re.fullmatch(rf"({_DIM}), *([1-9][0-9]{{0,17}})", inner)):
         return strided_shard(int(strided[1]), int(strided[2]))
     if head == "P" and (inner or "sum") in REDUCE_OPS:
         return partial(inner or "sum")

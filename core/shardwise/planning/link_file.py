@@ -6,19 +6,32 @@ entry's figures: each of their mesh dims takes those of a mesh dim of as many ra
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, evolve, field, fields, frozen
 
 from shardwise.errors import LinksFileError, LinksVersionError
+from shardwise.kernel.foreign_files import load_json, read_text, reason, short
 from shardwise.kernel.mesh import ints
 from shardwise.planning.cost import KINDS, Connection, Link, Links
 
-__all__ = ["Calibration", "ENVIRONMENT", "Site", "chosen_file", "default_file", "links_for", "parse", "show", "store"]
+__all__ = [
+    "Calibration",
+    "ENVIRONMENT",
+    "Site",
+    "chosen_file",
+    "default_file",
+    "links_for",
+    "parse",
+    "read",
+    "show",
+    "store",
+]
 
 VERSION = 2
 ENVIRONMENT = "SHARDWISE_LINKS"
@@ -101,28 +114,41 @@ def chosen_file() -> tuple[Path | None, bool]:
     return (Path(named), True) if named else (default_file(), False)
 
 
+def read(path: Path) -> tuple[Calibration, ...]:
+    """The entries of a file. Raises what :func:`parse` raises, and :class:`LinksFileError` for one that is no text."""
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise _malformed(str(path), reason(error)) from error
+    return parse(text, str(path))
+
+
 def parse(text: str, source: str) -> tuple[Calibration, ...]:
     """The entries of a file's text.
 
     Raises :class:`LinksVersionError` for a file of another version, and :class:`LinksFileError` for any other text.
     """
     try:
-        content = json.loads(text)
+        content = load_json(text)
         version = content["version"]
     except (ValueError, TypeError, KeyError) as error:
-        raise _malformed(source, f"it has no version: {error!r}") from error
-    if version != VERSION:
+        raise _malformed(source, f"it has no version: {reason(error)}") from error
+    if type(version) is not int or version != VERSION:
         raise LinksVersionError(
             asked=f"read measured link figures from {source}",
-            found=f"the file is of version {version!r}, and this shardwise reads version {VERSION}",
+            found=f"the file is of version {short(repr(version))}, and this shardwise reads version {VERSION}",
             do="Run `shardwise calibrate` with this version, or set SHARDWISE_LINKS=off.",
             path=source,
             version=version,
         )
     try:
+        if unknown := sorted(content.keys() - {"version", "digest", "meshes"}):
+            raise ValueError(f"nothing in such a file is called {short(unknown[0])!r}")  # noqa: TRY301
+        if content.get("digest", _digest(content["meshes"])) != _digest(content["meshes"]):
+            raise ValueError(_CHANGED)  # noqa: TRY301
         return tuple(_read_entry(entry) for entry in content["meshes"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise _malformed(source, repr(error)) from error
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        raise _malformed(source, reason(error)) from error
 
 
 def _malformed(source: str, why: str) -> LinksFileError:
@@ -139,20 +165,51 @@ def _read_entry(entry: Mapping[str, Any]) -> Calibration:
     connections = tuple(map(_read_connection, dims))
     whole = None if entry["whole"] is None else _read_connection(entry["whole"])
     site = Site(
-        [dim["size"] for dim in dims],
-        entry["device_type"],
-        entry["device"],
-        entry["backend"],
-        [dim["hosts"] for dim in dims],
-        entry["hosts"],
+        [_count(dim, "size") for dim in dims],
+        _text(entry, "device_type"),
+        _text(entry, "device"),
+        _text(entry, "backend"),
+        [_count(dim, "hosts") for dim in dims],
+        _count(entry, "hosts"),
     )
-    work = {name: local[name] for name in ("flops", "cache_bytes", "cache_bandwidth")}
-    links = Links(connections, local["start"], local["bandwidth"], whole, **work)
-    return Calibration(site, links, entry["torch"], entry["date"])
+    links = Links(
+        connections,
+        _figure(local, "start"),
+        _figure(local, "bandwidth"),
+        whole,
+        flops=_figure(local, "flops"),
+        cache_bytes=_count(local, "cache_bytes", least=0),
+        cache_bandwidth=_figure(local, "cache_bandwidth"),
+    )
+    return Calibration(site, links, _text(entry, "torch"), _text(entry, "date"))
 
 
 def _read_connection(figures: Mapping[str, Any]) -> Connection:
-    return Connection(**{kind: Link(**figures[kind]) for kind in KINDS})
+    return Connection(**{kind: Link(**{name: _figure(figures[kind], name) for name in _OF_LINK}) for kind in KINDS})
+
+
+_OF_LINK = tuple(attribute.name for attribute in fields(Link))
+
+
+def _figure(table: Mapping[str, Any], name: str) -> float:
+    value = table[name]
+    if type(value) not in (int, float):
+        raise ValueError(f"{name!r} is {value!r}, and not a number")
+    return float(value)
+
+
+def _count(table: Mapping[str, Any], name: str, least: int = 1) -> int:
+    value = table[name]
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name!r} is {value!r}, and not a whole number from {least} on")
+    return value
+
+
+def _text(table: Mapping[str, Any], name: str) -> str:
+    value = table[name]
+    if not isinstance(value, str):
+        raise ValueError(f"{name!r} is {value!r}, and not a text")  # noqa: TRY004  # of a file
+    return value
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------
@@ -186,7 +243,16 @@ def show(calibrations: Iterable[Calibration]) -> str:
                 "whole": None if links.whole is None else asdict(links.whole),
             }
         )
-    return json.dumps({"version": VERSION, "meshes": meshes}, indent=1) + "\n"
+    return json.dumps({"version": VERSION, "digest": _digest(meshes), "meshes": meshes}, indent=1) + "\n"
+
+
+_CHANGED = (
+    "its digest is another one: the figures were changed after they were written; leave the digest out if you did"
+)
+
+
+def _digest(meshes: Any) -> str:
+    return hashlib.sha256(json.dumps(meshes, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def store(calibration: Calibration, path: Path) -> None:
@@ -195,7 +261,7 @@ def store(calibration: Calibration, path: Path) -> None:
     Raises what :func:`parse` raises for the existing file, and :class:`LinksFileError` where nothing can be written.
     """
     try:
-        entries = parse(path.read_text(), str(path)) if path.exists() else ()
+        entries = read(path) if path.exists() else ()
         others = [c for c in entries if c.site != calibration.site]
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process may read the file meanwhile, so it is replaced at once.

@@ -15,6 +15,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.foreign_files import reason, short
 from shardwise.kernel.placements import parse_placement, show
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.tags import DEPTH, Tag, call_digest
@@ -23,6 +24,8 @@ from shardwise.program.step_graph import Places
 __all__ = ["Decision", "Decisions"]
 
 Layouts = tuple[Places | None, ...]
+
+_KEYS = frozenset({"format", "mesh", "depth", "exact", "loose", "left", "digest"})
 
 _DEEPEST = 64
 """Tags of a file that somebody made may not cost more than this."""
@@ -91,7 +94,10 @@ class Decisions:
     # -- as text -------------------------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: the same text on every machine."""
+        """Plain data: the same text on every machine. Its digest tells data that was changed."""
+        return {**self._data(), "digest": self.fingerprint}
+
+    def _data(self) -> dict[str, Any]:
 
         def layouts(of: Layouts) -> list[str | None]:
             return [None if places is None else ",".join(map(show, places)) for places in of]
@@ -113,39 +119,54 @@ class Decisions:
 
     @classmethod
     def from_json(cls, data: Any) -> Decisions:
-        """From :meth:`as_json`. Raises :class:`ShardingError` for anything else."""
+        """From :meth:`as_json`. Raises :class:`ShardingError` for anything else.
+
+        Data without a digest is taken as it is: earlier releases wrote none.
+        """
         try:
-            if data["format"] != 1:
-                raise ShardingError(
-                    asked="read decisions",
-                    found=f"their format is {data['format']!r}, and this release reads 1",
-                    do="Learn or plan the program again with this release.",
-                )
-
-            mesh, depth = _mesh_and_depth(data)
-
-            def layouts(of: Sequence[str | None]) -> Layouts:
-                return tuple(None if text is None else _places(text, len(mesh)) for text in of)
-
-            def table(of: Mapping[str, Any]) -> dict[int, tuple[Decision, ...]]:
-                return {
-                    int(digest, 16): tuple(Decision(*map(layouts, parts)) for parts in known)
-                    for digest, known in of.items()
-                }
-
-            left = frozenset(int(digest, 16) for digest in data["left"])
-            return cls(mesh, table(data["exact"]), table(data["loose"]), depth, left)
+            read = cls._read(data)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ShardingError(
                 asked="read decisions",
-                found=f"the data is not what this library writes ({type(error).__name__}: {error})",
+                found=f"the data is not what this library writes ({reason(error)})",
                 do="Learn or plan the program again.",
             ) from error
+        if data.get("digest", read.fingerprint) != read.fingerprint:
+            raise ShardingError(
+                asked="read decisions",
+                found="their digest is another one: they were changed after they were written",
+                do="Learn or plan the program again.",
+            )
+        return read
+
+    @classmethod
+    def _read(cls, data: Any) -> Decisions:
+        if type(data["format"]) is not int or data["format"] != 1:
+            raise ShardingError(
+                asked="read decisions",
+                found=f"their format is {short(repr(data['format']))}, and this release reads 1",
+                do="Learn or plan the program again with this release.",
+            )
+        mesh, depth = _mesh_and_depth(data)
+        if unknown := sorted(data.keys() - _KEYS):
+            raise ValueError(f"nothing in decisions is called {short(unknown[0])!r}")
+
+        def layouts(of: Sequence[str | None]) -> Layouts:
+            return tuple(None if text is None else _places(text, len(mesh)) for text in of)
+
+        def table(of: Mapping[str, Any]) -> dict[int, tuple[Decision, ...]]:
+            return {
+                int(digest, 16): tuple(Decision(*map(layouts, parts)) for parts in known)
+                for digest, known in of.items()
+            }
+
+        left = frozenset(int(digest, 16) for digest in data["left"])
+        return cls(mesh, table(data["exact"]), table(data["loose"]), depth, left)
 
     @property
     def fingerprint(self) -> str:
         """A digest of all decisions."""
-        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self._data(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _mesh_and_depth(data: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:

@@ -9,13 +9,15 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from attrs import field, frozen
 
 from shardwise.errors import PlanFileError, PlanVersionError, ShardingError
+from shardwise.kernel.foreign_files import reason, short
 from shardwise.kernel.placements import REPLICATE, Placement, parse_placement, show
 from shardwise.program.step_graph import Places
 
@@ -205,17 +207,18 @@ class _Reader:
     def plan(self) -> PlanFile:
         try:
             content = tomllib.loads(self.text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also numbers of too many digits, and tables nested too deeply
             at = re.search(r"at line (\d+)", str(error))
             line = int(at[1]) if at else self.text.count("\n") + 1
-            raise self.wrong(f"it is not TOML: {error}", line) from error
+            raise self.wrong(f"it is not TOML: {reason(error)}", line) from error
         if "version" not in content:
             raise self.wrong("it has no version, so it is not a plan", 1)
-        if content["version"] != VERSION:
+        if type(content["version"]) is not int or content["version"] != VERSION:
+            version = short(repr(content["version"]))
             raise PlanVersionError(
                 asked=f"read the plan {self.source}",
-                found=f"line {self.line('version')}: it is of version {content['version']!r}, and this release reads "
-                f"version {VERSION}",
+                found=f"line {self.line('version')}: it is of version {version}, and this release reads version "
+                f"{VERSION}",
                 do="Plan the program again with this release, or read the file with the release that wrote it.",
                 path=self.source,
                 version=content["version"],
@@ -244,7 +247,7 @@ class _Reader:
             mesh_names=names,
             mesh_shape=tuple(mesh.values()),
             figures=self.text_of(content["figures"], "figures"),
-            predicted=self.table(content["predicted"], "predicted"),
+            predicted=self.predicted(content["predicted"]),
             parameters=self.layouts(content["parameters"], "parameters", names),
             inputs=self.layouts(content["inputs"], "inputs", names),
             rests=self.moves(content.get("rests", []), "rests", names),
@@ -253,22 +256,29 @@ class _Reader:
             source=self.source,
         )
 
+    def predicted(self, table: Any) -> dict[str, str | float | int]:
+        figures = self.table(table, "predicted")
+        for name, value in figures.items():
+            if not isinstance(value, (str, int, float)):
+                raise self.wrong(f"{name!r} is {short(repr(value))}, and not a figure", self.line(name))
+        return figures
+
     def layouts(self, table: Any, name: str, mesh_names: Sequence[str]) -> dict[str, Layout]:
         return {
-            pattern: self.layout(layout, mesh_names, self.line(pattern, after=f"[{name}]"))
+            pattern: self.layout(layout, mesh_names, partial(self.line, pattern, after=f"[{name}]"))
             for pattern, layout in self.table(table, name).items()
         }
 
-    def layout(self, layout: Any, mesh_names: Sequence[str], line: int) -> Layout:
+    def layout(self, layout: Any, mesh_names: Sequence[str], line: Callable[[], int]) -> Layout:
         if not isinstance(layout, dict):
-            raise self.wrong(f"{layout!r} is not a table of placements by mesh dim", line)
+            raise self.wrong(f"{short(repr(layout))} is not a table of placements by mesh dim", line())
         for name, placement in layout.items():
             if name not in mesh_names:
-                raise self.wrong(f"{name!r} is not a mesh dim; there are {', '.join(mesh_names)}", line)
+                raise self.wrong(f"{short(name)!r} is not a mesh dim; there are {', '.join(mesh_names)}", line())
             try:
                 parse_placement(placement)
             except (ShardingError, AttributeError) as error:
-                raise self.wrong(f"{placement!r} is not a placement", line) from error
+                raise self.wrong(f"{short(repr(placement))} is not a placement", line()) from error
         return layout
 
     def moves(self, lines: Any, table: str, mesh_names: Sequence[str]) -> tuple[Line, ...]:
@@ -290,9 +300,11 @@ class _Reader:
         for key in texts:
             if not isinstance(line[key], str):
                 raise self.wrong(f"{key!r} is {line[key]!r}, and it is a text", start)
-        if not isinstance(line["times"], int) or line["times"] < 1:
+        if not isinstance(line.get("why", ""), str):
+            raise self.wrong(f"'why' is {short(line['why'])!r}, and it is a text", start)
+        if not isinstance(line["times"], int) or isinstance(line["times"], bool) or line["times"] < 1:
             raise self.wrong(f"'times' is {line['times']!r}, and it is a number from 1 on", start)
-        self.layout(line["to"], mesh_names, start)
+        self.layout(line["to"], mesh_names, lambda: start)
         return Line(**line)
 
     # -- what is wrong -------------------------------------------------------------------------------------------
@@ -308,7 +320,7 @@ class _Reader:
 
     def of(self, kind: type, value: Any, name: str) -> Any:
         if not isinstance(value, kind):
-            raise self.wrong(f"{name!r} is {value!r}, and not a {_KINDS[kind]}", self.line(name))
+            raise self.wrong(f"{name!r} is {short(repr(value))}, and not a {_KINDS[kind]}", self.line(name))
         return value
 
     def line(self, key: str, after: str = "") -> int:
@@ -326,7 +338,7 @@ class _Reader:
     def wrong(self, found: str, line: int) -> PlanFileError:
         return PlanFileError(
             asked=f"read the plan {self.source}",
-            found=f"line {line}: {found}",
+            found=f"line {line}: {short(found, 1000)}",
             do="Correct the line, or plan the program again.",
             path=self.source,
             line=line,

@@ -10,6 +10,8 @@ from pathlib import Path
 from attrs import frozen
 
 from shardwise.errors import PlanFileError, PlanMeshError, ShardingError
+from shardwise.kernel import foreign_files
+from shardwise.kernel.foreign_files import load_json, reason, short
 from shardwise.program.decisions import Decisions
 from shardwise.program.plan_file import PlanFile, parse
 from shardwise.program.step_graph import Places
@@ -80,20 +82,20 @@ def read_plan(path: str | os.PathLike[str]) -> StepPlan:
     text = read_text(beside, f"the decisions of the plan {target}")
     asked = f"read the decisions of the plan {target}"
     try:
-        data = json.loads(text)
+        data = load_json(text)
         of = data.pop("plan")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise PlanFileError(
             asked=asked,
-            found=f"{beside} is not a whole file of decisions ({type(error).__name__}: {error})",
+            found=f"{beside} is not a whole file of decisions ({reason(error)})",
             do="Plan the program again.",
             path=str(beside),
         ) from error
     if of != file.digest:
         raise PlanFileError(
             asked=asked,
-            found=f"{beside} was made for a plan with the digest {of}, and the plan has {file.digest}: one of the two "
-            "files was changed or belongs to another plan",
+            found=f"{beside} was made for a plan with the digest {short(of)}, and the plan has {file.digest}: one of "
+            "the two files was changed or belongs to another plan",
             do="Restore both files of one plan, or plan the program again.",
             path=str(beside),
         )
@@ -114,11 +116,11 @@ def read_plan(path: str | os.PathLike[str]) -> StepPlan:
 def read_text(path: Path, what: str) -> str:
     """The text of a file of a plan. Raises :class:`PlanFileError`."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return foreign_files.read_text(path)
+    except (OSError, ValueError) as error:
         raise PlanFileError(
             asked=f"read {what}",
-            found=f"{path} cannot be read ({error.strerror if isinstance(error, OSError) else error})",
+            found=f"{path} cannot be read ({reason(error)})",
             do="Name a file that `shardwise plan --out` wrote; its decisions lie beside it.",
             path=str(path),
         ) from error

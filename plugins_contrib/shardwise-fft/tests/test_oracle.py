@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from samples import SAMPLES
 
 from shardwise.rule import like, rule_from
 from shardwise.testing import RuleRefuted, check_rule
 from shardwise_fft import rules
+from shardwise_fft.samples import SAMPLES
 
 aten = torch.ops.aten
 

@@ -4,9 +4,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import cuda_kernels
 import pytest
-import samples
 import torch
 
 from shardwise import Replicate
@@ -14,7 +12,8 @@ from shardwise.planning.results import output_metas
 from shardwise.planning.strategies import make_call
 from shardwise.rule import AbstractMesh, OpSchema, TensorMeta, TensorSpec, rule
 from shardwise.testing import RuleRefuted, check_rule
-from shardwise_quant import blocked, dynamic, integers, packed, scaled
+from shardwise_quant import blocked, dynamic, integers, packed, samples, scaled
+from shardwise_quant import sample_kernels as cuda_kernels
 
 aten = torch.ops.aten
 RULES = (*integers.RULES, *packed.RULES, *scaled.RULES, *dynamic.RULES)

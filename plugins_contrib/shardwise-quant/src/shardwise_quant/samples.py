@@ -1,8 +1,9 @@
 """Sample calls for the oracle: sizes that split evenly and not, whole tiles and parts, all dtypes of the kernels."""
 
-# For its kernels, which lowerings call: the oracle's stand-ins take the place of an op, not of what a lowering calls.
-import cuda_kernels  # noqa: F401
 import torch
+
+# For its kernels, which lowerings call: the oracle's stand-ins take the place of an op, not of what a lowering calls.
+from shardwise_quant import sample_kernels  # noqa: F401
 
 aten = torch.ops.aten
 

@@ -1,8 +1,9 @@
 """Sample calls for the oracle."""
 
-# For its kernels: the oracle runs the ops of CUDA too, and a lowering calls them.
-import flash_on_cpu  # noqa: F401
 import torch
+
+# For its kernels: the oracle runs the ops of CUDA too, and a lowering calls them.
+from shardwise_ring_attention import sample_kernels  # noqa: F401
 
 aten = torch.ops.aten
 FOR_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
