@@ -164,6 +164,11 @@ def test_pieces_are_a_whole_or_not(boxes, is_whole):
     assert torch.equal(filled, torch.ones(4, 6)) == is_whole
 
 
+def test_a_far_place_in_a_list_takes_no_memory(folder):
+    relisted(folder, lambda metadata: metadata.planner_data.update(v=("v", 1 << 40)))
+    refused(folder, "lists of 1099511627777 places in the state, for 3 values")
+
+
 # -- files ---------------------------------------------------------------------------------------------------------
 
 

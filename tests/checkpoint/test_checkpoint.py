@@ -475,6 +475,41 @@ def test_what_does_not_fit_says_what_was_asked_and_found(tmp_path):
         checkpoint.load({"model": run.model, "optimizer": groups}, tmp_path / "one")
 
 
+class Refusing:
+    """Has a state, and takes none."""
+
+    def state_dict(self):
+        return {"position": 1}
+
+    def load_state_dict(self, _):
+        raise ValueError("this loader is of another data set")
+
+
+def test_an_object_that_refuses_its_state_leaves_modules_and_optimizers_as_they_were(tmp_path):
+    run = Run()
+    run.steps(0, 2)
+    checkpoint.save(run.state(data=Refusing()), tmp_path, step=2)
+    other = Run()
+    other.steps(5, 1)
+    before = copy.deepcopy((other.model.state_dict(), other.optimizer.state_dict()))
+    with pytest.raises(CheckpointError, match="ValueError: this loader is of another data set"):
+        checkpoint.load(other.state(data=Refusing()), tmp_path)
+    torch.testing.assert_close(other.model.state_dict(), before[0], rtol=0, atol=0)
+    torch.testing.assert_close(other.optimizer.state_dict()["state"], before[1]["state"], rtol=0, atol=0)
+
+
+def test_what_a_state_holds_stays_the_same_objects(tmp_path):
+    state = {"deep": {"tensor": torch.ones(2), "list": [torch.zeros(1), 3]}, "plain": [1, 2]}
+    checkpoint.save(state, tmp_path, step=1)
+    again = {"deep": {"tensor": torch.zeros(2), "list": [torch.ones(1), 4]}, "plain": [0, 0]}
+    deep, tensor, inner = again["deep"], again["deep"]["tensor"], again["deep"]["list"]
+    checkpoint.load(again, tmp_path)
+    assert again["deep"] is deep
+    assert deep["tensor"] is tensor
+    assert deep["list"] is inner
+    assert (tensor.tolist(), inner[0].tolist(), inner[1], again["plain"]) == ([1, 1], [0], 3, [1, 2])
+
+
 def test_the_last_ones_are_kept_and_steps_only_go_on(tmp_path):
     for step in (1, 2, 2, 5):
         saved = checkpoint.save({"n": step}, tmp_path, step=step)

@@ -91,13 +91,19 @@ def _check_paths(metadata: Metadata, there: dict[Any, Any]) -> None:
         return
     if not isinstance(paths, dict):
         raise MetadataError(f"has a {type(paths).__name__} for the structure of the state")
-    most = max(len(paths), 1 << 16)
+    longest: dict[tuple[Any, ...], int] = {}  # of each list, by the way to it
     for name, path in paths.items():
         if name not in there:
             raise MetadataError(f"has a place in the state for {short(name)!r}, and not what is there")
         parts = path if type(path) is tuple and path else (None,)
-        if not all(type(part) is str or (type(part) is int and 0 <= part < most) for part in parts):
+        if not all(type(part) is str or (type(part) is int and part >= 0) for part in parts):
             raise MetadataError(f"has a place in the state for {short(name)!r} that is not made of keys and numbers")
+        for i, part in enumerate(parts):
+            if type(part) is int:
+                longest[parts[:i]] = max(longest.get(parts[:i], 0), part + 1)
+    # What has no tensor and no value has no place, so lists may have some gaps; a far one would take memory for all.
+    if sum(longest.values()) > 4 * len(paths) + 1024:
+        raise MetadataError(f"has lists of {sum(longest.values())} places in the state, for {len(paths)} values")
 
 
 def _check_files(places: dict[Any, Any], folder: Path) -> dict[str, int]:

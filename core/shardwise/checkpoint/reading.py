@@ -8,6 +8,7 @@ and unpickling can run any code. Here the list is read by :mod:`shardwise.checkp
 from __future__ import annotations
 
 import io
+import math
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,7 +24,7 @@ from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata_checks import MetadataError, check_metadata
 from shardwise.checkpoint.metadata_pickle import load_metadata
 from shardwise.errors import CheckpointDtypeError, CheckpointFileError, CheckpointKeyError, CheckpointShapeError
-from shardwise.kernel.foreign_files import leads_out, read_bytes, reason, short
+from shardwise.kernel.foreign_files import LARGEST, leads_out, read_bytes, reason, short
 from shardwise.kernel.placements import show_all
 from shardwise.tensor.mesh_tensor import MeshTensor
 
@@ -99,8 +100,12 @@ class SafeReader(FileSystemReader):
             place = self.metadata.storage_data[index]
             file.seek(place.offset)
             described = getattr(place, "transform_descriptors", None) or ()
-            stream = io.BytesIO(file.read(place.length))
-            data = io.BytesIO(self.transforms.transform_load_stream(item, described, stream).read(-1))
+            data = io.BytesIO(file.read(place.length))
+            if described:  # an extension of torch's, such as compression, which may make much of little
+                most = _most_bytes(self.metadata.state_dict_metadata[index.fqn], index)
+                data = io.BytesIO(self.transforms.transform_load_stream(item, described, data).read(most + 1))
+                if data.getbuffer().nbytes > most:
+                    raise ValueError(f"it grows to more than {most} bytes")  # noqa: TRY301
             value = load_entry(data)
             if item.type == LoadItemType.BYTE_IO:
                 again = io.BytesIO()
@@ -130,6 +135,14 @@ class SafeReader(FileSystemReader):
         have = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__
         if asked != have:
             raise ValueError(f"the list of tensors says {asked}, and the file has {have}")
+
+
+def _most_bytes(listed: Any, index: MetadataIndex) -> int:
+    """How large an entry can be: a tensor's bytes, and what torch.save writes around them."""
+    if not isinstance(listed, TensorStorageMetadata):
+        return LARGEST
+    sizes = next(chunk.sizes for chunk in listed.chunks if tuple(chunk.offsets) == tuple(index.offset or ()))
+    return math.prod(sizes) * listed.properties.dtype.itemsize + (1 << 20)
 
 
 def _part(tensor: torch.Tensor, item: ReadItem, shape: torch.Size) -> torch.Tensor:

@@ -17,7 +17,8 @@ from shardwise.checkpoint.folder import newest
 from shardwise.demo.data import Batches
 from shardwise.demo.settings import RunSettings
 from shardwise.demo.training import Step
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointFileError
+from shardwise.kernel.foreign_files import load_json, read_text, reason
 
 __all__ = ["Checkpoints", "after_a_failure", "check_run"]
 
@@ -78,7 +79,16 @@ def check_run(directory: Path, settings: RunSettings) -> None:
         fresh.write_text(json.dumps(mine, indent=1) + "\n")
         fresh.rename(path)
         return
-    theirs = json.loads(path.read_text())
+    try:
+        theirs = dict(load_json(read_text(path)))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointFileError(
+            asked=f"go on with the run of {directory}",
+            found=f"its {RUN} cannot be read ({reason(error)})",
+            do="Restore it, or give another --checkpoint-dir.",
+            path=str(path),
+            file=RUN,
+        ) from error
     unlike = [f"--{name.replace('_', '-')} {theirs.get(name)}" for name in mine if mine[name] != theirs.get(name)]
     if unlike:
         raise CheckpointError(
