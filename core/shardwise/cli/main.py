@@ -12,6 +12,7 @@ from shardwise.cli.coverage import coverage
 from shardwise.cli.doctor import doctor
 from shardwise.cli.explain import explain
 from shardwise.cli.infer import infer
+from shardwise.cli.lock import lock
 from shardwise.cli.new import new
 from shardwise.cli.plan import plan
 from shardwise.cli.plugins import plugins
@@ -48,6 +49,7 @@ main.add_command(demo)
 main.add_command(doctor)
 main.add_command(explain)
 main.add_command(infer)
+main.add_command(lock)
 main.add_command(new)
 main.add_command(plan)
 main.add_command(plugins)
