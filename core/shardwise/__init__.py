@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.timeline import timeline
 
 __all__ = [
     "MeshTensor",
@@ -59,6 +60,7 @@ __all__ = [
     "randperm",
     "replicate_unknown",
     "sharing_views",
+    "timeline",
     "zeros",
 ]
 
@@ -114,4 +116,8 @@ def __getattr__(name: str) -> Any:
         from shardwise.tensor.prefetch import prefetch
 
         return prefetch
+    if name == "timeline":
+        from shardwise.tools.timeline import timeline
+
+        return timeline
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from attrs import evolve
 from hypothesis import given
@@ -92,12 +90,10 @@ def test_what_is_written_is_read(lock):
 
 @given(locks())
 def test_the_order_in_which_rows_come_makes_no_difference(lock):
-    rows = list(lock.rows)
-    random.Random(0).shuffle(rows)
-    assert (
-        lock_of(*rows, **{n: getattr(lock, n) for n in ("program", "mesh_names", "mesh_shape", "plan", "memory")})
-        == lock
-    )
+    names = ("program", "mesh_names", "mesh_shape", "plan", "memory")
+    again = lock_of(*reversed(lock.rows), **{name: getattr(lock, name) for name in names})
+    assert again == lock
+    assert again.text() == lock.text()
 
 
 @given(locks())
@@ -209,7 +205,7 @@ def test_what_cannot_be_read_at_all_names_the_file(tmp_path, content):
     path = tmp_path / "a.lock"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(LockFileError, match="a.lock"):
+    with pytest.raises(LockFileError, match=r"a\.lock"):
         read_lock(path)
 
 

@@ -28,7 +28,7 @@ def differences(name, now):
 
 
 def test_the_lock_of_the_demo_holds():
-    """Written by `shardwise lock shardwise.demo.step:step --mesh 2x2 --names dp,tp --out tests/tools/locks/demo.lock`."""
+    """`shardwise lock shardwise.demo.step:step --mesh 2x2 --names dp,tp --out tests/tools/locks/demo.lock` wrote it."""
     assert not differences("demo.lock", lock_step(demo_step, (2, 2), ("dp", "tp"), name="shardwise.demo.step:step"))
 
 

@@ -18,6 +18,7 @@ from shardwise.cli.plan import plan
 from shardwise.cli.plugins import plugins
 from shardwise.cli.rehearse import rehearse
 from shardwise.cli.rules import rules
+from shardwise.cli.timeline import timeline
 from shardwise.cli.why import why
 from shardwise.demo.command import demo
 from shardwise.errors import ShardingError
@@ -55,4 +56,5 @@ main.add_command(plan)
 main.add_command(plugins)
 main.add_command(rehearse)
 main.add_command(rules)
+main.add_command(timeline)
 main.add_command(why)

@@ -6,21 +6,22 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-__all__ = ["Event", "because", "new_event", "observe", "observers", "waited", "emit", "is_observed"]
+__all__ = ["Event", "ObservedWork", "because", "new_event", "observe", "observers", "waited", "emit", "is_observed"]
 
 
 @frozen
 class Event:
     """One collective: its kind, the bytes of this rank's input, the group's size and mesh dims.
 
-    ``phase`` is ``issued``, ``finished`` when the backend is done with it, or ``waited`` when its result is waited for
-    the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three. ``reused`` is
-    the phase of a collective that is not issued, because an op before got its result. ``reason`` says why a result is
-    moved to where it rests; it is empty for any other collective.
+    ``phase`` is ``issued``, ``finished`` when the backend is done with it, ``waiting`` when the program begins to wait
+    for its result, and ``waited`` when it has it. ``finished`` comes from a thread of the backend. ``number`` is the
+    same in all of them. ``reused`` is the phase of a collective that is not issued, because an op before got its
+    result. ``reason`` says why a result is moved to where it rests; it is empty for any other collective.
     """
 
     kind: str
@@ -89,3 +90,18 @@ def waited(event: Event, out: Tensor) -> Tensor:
     """Emit that a result was waited for, and return it."""
     emit(event, "waited")
     return out
+
+
+@frozen(eq=False)
+class ObservedWork:
+    """The work of a collective; emits when the program begins to wait for it. Only while somebody observes that."""
+
+    work: Any
+    event: Event
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+    def wait(self) -> Any:
+        emit(self.event, "waiting")
+        return self.work.wait()

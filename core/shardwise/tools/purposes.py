@@ -19,7 +19,7 @@ from shardwise.private_torch.dispatch import leaf_to_accumulate
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_of
 
-__all__ = ["Purpose", "mesh_names_of", "moved_text", "purpose_at"]
+__all__ = ["Purpose", "mesh_of", "moved_text", "purpose_at"]
 
 
 @frozen
@@ -186,8 +186,8 @@ def _name(leaf: Any) -> str:
     return name_of(leaf) if leaf is not None else ""
 
 
-def mesh_names_of(frame: FrameType) -> tuple[str, ...]:
-    """The names of the mesh that a frame works on; empty if it does not say."""
+def mesh_of(frame: FrameType) -> Any:
+    """The mesh with names that a frame works on; None if it does not say."""
     for value in frame.f_locals.values():
         if isinstance(value, Plan):
             mesh: Any = value.schema.mesh
@@ -195,10 +195,9 @@ def mesh_names_of(frame: FrameType) -> tuple[str, ...]:
             mesh = value.mesh if isinstance(value, TensorSpec) else value._spec.mesh
         else:
             continue
-        names = getattr(mesh, "mesh_dim_names", None)
-        if names:
-            return tuple(names)
-    return ()
+        if getattr(mesh, "mesh_dim_names", None):
+            return mesh
+    return None
 
 
 _FILES: dict[str, Callable[[str, FrameType, Purpose], Purpose]] = {

@@ -27,7 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from shardwise.comm.events import Event
 from shardwise.private_torch.autograd_nodes import backward_number, running_node, sequence_number
 from shardwise.tools.program import Phases
-from shardwise.tools.purposes import Purpose, mesh_names_of, purpose_at
+from shardwise.tools.purposes import Purpose, mesh_of, purpose_at
 
 __all__ = ["Line", "Site", "Sites", "shown_path"]
 
@@ -59,7 +59,8 @@ class Site:
     ``module`` is the path of the module, "" outside of modules and ``(root)`` for the outermost one. ``op`` is the op
     that needs the collective, or what the program called. ``nbytes`` are those that this rank sends in. ``implicit``
     says that an op needed it; explicit are the program's own calls, the lines of a plan, and what the layouts of
-    parameters ask of their gradients. ``number`` is the event's.
+    parameters ask of their gradients. ``number`` is the event's, ``mesh`` the mesh if that is known, and ``dims`` the
+    numbers of its dims.
     """
 
     phase: str
@@ -73,6 +74,8 @@ class Site:
     implicit: bool
     line: Line
     number: int = field(default=0, eq=False)
+    mesh: Any = field(default=None, eq=False, repr=False)
+    dims: tuple[int, ...] = field(default=(), eq=False, repr=False)
 
 
 @frozen
@@ -93,7 +96,7 @@ class _Found:
 
     purpose: Purpose = field(factory=Purpose)
     line: Line = field(factory=Line)
-    mesh_names: tuple[str, ...] = ()
+    mesh: Any = None
     module: nn.Module | None = None
 
 
@@ -137,7 +140,7 @@ class Sites:
         elif purpose.module is not None:
             module = self._path(purpose.module)
         line = place.line if place.line.number else self._last.get(module, place.line)
-        names = found.mesh_names or self.mesh_names
+        names = self.mesh_names if found.mesh is None else found.mesh.mesh_dim_names
         return Site(
             phase=self.phases.current,
             module=module,
@@ -150,6 +153,8 @@ class Sites:
             implicit=purpose.implicit,
             line=line,
             number=event.number,
+            mesh=found.mesh,
+            dims=event.mesh_dims,
         )
 
     @property
@@ -223,7 +228,7 @@ def _read_stack(frame: FrameType | None) -> _Found:
     the innermost line of the program outside of it.
     """
     purpose, inner, line = Purpose(), None, Line()
-    names: tuple[str, ...] = ()
+    mesh: Any = None
     module = None
     in_rule = False
     while frame is not None and _file(frame.f_code.co_filename)[1].startswith("tools/"):
@@ -247,9 +252,9 @@ def _read_stack(frame: FrameType | None) -> _Found:
             if not purpose.is_final:
                 purpose = purpose_at(name, frame, purpose)
         if kind in ("handler", "ours"):
-            names = names or mesh_names_of(frame)
+            mesh = mesh_of(frame) if mesh is None else mesh
         inner, frame = frame, frame.f_back
-    return _Found(purpose, line, names, module if isinstance(module, nn.Module) else None)
+    return _Found(purpose, line, mesh, module if isinstance(module, nn.Module) else None)
 
 
 @lru_cache(maxsize=4096)
