@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree as ET
 
 import pytest
 from click.testing import CliRunner
@@ -69,3 +70,15 @@ def test_what_is_no_timeline_is_refused(tmp_path):
         result = CliRunner().invoke(main, ["timeline", str(tmp_path / name)])
         assert result.exit_code == 1
         assert f"TimelineFileError: read the timeline {tmp_path / name}: {found}" in result.output
+
+
+def test_the_picture_has_a_lane_for_each_track_and_is_xml(run, tmp_path):
+    assert run([HEAD, *LAYERS], "--svg", str(tmp_path / "a.svg")).exit_code == 0
+    root = ET.fromstring((tmp_path / "a.svg").read_text())  # noqa: S314  # our own text
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"program", "tp", "tp (2)", "the program waits"} <= set(texts)
+    titles = [node.text for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(title.startswith("all_gather tp 1.00 MiB | blocks.1.wq | implicit") for title in titles) == 1
+    result = run([HEAD], "--svg", str(tmp_path / "no" / "a.svg"))
+    assert result.exit_code == 1
+    assert "cannot write" in result.output

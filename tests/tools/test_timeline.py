@@ -115,7 +115,7 @@ def test_modules_their_backward_and_the_optimizer_are_on_the_programs_track(trac
 
 
 def test_the_command_lists_the_longest_waits_first(folder):
-    rows = exposures(read_trace(folder / "step.rank0.json"))
+    rows = exposures(read_trace(folder / "step.rank0.json").collectives)
     assert [row.exposed for row in rows] == sorted((row.exposed for row in rows), reverse=True)
     layers = [row for row in rows if row.modules == ["model.blocks.{0-1}.attention.wq"] and row.phase == "forward"]
     assert [(row.times, row.nbytes, row.op) for row in layers] == [(2, 1024, "aten.mm.default")]
@@ -164,7 +164,7 @@ def test_the_profiler_shows_the_same_names_while_it_records(pool, tmp_path):
     first, *others = pool.run(profiled, str(tmp_path / "step.json"))
     assert first == (["all_gather dp 64 B | (no module) | explicit: redistribute(): dp S(0) -> R"], [1], 1)
     assert others == [([], [], 0)] * 3
-    (one,) = read_trace(tmp_path / "step.json")
+    (one,) = read_trace(tmp_path / "step.json").collectives
     assert one["line"].endswith(f"test_timeline.py:{profiled.__code__.co_firstlineno + 5}")
 
 
@@ -196,7 +196,7 @@ def test_a_rehearsal_has_predictions_and_nothing_measured(tmp_path):
             optimizer.step()
 
     rehearse(program, (8, 16, 8), ("pod", "tp", "dp"))
-    collectives = read_trace(tmp_path / "step.json")
+    collectives = read_trace(tmp_path / "step.json").collectives
     assert collectives
     assert all(one["measured_s"] is None and one["predicted_s"] > 0 for one in collectives)
 
@@ -214,7 +214,7 @@ def test_a_block_that_raises_leaves_its_timeline(tmp_path):
     model.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), sw.timeline(tmp_path / "step.json"):
         model(torch.ones(1, 2))
-    assert read_trace(tmp_path / "step.json") == []
+    assert read_trace(tmp_path / "step.json").collectives == []
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
@@ -265,6 +265,6 @@ def test_random_changes_are_read_whole_or_refused(folder, tmp_path_factory, data
     path = tmp_path_factory.mktemp("random") / "step.json"
     path.write_bytes(content)
     try:
-        assert exposures(read_trace(path))
+        assert exposures(read_trace(path).collectives)
     except TimelineFileError as error:
         assert error.path == str(path)  # noqa: PT017  # whether it raises is not known before

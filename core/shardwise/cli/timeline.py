@@ -9,6 +9,7 @@ import click
 from attrs import asdict
 
 from shardwise.cli.output import json_option, print_json, print_rows
+from shardwise.cli.timeline_svg import svg_of
 from shardwise.program.amounts import milliseconds, size_text
 from shardwise.tools.trace_file import WaitedFor, exposures, read_trace
 
@@ -32,15 +33,22 @@ _COLUMNS = (
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--most", type=click.IntRange(1), default=20, show_default=True, help="How many sites to list.")
+@click.option("--svg", type=click.Path(path_type=Path, dir_okay=False), help="Draw it into this file, too.")
 @json_option
-def timeline(*, file: Path, most: int, as_json: bool) -> None:
+def timeline(*, file: Path, most: int, svg: Path | None, as_json: bool) -> None:
     """List what a program waits for, by the site that sends it: the longest waits first.
 
     FILE is what `with shardwise.timeline(FILE):` wrote. Sums of all times that the site sent, with repeated layers as
     one: the time that the program waited (exposed), the time from issue to the end (measured), and what the cost model
     predicts.
     """
-    rows = exposures(read_trace(file))
+    trace = read_trace(file)
+    rows = exposures(trace.collectives)
+    if svg is not None:
+        try:
+            svg.write_text(svg_of(trace.slices, trace.tracks), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"cannot write {svg}: {error.strerror}") from error
     if as_json:
         print_json([asdict(row) for row in rows])
         return

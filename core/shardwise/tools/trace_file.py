@@ -15,7 +15,7 @@ from shardwise.program.lock_patterns import collapsed
 from shardwise.program.plan_file import starred
 from shardwise.tools.sites import Site
 
-__all__ = ["Flight", "Slice", "WaitedFor", "exposures", "read_trace", "slice_name", "trace_of"]
+__all__ = ["Flight", "Slice", "Trace", "WaitedFor", "exposures", "read_trace", "slice_name", "trace_of"]
 
 VERSION = 1
 _PROGRAM = 1  # the thread of modules, optimizer and waits; the mesh dims follow
@@ -160,10 +160,20 @@ _ARGUMENTS: dict[str, tuple[type, ...]] = {
     "measured_s": (*_NUMBER, type(None)),
     "exposed_s": _NUMBER,
 }
+_SLICE: dict[str, tuple[type, ...]] = {"name": (str,), "cat": (str,), "tid": (int,), "ts": _NUMBER, "dur": _NUMBER}
 
 
-def read_trace(path: Path) -> list[dict[str, Any]]:
-    """What a timeline says of each collective. Raises :class:`TimelineFileError` for any other file."""
+@frozen
+class Trace:
+    """A timeline that was read: what it says of each collective, its slices, and the names of its tracks."""
+
+    collectives: Sequence[Mapping[str, Any]]
+    slices: Sequence[Mapping[str, Any]]
+    tracks: Mapping[int, str]
+
+
+def read_trace(path: Path) -> Trace:
+    """The timeline of a file. Raises :class:`TimelineFileError` for a file that is not one."""
     try:
         content = json.loads(path.read_bytes().decode())
     except OSError as error:
@@ -180,26 +190,34 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     if not isinstance(events, list):
         raise _wrong(path, "it has no list of events")
     found: dict[int, dict[str, Any]] = {}
+    slices, tracks = [], {}
     for i, event in enumerate(events):
         if not isinstance(event, dict):
             raise _wrong(path, f"event {i} is not an object")
         if event.get("cat") == "collective":
-            args = _checked(path, i, event.get("args"))
+            args = _checked(path, i, event.get("args"), _ARGUMENTS)
             found.setdefault(args["number"], args)
-    return list(found.values())
+        if event.get("ph") == "X":
+            slices.append(_checked(path, i, event, _SLICE))
+        elif event.get("name") == "thread_name":
+            args = _checked(path, i, event.get("args"), {"name": (str,)})
+            tracks[_checked(path, i, event, {"tid": (int,)})["tid"]] = args["name"]
+    if any(one["tid"] not in tracks for one in slices):
+        raise _wrong(path, "a slice is on a track without a name")
+    return Trace(list(found.values()), slices, tracks)
 
 
-def _checked(path: Path, i: int, args: Any) -> dict[str, Any]:
-    if not isinstance(args, dict):
-        raise _wrong(path, f"event {i} says nothing of its collective")
-    for name, kinds in _ARGUMENTS.items():
-        value = args.get(name)
+def _checked(path: Path, i: int, values: Any, expected: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise _wrong(path, f"event {i} says nothing")
+    for name, kinds in expected.items():
+        value = values.get(name)
         is_right = isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
-        if not is_right or (isinstance(value, float) and not 0 <= value < float("inf")):
-            raise _wrong(path, f"event {i} has {value!r} as {name!r}")
-    if not all(isinstance(dim, str) for dim in args["mesh_dims"]):
-        raise _wrong(path, f"event {i} has {args['mesh_dims']!r} as 'mesh_dims'")
-    return args
+        if not is_right or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):
+            raise _wrong(path, f"event {i} has {str(value)[:60]!r} as {name!r}")
+        if isinstance(value, list) and not all(isinstance(part, str) for part in value):
+            raise _wrong(path, f"event {i} has {str(value)[:60]} as {name!r}")
+    return values
 
 
 def _wrong(path: Path, found: str) -> TimelineFileError:
