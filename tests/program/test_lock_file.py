@@ -75,6 +75,18 @@ def test_patterns_stand_for_exactly_their_modules(paths):
     assert collapsed(sorted(paths, reverse=True)) == patterns
 
 
+def test_halves_of_characters_are_replaced():
+    assert unescaped(escaped("a\udc80b")) == "a\ufffdb"
+
+
+def test_a_small_file_does_not_stand_for_any_number_of_rows():
+    line = next(line for line in TEXT.splitlines() if "wq" in line)
+    many = [line.replace("{0-11}", "{0-99999}").replace("24 ", "100,000 ").replace("24,576", "100,000")]
+    many = [many[0].replace("mat2", f"mat{i}") for i in range(3)]
+    with pytest.raises(LockFileError, match="it stands for more than 200,000 rows"):
+        parse(TEXT.replace(line, "\n".join(many)), "a.lock")
+
+
 def test_layers_are_one_pattern():
     assert collapsed(f"blocks.{i}.{w}" for i in range(12) for w in ("q", "k")) == ["blocks.{0-11}.k", "blocks.{0-11}.q"]
     assert collapsed(["a.0.b.1", "a.0.b.2", "a.3.b.1", "a.3.b.2"]) == ["a.{0,3}.b.{1-2}"]
@@ -158,6 +170,8 @@ def edited(old, new):
         (edited("blocks.{0-11}.wq", "blocks.{0-10}.wq"), 12, "not those of 11 modules"),
         (edited("blocks.{0-11}.wq", "blocks.{0-999999999}.wq"), 12, "more than 100,000 modules"),
         (edited("blocks.{0-11}.wq", "b.{0-9999}.{0-9999}"), 12, "stands for 100,000,000 modules"),
+        (edited("operand `mat2`", "operand \\ud800"), 12, "does not stand for a character"),
+        (edited("operand `mat2`", "operand \\Uffffffff"), 12, "does not stand for a character"),
         (edited("implicit", "innocent"), 12, "not a cause"),
         (edited("24,576", "24576"), 12, "not a number"),
         (edited("24,576", "24,588"), 21, "the end says"),

@@ -201,6 +201,16 @@ def test_a_rehearsal_has_predictions_and_nothing_measured(tmp_path):
     assert all(one["measured_s"] is None and one["predicted_s"] > 0 for one in collectives)
 
 
+def test_code_that_is_compiled_meanwhile_is_not_told_of(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    compiled = torch.compile(lambda x: model(x) * 2, backend="aot_eager", fullgraph=True)
+    with sw.timeline(tmp_path / "step.json") as recorded:
+        compiled(torch.ones(1, 2)).sum().backward()
+        model(torch.ones(1, 2))
+    # The graph that runs is a module; those that were traced into it are not told of.
+    assert [one.name for one in recorded.slices] == ["(root)", "0", "1", "(root)"]
+
+
 def test_nothing_is_observed_outside(tmp_path):
     from shardwise.comm import events
 

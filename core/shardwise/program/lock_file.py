@@ -27,6 +27,7 @@ MEMORY = ("parameters", "buffers", "gradients", "optimizer", "kept", *(f"peak in
 
 _HEAD = "# What one rank sends in a step. Written by `shardwise lock`, compared by `shardwise lock --check`."
 _COLUMNS = ("# times", "bytes", "kind", "mesh dims", "module", "op", "cause", "why")
+_MOST_ROWS = 200_000  # that are read: a small file may stand for many
 _RIGHT = 2  # so many columns are numbers
 
 
@@ -292,6 +293,8 @@ class _Reader:
             raise self.wrong(str(error), number) from error
         if times % len(modules) or nbytes % len(modules) or not times:
             raise self.wrong(f"{times} times and {nbytes} bytes are not those of {len(modules)} modules", number)
+        if len(rows) + len(modules) > _MOST_ROWS:
+            raise self.wrong(f"it stands for more than {_MOST_ROWS:,} rows", number)
         each = times // len(modules), nbytes // len(modules)
         for module in modules:
             one = Row(phase, module, op, kind, dims, cause == CAUSES[0], why, *each)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import product
 
@@ -11,6 +12,7 @@ __all__ = ["collapsed", "escaped", "expanded", "module_order", "unescaped"]
 _NUMBER = re.compile(r"0|[1-9]\d{0,8}", re.ASCII)
 _RANGES = re.compile(r"\{(\d{1,9}(?:-\d{1,9})?(?:,\d{1,9}(?:-\d{1,9})?)*)\}", re.ASCII)
 _CODE = re.compile(r"\\(?:([\\-])|x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 MOST_LAYERS = 100_000
 """No pattern stands for more modules: a line of a file may not ask for any amount of memory."""
 
@@ -22,6 +24,7 @@ def escaped(text: str, also: str = "") -> str:
     """
     if text in ("", "-"):
         return "-" if not text else r"\-"
+    text = _SURROGATES.sub("\ufffd", text)  # halves of characters, which no file holds
     out = []
     for i, char in enumerate(text):
         is_gap = char == " " and (i in (0, len(text) - 1) or text[i - 1] == " ")
@@ -46,7 +49,11 @@ def unescaped(word: str) -> str:
         match = _CODE.match(word, start)
         if match is None:
             raise ValueError(f"{word[start : start + 2]!r} does not stand for a character")
-        parts += [word[at:start], match[1] or chr(int(match[2] or match[3] or match[4], 16))]
+        code = 0 if match[1] else int(match[2] or match[3] or match[4], 16)
+        char = match[1] or (chr(code) if code <= sys.maxunicode else "\ud800")
+        if _SURROGATES.match(char):
+            raise ValueError(f"{match[0]!r} does not stand for a character")
+        parts += [word[at:start], char]
         at = match.end()
     return "".join([*parts, word[at:]])
 

@@ -174,9 +174,9 @@ class Sites:
     def name_modules(self, model: nn.Module) -> None:
         """Give the modules and the parameters of a model their paths; those that have one keep it."""
         for name, module in model.named_modules():
-            self._paths.setdefault(id(module), (module, name or "(root)"))
+            self._paths.setdefault(id(module), (module, _without_compiled(name) or "(root)"))
         for name, parameter in model.named_parameters():
-            self._parameters.setdefault(id(parameter), (parameter, name))
+            self._parameters.setdefault(id(parameter), (parameter, _without_compiled(name)))
 
     def _path(self, module: nn.Module) -> str:
         known = self._paths.get(id(module))
@@ -189,6 +189,8 @@ class Sites:
         return module if module or not path else "(root)", name or "a leaf"
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if id(module) not in self._paths:
             self.name_modules(module)
         place = _Place(self._path(module), _read_stack(inspect.currentframe()).line, backward_number())
@@ -197,7 +199,7 @@ class Sites:
         self._stack.append(place)
 
     def _leave(self, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        if self._stack:
+        if self._stack and not torch.compiler.is_compiling():
             self._note(self._stack.pop())
 
     def _note(self, place: _Place) -> None:
@@ -218,6 +220,11 @@ class Sites:
         node = running_node()
         at = len(self._borders) if node is None else bisect_right(self._borders, node)
         return self._before[at] if at < len(self._before) else _Place("", Line())
+
+
+def _without_compiled(name: str) -> str:
+    """A path without the modules that ``torch.compile`` puts around others."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 # -- the stack -------------------------------------------------------------------------------------------------------

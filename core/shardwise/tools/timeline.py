@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from attrs import define, field
 from torch import nn
@@ -152,11 +153,11 @@ class Timeline:
     # -- modules and optimizers ----------------------------------------------------------------------------------
 
     def _module_begins(self, _module: nn.Module, _inputs: Any) -> None:
-        if threading.get_ident() == self._thread:
+        if not torch.compiler.is_compiling() and threading.get_ident() == self._thread:
             self._open.append((self._sites.module, self._now()))
 
     def _module_ends(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
-        if threading.get_ident() != self._thread or not self._open:
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread or not self._open:
             return
         name, begin = self._open.pop()
         self.slices.append(Slice(name, "module", begin, self._now()))
