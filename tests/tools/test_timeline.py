@@ -132,10 +132,10 @@ def slow_rank(path):
     x.redistribute(placements=whole)  # groups are made
     with sw.timeline(path, ranks=(0,)) as recorded:
         if on.get_rank() == 1:
-            time.sleep(0.3)
+            time.sleep(0.6)
         x.redistribute(placements=whole)
         later = x.redistribute(placements=whole, async_op=True)
-        time.sleep(0.3)
+        time.sleep(0.6)
         later.to_local()
     return [(flight.exposed, flight.measured) for flight in recorded.flights]
 
@@ -145,7 +145,7 @@ def test_what_hides_behind_work_is_not_exposed(pool, tmp_path):
     assert others == [[]] * 3
     assert late[0] > 0.2
     assert late[1] > 0.2
-    assert hidden[0] < 0.2
+    assert hidden[0] < 0.4
 
 
 def profiled(path):

@@ -232,9 +232,9 @@ class Group(Collectives):
     def emit_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Emit the event of a collective that was issued, and another one when it is finished."""
         event = new_event(kind, nbytes, self.size, self.mesh_dims)
-        emit(event, "issued")
-        if is_observed("finished"):
+        if is_observed("finished"):  # first, since who observes the other may take its time
             work.get_future().then(lambda _: emit(event, "finished"))
+        emit(event, "issued")
         return event
 
     def issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:

@@ -82,6 +82,7 @@ class Timeline:
     is_rehearsal: bool = False
     _sites: Sites = field(factory=Sites)
     _by_number: dict[int, Flight] = field(factory=dict)
+    _finished: dict[int, float] = field(factory=dict)
     _waiting: dict[int, tuple[float, Any]] = field(factory=dict)
     _open: list[tuple[str, float]] = field(factory=list)
     _backward: int = -1
@@ -95,6 +96,11 @@ class Timeline:
 
     def trace(self) -> dict[str, Any]:
         """The trace as an object of JSON."""
+        for flight in self.flights:
+            mesh, finished = flight.site.mesh, self._finished.get(flight.site.number)
+            # On other devices than CPUs the backend says so when the work is queued.
+            if finished is not None and (mesh is None or mesh.device_type == "cpu"):
+                flight.finished = finished
         return trace_of(self.flights, self.slices, self.rank, is_rehearsal=self.is_rehearsal)
 
     def _collectives(self) -> list[dict[str, Any]]:
@@ -128,18 +134,17 @@ class Timeline:
         now = self._now()
         if event.phase == "issued":
             site = self._sites.of(event)
-            flight = Flight(site, now, predicted_seconds(site))
+            flight = Flight(site, event.at - self._zero, predicted_seconds(site))
             self._by_number[event.number] = flight
             self.flights.append(flight)
+            return
+        if event.phase == "finished":
+            self._finished[event.number] = now
             return
         known = self._by_number.get(event.number)
         if known is None:  # issued before the block
             return
-        if event.phase == "finished":
-            # On other devices than CPUs the backend says so when the work is queued.
-            if known.site.mesh is None or known.site.mesh.device_type == "cpu":
-                known.finished = now
-        elif event.phase == "waiting":
+        if event.phase == "waiting":
             shown: Any = None if self.is_rehearsal else record_function(slice_name(known.site))
             if shown is not None:
                 shown.__enter__()
