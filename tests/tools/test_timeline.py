@@ -188,6 +188,23 @@ def accumulated(path):
     return [f.site.why for f in late]
 
 
+def prefetched(path):
+    on = mesh((2, 2), ("dp", "tp"))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 8, bias=False))
+    sw.distribute_module(model, on, {"*.weight": {"dp": Shard(0)}}, src_data_rank=None)
+    sw.prefetch(model, "dp")
+    x = sw.ones((8, 8), device_mesh=on, placements=[Shard(0), Replicate()])
+    with sw.timeline(path) as recorded:
+        model(x).sum().backward()
+    return [(f.site.module, f.site.mesh_dims) for f in recorded.flights if f.site.op == "prefetch"]
+
+
+def test_what_is_gathered_ahead_is_at_its_unit_and_mesh_dim(pool, tmp_path):
+    sent = pool.run(prefetched, str(tmp_path / "step.json"))[0]
+    assert sent[:2] == [("0", ("dp",)), ("1", ("dp",))]
+    assert {dims for _, dims in sent} == {("dp",)}
+
+
 def test_a_rehearsal_has_predictions_and_nothing_measured(tmp_path):
     def program(on):
         model, inputs, optimizer = SMALL(on)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
-from shardwise.testing.locks import CommunicationLock
 from shardwise.testing.pool import WorkerPool
+
+if TYPE_CHECKING:
+    from shardwise.testing.locks import CommunicationLock
 
 PoolFactory = Callable[..., WorkerPool]
 
@@ -61,5 +64,7 @@ def communication_lock(request: pytest.FixtureRequest) -> CommunicationLock:
     ``step(mesh)`` is as for ``shardwise lock``; ``mesh`` is ``{"dp": 2, "tp": 4}`` or ``(2, 4)``. The lockfile has the
     name of the test's file and of the test. ``pytest --update-locks`` writes it, but not where CI is set.
     """
+    from shardwise.testing.locks import CommunicationLock  # few tests need what it imports
+
     update = bool(request.config.getoption("--update-locks", default=False))
     return CommunicationLock(request.node.path, request.node.name, update)

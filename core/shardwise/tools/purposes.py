@@ -8,6 +8,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.decided import in_force, look_up
 from shardwise.kernel.placements import Placement, show
@@ -186,16 +187,21 @@ def _name(leaf: Any) -> str:
     return name_of(leaf) if leaf is not None else ""
 
 
-def mesh_of(frame: FrameType) -> Any:
+def mesh_of(file: str, frame: FrameType) -> Any:
     """The mesh with names that a frame works on; None if it does not say."""
-    for value in frame.f_locals.values():
+    values = list(frame.f_locals.values())
+    if file == "tensor/prefetch.py":
+        values += list(getattr(frame.f_locals.get("self"), "copies", {}).values())
+        values = [getattr(value, "spec", value) for value in values]
+    for value in values:
+        mesh: Any = value
         if isinstance(value, Plan):
-            mesh: Any = value.schema.mesh
-        elif isinstance(value, (MeshTensor, TensorSpec)):
-            mesh = value.mesh if isinstance(value, TensorSpec) else value._spec.mesh
-        else:
-            continue
-        if getattr(mesh, "mesh_dim_names", None):
+            mesh = value.schema.mesh
+        elif isinstance(value, MeshTensor):
+            mesh = value._spec.mesh
+        elif isinstance(value, TensorSpec):
+            mesh = value.mesh
+        if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names:
             return mesh
     return None
 

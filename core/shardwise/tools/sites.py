@@ -259,7 +259,7 @@ def _read_stack(frame: FrameType | None) -> _Found:
             if not purpose.is_final:
                 purpose = purpose_at(name, frame, purpose)
         if kind in ("handler", "ours"):
-            mesh = mesh_of(frame) if mesh is None else mesh
+            mesh = mesh_of(name, frame) if mesh is None else mesh
         inner, frame = frame, frame.f_back
     return _Found(purpose, line, mesh, module if isinstance(module, nn.Module) else None)
 
