@@ -3,6 +3,8 @@
 Names are imported at their first use, so that a command that needs no tensor imports no torch.
 """
 
+import sys
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.sharing import sharing_views
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.timeline import timeline
 
 # By the module that has them; a name without one is a module of this package.
 _NAMES = {
@@ -55,6 +58,7 @@ _NAMES = {
     "tensor.sharing": ("sharing_views",),
     "tools.calibrate": ("calibrate",),
     "tools.explain": ("explain",),
+    "tools.timeline": ("timeline",),
 }
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -95,6 +99,7 @@ __all__ = [  # __getattr__ has them
     "replicate_unknown",
     "sharing_views",
     "testing",
+    "timeline",
     "zeros",
 ]
 
@@ -108,9 +113,17 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
-    if name == "distribute_module":
-        import_module("shardwise.tensor.modules").at_module.append(_learn_if_asked)
+    if "shardwise.tensor" in sys.modules:
+        _start()
     return value
+
+
+@cache
+def _start() -> None:
+    """Tell the package of tensors, once it is there, what packages above it do."""
+    from shardwise.tensor import modules
+
+    modules.at_module.append(_learn_if_asked)
 
 
 def _learn_if_asked() -> None:

@@ -241,6 +241,25 @@ class PlanFitError(PlanError):
     """A plan and a module do not have the same parameters and buffers."""
 
 
+# -- lockfiles of communication, and timelines -------------------------------------------------------------------
+
+
+class LockFileError(ShardingError):
+    """A lockfile of communication cannot be read. ``path`` names it, and ``line`` the line, if any."""
+
+
+class LockVersionError(LockFileError):
+    """A lockfile was written by another version."""
+
+
+class LockFitError(LockFileError):
+    """A lockfile is for another mesh or another program."""
+
+
+class TimelineFileError(ShardingError):
+    """A file is not a timeline that shardwise wrote. ``path`` names it."""
+
+
 # -- checkpoints -----------------------------------------------------------------------------------------------
 
 

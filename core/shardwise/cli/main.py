@@ -22,11 +22,13 @@ COMMANDS = {
     "doctor": ("shardwise.cli.doctor", "Say what is wrong with the environment."),
     "explain": ("shardwise.cli.explain", "Show every legal strategy of one call, with its cost."),
     "infer": ("shardwise.cli.infer", "Find the rows of an op by numeric search."),
+    "lock": ("shardwise.cli.lock", "Write down what a step sends, or compare it with what is written."),
     "new": ("shardwise.cli.new", "Make a plugin to start from."),
     "plan": ("shardwise.cli.plan", "Choose the layouts of a whole step together."),
     "plugins": ("shardwise.cli.plugins", "Show the installed plugins; check one."),
     "rehearse": ("shardwise.cli.rehearse", "Show memory and collectives of a step on a mesh of any size."),
     "rules": ("shardwise.cli.rules", "List the rules of the ops that match a pattern."),
+    "timeline": ("shardwise.cli.timeline", "List what each collective of a recorded step cost, and who waited."),
     "why": ("shardwise.cli.why", "Say which rule holds for an op, and why."),
 }
 """By name: the module that has the command, and what it does, in one line."""

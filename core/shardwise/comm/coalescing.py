@@ -48,6 +48,8 @@ class _Coalesced:
             self._batch.issue()
         with self._lock:  # the wait may unpack, and that must be over before any result is read
             if self._work is not None:
+                if self._event is not None:
+                    emit(self._event, "waiting")
                 self._work.wait()
                 self._work = None
                 if self._event is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwise.comm.async_result import AsyncResult, SendReceive
 from shardwise.comm.coalescing import Batch, open_batch
 from shardwise.comm.collectives import Collectives
-from shardwise.comm.events import Event, emit, is_observed, new_event, observers, waited
+from shardwise.comm.events import Event, ObservedWork, emit, is_observed, new_event, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
 from shardwise.kernel.reductions import (
     REAL,
@@ -225,14 +225,16 @@ class Group(Collectives):
 
     def _observed(self, result: AsyncResult, kind: str, sent: Tensor) -> AsyncResult:
         event = self.emit_issued(kind, sent.nbytes, result.work)
+        if is_observed("waiting") and result.work is not None:
+            result.work = ObservedWork(result.work, event)
         return result.then(lambda out: waited(event, out)) if is_observed("waited") else result
 
     def emit_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Emit the event of a collective that was issued, and another one when it is finished."""
         event = new_event(kind, nbytes, self.size, self.mesh_dims)
-        emit(event, "issued")
-        if is_observed("finished"):
+        if is_observed("finished"):  # first, since who observes the other may take its time
             work.get_future().then(lambda _: emit(event, "finished"))
+        emit(event, "issued")
         return event
 
     def issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:
