@@ -20,6 +20,7 @@ from shardwise.tensor.on_mesh import on
 from shardwise.tensor.sharing import sharing_views
 
 if TYPE_CHECKING:
+    from shardwise.comm.call_comparison import check_ranks
     from shardwise.kernel.registry import Override
     from shardwise.kernel.rule import AnyRule
     from shardwise.steps.learning import learn
@@ -39,6 +40,7 @@ __all__ = [
     "TensorSpec",
     "accumulate",
     "calibrate",
+    "check_ranks",
     "distribute_module",
     "distribute_tensor",
     "empty",
@@ -98,6 +100,10 @@ def __getattr__(name: str) -> Any:
         from shardwise.tools.calibrate import calibrate
 
         return calibrate
+    if name == "check_ranks":
+        from shardwise.comm.call_comparison import check_ranks
+
+        return check_ranks
     if name == "explain":
         from shardwise.tools.explain import explain
 

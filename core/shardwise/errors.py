@@ -134,6 +134,13 @@ class RankFailedError(ShardingError):
     """
 
 
+class RankWaitError(ShardingError):
+    """A collective has waited for other ranks for longer than the setting ``wait-limit`` allows.
+
+    ``differences`` has a line for each rank: what it waits in, or what it did last.
+    """
+
+
 class NoPlanError(ShardingError):
     """No legal choice for all calls of a step together was found. Each call alone may have one."""
 

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.comm.rank_failures import at_step
 from shardwise.discovery.process import default_registry
 from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.kept_moves import kept_moves
@@ -45,6 +46,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
         return None
+    at_step()
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()
     if not (

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from shardwise.comm.rank_failures import start_anew, tell
+from shardwise.comm.rank_failures import explain, start_anew, tell
 from shardwise.testing.pickling import dumps_by_value
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
@@ -136,6 +136,7 @@ def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
     try:
         return Answer(value=dumps_by_value(call()))
     except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
+        explain(error)
         tell(error, is_final=True)
         text = "".join(traceback.format_exception(error))
         pickled = b""
