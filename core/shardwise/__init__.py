@@ -17,6 +17,7 @@ from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, 
 from shardwise.tensor.late_grads import accumulate
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.on_mesh import on
+from shardwise.tensor.replica_check import check_replicas
 from shardwise.tensor.sharing import sharing_views
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "accumulate",
     "calibrate",
     "check_ranks",
+    "check_replicas",
     "distribute_module",
     "distribute_tensor",
     "empty",

@@ -73,13 +73,10 @@ def look_for_failures() -> None:
         if PROCESS.is_ending.is_set():
             return
         world = current_world()
-        if world is not None and world.failure is None:
-            # A watcher that ends would leave the next wait alone.
-            for look in (_look, look_at_waits, compare_calls):
-                with suppress(Exception):
+        for look in (_look, look_at_waits, compare_calls):
+            if world is not None and world.failure is None:
+                with suppress(Exception):  # a watcher that ends would leave the next wait alone
                     look(world, time.monotonic())
-                if world.failure is not None:
-                    break
 
 
 def _awaited(world: World, now: float) -> set[int]:
@@ -93,8 +90,8 @@ def _awaited(world: World, now: float) -> set[int]:
         if frame.f_code.co_filename in _WAITING:
             place, awaited = _waited_for(frame)
             known = world.waits.get(thread)
-            if known is None or known[0] != place:
-                waits[thread] = place, now, None
+            if known is None or known[0] != place or now - known[1] < TICK:
+                waits[thread] = place, now if known is None or known[0] != place else known[1], None
                 continue
             waits[thread] = known if known[2] is not None else (place, known[1], _wait(world, thread, frame, awaited))
             ranks.update(range(world.size) if awaited is None else awaited)

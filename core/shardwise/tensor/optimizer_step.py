@@ -27,6 +27,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import note_write, watched
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.replica_check import check_after_step, replica_steps
 
 __all__ = ["install"]
 
@@ -69,6 +70,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
     """A torch hook: copy the results of the twin's step to the optimizer."""
     if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
         optimizer.__dict__[_TWIN].hand_back(optimizer)
+    if replica_steps() and isinstance(next(_parameters(optimizer), None), MeshTensor):
+        check_after_step(optimizer)
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:
