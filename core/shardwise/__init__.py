@@ -1,8 +1,10 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise import random
+from shardwise.comm import rule_agreement
 from shardwise.engine import shutdown
 from shardwise.engine.plain_tensors import plain
 from shardwise.engine.replication import replicate_unknown
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.spot_check import verify
 
 __all__ = [
     "MeshTensor",
@@ -63,6 +66,7 @@ __all__ = [
     "randperm",
     "replicate_unknown",
     "sharing_views",
+    "verify",
     "zeros",
 ]
 
@@ -85,6 +89,20 @@ def _learn_if_asked() -> None:
 distribute.at_module.append(_learn_if_asked)
 
 
+def _verify_if_asked() -> None:
+    """Check calls from the first use of a mesh on, where the setting ``verify`` says so."""
+    from shardwise.settings import read_settings
+
+    rule_agreement.at_first_use.remove(_verify_if_asked)
+    if read_settings().verify:
+        from shardwise.tools.spot_check import verify_if_asked
+
+        verify_if_asked()
+
+
+rule_agreement.at_first_use.append(_verify_if_asked)
+
+
 def override(*rules: "AnyRule") -> "Override":
     """Give rules precedence over those of all plugins in this process.
 
@@ -96,30 +114,19 @@ def override(*rules: "AnyRule") -> "Override":
     return default_registry().override(*rules)
 
 
+_LAZY = {
+    "calibrate": "shardwise.tools.calibrate",
+    "check_ranks": "shardwise.comm.call_comparison",
+    "explain": "shardwise.tools.explain",
+    "learn": "shardwise.steps.learning",
+    "plan": "shardwise.steps.planning",
+    "prefetch": "shardwise.tensor.prefetch",
+    "verify": "shardwise.tools.spot_check",
+}
+
+
 def __getattr__(name: str) -> Any:
     """Import what few programs need at its first use."""
-    if name == "calibrate":
-        from shardwise.tools.calibrate import calibrate
-
-        return calibrate
-    if name == "check_ranks":
-        from shardwise.comm.call_comparison import check_ranks
-
-        return check_ranks
-    if name == "explain":
-        from shardwise.tools.explain import explain
-
-        return explain
-    if name == "learn":
-        from shardwise.steps.learning import learn
-
-        return learn
-    if name == "plan":
-        from shardwise.steps.planning import plan
-
-        return plan
-    if name == "prefetch":
-        from shardwise.tensor.prefetch import prefetch
-
-        return prefetch
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -160,6 +160,13 @@ class RuleArgumentError(RuleError):
     """A rule names an argument that its op lacks."""
 
 
+class WrongRuleError(ShardingError):
+    """A call that ran by a rule has other results than on one device; a spot check found it.
+
+    ``op``, ``plugin`` and ``row`` say what decided the call, ``wrong`` what differs.
+    """
+
+
 class RuleConflictError(ShardingError):
     """Two plugins supply a rule for one op and nothing says which wins."""
 

@@ -11,7 +11,19 @@ import torch
 __all__ = ["Site", "in_line", "is_inner", "operation", "short_line", "site_of_caller", "users_frame"]
 
 _CORE = Path(__file__).parents[1]
-_INNER = ("kernel", "rng", "rule", "discovery", "planning", "program", "comm", "engine", "tensor", "private_torch")
+_INNER = (
+    "kernel",
+    "rng",
+    "rule",
+    "discovery",
+    "planning",
+    "program",
+    "comm",
+    "engine",
+    "tensor",
+    "tools",
+    "private_torch",
+)
 _HANDLER = "<shardwise handler of "
 _NOT_THE_USERS = (
     str(Path(torch.__file__).parent),
