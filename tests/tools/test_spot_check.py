@@ -26,18 +26,18 @@ def mesh_of(*shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
 
 
-def a_gpt_trains():
-    """Two steps of the demo's model, all calls checked, and with the same numbers as unchecked."""
+def a_gpt_trains(share):
+    """Steps of the demo's model, with a share of the calls checked and without."""
     settings = RunSettings(mesh=(2, 2), layers=1, width=16, heads=2, context=8, batch=4)
     losses, checked = [], None
-    for share in (0.0, 1.0):
+    for of_calls in (0.0, share):
         mesh = mesh_of(2, 2)
         torch.manual_seed(0)
         model = build(settings)
         sw.distribute_module(model, mesh, TENSOR_PARALLEL)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         ids = sw.distribute_tensor(torch.randint(0, 200, (4, 8)), mesh, [S0, R])
-        with sw.verify(share) as counts:
+        with sw.verify(of_calls) as counts:
             for _ in range(2):
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
@@ -49,12 +49,13 @@ def a_gpt_trains():
     return losses, dict(checked)
 
 
-def test_a_training_run_passes_with_every_call_checked(pool):
-    answers = pool.run(a_gpt_trains, timeout=120)
+@pytest.mark.parametrize("share", [0.05, pytest.param(1.0, marks=[pytest.mark.slow, pytest.mark.sample])])
+def test_a_training_run_passes_with_its_calls_checked(pool, share):
+    answers = pool.run(partial(a_gpt_trains, share), timeout=120)
     (before, checked) = answers[0]
     assert before[:2] == before[2:]
-    assert sum(checked.values()) > 100
-    assert {"aten.mm.default", "aten.embedding.default"} & set(checked)
+    assert sum(checked.values()) > 300 * share
+    assert share < 1 or {"aten.mm.default", "aten.embedding.default"} <= set(checked)
     assert all(other == answers[0] for other in answers)
 
 

@@ -15,9 +15,9 @@ from functools import cache
 from types import FrameType
 
 from shardwise.comm.call_posts import lines_by_rank
-from shardwise.comm.call_sites import is_inner, operation, short_line
+from shardwise.comm.call_sites import operation, short_line, users_frames
 from shardwise.comm.collective_log import CollectiveLog, comparing, in_words
-from shardwise.comm.failure_notes import Wait, World, current_world
+from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world
 from shardwise.comm.rank_failures import go_on
 from shardwise.errors import RankDisagreementError
 from shardwise.settings import read_settings
@@ -74,19 +74,38 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
     finally:
         del world.compares[thread]
     if world.failure is not None:
-        raise world.failure.error("")
+        raise _ended(world.failure, log, text) or world.failure.error("")
+
+
+def _ended(failure: Note, log: CollectiveLog, text: str) -> RankDisagreementError | None:
+    """The error where the rank that this one waited for has come to the end of its program."""
+    if failure.kind != ENDED:
+        return None
+    return RankDisagreementError(
+        asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
+        found=f"rank {failure.rank} has ended its program, and this rank is at {text}",
+        do=_DO,
+        differences=(),
+    )
+
+
+_DO = (
+    "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and tolist() "
+    "are such calls too."
+)
 
 
 def _asked(frame: FrameType | None) -> str:
     """What the program called, by which plan, and where."""
-    called, plan = "", ""
-    while frame is not None and is_inner[frame.f_code.co_filename]:
-        called = operation(frame.f_code)
-        if "plan" in frame.f_locals and frame.f_code.co_filename.startswith("<shardwise handler"):
-            plan = f", {frame.f_locals['plan']!r}"
+    user, called = users_frames(frame)
+    plan = None
+    while frame is not None and frame is not user:
+        if frame.f_code.co_filename.startswith("<shardwise handler"):
+            plan = frame.f_locals.get("plan")
         frame = frame.f_back
-    line = "an unknown line" if frame is None else short_line(frame.f_code, frame.f_lasti)
-    return f"{called} at {line}{plan}"
+    line = "an unknown line" if user is None else short_line(user.f_code, user.f_lasti)
+    what = "" if called is None else operation(called.f_code)
+    return f"{what} at {line}" + ("" if plan is None else f", {plan!r}")
 
 
 def _forget(world: World, key: str, digest: str) -> None:
@@ -108,8 +127,7 @@ def _disagreement(world: World, log: CollectiveLog, key: str, text: str) -> Rank
     return RankDisagreementError(
         asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
         found=f"the ranks are not at the same one: {'; '.join(lines)}",
-        do="Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and "
-        "tolist() are such calls too.",
+        do=_DO,
         differences=tuple(lines),
         ranks_say=tuple(lines),
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Site", "in_line", "is_inner", "operation", "short_line", "site_of_caller", "users_frame"]
+__all__ = ["Site", "in_line", "is_inner", "operation", "short_line", "site_of", "users_frame", "users_frames"]
 
 _CORE = Path(__file__).parents[1]
 _INNER = (
@@ -50,24 +49,36 @@ Site = tuple[CodeType, int, CodeType]
 """The code of the innermost frame of the user's program, its last instruction, and the code that it called."""
 
 
-def site_of_caller() -> Site | None:
-    """The site of whoever called the caller of this function; None without a frame of the user."""
-    frame_at = sys._getframe  # noqa: SLF001  # documented, and the only way that does not make a frame of each level
-    depth = 2
-    try:
-        while is_inner[frame_at(depth + 1).f_code.co_filename]:
-            depth += 1
-        frame = frame_at(depth + 1)
-    except ValueError:  # the stack ends
-        return None
-    return frame.f_code, frame.f_lasti, frame_at(depth).f_code
+def site_of(frame: FrameType | None) -> Site | None:
+    """The site of what runs in a frame; None without a frame of the user."""
+    user, called = users_frames(frame)
+    return None if user is None or called is None else (user.f_code, user.f_lasti, called.f_code)
 
 
 def users_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame of the user's program at or around a frame."""
-    while frame is not None and is_inner[frame.f_code.co_filename]:
-        frame = frame.f_back
-    return frame
+    return users_frames(frame)[0]
+
+
+def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame of the user's program at or around a frame, and what it called: the handler of an op, or the
+    next frame.
+
+    What runs below a handler, such as a lowering of a plugin, is not the user's.
+    """
+    user: FrameType | None = None
+    called: FrameType | None = None
+    inner: FrameType | None = None
+    handler: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not is_inner[file]:
+            if user is None:
+                user, called = frame, handler or inner
+        elif file.startswith(_HANDLER):
+            user, called, handler = None, None, frame
+        inner, frame = frame, frame.f_back
+    return user, called
 
 
 def operation(code: CodeType) -> str:

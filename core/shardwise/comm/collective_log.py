@@ -7,6 +7,7 @@ bytes where the kind has the same on all ranks; those of an exchange or a shift 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -14,7 +15,7 @@ from zlib import crc32
 
 from attrs import frozen
 
-from shardwise.comm.call_sites import Site, in_line, site_of_caller
+from shardwise.comm.call_sites import Site, in_line, site_of
 
 __all__ = ["KEPT", "Call", "CollectiveLog", "call_code", "comparing", "in_words", "kind_of"]
 
@@ -136,7 +137,7 @@ class CollectiveLog:
     def _look(self, context: int) -> Site | None:
         if len(self._sites) >= _MOST:
             self._sites.clear()
-        site = self._sites[context] = site_of_caller()
+        site = self._sites[context] = site_of(inspect.currentframe())
         return site
 
     # -- for the thread that compares; calls may be recorded meanwhile --

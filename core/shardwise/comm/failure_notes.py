@@ -23,7 +23,10 @@ from attrs import asdict, define, evolve, field, frozen
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 
-__all__ = ["PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
+__all__ = ["ENDED", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
+
+ENDED = "its program has ended"
+"""The kind of the note of a rank that has come to the end of its program."""
 
 TICK = 0.25
 """Seconds between two looks at what other ranks have left."""

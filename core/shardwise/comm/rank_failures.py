@@ -36,7 +36,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.failure_notes import PROCESS, TICK, Note, World, current_world
+from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, World, current_world
 from shardwise.comm.waiting_ranks import failure_behind, look_for_failures
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
@@ -45,7 +45,18 @@ from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
-__all__ = ["all_say", "at_step", "explain", "go_on", "start_anew", "tell", "trying", "watch"]
+__all__ = [
+    "all_say",
+    "at_step",
+    "end_program",
+    "explain",
+    "go_on",
+    "groups_are_closed",
+    "start_anew",
+    "tell",
+    "trying",
+    "watch",
+]
 
 _SOON = 0.02  # seconds between two looks at what other ranks have raised
 _LONGEST = 60.0  # seconds for which a rank looks; another rank may have ended without a word
@@ -213,6 +224,22 @@ def start_anew() -> None:
     _withdraw(world)
 
 
+def end_program() -> None:
+    """Tell the others that this rank has come to the end of its program, and issues nothing more until it starts anew.
+
+    Not final: what this rank has sent may still be on its way.
+    """
+    world = current_world()
+    if world is not None and world.own is None and is_reachable(world.store):
+        world.write(Note(world.rank, "", ENDED, "", "", 1, is_final=False))
+
+
+def groups_are_closed() -> bool:
+    """Whether this rank has closed its process groups, because ranks have parted or one of them failed."""
+    world = current_world()
+    return world is not None and world.failure is not None
+
+
 def at_step() -> None:
     """An optimizer step begins: raise where this rank's thread has found that ranks have parted, or that one failed.
 
@@ -295,9 +322,7 @@ def _leave() -> None:
     if world is None:
         return
     if world.own is None:
-        # Not final: what this rank has sent may still be on its way.
-        if is_reachable(world.store):
-            world.write(Note(world.rank, "", "its program has ended", "", "", 1, False))
+        end_program()
         return
     with suppress(RuntimeError):
         left = world.store.add(f"{world.prefix}/left", 1)
