@@ -191,11 +191,12 @@ class World:
         self.write(evolve(note, is_final=True))
         for process_group in list(self.process_groups):
             backends = str(dist.get_backend_config(process_group))
-            with suppress(Exception):
-                if "gloo" in backends:
-                    # A receive that is not answered in time closes all connections of the group.
-                    other = int(dist.get_rank(process_group) == 0)
-                    process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
+            # A receive that is not answered in time closes all connections of the group. One over a connection that
+            # its other end has closed fails at once, and closes no other.
+            for other in range(process_group.size() if "gloo" in backends else 0):
+                with suppress(Exception):
+                    if other != dist.get_rank(process_group):
+                        process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
             with suppress(Exception):
                 if "nccl" in backends:
                     process_group.abort()
