@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, errors, random, testing
+    from shardwise.comm.call_comparison import check_ranks
     from shardwise.comm.policy import communication
     from shardwise.discovery.process import override
     from shardwise.engine.plain_tensors import plain
@@ -29,13 +30,16 @@ if TYPE_CHECKING:
     from shardwise.tensor.on_mesh import on
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tensor.printing import print  # noqa: A004  # as accelerate and others call it
+    from shardwise.tensor.replica_check import check_replicas
     from shardwise.tensor.sharing import sharing_views
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.spot_check import verify
     from shardwise.tools.timeline import timeline
 
 # By the module that has them; a name without one is a module of this package.
 _NAMES = {
+    "comm.call_comparison": ("check_ranks",),
     "comm.policy": ("communication",),
     "discovery.process": ("override",),
     "engine.plain_tensors": ("plain",),
@@ -55,9 +59,11 @@ _NAMES = {
     "tensor.on_mesh": ("on",),
     "tensor.prefetch": ("prefetch",),
     "tensor.printing": ("print",),
+    "tensor.replica_check": ("check_replicas",),
     "tensor.sharing": ("sharing_views",),
     "tools.calibrate": ("calibrate",),
     "tools.explain": ("explain",),
+    "tools.spot_check": ("verify",),
     "tools.timeline": ("timeline",),
 }
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
@@ -74,6 +80,8 @@ __all__ = [  # __getattr__ has them
     "TensorSpec",
     "accumulate",
     "calibrate",
+    "check_ranks",
+    "check_replicas",
     "checkpoint",
     "communication",
     "distribute_module",
@@ -100,6 +108,7 @@ __all__ = [  # __getattr__ has them
     "sharing_views",
     "testing",
     "timeline",
+    "verify",
     "zeros",
 ]
 
@@ -121,9 +130,23 @@ def __getattr__(name: str) -> Any:
 @cache
 def _start() -> None:
     """Tell the package of tensors, once it is there, what packages above it do."""
+    from shardwise.comm import rule_agreement
     from shardwise.tensor import modules
 
     modules.at_module.append(_learn_if_asked)
+    rule_agreement.at_first_use.append(_verify_if_asked)
+
+
+def _verify_if_asked() -> None:
+    """Check calls from the first use of a mesh on, where the setting ``verify`` says so."""
+    from shardwise.comm import rule_agreement
+    from shardwise.settings import read_settings
+
+    rule_agreement.at_first_use.remove(_verify_if_asked)
+    if read_settings().verify:
+        from shardwise.tools.spot_check import verify_if_asked
+
+        verify_if_asked()
 
 
 def _learn_if_asked() -> None:

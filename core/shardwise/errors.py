@@ -134,6 +134,13 @@ class RankFailedError(ShardingError):
     """
 
 
+class RankWaitError(ShardingError):
+    """A collective has waited for other ranks for longer than the setting ``wait-limit`` allows.
+
+    ``differences`` has a line for each rank: what it waits in, or what it did last.
+    """
+
+
 class NoPlanError(ShardingError):
     """No legal choice for all calls of a step together was found. Each call alone may have one."""
 
@@ -163,6 +170,13 @@ class NotationError(RuleError):
 
 class RuleArgumentError(RuleError):
     """A rule names an argument that its op lacks."""
+
+
+class WrongRuleError(ShardingError):
+    """A call that ran by a rule has other results than on one device; a spot check found it.
+
+    ``op``, ``plugin`` and ``row`` say what decided the call, ``wrong`` what differs.
+    """
 
 
 class RuleConflictError(ShardingError):

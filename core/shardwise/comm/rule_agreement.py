@@ -76,7 +76,7 @@ def agree_on_rules(mesh: Mesh) -> None:
             if summaries is not None:
                 raise _disagreement(mesh, summaries)
     # After the agreement: a rank that cannot load its plugins must not raise before the others.
-    for callback in at_first_use:
+    for callback in tuple(at_first_use):  # one may remove itself
         callback()
     _agreed.now().add(mesh)
 
