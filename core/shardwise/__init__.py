@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.kernel.rule import AnyRule
     from shardwise.steps.learning import learn
     from shardwise.steps.planning import plan
+    from shardwise.tensor.local_function import local
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
@@ -45,6 +46,7 @@ __all__ = [
     "explain",
     "full",
     "learn",
+    "local",
     "manual_seed",
     "on",
     "ones",
@@ -106,6 +108,10 @@ def __getattr__(name: str) -> Any:
         from shardwise.steps.learning import learn
 
         return learn
+    if name == "local":
+        from shardwise.tensor.local_function import local
+
+        return local
     if name == "plan":
         from shardwise.steps.planning import plan
 
