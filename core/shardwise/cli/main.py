@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from shardwise.cli.calibrate import calibrate
+from shardwise.cli.check_program import check_program
 from shardwise.cli.completion import completion
 from shardwise.cli.coverage import coverage
 from shardwise.cli.doctor import doctor
@@ -42,6 +43,7 @@ def main() -> None:
 
 
 main.add_command(calibrate)
+main.add_command(check_program)
 main.add_command(completion)
 main.add_command(coverage)
 main.add_command(demo)

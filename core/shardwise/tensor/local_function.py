@@ -327,8 +327,8 @@ def local(
     ``inputs`` says how the tensors among the arguments are to lie: a tuple with an entry per positional argument, a
     dict from argument names to entries, or one entry for all tensors. By default each argument lies as it does. An
     entry is a placement (on a mesh of one dim), a list with one placement per mesh dim, a dict ``{mesh dim:
-    placement}`` with the other dims replicated, or ``None`` for what is passed as it is. A tuple has an entry for each part of a
-    nested argument. An argument with other placements is redistributed, or refused with ``move=False``.
+    placement}`` with the other dims replicated, or ``None`` for what is passed as it is. A tuple has an entry for each
+    part of a nested argument. An argument with other placements is redistributed, or refused with ``move=False``.
 
     ``outputs`` says in the same way how the results lie. The ranks agree on the global shapes at the first call with
     arguments of these layouts and send nothing afterwards; ``shapes`` gives them instead (a shape, or a tuple of
