@@ -1,5 +1,6 @@
 """Ordinary PyTorch code on a mesh of devices; every fact about how an op may be sharded comes from a plugin."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardwise import random
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.visualize import visualize
 
 __all__ = [
     "MeshTensor",
@@ -61,6 +63,7 @@ __all__ = [
     "randperm",
     "replicate_unknown",
     "sharing_views",
+    "visualize",
     "zeros",
 ]
 
@@ -83,6 +86,16 @@ def _learn_if_asked() -> None:
 distribute.at_module.append(_learn_if_asked)
 
 
+def _picture(tensor: MeshTensor) -> str:
+    """How a MeshTensor lies, for notebooks; nothing is computed or sent."""
+    from shardwise.tools.visualize import visualize
+
+    return visualize(tensor).svg()
+
+
+MeshTensor._repr_html_ = _picture  # type: ignore[attr-defined]  # what notebooks call
+
+
 def override(*rules: "AnyRule") -> "Override":
     """Give rules precedence over those of all plugins in this process.
 
@@ -94,8 +107,13 @@ def override(*rules: "AnyRule") -> "Override":
     return default_registry().override(*rules)
 
 
+_MODULES = {"local": "shardwise.tensor.local_function", "visualize": "shardwise.tools.visualize"}
+
+
 def __getattr__(name: str) -> Any:
     """Import what few programs need at its first use."""
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     if name == "calibrate":
         from shardwise.tools.calibrate import calibrate
 
@@ -108,10 +126,6 @@ def __getattr__(name: str) -> Any:
         from shardwise.steps.learning import learn
 
         return learn
-    if name == "local":
-        from shardwise.tensor.local_function import local
-
-        return local
     if name == "plan":
         from shardwise.steps.planning import plan
 

@@ -222,8 +222,9 @@ def _op_text(report: StepReport) -> str:
     op, _ = report.op
     if op.place.what.startswith(f"{op.op} reads"):
         return (
-            f"  Its first op with a wrong value, {op.op}{_at(op)}, reads it, and no op before gave it: it comes through\n"
-            f"  from_local or shardwise.local, or a plain tensor differs between ranks. {op.placements}: {op.found}"
+            f"  The first op with a wrong value, {op.op}{_at(op)}, reads it, and no op before gave it: it\n"
+            "  comes through from_local or shardwise.local, or a plain tensor differs between ranks.\n"
+            f"  {op.placements}: {op.found}"
         )
     rule = f"\n  by the rule of {op.rule}, rows {'; '.join(op.rows)}" if op.rule else ""
     return f"  The first op of it that differs is {op.op}{_at(op)}{rule}\n  {op.placements}: {op.found}"
