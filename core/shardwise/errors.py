@@ -138,6 +138,10 @@ class RankDisagreementError(ShardingError):
     """Ranks of one mesh have different rules, values or calls where they must have the same."""
 
 
+class DifferentSeedsWarning(UserWarning):
+    """Torch's generators have different seeds on the ranks of a mesh, and that of its first rank holds for all."""
+
+
 class RankFailedError(ShardingError):
     """Another rank failed or ended, so a collective that waits for it cannot finish.
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import groups
 from shardwise.comm.groups import broadcast_
+from shardwise.comm.seed_agreement import compare_seeds
 from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Replicate
@@ -136,15 +137,18 @@ _agreed = PerWorld(_hashes, _hashes.clear)
 def agree_on_generator(mesh: Mesh) -> None:
     """Give all ranks of a mesh the generator state of its first rank, once per mesh; equal meshes are one.
 
-    Every rank draws the same random values. With different seeds the ranks would draw different ones without an error.
+    Every rank draws the same random values. With different seeds the ranks would draw different ones without an error,
+    or one seed would hold for all: see :func:`shardwise.comm.seed_agreement.compare_seeds`.
     """
     if not isinstance(mesh, DeviceMesh) or hash(mesh) in _agreed.now():
         return
-    _agreed.now().add(hash(mesh))
-    if mesh.size() == 1:
-        return
     with outside_modes():
         module = generator_of(mesh)
+        if mesh.get_coordinate() is not None:
+            compare_seeds(mesh, module.initial_seed())
+        _agreed.now().add(hash(mesh))
+        if mesh.size() == 1:
+            return
         state = module.get_rng_state().to(mesh.device_type)
         for mesh_dim in range(mesh.ndim):
             broadcast_(state, mesh, mesh_dim)
