@@ -19,7 +19,7 @@ from shardwise.cli.output import json_option, print_rows
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.testing.step_check import STAGES, StepReport, check_step
-from shardwise.testing.step_values import Difference
+from shardwise.testing.step_differences import Difference
 
 __all__ = ["check_program"]
 

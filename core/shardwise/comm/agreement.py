@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import groups
 from shardwise.comm.groups import broadcast_
-from shardwise.comm.seed_agreement import compare_seeds
 from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Replicate
@@ -142,6 +141,8 @@ def agree_on_generator(mesh: Mesh) -> None:
     """
     if not isinstance(mesh, DeviceMesh) or hash(mesh) in _agreed.now():
         return
+    from shardwise.comm.seed_agreement import compare_seeds  # a program that draws nothing does not need it
+
     with outside_modes():
         module = generator_of(mesh)
         if mesh.get_coordinate() is not None:

@@ -43,8 +43,8 @@ def compare_seeds(mesh: DeviceMesh, torch_seed: int) -> None:
         warnings.warn(
             f"torch's generators have different seeds on the ranks of the mesh {tuple(mesh.shape)}: "
             f"{_by_rank('torch', seeds)}. Tensors on a mesh are drawn from the generator of its first rank: from here "
-            f"on all ranks have the state of rank {first}, and what they draw for themselves is the same too. Seed torch "
-            "with the same number on all ranks, and draw a rank's own numbers with a generator= of its own.",
+            f"on all ranks have the state of rank {first}, and what they draw for themselves is the same too. Seed "
+            "torch with the same number on all ranks, and draw a rank's own numbers with a generator= of its own.",
             DifferentSeedsWarning,
             stacklevel=2,
         )

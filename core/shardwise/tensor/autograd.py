@@ -276,6 +276,10 @@ def enter(tensor: Any, grad: Sequence[Placement], again: Sequence[Placement], fa
 
     A rank on which nothing uses the part has zeros as gradient where other ranks have one.
     """
+    if recording_mode() is not None:
+        _refuse_in_a_graph(tensor, "take the local part of {}")
+    if recording.recorder is not None:
+        recording.recorder.read(tensor)
     if tensor._spec.is_copy:
         fresh(tensor._local_tensor)
     part: torch.Tensor = _ToLocal.apply(tensor, tuple(grad), tuple(again))  # type: ignore[no-untyped-call]

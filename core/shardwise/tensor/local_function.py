@@ -14,15 +14,16 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm.rank_failures import tell
 from shardwise.errors import LocalPlacementError, LocalResultError, MeshMismatchError, TracingError
-from shardwise.kernel.placements import Placement, check_placements, shard_dim, show_all
+from shardwise.kernel.placements import Placement, shard_dim, show_all
 from shardwise.kernel.world import PerWorld
+from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor import autograd
 from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
-from shardwise.tensor.local_places import AS_IT_LIES, layouts_in, normal, of_arguments, spread
-from shardwise.tensor.local_results import Agreed, agree
+from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
+from shardwise.tensor.local_results import Agreed, agree, fault_of
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.on_mesh import on
+from shardwise.tensor.on_mesh import locally
 from shardwise.tensor.traceable import traceable
 
 __all__ = ["Border", "LocalFunction", "local"]
@@ -42,6 +43,20 @@ class Border(NamedTuple):  # dynamo traces named tuples
     names: tuple[str, ...]
     arguments: tuple[Layout | None, ...]
     same: frozenset[int]
+
+
+class Crossing(NamedTuple):
+    """How a tensor crosses the border: its layout, that of its gradient's parts and of the parts of their gradients,
+    and by how much a part of an average counts.
+    """
+
+    layout: Layout
+    grad: Layout
+    again: Layout
+    weight: int
+
+
+Outcome = tuple[Crossing | None, Sequence[int] | None, bool]
 
 
 @frozen(eq=False)
@@ -97,45 +112,58 @@ class LocalFunction:
                 pytree.tree_leaves(value),
                 strict=True,
             ):
-                layout = _layout(leaf, layout_of(leaf, own), own, len(sizes), of_argument)
+                layout = layout_of_leaf(leaf, layout_of(leaf, own), own, len(sizes), of_argument)
                 layouts.append(layout)
                 of_leaf.append(name)
         results = enumerate(layouts_in(normal(self.outputs, names, len(sizes), asked)))
-        communicates = _mesh_dims(self.communicates, names, len(sizes), asked)
+        communicates = mesh_dims(self.communicates, names, len(sizes), asked)
         named = [(name, layout) for name, layout in zip(of_leaf, layouts, strict=True) if layout is not None]
         same = same_work(self.name, named, [(str(i), layout) for i, layout in results], sizes, communicates)
         return Border(tuple(of_leaf), tuple(layouts), same)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function with this rank's parts."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = _flattened(args, kwargs)
         placed = [leaf for leaf in leaves if isinstance(leaf, MeshTensor)]
         if not placed:
             return self.fn(*args, **kwargs)
         mesh = self.mesh if self.mesh is not None else placed[0].device_mesh
         for tensor in placed:
-            if tensor.device_mesh != mesh:
+            if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
                 raise MeshMismatchError(
                     asked=f"call {self.name} by local",
                     found=f"its arguments lie on {mesh} and on {tensor.device_mesh}",
                     do="Bring them to one mesh first: full_tensor(), then distribute_tensor().",
                 )
-        sizes = [mesh.size(m) for m in range(mesh.ndim)]
-        border = self.border(args, kwargs, mesh.mesh_dim_names or (), sizes, _placements)
+        key = None
+        if not (torch.compiler.is_compiling() or any(isinstance(t, torch.Tensor) and is_traced(t) for t in leaves)):
+            key = (self, tree, torch.is_grad_enabled(), *map(_kind, leaves))
+        known = None if key is None or tree is None else _borders.now().get(key)
+        if known is None:
+            border = self.border(args, kwargs, mesh.mesh_dim_names or (), mesh.shape, _placements)
+            if (key is None or is_rehearsing()) and self.shapes is None:
+                self._refuse_uneven(leaves, border.arguments, mesh.shape)
+            known = (
+                border,
+                [None if own is None else _crossing(own, border.same, mesh.shape) for own in border.arguments],
+            )
+            if key is not None and tree is not None:
+                _remember(_known_borders, key, known)
+        border, crossings = known
         parts = [
-            self._enter(leaf, name, layout, border.same, sizes) if layout is not None else leaf
-            for leaf, name, layout in zip(leaves, border.names, border.arguments, strict=True)
+            leaf if own is None else self._enter(leaf, name, own)
+            for leaf, name, own in zip(leaves, border.names, crossings, strict=True)
         ]
-        if torch.compiler.is_compiling() and self.shapes is None:
-            self._refuse_uneven(leaves, border.arguments, sizes)
-        local_args, local_kwargs = pytree.tree_unflatten(parts, tree)
-        with on(None):
-            result = self.fn(*local_args, **local_kwargs)
-        return self._on_mesh(result, leaves, parts, border, mesh, sizes)
+        with locally():
+            if tree is None:
+                local_args, local_kwargs = pytree.tree_unflatten(parts, pytree.tree_structure((args, kwargs)))
+                result = self.fn(*local_args, **local_kwargs)
+            else:
+                result = self.fn(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
+        return self._on_mesh(result, parts, border, mesh, key)
 
-    def _enter(
-        self, tensor: MeshTensor, name: str, layout: Layout, same: frozenset[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
+    def _enter(self, tensor: MeshTensor, name: str, crossing: Crossing) -> torch.Tensor:
+        layout = crossing.layout
         if tensor.placements != layout:
             if not self.move:
                 raise LocalPlacementError(
@@ -149,7 +177,7 @@ class LocalFunction:
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor.to_local()
         refuse_without_gradient(self.name, f"argument {name}", layout)
-        return autograd.enter(tensor, dual(layout, same), in_sums(layout), counted(layout, sizes))
+        return autograd.enter(tensor, crossing.grad, crossing.again, crossing.weight)
 
     def _refuse_uneven(self, leaves: Sequence[Any], layouts: Sequence[Layout | None], sizes: Sequence[int]) -> None:
         """Raise :class:`TracingError` where the shapes of results cannot be told from this rank's parts."""
@@ -161,51 +189,66 @@ class LocalFunction:
             if any(n % count for n, count in zip(leaf.shape if shards else (), shards, strict=True)):
                 _refuse_parts(self.name, tuple(leaf.shape), list(layout or ()))
 
-    def _on_mesh(
-        self,
-        result: Any,
-        leaves: Sequence[Any],
-        parts: Sequence[Any],
-        border: Border,
-        mesh: DeviceMesh,
-        sizes: Sequence[int],
-    ) -> Any:
+    # -- its results --
+    def _on_mesh(self, result: Any, parts: Sequence[Any], border: Border, mesh: DeviceMesh, key: Any) -> Any:
         """The results as MeshTensors."""
-        asked = f"take the results of {self.name} by local"
-        flat, tree = pytree.tree_flatten(result)
-        names = mesh.mesh_dim_names or ()
-        fault = ""
-        entries: list[Any] = [None] * len(flat)
-        try:
-            entries = spread(normal(self.outputs, names, mesh.ndim, asked), result, asked)
-            shapes = self._shapes(result, asked)
-        except LocalPlacementError as error:
-            fault, shapes = error.found, []
-        layouts = [None if entry is None else tuple(entry) for entry in entries]
-        fault = fault or _fault(flat, layouts)
-        agreed = self._agreed(flat, layouts, leaves, mesh, fault)
+        flat, tree = ([result], None) if isinstance(result, torch.Tensor) else pytree.tree_flatten(result)
+        outcome = self._outcome(result, flat, border, mesh, key)
         beside = []
         if torch.is_grad_enabled() and len(border.same) < mesh.ndim:
             beside = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
-        for i, (part, layout) in enumerate(zip(flat, layouts, strict=True)):
-            if layout is None:
+        for i, (part, (crossing, shape, has_gradient)) in enumerate(zip(flat, outcome, strict=True)):
+            if crossing is None:
                 continue
-            has_gradient = torch.is_grad_enabled() and agreed[i].has_gradient
             if has_gradient:
-                refuse_without_gradient(self.name, f"result {i}", layout)
+                refuse_without_gradient(self.name, f"result {i}", crossing.layout)
+            reached = beside if has_gradient and (part.dtype.is_floating_point or part.dtype.is_complex) else []
             flat[i] = autograd.leave(
-                part,
-                mesh,
-                layout,
-                agreed[i].shape if shapes[i] is None else shapes[i],
-                dual(layout, border.same),
-                in_sums(layout),
-                counted(layout, sizes),
-                beside if has_gradient and part.dtype.is_floating_point | part.dtype.is_complex else [],
+                part, mesh, crossing.layout, shape, crossing.grad, crossing.again, crossing.weight, reached
             )
             if self.check:
-                MeshTensor.from_local(part.detach(), mesh, layout, shape=flat[i].shape, run_check=True)
-        return pytree.tree_unflatten(flat, tree)
+                MeshTensor.from_local(part.detach(), mesh, crossing.layout, shape=flat[i].shape, run_check=True)
+        return flat[0] if tree is None else pytree.tree_unflatten(flat, tree)
+
+    def _outcome(self, result: Any, flat: Sequence[Any], border: Border, mesh: DeviceMesh, key: Any) -> list[Outcome]:
+        """For each result how it crosses the border, its global shape if that must be said, and whether it has a
+        gradient. The ranks compare at the first call of its kind, or at each with ``shapes="agree"``.
+        """
+        asked = f"take the results of {self.name} by local"
+        do = "Return what outputs= says, from every rank."
+        known: list[Outcome] | None = None
+        if key is not None and self.shapes != "agree":
+            known = _outcomes.now().get(key)
+        if known is not None:
+            fault = fault_of(flat, [None if one[0] is None else one[0].layout for one in known])
+            if not fault:
+                return known
+            raise LocalResultError(asked=asked, found=fault, do=do)
+        layouts: list[Layout | None] = [None] * len(flat)
+        try:
+            entries = spread(normal(self.outputs, mesh.mesh_dim_names or (), mesh.ndim, asked), result, asked)
+            layouts = [None if entry is None else tuple(entry) for entry in entries]
+            shapes = self._shapes(result, asked)
+            fault = fault_of(flat, layouts)
+        except LocalPlacementError as error:
+            shapes, fault = [], error.found
+        if key is None:
+            if fault:
+                raise LocalResultError(asked=asked, found=fault, do=do)
+            agreed = [Agreed(None, isinstance(t, torch.Tensor) and t.requires_grad) for t in flat]
+        else:
+            agreed = agree(self.name, mesh, list(zip(flat, layouts, strict=True)), fault, do)
+        outcome = [
+            (
+                None if layout is None else _crossing(layout, border.same, mesh.shape),
+                one.shape if shape is None else shape,
+                torch.is_grad_enabled() and one.has_gradient,
+            )
+            for layout, shape, one in zip(layouts, shapes, agreed, strict=True)
+        ]
+        if key is not None:
+            _remember(_known_outcomes, key, outcome)
+        return outcome
 
     def _shapes(self, result: Any, asked: str) -> list[Any]:
         if self.shapes is None or self.shapes == "agree":
@@ -213,33 +256,35 @@ class LocalFunction:
         is_one = all(isinstance(n, int) for n in self.shapes)
         return spread(list(self.shapes) if is_one else tuple(self.shapes), result, f"{asked}, with shapes=")
 
-    def _agreed(
-        self, flat: Sequence[Any], layouts: Sequence[Layout | None], leaves: Sequence[Any], mesh: DeviceMesh, fault: str
-    ) -> list[Agreed]:
-        """What the ranks agree on; they compare at the first call of its kind, or at each with ``shapes="agree"``."""
-        do = "Return what outputs= says, from every rank."
-        if torch.compiler.is_compiling() or any(isinstance(t, torch.Tensor) and is_traced(t) for t in (*flat, *leaves)):
-            if fault:
-                raise LocalResultError(asked=f"take the results of {self.name} by local", found=fault, do=do)
-            return [Agreed(None, isinstance(t, torch.Tensor) and t.requires_grad) for t in flat]
-        key = (self, torch.is_grad_enabled(), *map(_kind, leaves))
-        agreed = None if self.shapes == "agree" else _agreements.now().get(key)
-        if agreed is None:
-            agreed = agree(self.name, mesh, list(zip(flat, layouts, strict=True)), fault, do)
-            if len(_known) >= _MOST:
-                _known.clear()
-            _known[key] = agreed
-        elif fault or len(agreed) != len(flat):
-            raise LocalResultError(
-                asked=f"take the results of {self.name} by local",
-                found=fault or f"it returns {len(flat)} values, and {len(agreed)} at an earlier call of this kind",
-                do=do,
-            )
-        return agreed
+
+_known_borders: dict[Any, Any] = {}
+_known_outcomes: dict[Any, Any] = {}
+_borders = PerWorld(_known_borders, _known_borders.clear)
+_outcomes = PerWorld(_known_outcomes, _known_outcomes.clear)
 
 
-_known: dict[Any, list[Agreed]] = {}
-_agreements = PerWorld(_known, _known.clear)
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value; when there are too many, forget all of them: every rank does so at the same call."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = value
+
+
+# Types of arguments that have no tensors inside.
+_LEAVES = frozenset({MeshTensor, torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype})
+
+
+def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of the arguments, and what stands for their structure: ``None`` where values are nested."""
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if type(value) not in _LEAVES:
+            return pytree.tree_leaves((args, kwargs)), None
+    return values, (len(args), *kwargs)
+
+
+def _crossing(layout: Layout, same: frozenset[int], sizes: Sequence[int]) -> Crossing:
+    return Crossing(layout, dual(layout, same), in_sums(layout), counted(layout, sizes))
 
 
 def _kind(leaf: Any) -> Any:
@@ -253,62 +298,14 @@ def _placements(leaf: Any, _entry: Any) -> Layout | None:
     return leaf.placements if isinstance(leaf, MeshTensor) else None
 
 
-def _layout(leaf: Any, lies: Layout | None, entry: Any, mesh_ndim: int, asked: str) -> Layout | None:
-    """The placements that a leaf is to have, ``None`` for one that is passed as it is."""
-    if lies is None:
-        if entry is not None and entry is not AS_IT_LIES:
-            what = "a plain tensor" if isinstance(leaf, torch.Tensor) else f"{leaf!r}, no tensor"
-            raise LocalPlacementError(
-                asked=asked,
-                found=f"it is {what}, and inputs= has placements for it",
-                do="Distribute it first (distribute_tensor, from_local), or put None in its place: then each rank "
-                "passes its own.",
-            )
-        return None
-    if entry is None:
-        raise LocalPlacementError(
-            asked=asked,
-            found=f"it is a MeshTensor {show_all(lies)}, and inputs= has no placements for it",
-            do="Give its placements, one per mesh dim; by name for an argument passed by keyword.",
-        )
-    return lies if entry is AS_IT_LIES else check_placements(entry, mesh_ndim, leaf.ndim)
-
-
-def _mesh_dims(dims: Sequence[int | str], names: Sequence[str], ndim: int, asked: str) -> frozenset[int]:
-    known = set()
-    for dim in dims:
-        if isinstance(dim, str) and dim in names:
-            known.add(list(names).index(dim))
-        elif isinstance(dim, int) and -ndim <= dim < ndim:
-            known.add(dim % ndim)
-        else:
-            raise LocalPlacementError(
-                asked=asked,
-                found=f"communicates= names the mesh dim {dim!r}, and there are {', '.join(names) or ndim}",
-                do="Use names or numbers of mesh dims.",
-            )
-    return frozenset(known)
-
-
 @traceable
 def _refuse_parts(function: str, shape: Sequence[int], layout: Sequence[Placement]) -> None:
     raise TracingError(
-        asked=f"compile {function} by local",
-        found=f"an argument {tuple(shape)} {show_all(layout)} has parts of unequal shapes, and a graph cannot wait for "
-        "what other ranks answer",
+        asked=f"compile or rehearse {function} by local",
+        found=f"an argument {tuple(shape)} {show_all(layout)} has parts of unequal shapes, and no other rank can be "
+        "asked for the shapes of its results",
         do="Say the global shapes of the results: shapes=.",
     )
-
-
-def _fault(flat: Sequence[Any], layouts: Sequence[Layout | None]) -> str:
-    for i, (value, layout) in enumerate(zip(flat, layouts, strict=True)):
-        if isinstance(value, MeshTensor):
-            return f"result {i} is a MeshTensor {show_all(value.placements)}, not a part of this rank"
-        if isinstance(value, torch.Tensor) and layout is None:
-            return f"result {i} is a tensor {tuple(value.shape)}, and outputs= has no placements for it"
-        if not isinstance(value, torch.Tensor) and layout is not None:
-            return f"result {i} is a {type(value).__name__}, no tensor, and outputs= says {show_all(layout)}"
-    return ""
 
 
 def local(

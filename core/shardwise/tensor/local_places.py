@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalPlacementError
-from shardwise.kernel.placements import REPLICATE, Placement, Replicate
+from shardwise.kernel.placements import REPLICATE, Placement, Replicate, check_placements, show_all
 
-__all__ = ["AS_IT_LIES", "layouts_in", "normal", "of_arguments", "spread"]
+__all__ = ["AS_IT_LIES", "layout_of_leaf", "layouts_in", "mesh_dims", "normal", "of_arguments", "spread"]
 
 AS_IT_LIES = "as it lies"
 """The entry of an argument whose placements are to stay whatever they are."""
@@ -107,3 +108,43 @@ def of_arguments(
             (name, entry, value) for (name, value), entry in zip(values, (*inputs, *[None] * len(kwargs)), strict=True)
         ]
     return [(name, inputs, value) for name, value in values]
+
+
+def layout_of_leaf(
+    leaf: Any, lies: tuple[Placement, ...] | None, entry: Any, mesh_ndim: int, asked: str
+) -> tuple[Placement, ...] | None:
+    """The placements that a leaf is to have, ``None`` for one that is passed as it is."""
+    if lies is None:
+        if entry is not None and entry is not AS_IT_LIES:
+            what = "a plain tensor" if isinstance(leaf, torch.Tensor) else f"{leaf!r}, no tensor"
+            raise LocalPlacementError(
+                asked=asked,
+                found=f"it is {what}, and inputs= has placements for it",
+                do="Distribute it first (distribute_tensor, from_local), or put None in its place: then each rank "
+                "passes its own.",
+            )
+        return None
+    if entry is None:
+        raise LocalPlacementError(
+            asked=asked,
+            found=f"it is a MeshTensor {show_all(lies)}, and inputs= has no placements for it",
+            do="Give its placements, one per mesh dim; by name for an argument passed by keyword.",
+        )
+    return lies if entry is AS_IT_LIES else check_placements(entry, mesh_ndim, leaf.ndim)
+
+
+def mesh_dims(dims: Sequence[int | str], names: Sequence[str], ndim: int, asked: str) -> frozenset[int]:
+    """The numbers of mesh dims that are given by number or name; raises :class:`LocalPlacementError` for others."""
+    known = set()
+    for dim in dims:
+        if isinstance(dim, str) and dim in names:
+            known.add(list(names).index(dim))
+        elif isinstance(dim, int) and -ndim <= dim < ndim:
+            known.add(dim % ndim)
+        else:
+            raise LocalPlacementError(
+                asked=asked,
+                found=f"communicates= names the mesh dim {dim!r}, and there are {', '.join(names) or ndim}",
+                do="Use names or numbers of mesh dims.",
+            )
+    return frozenset(known)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.groups import backend_of
 from shardwise.comm.rule_agreement import differences, different_summaries
 from shardwise.errors import LocalResultError
+from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import Placement, check_placements, shard_dim, show_all
 from shardwise.kernel.spec import TensorSpec
@@ -18,7 +19,7 @@ from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 
-__all__ = ["Agreed", "agree", "global_shape"]
+__all__ = ["Agreed", "agree", "fault_of", "global_shape"]
 
 Layout = tuple[Placement, ...]
 
@@ -130,3 +131,17 @@ def global_shape(
         do="Parts are split as torch.chunk splits. Return parts of these shapes, or say other placements in outputs=.",
         shapes=tuple(map(tuple, shapes)),
     )
+
+
+def fault_of(flat: Sequence[Any], layouts: Sequence[Layout | None]) -> str:
+    """What is wrong with the results of this rank; empty where nothing is."""
+    if len(flat) != len(layouts):
+        return f"it returns {len(flat)} values, and {len(layouts)} at an earlier call of this kind"
+    for i, (value, layout) in enumerate(zip(flat, layouts, strict=True)):
+        if isinstance(value, tensor_class()):
+            return f"result {i} is a MeshTensor {show_all(value.placements)}, not a part of this rank"
+        if isinstance(value, torch.Tensor) and layout is None:
+            return f"result {i} is a tensor {tuple(value.shape)}, and outputs= has no placements for it"
+        if not isinstance(value, torch.Tensor) and layout is not None:
+            return f"result {i} is a {type(value).__name__}, no tensor, and outputs= says {show_all(layout)}"
+    return ""

@@ -15,7 +15,8 @@ from typing import Any
 from attrs import evolve, frozen
 
 from shardwise.testing.pool import WorkerPool
-from shardwise.testing.step_values import Asked, Difference, StepRun, run_step_on_rank
+from shardwise.testing.step_differences import Difference
+from shardwise.testing.step_values import Asked, StepRun, run_step_on_rank
 
 __all__ = ["STAGES", "StepReport", "check_step"]
 
