@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.tensor.distribute import distribute_tensor
     from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
     from shardwise.tensor.late_grads import accumulate
+    from shardwise.tensor.local_function import local
     from shardwise.tensor.mesh_tensor import MeshTensor
     from shardwise.tensor.modules import distribute_module
     from shardwise.tensor.on_mesh import on
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from shardwise.tools.explain import explain
     from shardwise.tools.spot_check import verify
     from shardwise.tools.timeline import timeline
+    from shardwise.tools.visualize import visualize
 
 # By the module that has them; a name without one is a module of this package.
 _NAMES = {
@@ -54,6 +56,7 @@ _NAMES = {
     "tensor.distribute": ("distribute_tensor",),
     "tensor.factories": ("empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
     "tensor.late_grads": ("accumulate",),
+    "tensor.local_function": ("local",),
     "tensor.mesh_tensor": ("MeshTensor",),
     "tensor.modules": ("distribute_module",),
     "tensor.on_mesh": ("on",),
@@ -65,6 +68,7 @@ _NAMES = {
     "tools.explain": ("explain",),
     "tools.spot_check": ("verify",),
     "tools.timeline": ("timeline",),
+    "tools.visualize": ("visualize",),
 }
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -91,6 +95,7 @@ __all__ = [  # __getattr__ has them
     "explain",
     "full",
     "learn",
+    "local",
     "manual_seed",
     "on",
     "ones",
@@ -109,6 +114,7 @@ __all__ = [  # __getattr__ has them
     "testing",
     "timeline",
     "verify",
+    "visualize",
     "zeros",
 ]
 
@@ -131,10 +137,18 @@ def __getattr__(name: str) -> Any:
 def _start() -> None:
     """Tell the package of tensors, once it is there, what packages above it do."""
     from shardwise.comm import rule_agreement
-    from shardwise.tensor import modules
+    from shardwise.tensor import MeshTensor, modules
 
     modules.at_module.append(_learn_if_asked)
+    MeshTensor._repr_html_ = _picture  # type: ignore[attr-defined]  # what notebooks call
     rule_agreement.at_first_use.append(_verify_if_asked)
+
+
+def _picture(tensor: "MeshTensor") -> str:
+    """How a MeshTensor lies, for notebooks; nothing is computed or sent."""
+    from shardwise.tools.visualize import visualize
+
+    return visualize(tensor).svg()
 
 
 def _verify_if_asked() -> None:

@@ -61,6 +61,18 @@ class LayoutError(ShardingError):
     """The placements of shardwise cannot express a layout, or a local tensor does not fit its layout."""
 
 
+class LocalPlacementError(PlacementError):
+    """The placements that :func:`shardwise.local` was given do not fit the function, its arguments or its results."""
+
+
+class LocalResultError(LayoutError):
+    """A local function returned parts that do not make the global tensor that its placements say."""
+
+
+class LocalGradientError(LayoutError):
+    """A gradient at the border of a local function cannot be derived from placements."""
+
+
 class MeshMismatchError(ShardingError):
     """Operands of one op are on different meshes."""
 
@@ -124,6 +136,10 @@ class TracingError(ShardingError):
 
 class RankDisagreementError(ShardingError):
     """Ranks of one mesh have different rules, values or calls where they must have the same."""
+
+
+class DifferentSeedsWarning(UserWarning):
+    """Torch's generators have different seeds on the ranks of a mesh, and that of its first rank holds for all."""
 
 
 class RankFailedError(ShardingError):
