@@ -16,7 +16,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "calibrate": ("shardwise.cli.calibrate", "Measure the links of a mesh, for the cost model."),
-    "check": ("shardwise.cli.check_program", "Compare a step on a mesh with one device, module by module."),
+    "check": ("shardwise.cli.check_program:check_program", "Compare a step on a mesh with one device, module by module."),
     "completion": ("shardwise.cli.completion", "Print the completion script for a shell."),
     "coverage": ("shardwise.cli.coverage", "List the ops of a program that no plugin has a rule for."),
     "demo": ("shardwise.demo.command", "Train a GPT on a mesh of local processes and on one device, and compare."),
@@ -32,7 +32,7 @@ COMMANDS = {
     "timeline": ("shardwise.cli.timeline", "List what each collective of a recorded step cost, and who waited."),
     "why": ("shardwise.cli.why", "Say which rule holds for an op, and why."),
 }
-"""By name: the module that has the command, and what it does, in one line."""
+"""By name: the module that has the command, with the name of its function if that is another, and what it does."""
 
 
 class Commands(click.Group):
@@ -46,7 +46,8 @@ class Commands(click.Group):
         """The command, imported."""
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
+        module, _, function = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), function or cmd_name)
         assert isinstance(command, click.Command)
         return command
 
