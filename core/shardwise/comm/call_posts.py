@@ -14,10 +14,10 @@ from typing import Any
 from attrs import asdict, define, field
 
 from shardwise.comm.collective_log import KEPT, Call, CollectiveLog
-from shardwise.comm.failure_notes import Note, World
+from shardwise.comm.failure_notes import Note, Wait, World
 from shardwise.errors import RankDisagreementError
 
-__all__ = ["compare_calls", "first_difference", "latest_post", "lines_by_rank"]
+__all__ = ["compare_calls", "first_difference", "has_issued", "latest_post", "lines_by_rank", "post_calls"]
 
 _EVERY = 1.0
 """Seconds between two comparisons: two or three requests to the store for each process group."""
@@ -66,6 +66,21 @@ def _post(world: World, posts: _Posts, log: CollectiveLog) -> None:
         posts.counts[log.name] = count
         text = json.dumps({"count": count, "digests": log.digests(), "last": str(log.call(count))})
         world.store.set(_key(world, "calls", log, world.rank), text)
+
+
+def post_calls(world: World) -> None:
+    """Post what this rank has issued, because it issues nothing more."""
+    posts = _posts.setdefault(world.prefix, _Posts())
+    for log in tuple(world.logs.values()):
+        _post(world, posts, log)
+
+
+def has_issued(world: World, wait: Wait, rank: int) -> bool:
+    """Whether a rank is known to have issued the collective that a thread of this rank waits for."""
+    log = next((log for log in world.logs.values() if log.name == wait.group), None)
+    if wait.kind != "collective" or log is None or rank not in log.ranks:
+        return False
+    return bool(latest_post(world, log, rank)["count"] >= wait.number > 0)
 
 
 def latest_post(world: World, log: CollectiveLog, rank: int) -> Mapping[str, Any]:

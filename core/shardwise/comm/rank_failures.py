@@ -36,6 +36,7 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.call_posts import post_calls
 from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, World, current_world
 from shardwise.comm.waiting_ranks import failure_behind, look_for_failures
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
@@ -231,6 +232,8 @@ def end_program() -> None:
     """
     world = current_world()
     if world is not None and world.own is None and is_reachable(world.store):
+        with suppress(RuntimeError):
+            post_calls(world)
         world.write(Note(world.rank, "", ENDED, "", "", 1, is_final=False))
 
 

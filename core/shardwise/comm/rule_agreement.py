@@ -124,6 +124,8 @@ def summary(registry: Registry) -> Summary:
             "plain": settings.plain,
             "check-ranks": "on" if settings.check_ranks else "off",
             "keep-moved": str(settings.keep_moved),
+            "check-replicas": str(settings.check_replicas),
+            "verify": str(settings.verify),
         },
         "plugin": plugins,
         "rule": rules,

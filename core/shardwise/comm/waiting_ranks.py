@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
-from shardwise.comm.call_posts import compare_calls
+from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import short_line, users_frame
-from shardwise.comm.failure_notes import PROCESS, TICK, Wait, World, current_world, ranks_of
+from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Wait, World, current_world, ranks_of
 from shardwise.comm.standstill import look_at_waits
 from shardwise.errors import ShardingError
 
@@ -107,6 +107,12 @@ def _awaited(world: World, now: float) -> set[int]:
     return ranks
 
 
+def _have_come(world: World, rank: int) -> bool:
+    """Whether a rank has issued all collectives that threads of this rank wait for: those wait for another one."""
+    waits = [wait for _, _, wait in world.waits.values() if wait is not None and rank in wait.ranks]
+    return bool(waits) and all(has_issued(world, wait, rank) for wait in waits)
+
+
 def _wait(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | None) -> Wait | None:
     """What a thread waits for in a frame, in words."""
     if thread in world.compares:
@@ -141,6 +147,8 @@ def _look(world: World, now: float) -> None:
     world.notes = standing
     for note, since in standing.values():
         is_shared = world.raised[note.key] >= note.times
+        if note.kind == ENDED and _have_come(world, note.rank):
+            continue
         if note.is_final or (not is_shared and now - since >= PATIENCE):
             world.give_up(note)
             return
