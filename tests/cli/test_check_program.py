@@ -165,6 +165,15 @@ def test_in_double_precision_nothing_is_off_by_much(check):
     assert "The same as on one device, on 4 ranks (2x2): 13 parameters" in check("right", "--double", "--rtol", "1e-12")
 
 
+@pytest.mark.slow
+def test_the_ranks_may_run_by_a_plan(check, tmp_path):
+    program = f"{tmp_path / 'program_to_check.py'}:right"
+    out = str(tmp_path / "step.plan")
+    planned = CliRunner().invoke(main, ["plan", program, "--mesh", "2x2", "--names", "dp,tp", "--out", out])
+    assert planned.exit_code == 0, planned.output
+    assert json.loads(check("right", "--plan", out, "--json"))["same"]
+
+
 def test_a_wrong_rule_is_named(check):
     text = check("wrong_rule", code=1)
     assert "The first that differs, on all ranks: forward: module first.down, output" in text
