@@ -1,8 +1,8 @@
 """Settings: words that people write, patterns of ``prefer``, and what cannot be read."""
 
+import math
 import re
 from pathlib import Path
-import math
 
 import pytest
 

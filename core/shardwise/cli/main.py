@@ -16,7 +16,7 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "calibrate": ("shardwise.cli.calibrate", "Measure the links of a mesh, for the cost model."),
-    "check": ("shardwise.cli.check_program:check_program", "Compare a step on a mesh with one device, module by module."),
+    "check": ("shardwise.cli.check_program:check_program", "Compare a step on a mesh with one device, by module."),
     "completion": ("shardwise.cli.completion", "Print the completion script for a shell."),
     "coverage": ("shardwise.cli.coverage", "List the ops of a program that no plugin has a rule for."),
     "demo": ("shardwise.demo.command", "Train a GPT on a mesh of local processes and on one device, and compare."),
