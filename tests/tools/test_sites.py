@@ -72,21 +72,21 @@ def rows(mesh):
 
 
 @pytest.mark.parametrize(
-    ("call", "op", "why"),
+    ("call", "op", "why", "is_implicit"),
     [
-        (lambda x: x.redistribute(placements=[Replicate()]), "redistribute", "redistribute(): dp S(0) -> R"),
-        (lambda x: x.full_tensor(), "full_tensor", "full_tensor() of the program"),
-        (lambda x: x.sum().item(), "item()", "item() of the program"),
-        (lambda x: bool(x.sum()), "bool()", "bool() of the program"),
+        (lambda x: x.redistribute(placements=[Replicate()]), "redistribute", "redistribute(): dp S(0) -> R", False),
+        (lambda x: x.full_tensor(), "full_tensor", "full_tensor() of the program", False),
+        (lambda x: x.sum().item(), "item()", "item() needs it whole", True),
+        (lambda x: bool(x.sum()), "bool()", "bool() needs it whole", True),
     ],
 )
-def test_calls_of_the_program_are_explicit(call, op, why):
+def test_calls_of_the_program_are_explicit_but_for_those_that_only_read(call, op, why, is_implicit):
     def program(mesh):
         with torch.no_grad():
             call(rows(mesh))
 
     last = sites_of(program, ((4,), ("dp",)))[-1]
-    assert (last.op, last.why, last.implicit, last.module) == (op, why, False, "")
+    assert (last.op, last.why, last.implicit, last.module) == (op, why, is_implicit, "")
     assert last.line.path.endswith("test_sites.py")
 
 

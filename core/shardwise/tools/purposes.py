@@ -25,7 +25,7 @@ __all__ = ["Purpose", "mesh_of", "moved_text", "purpose_at"]
 
 @frozen
 class Purpose:
-    """Who asks for a collective (``op``), and why.
+    """Who asks for a collective (``op``), and why. Policies (:func:`shardwise.communication`) are about ``implicit`` ones.
 
     ``leaf`` is the leaf whose gradient is sent; its name, or ``name``, stands in ``why`` for ``{name}``. ``is_several``
     says that several tensors are sent together, ``is_final`` that frames further out say nothing more.
@@ -42,7 +42,7 @@ class Purpose:
 
     def of_event(self, reason: str) -> Purpose:
         """The purpose of an event with a reason: what a plan for the whole step says."""
-        return self if not reason else evolve(self, why=reason, implicit=False)
+        return self if not reason else evolve(self, why=reason, implicit=not in_force.is_written)
 
     @classmethod
     def of_call(cls, handler: FrameType, inner: FrameType | None) -> Purpose:
@@ -51,14 +51,14 @@ class Purpose:
         plan = values.get("plan")
         if not isinstance(plan, Plan):
             op = handler.f_code.co_filename.removeprefix("<shardwise handler of ").rstrip(">")
-            return cls(op, "an agreement on a new plan", implicit=True, is_final=True)
+            return cls(op, "an agreement on a new plan", is_final=True)
         op = op_name(plan.schema.op)
         return cls(op, _why_of_call(op, plan, values, inner), implicit=not _is_decided(plan), is_final=True)
 
 
 def _is_decided(plan: Plan) -> bool:
-    """Whether a plan for the whole step says how the call runs: then its moves are written there."""
-    if in_force.decisions is None or plan.schema.is_symbolic:
+    """Whether a plan file says how the call runs: then its moves are written there."""
+    if in_force.decisions is None or not in_force.is_written or plan.schema.is_symbolic:
         return False
     metas = tuple(None if spec is None else spec.tensor_meta for spec in plan.outs)
     rule, schema = plan.entry.rule, plan.schema
@@ -124,7 +124,7 @@ def purpose_at(file: str, frame: FrameType, before: Purpose) -> Purpose:
     """What a frame of shardwise says of the collective below it; ``before`` is what frames further in said."""
     name = frame.f_code.co_name
     if file in _AGREEMENTS:
-        return Purpose("(agreement)", "the ranks compare what they have", implicit=True, is_final=True)
+        return Purpose("(agreement)", "the ranks compare what they have", is_final=True)
     if file.startswith(_DISTRIBUTING):
         return evolve(before, op=name.strip("_"), why=f"{name.strip('_')}() of the program")
     read = _FILES.get(file)
@@ -177,7 +177,7 @@ def _of_method(name: str, frame: FrameType, before: Purpose) -> Purpose:
     """A method of MeshTensor that the program called, perhaps by way of others."""
     if name == "_only":
         what = str(frame.f_locals.get("what"))
-        return evolve(before, op=what, why=f"{what} of the program")
+        return evolve(before, op=what, why=f"{what} needs it whole", implicit=True)
     if name == "full_tensor" or (name in _CALLS and before.op == "(none)"):
         return evolve(before, op=name, why=f"{name}() of the program")
     return before
