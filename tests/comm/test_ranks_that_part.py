@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from attrs import asdict
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.comm import standstill
+from shardwise.comm import rank_failures, standstill
 from shardwise.comm.call_posts import first_difference
 from shardwise.comm.collective_log import KEPT, CollectiveLog, call_code
-from shardwise.comm.failure_notes import Wait
+from shardwise.comm.failure_notes import Note, Wait
+from shardwise.comm.groups import group_of
 from shardwise.comm.standstill import Waiting, circle
+from shardwise.comm.waiting_ranks import _awaited
 from shardwise.errors import RankDisagreementError, RankWaitError, WorkerError
 from shardwise.settings import Settings
 from shardwise.testing import WorkerPool
@@ -357,10 +362,6 @@ class Work:
 
 def test_a_collective_on_a_device_is_a_wait_while_it_is_not_complete() -> None:
     """As NCCL has it: no thread of the host waits, and the log knows the last work."""
-    from types import SimpleNamespace
-
-    from shardwise.comm.waiting_ranks import _awaited
-
     log = CollectiveLog("group", (0, 1), holds_work=True)
     log.record(SUM, 4)
     log.work = Work()
@@ -376,15 +377,52 @@ def test_a_collective_on_a_device_is_a_wait_while_it_is_not_complete() -> None:
 
 
 def test_an_error_that_travels_through_the_store_is_the_same() -> None:
-    import json
-
-    from attrs import asdict
-
-    from shardwise.comm.failure_notes import Note
-
     note = Note(1, "run", "RankDisagreementError", "they differ", "k", 1, is_final=True, ranks_say=("rank 0: a",))
     again = Note(**json.loads(json.dumps(asdict(note))))
     assert again == note
     error = again.error("closed")
     assert isinstance(error, RankDisagreementError)
     assert error.differences == ("rank 0: a",)
+
+
+def test_an_optimizer_step_raises_what_the_thread_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(failure=None, steps=0)
+    monkeypatch.setattr(rank_failures.PROCESS, "world", world)
+    monkeypatch.setattr(rank_failures, "current_world", lambda: world)
+    woken = []
+    for _ in range(9):
+        rank_failures.PROCESS.wakes.clear()
+        rank_failures.at_step()
+        woken.append(rank_failures.PROCESS.wakes.is_set())
+    rank_failures.PROCESS.wakes.clear()
+    assert [step for step, is_woken in enumerate(woken, 1) if is_woken] == [1, 2, 4, 8]
+    world.failure = Note(
+        1, "run", "RankDisagreementError", "they differ", "k", 1, is_final=True, ranks_say=("rank 0: a",)
+    )
+    with pytest.raises(RankDisagreementError, match="they differ: rank 0: a"):
+        rank_failures.at_step()
+
+
+def compiled() -> float:
+    """What a graph sends is neither recorded nor compared; what runs around it is."""
+    x = sharded()
+    log = _log()
+    total = torch.compile(lambda t: (t * 2).sum(), backend="eager")
+    with sw.check_ranks():
+        before = log.count
+        out = total(x)
+        inside = log.count - before
+        value = out.full_tensor()
+    return float(value) + 1000 * inside
+
+
+def _log() -> CollectiveLog:
+    group: Any = group_of(init_device_mesh("cpu", (4,)), (0,))
+    log: CollectiveLog = group.log
+    return log
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_compiled_program_passes(pool: WorkerPool) -> None:
+    assert pool.run(compiled, timeout=120) == [128.0] * 4

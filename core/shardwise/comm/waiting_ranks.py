@@ -164,8 +164,8 @@ def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
         waiter: Any = at.f_locals.get("self")
         if hasattr(waiter, "process_group"):  # an AsyncResult; the frames of two of them may have one address
             return ref(waiter), None if waiter.process_group is None else ranks_of(waiter.process_group)
-        if at.f_locals.get("awaited") is not None:
-            return place, at.f_locals["awaited"]
+        if at.f_locals.get("awaited") is not None:  # it looks again and again, so its instruction changes
+            return (id(at), at.f_locals.get("key")), at.f_locals["awaited"]
         if at.f_locals.get("group") is not None:
             return place, ranks_of(at.f_locals["group"])
         at = at.f_back

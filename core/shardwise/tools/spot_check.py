@@ -119,9 +119,14 @@ def _mesh(operands: Any) -> DeviceMesh | None:
     mesh = next(iter(meshes), None)
     if len(meshes) != 1 or not isinstance(mesh, DeviceMesh) or mesh.size() == 1 or mesh.get_coordinate() is None:
         return None
-    if is_rehearsing() or backend_of(mesh) == "fake" or any(is_recorded(t._local_tensor) for t in tensors):
+    if is_rehearsing() or backend_of(mesh) == "fake" or any(_is_no_data(t._local_tensor) for t in tensors):
         return None
     return mesh
+
+
+def _is_no_data(local: Tensor) -> bool:
+    """Whether a local tensor is one of a graph, or only says what a view of a result under way would be."""
+    return is_recorded(local) or local.is_meta
 
 
 def _checked(run: Callable[[], Any], op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMesh) -> Any:
