@@ -131,7 +131,7 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
     environ = os.environ if environ is None else environ
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in VARIABLES:
-            do = _nearest(variable, VARIABLES, f"Unset it. There are {', '.join(VARIABLES)}.")
+            do = _nearest(variable, VARIABLES, f"Correct or unset it. There are {', '.join(VARIABLES)}.")
             raise _refusal(variable, f"there is no variable {variable!r}", do)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
