@@ -25,7 +25,7 @@ __all__ = ["Purpose", "mesh_of", "moved_text", "purpose_at"]
 
 @frozen
 class Purpose:
-    """Who asks for a collective (``op``), and why. Policies (:func:`shardwise.communication`) are about ``implicit`` ones.
+    """Who asks for a collective (``op``), and why. Policies on communication are about those that are ``implicit``.
 
     ``leaf`` is the leaf whose gradient is sent; its name, or ``name``, stands in ``why`` for ``{name}``. ``is_several``
     says that several tensors are sent together, ``is_final`` that frames further out say nothing more.
