@@ -88,6 +88,20 @@ def rule_table(session: nox.Session) -> None:
 
 
 @nox.session
+def pictures(session: nox.Session) -> None:
+    """Draw docs/pictures/*.svg."""
+    install(session, "test")
+    session.run("python", str(ROOT / "tests" / "pictures"))
+
+
+@nox.session
+def reference(session: nox.Session) -> None:
+    """Write docs/reference.md from the docstrings."""
+    install(session, "test")
+    session.run("python", str(ROOT / "tests" / "reference" / "reference_page.py"))
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The benchmarks beside DTensor, one after the other, and docs/performance.md; never part of a test."""
     install(session, "test", "bench")

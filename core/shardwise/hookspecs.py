@@ -21,8 +21,11 @@ __all__ = [
     "shardwise_register",
 ]
 
+#: The name under which pluggy keeps the hooks.
 PROJECT = "shardwise"
+#: Marks the hooks of this module, which a plugin may implement.
 hookspec = pluggy.HookspecMarker(PROJECT)
+#: Marks a plugin's function of the same name as a hook: ``@hookimpl``.
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 

@@ -4,6 +4,7 @@
 ``<!-- setup ... -->``          Python that runs before the blocks that follow it, and that readers do not see
 ``<!-- setup on 4 ranks ... ->`` the same in the program for several ranks
 ``<!-- on 4 ranks -->``         the next block is Python for so many ranks; those of a page are one program
+``<!-- printed on 4 ranks -->`` the next block is what the first of the ranks prints
 ``<!-- output varies -->``      the next console block runs, and what it prints is not compared
 ``<!-- in an environment -->``  the next block runs in a fresh virtual environment with shardwise (a slow test)
 ``<!-- file: NAME -->``         the next block is that file, in the folder that console blocks run in; with

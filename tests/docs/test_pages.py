@@ -28,8 +28,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_in_the_navigation_of_the_site(page, docs):
-    if page.parent.name == "docs":
-        assert f"- {page.name}\n" in (docs.ROOT / "mkdocs.yml").read_text()
+    if docs.ROOT / "docs" in page.parents:
+        assert f"- {page.relative_to(docs.ROOT / 'docs')}\n" in (docs.ROOT / "mkdocs.yml").read_text()
 
 
 def test_every_block_runs_or_says_why_not(page, docs):
@@ -61,7 +61,10 @@ def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
                 exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
     programs = [b.text for b in docs.blocks(page) if b.how == "on 4 ranks"]
     if programs:
-        pool.run(run_program, "".join(programs))
+        printed = pool.run(run_program, "".join(programs))[0]
+        for block in docs.blocks(page):
+            if block.how == "printed on 4 ranks":
+                assert block.text in printed, str(block)
 
 
 @contextmanager
@@ -77,7 +80,10 @@ def kept_overrides():
 
 
 def run_program(text):
-    exec(compile(text, "page", "exec"), {"__name__": "page"})  # noqa: S102  # the text under test
+    """Run a program; what this rank printed."""
+    with redirect_stdout(StringIO()) as out:
+        exec(compile(text, "page", "exec"), {"__name__": "page"})  # noqa: S102  # the text under test
+    return out.getvalue()
 
 
 def test_console_blocks_print_what_they_show(page, docs, monkeypatch, tmp_path):
@@ -113,11 +119,9 @@ def run_readme(text):
     """It ends with the process group, which the pool still needs."""
     kept, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     try:
-        with redirect_stdout(StringIO()) as out:
-            run_program(text)
+        return run_program(text)
     finally:
         dist.destroy_process_group = kept
-    return out.getvalue()
 
 
 def test_the_readme_example_runs(docs, pool):

@@ -46,6 +46,7 @@ def coordinates(mesh_shape: Sequence[int]) -> list[tuple[int, ...]]:
     return list(product(*map(range, mesh_shape)))
 
 
+#: A mesh of processes, or one that is only thought of.
 Mesh = DeviceMesh | AbstractMesh
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "strided_shard",
 ]
 
+#: The one instance that rules and specs use.
 REPLICATE = Replicate()
 StridedShard = torch_placements.StridedShard
 

@@ -139,6 +139,7 @@ def reducible(kind: str, dtype: torch.dtype) -> bool:
     return not (dtype.is_complex and kind in ("max", "min"))
 
 
+#: The reductions that a partial tensor may have.
 REDUCE_OPS: tuple[str, ...] = ("sum", "avg", "max", "min", "product")
 
 SENDABLE = frozenset(

@@ -10,6 +10,7 @@ from shardwise.rule.flow import Flow
 
 __all__ = ["ANY", "UNMOVED", "Labels", "dim_of", "each", "labels", "replaced", "whole"]
 
+#: The names of the dims of one tensor; ``None`` is a dim that is never sharded.
 Labels = tuple[str | None, ...]
 
 #: Each element of a result is one element of the operands, which are all partial; so are all results.

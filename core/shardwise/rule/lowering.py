@@ -214,5 +214,6 @@ def _sharding(placements: tuple[Placement, ...], ndim: int, dims: tuple[int, ...
 
 # (local call, *args, **kwargs) -> local result(s). The args are the op's schema arguments in order, defaults filled in,
 # with local tensors in place of global ones; keyword-only arguments are the kwargs.
+#: A function that runs in place of the local op: ``lowering(local, *args, **kwargs)``.
 Lowering = Callable[..., Any]
 LocalArgs = Callable[[LocalCall], Mapping[str, Any]]
