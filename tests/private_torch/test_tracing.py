@@ -147,6 +147,18 @@ def test_an_ordinary_tensor_answers_for_the_one_class_that_takes_plain_tangents(
     assert name in inspect.getsource(runtime_wrappers)
 
 
+def test_a_function_that_is_called_while_a_graph_is_made_is_marked_as_torch_does():
+    def one():
+        return None
+
+    def two():
+        return None
+
+    torch.compiler.assume_constant_result(one)
+    tracing.constant_in_graphs(two)
+    assert vars(one) == vars(two)
+
+
 def test_the_graph_that_is_made_is_one_object_for_forward_and_backward():
     seen = []
 

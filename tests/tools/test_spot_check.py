@@ -54,7 +54,7 @@ def test_a_training_run_passes_with_its_calls_checked(pool, share):
     answers = pool.run(partial(a_gpt_trains, share), timeout=120)
     (before, checked) = answers[0]
     assert before[:2] == before[2:]
-    assert sum(checked.values()) > 300 * share
+    assert sum(checked.values()) > 250 * share
     assert share < 1 or {"aten.mm.default", "aten.embedding.default"} <= set(checked)
     assert all(other == answers[0] for other in answers)
 

@@ -22,7 +22,7 @@ from shardwise.errors import SettingsError, TracingError
 from shardwise.kernel.dispatcher import drop_plans
 from shardwise.kernel.mesh import Mesh
 from shardwise.private_torch.dispatch import in_backward, next_node_number, number_of_running_node
-from shardwise.private_torch.tracing import graph_that_is_made
+from shardwise.private_torch.tracing import constant_in_graphs, graph_that_is_made
 from shardwise.settings import read_settings
 
 __all__ = [
@@ -268,7 +268,7 @@ _of_graphs: MutableMapping[Any, Stack] = WeakKeyDictionary()
 _of_modules: list[PolicyScope] = []
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def hold_for_graph(number: int) -> None:
     """Have a policy of a module hold for the whole graph that is being made."""
     graph, scope = graph_that_is_made(), _of_modules[number]

@@ -243,6 +243,15 @@ def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     return False
 
 
+def constant_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
+    """Have dynamo call a function while it makes a graph, and leave it out of the graph.
+
+    ``torch.compiler.assume_constant_result`` sets this attribute, and imports dynamo, which takes a second.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def graph_that_is_made() -> Any:
     """An object that stands for the graph that ``torch.compile`` makes now, forward and backward; None if it makes
     none. Torch has its own state there, and no public name for it.
