@@ -1,5 +1,6 @@
 """Settings: words that people write, patterns of ``prefer``, and what cannot be read."""
 
+import math
 import re
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def test_numbers_of_bytes(word, nbytes, tmp_path):
     assert read_settings({"SHARDWISE_KEEP_MOVED": word}, tmp_path).keep_moved == nbytes
 
 
+def test_numbers_of_what_is_checked(tmp_path):
+    found = read_settings({"SHARDWISE_WAIT_LIMIT": "2.5", "SHARDWISE_VERIFY": "0.001"}, tmp_path)
+    assert (found.wait_limit, found.verify) == (2.5, 0.001)
+    assert read_settings({"SHARDWISE_WAIT_LIMIT": "Off"}, tmp_path).wait_limit == math.inf
+    (tmp_path / "pyproject.toml").write_text("[tool.shardwise]\ncheck-replicas = 100\nwait-limit = false\nverify = 1")
+    found = read_settings({}, tmp_path)
+    assert (found.check_replicas, found.wait_limit, found.verify) == (100, math.inf, 1.0)
+
+
 def test_defaults(tmp_path):
     assert read_settings({}, tmp_path) == Settings()
 
@@ -43,6 +53,12 @@ def test_defaults(tmp_path):
         ("SHARDWISE_PREFER", "aten.mm", "'aten.mm' is not a pair"),
         ("SHARDWISE_PREFER", "=acme", "'=acme' is not a pair"),
         ("SHARDWISE_KEEP_MOVED", "much", "'much' is not a number of bytes"),
+        ("SHARDWISE_WAIT_LIMIT", "0", "'0' is not a number of seconds"),
+        ("SHARDWISE_WAIT_LIMIT", "soon", "'soon' is not a number of seconds"),
+        ("SHARDWISE_CHECK_REPLICAS", "1.5", "'1.5' is not a number of steps"),
+        ("SHARDWISE_CHECK_REPLICAS", "-1", "'-1' is not a number of steps"),
+        ("SHARDWISE_VERIFY", "2", "'2' is not a share of calls"),
+        ("SHARDWISE_VERIFY", "nan", "'nan' is not a share of calls"),
     ],
 )
 def test_an_environment_variable_that_cannot_be_read(variable, value, found, tmp_path):
@@ -111,7 +127,7 @@ def test_a_variable_that_does_not_exist_names_the_nearest(variable, nearest, tmp
 
 
 def test_a_variable_like_no_other_lists_all(tmp_path):
-    with pytest.raises(SettingsError, match=r"Unset it\. There are SHARDWISE_PLUGINS,"):
+    with pytest.raises(SettingsError, match=r"Correct or unset it\. There are SHARDWISE_PLUGINS,"):
         read_settings({"SHARDWISE_Q": ""}, tmp_path)
     assert read_settings({"OTHER_Q": "", **dict.fromkeys(["SHARDWISE_LINKS"], "off")}, tmp_path) == Settings()
 

@@ -3,11 +3,14 @@
 Names are imported at their first use, so that a command that needs no tensor imports no torch.
 """
 
+import sys
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise import checkpoint, errors, random, testing
+    from shardwise.comm.call_comparison import check_ranks
     from shardwise.comm.policy import communication
     from shardwise.discovery.process import override
     from shardwise.engine.plain_tensors import plain
@@ -22,17 +25,23 @@ if TYPE_CHECKING:
     from shardwise.tensor.distribute import distribute_tensor
     from shardwise.tensor.factories import empty, full, ones, rand, randint, randn, randperm, zeros
     from shardwise.tensor.late_grads import accumulate
+    from shardwise.tensor.local_function import local
     from shardwise.tensor.mesh_tensor import MeshTensor
     from shardwise.tensor.modules import distribute_module
     from shardwise.tensor.on_mesh import on
     from shardwise.tensor.prefetch import prefetch
     from shardwise.tensor.printing import print  # noqa: A004  # as accelerate and others call it
+    from shardwise.tensor.replica_check import check_replicas
     from shardwise.tensor.sharing import sharing_views
     from shardwise.tools.calibrate import calibrate
     from shardwise.tools.explain import explain
+    from shardwise.tools.spot_check import verify
+    from shardwise.tools.timeline import timeline
+    from shardwise.tools.visualize import visualize
 
 # By the module that has them; a name without one is a module of this package.
 _NAMES = {
+    "comm.call_comparison": ("check_ranks",),
     "comm.policy": ("communication",),
     "discovery.process": ("override",),
     "engine.plain_tensors": ("plain",),
@@ -47,14 +56,19 @@ _NAMES = {
     "tensor.distribute": ("distribute_tensor",),
     "tensor.factories": ("empty", "full", "ones", "rand", "randint", "randn", "randperm", "zeros"),
     "tensor.late_grads": ("accumulate",),
+    "tensor.local_function": ("local",),
     "tensor.mesh_tensor": ("MeshTensor",),
     "tensor.modules": ("distribute_module",),
     "tensor.on_mesh": ("on",),
     "tensor.prefetch": ("prefetch",),
     "tensor.printing": ("print",),
+    "tensor.replica_check": ("check_replicas",),
     "tensor.sharing": ("sharing_views",),
     "tools.calibrate": ("calibrate",),
     "tools.explain": ("explain",),
+    "tools.spot_check": ("verify",),
+    "tools.timeline": ("timeline",),
+    "tools.visualize": ("visualize",),
 }
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
@@ -70,6 +84,8 @@ __all__ = [  # __getattr__ has them
     "TensorSpec",
     "accumulate",
     "calibrate",
+    "check_ranks",
+    "check_replicas",
     "checkpoint",
     "communication",
     "distribute_module",
@@ -79,6 +95,7 @@ __all__ = [  # __getattr__ has them
     "explain",
     "full",
     "learn",
+    "local",
     "manual_seed",
     "on",
     "ones",
@@ -95,6 +112,9 @@ __all__ = [  # __getattr__ has them
     "replicate_unknown",
     "sharing_views",
     "testing",
+    "timeline",
+    "verify",
+    "visualize",
     "zeros",
 ]
 
@@ -108,9 +128,39 @@ def __getattr__(name: str) -> Any:
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
-    if name == "distribute_module":
-        import_module("shardwise.tensor.modules").at_module.append(_learn_if_asked)
+    if "shardwise.tensor" in sys.modules:
+        _start()
     return value
+
+
+@cache
+def _start() -> None:
+    """Tell the package of tensors, once it is there, what packages above it do."""
+    from shardwise.comm import rule_agreement
+    from shardwise.tensor import MeshTensor, modules
+
+    modules.at_module.append(_learn_if_asked)
+    MeshTensor._repr_html_ = _picture  # type: ignore[attr-defined]  # what notebooks call
+    rule_agreement.at_first_use.append(_verify_if_asked)
+
+
+def _picture(tensor: "MeshTensor") -> str:
+    """How a MeshTensor lies, for notebooks; nothing is computed or sent."""
+    from shardwise.tools.visualize import visualize
+
+    return visualize(tensor).svg()
+
+
+def _verify_if_asked() -> None:
+    """Check calls from the first use of a mesh on, where the setting ``verify`` says so."""
+    from shardwise.comm import rule_agreement
+    from shardwise.settings import read_settings
+
+    rule_agreement.at_first_use.remove(_verify_if_asked)
+    if read_settings().verify:
+        from shardwise.tools.spot_check import verify_if_asked
+
+        verify_if_asked()
 
 
 def _learn_if_asked() -> None:

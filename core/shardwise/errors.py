@@ -61,6 +61,18 @@ class LayoutError(ShardingError):
     """The placements of shardwise cannot express a layout, or a local tensor does not fit its layout."""
 
 
+class LocalPlacementError(PlacementError):
+    """The placements that :func:`shardwise.local` was given do not fit the function, its arguments or its results."""
+
+
+class LocalResultError(LayoutError):
+    """A local function returned parts that do not make the global tensor that its placements say."""
+
+
+class LocalGradientError(LayoutError):
+    """A gradient at the border of a local function cannot be derived from placements."""
+
+
 class MeshMismatchError(ShardingError):
     """Operands of one op are on different meshes."""
 
@@ -126,11 +138,22 @@ class RankDisagreementError(ShardingError):
     """Ranks of one mesh have different rules, values or calls where they must have the same."""
 
 
+class DifferentSeedsWarning(UserWarning):
+    """Torch's generators have different seeds on the ranks of a mesh, and that of its first rank holds for all."""
+
+
 class RankFailedError(ShardingError):
     """Another rank failed or ended, so a collective that waits for it cannot finish.
 
     ``rank`` is the rank that failed, ``error`` the type and message of its error, ``op`` the op that raised it ("" for
     an error that was not raised by an op).
+    """
+
+
+class RankWaitError(ShardingError):
+    """A collective has waited for other ranks for longer than the setting ``wait-limit`` allows.
+
+    ``differences`` has a line for each rank: what it waits in, or what it did last.
     """
 
 
@@ -163,6 +186,13 @@ class NotationError(RuleError):
 
 class RuleArgumentError(RuleError):
     """A rule names an argument that its op lacks."""
+
+
+class WrongRuleError(ShardingError):
+    """A call that ran by a rule has other results than on one device; a spot check found it.
+
+    ``op``, ``plugin`` and ``row`` say what decided the call, ``wrong`` what differs.
+    """
 
 
 class RuleConflictError(ShardingError):
@@ -239,6 +269,25 @@ class PlanMeshError(PlanError):
 
 class PlanFitError(PlanError):
     """A plan and a module do not have the same parameters and buffers."""
+
+
+# -- lockfiles of communication, and timelines -------------------------------------------------------------------
+
+
+class LockFileError(ShardingError):
+    """A lockfile of communication cannot be read. ``path`` names it, and ``line`` the line, if any."""
+
+
+class LockVersionError(LockFileError):
+    """A lockfile was written by another version."""
+
+
+class LockFitError(LockFileError):
+    """A lockfile is for another mesh or another program."""
+
+
+class TimelineFileError(ShardingError):
+    """A file is not a timeline that shardwise wrote. ``path`` names it."""
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------

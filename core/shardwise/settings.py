@@ -14,8 +14,14 @@ SHARDWISE_RANDOM           random              how random ops draw: ``counter``,
                                                until ``shardwise.manual_seed`` is called, counter from then on)
 SHARDWISE_PLAIN            plain               plain tensors among operands: ``compare`` (unset), ``replicate`` or
                                                ``refuse``
-SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare plain tensors at every use, and
-                                               whether they keep the same moved operands
+SHARDWISE_CHECK_RANKS      check-ranks         on: ranks compare each collective before it, plain tensors at
+                                               every use, and whether they keep the same moved operands
+SHARDWISE_WAIT_LIMIT       wait-limit          seconds that a collective may wait for other ranks (unset: 540), or
+                                               ``off``
+SHARDWISE_CHECK_REPLICAS   check-replicas      compare replicated parameters and optimizer states every so many
+                                               optimizer steps (unset: 0, never)
+SHARDWISE_VERIFY           verify              the share of calls, as in 0.001, that are run again on whole tensors and
+                                               compared (unset: 0)
 SHARDWISE_KEEP_MOVED       keep-moved          the most bytes of operands that a rank keeps after it moved them for an
                                                op, for the next op that needs them so (unset: 256MiB; 0: none)
 SHARDWISE_COMMUNICATION    communication       what becomes of implicit communication, as in ``forbid over tp above
@@ -39,6 +45,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +90,9 @@ class Settings:
     random: str | None = None
     plain: str = "compare"
     check_ranks: bool = False
+    wait_limit: float = 540.0  # a minute less than what NCCL waits, so that this error is the one that is read
+    check_replicas: int = 0
+    verify: float = 0.0
     keep_moved: int = 256 << 20
     communication: tuple[str, ...] = ()
     learn: bool = False
@@ -121,7 +131,7 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
     environ = os.environ if environ is None else environ
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in VARIABLES:
-            do = _nearest(variable, VARIABLES, f"Unset it. There are {', '.join(VARIABLES)}.")
+            do = _nearest(variable, VARIABLES, f"Correct or unset it. There are {', '.join(VARIABLES)}.")
             raise _refusal(variable, f"there is no variable {variable!r}", do)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -198,6 +208,38 @@ def _texts(where: str, value: Any) -> tuple[str, ...]:
     return tuple(texts)
 
 
+def _seconds(where: str, value: Any) -> float:
+    if value is False or (isinstance(value, str) and value.strip().lower() in _FALSE - {"0"}):
+        return inf
+    seconds = _number(value)
+    if seconds is None or not 0 < seconds < inf:
+        raise _refusal(where, f"{value!r} is not a number of seconds", "Write a number above 0, or off.")
+    return seconds
+
+
+def _share(where: str, value: Any) -> float:
+    share = _number(value)
+    if share is None or not 0 <= share <= 1:
+        raise _refusal(where, f"{value!r} is not a share of calls", "Write a number from 0 to 1, as in 0.001.")
+    return share
+
+
+def _count(where: str, value: Any) -> int:
+    count = _number(value)
+    if count is None or count < 0 or count != int(count):
+        raise _refusal(where, f"{value!r} is not a number of steps", "Write a whole number; 0 means never.")
+    return int(count)
+
+
+def _number(value: Any) -> float | None:
+    """A number, also one that is written as text; None for anything else."""
+    try:
+        number = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else nan
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
+
+
 def _unknown_ops(where: str, value: Any) -> str:
     word = value.strip().lower() if isinstance(value, str) else value
     if word in ("refuse", "replicate"):
@@ -267,6 +309,9 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
     "random": ("random", _random_mode, "SHARDWISE_RANDOM"),
     "plain": ("plain", _plain_policy, "SHARDWISE_PLAIN"),
     "check-ranks": ("check_ranks", _flag, "SHARDWISE_CHECK_RANKS"),
+    "wait-limit": ("wait_limit", _seconds, "SHARDWISE_WAIT_LIMIT"),
+    "check-replicas": ("check_replicas", _count, "SHARDWISE_CHECK_REPLICAS"),
+    "verify": ("verify", _share, "SHARDWISE_VERIFY"),
     "keep-moved": ("keep_moved", _bytes, "SHARDWISE_KEEP_MOVED"),
     "communication": ("communication", _texts, "SHARDWISE_COMMUNICATION"),
     "learn": ("learn", _flag, "SHARDWISE_LEARN"),

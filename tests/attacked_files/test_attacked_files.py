@@ -26,7 +26,11 @@ from shardwise.program.decisions import Decision, Decisions
 from shardwise.program.plan_file import Line, PlanFile
 from shardwise.program.step_plan import StepPlan, read_plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled",
+    "ignore::DeprecationWarning",
+    "ignore::shardwise.errors.RulesWarning",  # a list of rules that lost one means what it says
+)
 
 EVERY_DAY = 250
 MANY = [

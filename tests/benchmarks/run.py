@@ -41,6 +41,7 @@ QUICKER = {
     ],
     "bench_random": [*ONE_CALL, "--size", "1000"],
     "bench_redistribute": ONE_CALL,
+    "bench_ring": [*ONE_CALL, "--layers", "1", "--width", "32", "--context", "16"],
     "bench_solver": ["--most", "500"],
     "bench_step": [*ONE_CALL, "--mode", "fake", "--mode", "gloo", "--layers", "1", "--width", "32", "--context", "16"],
 }

@@ -154,6 +154,20 @@ def test_a_broken_plugin_is_not_frozen(acme):
     assert "acme-frozen 1.0 failed: OSError: no libacme.so" in result.stderr
 
 
+def test_a_lock_that_cannot_be_written_or_read(fresh, tmp_path, monkeypatch):
+    result = CliRunner().invoke(main, ["plugins", "freeze", "--out", str(tmp_path / "nowhere" / "rules.lock")])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "rules.lock cannot be written: No such file or directory" in result.stderr
+    monkeypatch.setenv("SHARDWISE_LOCK", str(tmp_path / "nowhere"))
+    fresh()
+    error = refusal()
+    assert error.path == str(tmp_path / "nowhere")
+    assert "it is not a lock of rules that can be read: No such file or directory" in str(error)
+    result = CliRunner().invoke(main, ["plugins", "--json"])
+    assert result.exit_code == 1
+    assert {row["status"] for row in json.loads(result.stdout)} == {"refused"}
+
+
 def test_line_ends_and_byte_code_are_no_part_of_a_digest(acme):
     package = acme(more="x = 1\ny = 2\n")
     (plugin,) = [plugin for plugin in discover() if plugin.origin.plugin == "acme-frozen"]

@@ -2,6 +2,7 @@
 
 import io
 import os
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.errors import LayoutError, RankDisagreementError, SettingsError, TracingError
+from shardwise.comm import events
+from shardwise.errors import DifferentSeedsWarning, LayoutError, RankDisagreementError, SettingsError, TracingError
 from shardwise.rng import generator as draws
 from shardwise.testing import mesh
 
@@ -201,16 +203,119 @@ def test_ranks_that_drew_alone_are_found_out(pool):
 def first_draw_agrees():
     """A mesh's first draw takes the state of its first rank, whatever others have drawn before."""
     rank = torch.distributed.get_rank()
-    sw.manual_seed(10 + rank)
+    sw.manual_seed(12)
+    for _ in range(1 + rank):
+        one_device()
     turned = torch.distributed.device_mesh.DeviceMesh("cpu", [[2, 3], [1, 0]])
     result = sw.rand(9, device_mesh=turned, placements=[Shard(0), Shard(0)]).full_tensor()
     sw.manual_seed(12)
+    for _ in range(3):
+        one_device()
     assert torch.equal(result, one_device(9))
     sw.random.set_state(torch.tensor([1, 0, 0, 0]))
 
 
 def test_the_first_draw_of_a_mesh_makes_its_ranks_alike(pool):
     pool.run(first_draw_agrees)
+
+
+def another_mesh(*ranks):
+    """One that no test has drawn on: a first draw is compared once for all equal meshes."""
+    return torch.distributed.device_mesh.DeviceMesh("cpu", ranks)
+
+
+def seeds_of_each_rank(who):
+    """``manual_seed(rank)``: every rank raises before it draws, and draws when the seeds are one."""
+    rank = torch.distributed.get_rank()
+    world = another_mesh(1, 3, 0, 2) if who == "all" else another_mesh(3, 1, 2, 0)
+    if who == "all" or rank == 0:
+        sw.manual_seed(10 + rank)
+    for _ in range(2):
+        with pytest.raises(RankDisagreementError) as refused:
+            sw.rand(9, device_mesh=world, placements=[Shard(0)])
+    sw.manual_seed(5)
+    drawn = sw.rand(9, device_mesh=world, placements=[Shard(0)]).full_tensor()
+    sw.manual_seed(5)
+    assert torch.equal(drawn, one_device(9))
+    sw.random.set_state(torch.tensor([1, 0, 0, 0]))
+    return refused.value.found
+
+
+def test_manual_seed_with_a_seed_for_each_rank_is_refused(pool):
+    found = pool.run(seeds_of_each_rank, "all")
+    assert len(set(found)) == 1
+    assert "different seeds: 10 on rank 0, 11 on rank 1, 12 on rank 2, 13 on rank 3. All ranks draw" in found[0]
+    assert "that of rank 1 would do so silently" in found[0]
+
+
+def test_manual_seed_on_one_rank_alone_is_refused(pool):
+    found = pool.run(seeds_of_each_rank, "one")
+    assert len(set(found)) == 1
+    assert "10 on rank 0, not called on rank 1" in found[0]
+
+
+def other_modes():
+    rank = torch.distributed.get_rank()
+    world = another_mesh(2, 3, 0, 1)
+    with (
+        sw.random.using("local" if rank == 1 else "torch"),
+        pytest.raises(RankDisagreementError, match="local on rank 1"),
+    ):
+        sw.rand(9, device_mesh=world, placements=[Shard(0)])
+
+
+def test_ranks_in_different_modes_are_refused(pool):
+    pool.run(other_modes)
+
+
+def torch_seeded_by_rank():
+    """Plain draws of a rank's own stay its own, until a draw on the mesh: then every rank is told, once."""
+    rank = torch.distributed.get_rank()
+    world = another_mesh(3, 2, 1, 0)
+    torch.manual_seed(rank)
+    mine = torch.rand(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        x = sw.distribute_tensor(torch.ones(4), world, [Shard(0)])
+        (x * 2).full_tensor()
+        assert not caught
+        drawn = sw.rand(9, device_mesh=world, placements=[Shard(0)]).full_tensor()
+        told = [str(one.message) for one in caught if one.category is DifferentSeedsWarning]
+        sw.rand(9, device_mesh=world, placements=[Shard(0)])
+        assert len([one for one in caught if one.category is DifferentSeedsWarning]) == len(told) == 1
+    torch.manual_seed(3)
+    torch.rand(3)
+    assert torch.equal(drawn, torch.rand(9))
+    return mine.tolist(), told[0]
+
+
+def test_torch_seeded_by_rank_is_told_at_the_first_draw_on_a_mesh(pool):
+    own, told = zip(*pool.run(torch_seeded_by_rank), strict=True)
+    assert len({tuple(numbers) for numbers in own}) == 4
+    assert len(set(told)) == 1
+    assert (
+        "0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3. Tensors on a mesh are drawn from the generator" in told[0]
+    )
+    assert "all ranks have the state of rank 3" in told[0]
+
+
+def no_more_collectives():
+    """The comparison costs a small all-reduce before the first draw, and nothing at later ones."""
+    world = another_mesh(0, 2, 1, 3)
+    counts = []
+    for _ in range(4):
+        sent = []
+        sw.manual_seed(1)
+        with events.observe(sent.append), sw.random.using("local"):
+            sw.rand(9, device_mesh=world, placements=[Shard(0)])
+        counts.append(len(sent))
+    sw.random.set_state(torch.tensor([1, 0, 0, 0]))
+    return counts
+
+
+def test_later_draws_send_no_more_than_before(pool):
+    for counts in pool.run(no_more_collectives):
+        assert counts[2] == 0
 
 
 def torchs_generators_apart():

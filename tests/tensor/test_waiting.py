@@ -522,7 +522,7 @@ def test_who_looks_for_failed_ranks_keeps_nothing_alive_that_has_waited():
         seen.append(alive())
         return {}
 
-    world = SimpleNamespace(waits={}, notes={}, size=2, own=None, question=None, read=read)
+    world = SimpleNamespace(waits={}, notes={}, logs={}, compares={}, size=2, own=None, question=None, read=read)
 
     def watch():
         for now in range(1000):

@@ -16,20 +16,23 @@ __all__ = ["COMMANDS", "main"]
 
 COMMANDS = {
     "calibrate": ("shardwise.cli.calibrate", "Measure the links of a mesh, for the cost model."),
+    "check": ("shardwise.cli.check_program:check_program", "Compare a step on a mesh with one device, by module."),
     "completion": ("shardwise.cli.completion", "Print the completion script for a shell."),
     "coverage": ("shardwise.cli.coverage", "List the ops of a program that no plugin has a rule for."),
     "demo": ("shardwise.demo.command", "Train a GPT on a mesh of local processes and on one device, and compare."),
     "doctor": ("shardwise.cli.doctor", "Say what is wrong with the environment."),
     "explain": ("shardwise.cli.explain", "Show every legal strategy of one call, with its cost."),
     "infer": ("shardwise.cli.infer", "Find the rows of an op by numeric search."),
+    "lock": ("shardwise.cli.lock", "Write down what a step sends, or compare it with what is written."),
     "new": ("shardwise.cli.new", "Make a plugin to start from."),
     "plan": ("shardwise.cli.plan", "Choose the layouts of a whole step together."),
     "plugins": ("shardwise.cli.plugins", "Show the installed plugins; check one."),
     "rehearse": ("shardwise.cli.rehearse", "Show memory and collectives of a step on a mesh of any size."),
     "rules": ("shardwise.cli.rules", "List the rules of the ops that match a pattern."),
+    "timeline": ("shardwise.cli.timeline", "List what each collective of a recorded step cost, and who waited."),
     "why": ("shardwise.cli.why", "Say which rule holds for an op, and why."),
 }
-"""By name: the module that has the command, and what it does, in one line."""
+"""By name: the module that has the command, with the name of its function if that is another, and what it does."""
 
 
 class Commands(click.Group):
@@ -43,7 +46,8 @@ class Commands(click.Group):
         """The command, imported."""
         if cmd_name not in COMMANDS:
             return None
-        command = getattr(import_module(COMMANDS[cmd_name][0]), cmd_name.replace("-", "_"))
+        module, _, function = COMMANDS[cmd_name][0].partition(":")
+        command = getattr(import_module(module), function or cmd_name)
         assert isinstance(command, click.Command)
         return command
 

@@ -32,6 +32,8 @@ __all__ = ["LIMIT", "Seen", "probe_plugins", "stdout_on_stderr"]
 LIMIT = 30.0
 """Seconds that a plugin may take to import and to register its rules."""
 
+_START = 120.0  # seconds that a new process may take to import torch
+
 _SHOWN = 60  # letters of what a plugin prints
 
 
@@ -87,7 +89,7 @@ def _run(plugins: Sequence[InstalledPlugin], limit: float, *, forked: bool) -> l
 def _listen(pid: int, reading: int, number: int, limit: float) -> tuple[list[Seen], int | None]:
     """The lines of a child, and its exit status; None if it took too long."""
     seen: list[Seen] = []
-    text, deadline, status = b"", time.monotonic() + 2 * limit, None
+    text, deadline, status = b"", time.monotonic() + limit + _START, None
     with selectors.DefaultSelector() as selector:
         selector.register(reading, selectors.EVENT_READ)
         while len(seen) < number:

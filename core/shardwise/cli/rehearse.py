@@ -4,50 +4,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
 import click
-import torch
 from attrs import asdict
-from rich.console import Console
 from rich.table import Table
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts
-from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
 from shardwise.program.plan_file import PlanFile
-from shardwise.program.step_plan import read_plan
 from shardwise.tools.program import PHASES
 from shardwise.tools.rehearse import Rehearsal
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
 
-_EVERY = 25  # ops between two looks at the terminal
-
 
 @click.command()
-@click.argument("program", metavar="FILE.py:FUNCTION")
-@click.option("--mesh", "mesh_shape", callback=mesh_option_shape, help="Sizes of the mesh dims: 8x16x8.")
-@click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp.")
+@step_options
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="The rank to play.")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels.")
-@click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Run by this plan, on its mesh.")
 @click.option("--by-op", is_flag=True, help="List the collectives of each op.")
 @json_option
 def rehearse(
     *,
-    program: str,
-    mesh_shape: tuple[int, ...] | None,
-    names: str | None,
+    step: StepProgram,
     rank: int,
-    device: str,
-    plan_path: Path | None,
     by_op: bool,
     as_json: bool,
 ) -> None:
@@ -57,26 +39,13 @@ def rehearse(
     returns a loss, or (model, inputs), or (model, inputs, optimizer). Rank 0 has the largest part of whatever is
     sharded unevenly.
     """
-    plan = None if plan_path is None else read_plan(plan_path)
-    words = names.split(",") if names else None
-    if plan is not None and mesh_shape is None:
-        mesh_shape, words = plan.file.mesh_shape, words or list(plan.file.mesh_names)
-    if mesh_shape is None:
-        raise click.UsageError("it needs --mesh, or a --plan that has one")
-    if words and len(words) != len(mesh_shape):
-        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
-    if rank >= math.prod(mesh_shape):
-        raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(mesh_shape) - 1}")
-    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
-
-    def step(mesh: DeviceMesh) -> Any:
-        # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
-        function: Callable[..., Any] = load_function(program)
-        return function(mesh)
-
-    with _progress(shown=not as_json) as tell:
-        rehearsal = follow(step, mesh_shape, words, rank=rank, device=device, plan=plan, tell=tell)
+    plan = step.plan
+    if rank >= math.prod(step.mesh_shape):
+        raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(step.mesh_shape) - 1}")
+    with op_progress(shown=not as_json) as tell:
+        rehearsal = follow(
+            step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=plan, tell=tell
+        )
     if as_json:
         memory = rehearsal.memory
         click.echo(
@@ -103,21 +72,6 @@ def rehearse(
             unplanned = _unplanned(plan.file, rehearsal)
             head = "Not as planned:" if unplanned else "These are the collectives of the plan."
             click.echo("\n".join([head, *(f"  {line}" for line in unplanned)]))
-
-
-@contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
-    console = Console(stderr=True)
-    if not (shown and console.is_terminal):
-        yield lambda _phase, _ops: None
-        return
-    with console.status("building") as status:
-
-        def tell(phase: str, ops: int) -> None:
-            if ops % _EVERY == 0:
-                status.update(f"{phase}: {ops:,} ops")
-
-        yield tell
 
 
 def _unplanned(file: PlanFile, rehearsal: Rehearsal) -> list[str]:

@@ -81,6 +81,10 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
         return PluginToCheck("wheel", name, dist.version, entries, requires, (scratch,), declared=declared)
     if path.is_file() and path.suffix == ".py":
         return _file(path.resolve())
+    if ":" in text and not path.exists():
+        raise click.ClickException(
+            f"{text} names a function of a program: `shardwise check {text} --mesh 2x2` compares it with one device."
+        )
     if path.exists() or path.suffix in (".whl", ".py") or len(path.parts) > 1:
         what = "is not a folder, a wheel or a .py file" if path.exists() else "does not exist"
         raise click.ClickException(

@@ -136,15 +136,20 @@ _agreed = PerWorld(_hashes, _hashes.clear)
 def agree_on_generator(mesh: Mesh) -> None:
     """Give all ranks of a mesh the generator state of its first rank, once per mesh; equal meshes are one.
 
-    Every rank draws the same random values. With different seeds the ranks would draw different ones without an error.
+    Every rank draws the same random values. With different seeds the ranks would draw different ones without an error,
+    or one seed would hold for all: see :func:`shardwise.comm.seed_agreement.compare_seeds`.
     """
     if not isinstance(mesh, DeviceMesh) or hash(mesh) in _agreed.now():
         return
-    _agreed.now().add(hash(mesh))
-    if mesh.size() == 1:
-        return
+    from shardwise.comm.seed_agreement import compare_seeds  # a program that draws nothing does not need it
+
     with outside_modes():
         module = generator_of(mesh)
+        if mesh.get_coordinate() is not None:
+            compare_seeds(mesh, module.initial_seed())
+        _agreed.now().add(hash(mesh))
+        if mesh.size() == 1:
+            return
         state = module.get_rng_state().to(mesh.device_type)
         for mesh_dim in range(mesh.ndim):
             broadcast_(state, mesh, mesh_dim)

@@ -16,6 +16,7 @@ from weakref import ref
 from torch import Tensor
 from torch.futures import Future
 
+from shardwise.comm.collective_log import CollectiveLog
 from shardwise.comm.waiting_ranks import failure_behind
 from shardwise.private_torch.dispatch import memory_of
 
@@ -27,15 +28,28 @@ class AsyncResult:
 
     ``work`` is that of ``process_group``, ``None`` for a result that is there. The collective fills ``out`` and reads
     ``sent``; both stay alive until the wait. A result that is deleted waits first, so that no collective is left under
-    way. It never issues a collective: ranks delete objects in different orders.
+    way. It never issues a collective: ranks delete objects in different orders. ``log`` has recorded the collective;
+    ``number`` is its number there.
     """
 
-    __slots__ = ("__weakref__", "_lock", "_out", "_sender", "_sent", "_steps", "process_group", "work")
+    __slots__ = ("__weakref__", "_lock", "_out", "_sender", "_sent", "_steps", "log", "number", "process_group", "work")
 
     final = True  # see shardwise.tensor.waiting.Source
 
-    def __init__(self, work: Any, out: Tensor, sent: Tensor | None = None, process_group: Any = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        out: Tensor,
+        sent: Tensor | None = None,
+        process_group: Any = None,
+        log: CollectiveLog | None = None,
+    ) -> None:
         self.work = work
+        self.log = log
+        if log is not None:
+            self.number = log.count
+            if log.holds_work:
+                log.work = work
         self.process_group = process_group
         self._out = out
         self._sent = sent

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shardwise.comm.collective_log import CollectiveLog
 from shardwise.comm.events import Event, emit, observers
 
 __all__ = ["Batch", "coalesced", "open_batch"]
@@ -16,6 +17,8 @@ __all__ = ["Batch", "coalesced", "open_batch"]
 
 class _Issuer(Protocol):
     """What a batch needs of a group."""
+
+    log: CollectiveLog
 
     def issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:
         """Issue several collectives of one kind as one; the result is a work."""
@@ -35,10 +38,12 @@ class _Coalesced:
         self._kind, self._reduction = kind, reduction
         self._work: Any = None
         self._event: Event | None = None
+        self.number = 0  # in the log of the group; 0 until it is issued
         self._lock = threading.Lock()
 
     def issue(self) -> None:
         self._work = self._group.issue_coalesced(self._kind, self._reduction, self.outs, self.pieces)
+        self.number = self._group.log.count
         if observers:
             self._event = self._group.emit_issued(self._kind, sum(p.nbytes for p in self.pieces), self._work)
         self._batch, self.outs, self.pieces = None, [], []  # each result holds its own tensors
@@ -48,6 +53,8 @@ class _Coalesced:
             self._batch.issue()
         with self._lock:  # the wait may unpack, and that must be over before any result is read
             if self._work is not None:
+                if self._event is not None:
+                    emit(self._event, "waiting")
                 self._work.wait()
                 self._work = None
                 if self._event is not None:

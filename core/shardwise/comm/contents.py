@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["digest", "octets", "traced_digest"]
+__all__ = ["device_digest", "digest", "octets", "traced_digest"]
 
 _WORDS = 1 << 22  # read at a time: 32 MiB
 
@@ -17,11 +17,16 @@ def digest(tensor: Tensor) -> int:
     that differ in one element never have. Computed on the tensor's device, and then read: the host waits for the
     device. A NaN counts with its bits, and so does the sign of zero.
     """
+    return int(device_digest(tensor)) & 0xFFFFFFFFFFFFFFFF
+
+
+def device_digest(tensor: Tensor) -> Tensor:
+    """:func:`digest` as an int64 tensor without dims on the tensor's device: the host does not wait for it."""
     row = octets(tensor)
     total = torch.zeros((), dtype=torch.int64, device=row.device)
     for start in range(0, row.numel(), 8 * _WORDS):
         total += _sum(row[start : start + 8 * _WORDS], start // 8)
-    return int(total) & 0xFFFFFFFFFFFFFFFF
+    return total
 
 
 def traced_digest(tensor: Tensor) -> Tensor:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
+from typing import Any
 
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-__all__ = ["Event", "because", "new_event", "observe", "observers", "waited", "emit", "is_observed"]
+__all__ = ["Event", "ObservedWork", "because", "new_event", "observe", "observers", "waited", "emit", "is_observed"]
 
 
 @frozen
 class Event:
     """One collective: its kind, the bytes of this rank's input, the group's size and mesh dims.
 
-    ``phase`` is ``issued``, ``finished`` when the backend is done with it, or ``waited`` when its result is waited for
-    the first time. ``finished`` comes from a thread of the backend. ``number`` is the same in all three. ``reused`` is
-    the phase of a collective that is not issued, because an op before got its result. ``reason`` says why a result is
-    moved to where it rests; it is empty for any other collective.
+    ``phase`` is ``issued``, ``finished`` when the backend is done with it, ``waiting`` when the program begins to wait
+    for its result, and ``waited`` when it has it. ``finished`` comes from a thread of the backend, perhaps before
+    ``issued``. ``number`` is the same in all of them, and so is ``at``: when it was issued, by ``time.perf_counter``.
+    ``reused`` is the phase of a collective that is not issued, because an op before got its result. ``reason`` says why
+    a result is moved to where it rests; it is empty for any other collective.
     """
 
     kind: str
@@ -30,6 +33,7 @@ class Event:
     phase: str = "issued"
     number: int = field(default=0, eq=False, repr=False)
     reason: str = field(default="", eq=False)
+    at: float = field(default=0.0, eq=False, repr=False)
 
 
 # Empty in ordinary runs. A collective only tests that.
@@ -59,7 +63,8 @@ def because(reason: str) -> Iterator[None]:
 
 def new_event(kind: str, nbytes: int, group_size: int, mesh_dims: tuple[int, ...]) -> Event:
     """The event of a collective that is issued now."""
-    return Event(kind, nbytes, group_size, mesh_dims, number=next(numbers), reason=_reason.text)
+    now = time.perf_counter()
+    return Event(kind, nbytes, group_size, mesh_dims, number=next(numbers), reason=_reason.text, at=now)
 
 
 @contextmanager
@@ -89,3 +94,18 @@ def waited(event: Event, out: Tensor) -> Tensor:
     """Emit that a result was waited for, and return it."""
     emit(event, "waited")
     return out
+
+
+@frozen(eq=False)
+class ObservedWork:
+    """The work of a collective; emits when the program begins to wait for it. Only while somebody observes that."""
+
+    work: Any
+    event: Event
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+    def wait(self) -> Any:
+        emit(self.event, "waiting")
+        return self.work.wait()

@@ -20,9 +20,13 @@ import torch
 import torch.distributed as dist
 from attrs import asdict, define, evolve, field, frozen
 
-from shardwise.errors import RankFailedError
+from shardwise.comm.collective_log import CollectiveLog
+from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 
-__all__ = ["PROCESS", "TICK", "Note", "World", "current_world", "ranks_of"]
+__all__ = ["ENDED", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
+
+ENDED = "its program has ended"
+"""The kind of the note of a rank that has come to the end of its program."""
 
 TICK = 0.25
 """Seconds between two looks at what other ranks have left."""
@@ -30,11 +34,17 @@ TICK = 0.25
 _SHORTEST, _LONGEST = 0.0002, 0.02  # seconds between two looks at a key
 
 
+def _texts(value: Sequence[str]) -> tuple[str, ...]:
+    """A converter for attrs: a list that came from the store is equal to the tuple that went there."""
+    return tuple(value)
+
+
 @frozen
 class Note:
     """What a rank has left in the store: the rank that failed (itself, or the one that it waited for) and its error.
 
-    ``times`` counts the errors with this ``key`` on that rank. ``is_final`` says that the rank will not go on.
+    ``times`` counts the errors with this ``key`` on that rank. ``is_final`` says that the rank will not go on. Where
+    ranks have parted or wait too long, ``ranks_say`` has a line for each of them, and no rank is the one that failed.
     """
 
     rank: int
@@ -44,8 +54,17 @@ class Note:
     key: str
     times: int
     is_final: bool
+    ranks_say: tuple[str, ...] = field(default=(), converter=_texts)
 
-    def error(self, cause: str) -> RankFailedError:
+    def error(self, cause: str) -> ShardingError:
+        if self.ranks_say:
+            return (RankWaitError if self.kind == RankWaitError.__name__ else RankDisagreementError)(
+                asked=self.op,
+                found=f"{self.message}: {'; '.join(self.ranks_say)}",
+                do=_PARTED,
+                differences=self.ranks_say,
+                cause=cause,
+            )
         where = f" in {self.op}" if self.op else ""
         message = f"{self.kind}: {self.message}" if self.message else self.kind
         return RankFailedError(
@@ -58,6 +77,31 @@ class Note:
             op=self.op,
             cause=cause,
         )
+
+
+_PARTED = (
+    "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and "
+    "tolist() are such calls too. This run's process groups are closed: correct the program and start it again."
+)
+
+
+def _ranks(value: Sequence[int]) -> tuple[int, ...]:
+    """A converter for attrs, as :func:`_texts`."""
+    return tuple(value)
+
+
+@frozen
+class Wait:
+    """What a thread waits for: a collective of shardwise, a comparison before one, or a call of torch.distributed.
+
+    ``group`` is the name of its log and ``number`` its number there (0 for a call of torch); ``text`` says what it is.
+    """
+
+    kind: str
+    group: str
+    number: int
+    ranks: tuple[int, ...] = field(converter=_ranks)
+    text: str
 
 
 @define(eq=False)
@@ -77,8 +121,16 @@ class World:
     lowering_of: tuple[int, ...] = ()  # the ranks of the mesh in whose lowering the error of the note was raised
     failure: Note | None = None
     asked: Counter[str] = field(factory=Counter)  # by ranks, how often they have compared something
-    # By thread, the frame that it waits in and since when; by rank, its note and since when it stands.
-    waits: dict[int, tuple[Any, float]] = field(factory=dict)
+    # By process group, what this rank has issued; how often all of it was forgotten, on every rank.
+    logs: dict[str, CollectiveLog] = field(factory=dict)
+    epoch: int = 0
+    steps: int = 0  # of optimizers
+    compared_steps: int = 0  # of these, how many there were at the last comparison
+    # By thread, what it compares before a collective is issued.
+    compares: dict[int, Wait] = field(factory=dict)
+    compared: dict[str, str] = field(factory=dict)  # by log, the digest of what was compared last
+    # By thread, the frame that it waits in, since when, and what it is; by rank, its note and since when it stands.
+    waits: dict[Any, tuple[Any, float, Wait | None]] = field(factory=dict)
     notes: dict[int, tuple[Note, float]] = field(factory=dict)
 
     def write(self, note: Note | None) -> None:
@@ -113,6 +165,22 @@ class World:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
 
+    def log_of(self, process_group: Any) -> CollectiveLog:
+        """What this rank has issued over a process group."""
+        name = str(process_group.group_name)
+        log = self.logs.get(name)
+        if log is None:
+            on_device = "nccl" in str(dist.get_backend_config(process_group))
+            log = self.logs[name] = CollectiveLog(name, ranks_of(process_group), holds_work=on_device)
+            log.start_anew(self.epoch)
+        return log
+
+    def forget_calls(self) -> None:
+        """Count calls from the beginning; every rank does this after the same calls."""
+        self.epoch += 1
+        for log in self.logs.values():
+            log.start_anew(self.epoch)
+
     def count_key(self, rank: int) -> str:
         """The key under which a rank counts its errors inside the lowerings of one mesh."""
         return f"{self.prefix}/{rank}/{'-'.join(map(str, self.lowering_of))}"
@@ -123,11 +191,12 @@ class World:
         self.write(evolve(note, is_final=True))
         for process_group in list(self.process_groups):
             backends = str(dist.get_backend_config(process_group))
-            with suppress(Exception):
-                if "gloo" in backends:
-                    # A receive that is not answered in time closes all connections of the group.
-                    other = int(dist.get_rank(process_group) == 0)
-                    process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
+            # A receive that is not answered in time closes all connections of the group. One over a connection that
+            # its other end has closed fails at once, and closes no other.
+            for other in range(process_group.size() if "gloo" in backends else 0):
+                with suppress(Exception):
+                    if other != dist.get_rank(process_group):
+                        process_group.recv([torch.empty(1)], other, 0x5EED).wait(timedelta(milliseconds=1))
             with suppress(Exception):
                 if "nccl" in backends:
                     process_group.abort()
@@ -136,12 +205,13 @@ class World:
 @define(eq=False)
 class _Process:
     """What a process has: the number of the one whose thread watches (one that is forked from it has neither its thread
-    nor its rank), the current world, and whether it is ending.
+    nor its rank), the current world, whether it is ending, and what has the thread look at once.
     """
 
     watched: int | None = None
     world: World | None = None
     is_ending: threading.Event = field(factory=threading.Event)
+    wakes: threading.Event = field(factory=threading.Event)
 
 
 PROCESS = _Process()

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from shardwise.comm.async_result import AsyncResult, SendReceive
 from shardwise.comm.coalescing import Batch, open_batch
+from shardwise.comm.collective_log import CollectiveLog, call_code
 from shardwise.comm.collectives import Collectives
-from shardwise.comm.events import Event, emit, is_observed, new_event, observers, waited
+from shardwise.comm.events import Event, ObservedWork, emit, is_observed, new_event, observers, waited
 from shardwise.comm.graph_group import BACKEND_REDUCTIONS, GraphGroup
 from shardwise.kernel.reductions import (
     REAL,
+    REDUCE_OPS,
     SENDABLE,
     add_up,
     as_sendable,
@@ -58,6 +60,12 @@ class Group(Collectives):
         self._order = order
         self.is_gloo = backend == "gloo"
         self._held: tuple[Any, Any] | None = None
+        self.log = CollectiveLog()  # `watch` puts that of the process group here
+        self._codes = {kind: call_code(kind, mesh_dims) for kind in ("all_gather", "all_to_all", "exchange", "shift")}
+        self._all_reduce_codes, self._scatter_codes = (
+            {reduction: call_code(f"{kind} {reduction}", mesh_dims) for reduction in REDUCE_OPS}
+            for kind in ("all_reduce", "reduce_scatter")
+        )
         if process_group is None:
             return
         self.in_graph = GraphGroup(process_group, size, position, mesh_dims, order, not self.is_gloo)
@@ -102,15 +110,19 @@ class Group(Collectives):
 
     def start_all_gather(self, out: Tensor, piece: Tensor) -> AsyncResult:
         batch = open_batch.batch
+        if batch is None or self._order:
+            self.log.record(self._codes["all_gather"], piece.nbytes)
         result = self._all_gather(out, piece, batch)
         # Coalesced gathers are reported as one.
         return self._observed(result, "all_gather", piece) if observers and (batch is None or self._order) else result
 
     def start_all_to_all(self, pieces: Tensor) -> AsyncResult:
+        self.log.record(self._codes["all_to_all"], pieces.nbytes)
         result = self._all_to_all(torch.empty_like(pieces), pieces, [], [])
         return self._observed(result, "all_to_all", pieces) if observers else result
 
     def start_exchange(self, flat: Tensor, sent: Sequence[int], received: Sequence[int]) -> AsyncResult:
+        self.log.record_uneven(self._codes["exchange"], flat.nbytes)
         result = self._exchange(flat, sent, received)
         return self._observed(result, "all_to_all", flat) if observers else result
 
@@ -121,9 +133,10 @@ class Group(Collectives):
             sent, received = [0] * self.size, [0] * self.size
             sent[there], received[before] = flat.numel(), count
             return self.start_exchange(flat, sent, received)
+        self.log.record_uneven(self._codes["shift"], flat.nbytes)
         out = flat.new_empty(count)
         works = self._send_receive(as_sendable(flat), there, as_sendable(out), before)
-        result = AsyncResult(works, out, flat, self.process_group)
+        result = AsyncResult(works, out, flat, self.process_group, self.log)
         return self._observed(result, "shift", flat) if observers else result
 
     # -- reduction --
@@ -131,8 +144,11 @@ class Group(Collectives):
     def start_all_reduce(self, tensor: Tensor, kind: str) -> AsyncResult:
         batch = open_batch.batch
         if not is_native(kind, tensor.dtype):
+            self.log.record(self._all_reduce_codes[kind], tensor.nbytes)
             batch, result = None, self._reduce_by_moving(tensor, kind)
         else:
+            if batch is None:
+                self.log.record(self._all_reduce_codes[kind], tensor.nbytes)
             if kind == "avg":
                 tensor.copy_(scaled_down(tensor, self.size))
             flat = tensor.view(-1).view(REAL[tensor.dtype]) if tensor.dtype in REAL else tensor
@@ -141,7 +157,7 @@ class Group(Collectives):
                 work = self.process_group.allreduce([staged], self._sum_options[kind])
             else:
                 work = batch.add(self, "all_reduce", staged, staged, kind)
-            result = AsyncResult(work, tensor, staged, self.process_group)
+            result = AsyncResult(work, tensor, staged, self.process_group, self.log)
             if staged is not flat:
                 result.then(lambda whole: _filled(flat, staged, whole))
             if kind == "avg":
@@ -151,6 +167,8 @@ class Group(Collectives):
 
     def start_reduce_scatter(self, pieces: Tensor, kind: str) -> AsyncResult:
         batch = open_batch.batch if self._may_coalesce(pieces, kind) else None
+        if batch is None:
+            self.log.record(self._scatter_codes[kind], pieces.nbytes)
         # gloo's reduce-scatter is an all-reduce of all pieces.
         if self.is_gloo or self._order or not is_native(kind, pieces.dtype) or pieces.dtype in REAL:
             out = torch.empty_like(pieces)
@@ -158,7 +176,7 @@ class Group(Collectives):
                 result = self._all_to_all(out, pieces, [], [])
             else:
                 work = batch.add(self, "reduce_scatter", out, pieces, kind)
-                result = AsyncResult(work, out, pieces, self.process_group)
+                result = AsyncResult(work, out, pieces, self.process_group, self.log)
             result.then(lambda stacked: self._reduce(stacked, kind))
         else:
             out = pieces.new_empty(pieces.shape[1:])
@@ -168,7 +186,7 @@ class Group(Collectives):
                 work = self._reduce_scatter([flat], [parts], kind)
             else:
                 work = batch.add(self, "reduce_scatter", flat, parts, kind)
-            result = AsyncResult(work, out, added, self.process_group)
+            result = AsyncResult(work, out, added, self.process_group, self.log)
             if kind == "avg":
                 result = self._averaged(result)
         return self._observed(result, "reduce_scatter", pieces) if observers and batch is None else result
@@ -187,6 +205,7 @@ class Group(Collectives):
         return self.process_group.reduce_scatter_tensor_coalesced(outs, pieces, self._scatter_options[kind])
 
     def start_reduce_scatter_uneven(self, flat: Tensor, sent: Sequence[int], kind: str) -> AsyncResult:
+        self.log.record(self._scatter_codes[kind], flat.nbytes)
         share = sent[self.position]
         result = self._exchange(flat, sent, [share] * self.size)
         result.then(lambda received: self._reduce(received.view(self.size, share), kind))
@@ -225,18 +244,28 @@ class Group(Collectives):
 
     def _observed(self, result: AsyncResult, kind: str, sent: Tensor) -> AsyncResult:
         event = self.emit_issued(kind, sent.nbytes, result.work)
+        if is_observed("waiting") and result.work is not None:
+            result.work = ObservedWork(result.work, event)
         return result.then(lambda out: waited(event, out)) if is_observed("waited") else result
 
     def emit_issued(self, kind: str, nbytes: int, work: Any) -> Event:
         """Emit the event of a collective that was issued, and another one when it is finished."""
         event = new_event(kind, nbytes, self.size, self.mesh_dims)
-        emit(event, "issued")
-        if is_observed("finished"):
+        if is_observed("finished"):  # first, since who observes the other may take its time
             work.get_future().then(lambda _: emit(event, "finished"))
+        emit(event, "issued")
         return event
 
     def issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:
         """Issue several collectives of one kind as one; the result is a work."""
+        codes = {"all_reduce": self._all_reduce_codes, "reduce_scatter": self._scatter_codes}.get(kind)
+        self.log.record(self._codes[kind] if codes is None else codes[reduction], sum(p.nbytes for p in pieces))
+        work = self._issue_coalesced(kind, reduction, outs, pieces)
+        if self.log.holds_work:
+            self.log.work = work
+        return work
+
+    def _issue_coalesced(self, kind: str, reduction: str, outs: list[Tensor], pieces: list[Tensor]) -> Any:
         if kind == "all_gather":
             return self.process_group.allgather_into_tensor_coalesced(outs, pieces)
         if kind == "all_reduce":
@@ -257,7 +286,7 @@ class Group(Collectives):
             work = self.process_group.allgather([[blocks[i] for i in self._order]], [piece])
         else:
             work = self._gather(target, piece) if batch is None else batch.add(self, "all_gather", target, piece)
-        result = AsyncResult(work, out, piece, self.process_group)
+        result = AsyncResult(work, out, piece, self.process_group, self.log)
         return result if target is flat else result.then(lambda whole: _filled(flat, target, whole))
 
     def _stages(self, tensor: Tensor) -> bool:
@@ -294,7 +323,7 @@ class Group(Collectives):
             result = self._all_to_all_ordered(target, outgoing, received, sent)
             return result.then(lambda moved: out if moved is flat else _filled(flat, moved, out))
         work = self.process_group.alltoall_base(target, outgoing, received, sent)
-        result = AsyncResult(work, out, outgoing, self.process_group)
+        result = AsyncResult(work, out, outgoing, self.process_group, self.log)
         return result if target is flat else result.then(lambda whole: _filled(flat, target, whole))
 
     def _all_to_all_ordered(self, out: Tensor, flat: Tensor, received: list[int], sent: list[int]) -> AsyncResult:
@@ -313,7 +342,7 @@ class Group(Collectives):
             return out
 
         work = self.process_group.alltoall_base(incoming, outgoing, *counts)
-        return AsyncResult(work, incoming, outgoing, self.process_group).then(put)
+        return AsyncResult(work, incoming, outgoing, self.process_group, self.log).then(put)
 
 
 class _Unpacked:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.call_comparison import compare_if_asked
+from shardwise.comm.collective_log import call_code
 from shardwise.comm.group import Group
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.silent_group import SilentGroup
@@ -101,6 +103,7 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     order = None if ranks == sorted(ranks) else tuple(ranks.index(rank) for rank in sorted(ranks))
     group = Group(process_group, len(ranks), position, dims, backends.get(mesh.device_type, ""), order)
     watch(process_group, group)
+    compare_if_asked()
     return group
 
 
@@ -119,6 +122,7 @@ def broadcast_(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, index: int = 0) 
         sendable = as_sendable(tensor.view(-1))
         process_group = process_group_of(mesh, mesh_dim)
         go_on()
+        group_of(mesh, (mesh_dim,)).log.record(call_code("broadcast", (mesh_dim,)), sendable.nbytes)
         with explained(process_group):
             dist.broadcast(sendable, src=rank_at(mesh, mesh_dim, index), group=process_group)
     return tensor

@@ -36,20 +36,33 @@ import torch.distributed as dist
 from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.failure_notes import PROCESS, TICK, Note, World, current_world
-from shardwise.comm.waiting_ranks import look_for_failures
-from shardwise.errors import RankDisagreementError, RankFailedError
+from shardwise.comm.call_posts import post_calls
+from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, World, current_world
+from shardwise.comm.waiting_ranks import failure_behind, look_for_failures
+from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.rule.lowering import LocalCall
 
-__all__ = ["all_say", "go_on", "start_anew", "tell", "trying", "watch"]
+__all__ = [
+    "all_say",
+    "at_step",
+    "end_program",
+    "explain",
+    "go_on",
+    "groups_are_closed",
+    "start_anew",
+    "tell",
+    "trying",
+    "watch",
+]
 
 _SOON = 0.02  # seconds between two looks at what other ranks have raised
 _LONGEST = 60.0  # seconds for which a rank looks; another rank may have ended without a word
 _TOLD = "_shardwise_told"  # an attribute of errors
+_TOLD_ALREADY = RankFailedError, RankWaitError  # by the rank that found it
 _LINGER = 3.0  # seconds for which the first rank, which may hold the store, lets the others read why it failed
 
 
@@ -62,6 +75,7 @@ def watch(process_group: Any, group: Any = None) -> None:
     if world is not None:
         world.process_groups.add(process_group)
         if group is not None:
+            group.log = world.log_of(process_group)
             world.groups.add(group)
             if world.own is not None:
                 group.hold(go_on)
@@ -89,6 +103,7 @@ def _install() -> None:
     before = sys.excepthook
 
     def tell_and_report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        explain(error)
         tell(error, is_final=not hasattr(sys, "ps1"))  # a person at a prompt goes on
         before(kind, error, trace)
 
@@ -116,13 +131,22 @@ def trying() -> Iterator[None]:
         _here.is_trying = before
 
 
+def explain(error: BaseException) -> None:
+    """Add to an error of a call of torch.distributed why it was raised, if another rank has left a note."""
+    if isinstance(error, RuntimeError) and not isinstance(error, ShardingError) and dist.is_initialized():
+        with suppress(Exception):
+            failure = failure_behind(error, dist.group.WORLD)
+            if failure is not None:
+                error.add_note(f"{type(failure).__name__}: {failure}")
+
+
 # -- the rank that fails ---------------------------------------------------------------------------------------------
 
 
 def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     """Leave a note about an error of this rank. ``is_final`` says that the rank will not go on."""
-    world = None if _here.is_trying or isinstance(error, (RankFailedError, SystemExit)) else _joined_world()
-    if world is None:
+    world = None if _here.is_trying or isinstance(error, (*_TOLD_ALREADY, SystemExit)) else _joined_world()
+    if world is None or world.failure is not None:
         return
     if world.own is not None and _TOLD in vars(error):
         note = world.own  # the error left an inner op already
@@ -139,7 +163,10 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
         world.lowering_of = ranks
         with suppress(RuntimeError):
             world.store.add(world.count_key(world.rank), 1)
-    world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final))
+    ranks_say: tuple[str, ...] = ()
+    if isinstance(error, RankDisagreementError) and "ranks_say" in error.fields:  # the others raise it as it is
+        op, message, ranks_say = error.asked, error.found.partition(": ")[0], error.ranks_say
+    world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
 
@@ -168,7 +195,7 @@ def go_on() -> None:
     _release(world)
     try:
         _wait_for_the_same_error(world)
-    except RankFailedError:
+    except ShardingError:
         raise
     except RuntimeError:  # the store is gone, as its process has ended: the next collective fails
         pass
@@ -193,6 +220,45 @@ def _wait_for_the_same_error(world: World) -> None:
 def start_anew() -> None:
     """Withdraw this rank's note without waiting: every rank has ended what it did."""
     world = current_world()
+    if world is not None:
+        world.forget_calls()
+    _withdraw(world)
+
+
+def end_program() -> None:
+    """Tell the others that this rank has come to the end of its program, and issues nothing more until it starts anew.
+
+    Not final: what this rank has sent may still be on its way.
+    """
+    world = current_world()
+    if world is not None and world.own is None and is_reachable(world.store):
+        with suppress(RuntimeError):
+            post_calls(world)
+        world.write(Note(world.rank, "", ENDED, "", "", 1, is_final=False))
+
+
+def groups_are_closed() -> bool:
+    """Whether this rank has closed its process groups, because ranks have parted or one of them failed."""
+    world = current_world()
+    return world is not None and world.failure is not None
+
+
+def at_step() -> None:
+    """An optimizer step begins: raise where this rank's thread has found that ranks have parted, or that one failed.
+
+    The first steps, and then fewer and fewer, have the thread compare at once what the ranks have issued.
+    """
+    world = PROCESS.world
+    if world is None or world is not current_world():
+        return
+    if world.failure is not None:
+        raise world.failure.error("")
+    world.steps += 1
+    if world.steps & (world.steps - 1) == 0:
+        PROCESS.wakes.set()
+
+
+def _withdraw(world: World | None) -> None:
     if world is not None and world.own is not None and world.failure is None:
         _release(world)
         world.write(None)
@@ -224,7 +290,7 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
         world.wait_for(f"{key}/verdict", ranks)
     finally:
         if world.own is question:
-            start_anew()
+            _withdraw(world)
         world.question = None
     failure = world.failure
     if failure is not None and evolve(failure, is_final=False) == question:
@@ -255,12 +321,11 @@ def _leave() -> None:
     if error is not None:
         tell(error, is_final=True)
     PROCESS.is_ending.set()
+    PROCESS.wakes.set()
     if world is None:
         return
     if world.own is None:
-        # Not final: what this rank has sent may still be on its way.
-        if is_reachable(world.store):
-            world.write(Note(world.rank, "", "its program has ended", "", "", 1, False))
+        end_program()
         return
     with suppress(RuntimeError):
         left = world.store.add(f"{world.prefix}/left", 1)

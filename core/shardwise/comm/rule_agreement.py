@@ -76,7 +76,7 @@ def agree_on_rules(mesh: Mesh) -> None:
             if summaries is not None:
                 raise _disagreement(mesh, summaries)
     # After the agreement: a rank that cannot load its plugins must not raise before the others.
-    for callback in at_first_use:
+    for callback in tuple(at_first_use):  # one may remove itself
         callback()
     _agreed.now().add(mesh)
 
@@ -124,6 +124,8 @@ def summary(registry: Registry) -> Summary:
             "plain": settings.plain,
             "check-ranks": "on" if settings.check_ranks else "off",
             "keep-moved": str(settings.keep_moved),
+            "check-replicas": str(settings.check_replicas),
+            "verify": str(settings.verify),
         },
         "plugin": plugins,
         "rule": rules,

@@ -14,8 +14,11 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
-from shardwise.comm.failure_notes import PROCESS, TICK, World, current_world, ranks_of
-from shardwise.errors import RankFailedError
+from shardwise.comm.call_posts import compare_calls, has_issued
+from shardwise.comm.call_sites import short_line, users_frame
+from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Wait, World, current_world, ranks_of
+from shardwise.comm.standstill import look_at_waits
+from shardwise.errors import ShardingError
 
 __all__ = ["PATIENCE", "explained", "failure_behind", "look_for_failures"]
 
@@ -23,18 +26,19 @@ PATIENCE = 2.0
 """Seconds for which the note of a rank that may have caught its error must stand before others stop waiting."""
 
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
+_TORCHS = str(sys.modules["torch.distributed.distributed_c10d"].__file__)
 # Where a thread waits for other ranks: the files of the functions that call the backend.
 _WAITING = frozenset(
     {
         os.path.join(_HERE, "async_result.py"),  # noqa: PTH118
         os.path.join(_HERE, "coalescing.py"),  # noqa: PTH118
         os.path.join(_HERE, "failure_notes.py"),  # noqa: PTH118
-        str(sys.modules["torch.distributed.distributed_c10d"].__file__),
+        _TORCHS,
     }
 )
 
 
-def failure_behind(error: BaseException, process_group: Any) -> RankFailedError | None:
+def failure_behind(error: BaseException, process_group: Any) -> ShardingError | None:
     """The failure of another rank that made a collective raise ``error``, if one has left a note."""
     world = current_world()
     if world is None or process_group is None:
@@ -63,29 +67,71 @@ def explained(process_group: Any) -> Iterator[None]:
 
 def look_for_failures() -> None:
     """Look four times a second until the process ends."""
-    while not PROCESS.is_ending.wait(TICK):
+    while True:
+        PROCESS.wakes.wait(TICK)
+        PROCESS.wakes.clear()
+        if PROCESS.is_ending.is_set():
+            return
         world = current_world()
-        if world is not None and world.failure is None:
-            with suppress(Exception):  # a watcher that ends would leave the next wait alone
-                _look(world, time.monotonic())
+        for look in (_look, look_at_waits, compare_calls):
+            if world is not None and world.failure is None:
+                with suppress(Exception):  # a watcher that ends would leave the next wait alone
+                    look(world, time.monotonic())
 
 
 def _awaited(world: World, now: float) -> set[int]:
-    """The ranks that threads have waited for since the last look.
+    """The ranks that threads have waited for since the last look; ``world.waits`` says more.
 
     A function of its own, since its frames keep alive what other threads drop meanwhile: the store takes its time.
     """
-    waits = {}
+    waits: dict[Any, tuple[Any, float, Wait | None]] = {}
     ranks: set[int] = set()
     for thread, frame in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing for it
         if frame.f_code.co_filename in _WAITING:
             place, awaited = _waited_for(frame)
             known = world.waits.get(thread)
-            waits[thread] = known if known is not None and known[0] == place else (place, now)
-            if now - waits[thread][1] >= TICK:
-                ranks.update(range(world.size) if awaited is None else awaited)
+            if known is None or known[0] != place or now - known[1] < TICK:
+                waits[thread] = place, now if known is None or known[0] != place else known[1], None
+                continue
+            waits[thread] = known if known[2] is not None else (place, known[1], _wait(world, thread, frame, awaited))
+            ranks.update(range(world.size) if awaited is None else awaited)
+    for log in world.logs.values():
+        if log.holds_work and log.work is not None and not log.work.is_completed():
+            # A device waits; the host may be elsewhere, so this ends no wait by a note.
+            number = log.count
+            place = log.name, number
+            known = world.waits.get(log.name)
+            wait = Wait("collective", log.name, number, log.ranks, str(log.call(number)))
+            waits[log.name] = known if known is not None and known[0] == place else (place, now, wait)
     world.waits = waits
     return ranks
+
+
+def _have_come(world: World, rank: int) -> bool:
+    """Whether a rank has issued all collectives that threads of this rank wait for: those wait for another one."""
+    waits = [wait for _, _, wait in world.waits.values() if wait is not None and rank in wait.ranks]
+    return bool(waits) and all(has_issued(world, wait, rank) for wait in waits)
+
+
+def _wait(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | None) -> Wait | None:
+    """What a thread waits for in a frame, in words."""
+    if thread in world.compares:
+        return world.compares[thread]
+    user = users_frame(frame)
+    line = "" if user is None else f" at {short_line(user.f_code, user.f_lasti)}"
+    at: FrameType | None = frame
+    while at is not None and at.f_code.co_filename.startswith(_HERE):
+        result: Any = at.f_locals.get("self")
+        log = getattr(result, "log", None)
+        if log is not None:
+            number = getattr(result.work, "number", result.number)
+            text = str(log.call(number))  # where it was issued; the line where it is waited for may be another one
+            return Wait("collective", log.name, number, log.ranks, text if line in text else f"{text}, waits{line}")
+        at = at.f_back
+    if frame.f_code.co_filename != _TORCHS:
+        return None
+    ranks = tuple(range(world.size) if awaited is None else awaited)
+    return Wait("torch", repr(ranks), 0, ranks, f"torch.distributed.{frame.f_code.co_name}{line}")
 
 
 def _look(world: World, now: float) -> None:
@@ -101,6 +147,8 @@ def _look(world: World, now: float) -> None:
     world.notes = standing
     for note, since in standing.values():
         is_shared = world.raised[note.key] >= note.times
+        if note.kind == ENDED and _have_come(world, note.rank):
+            continue
         if note.is_final or (not is_shared and now - since >= PATIENCE):
             world.give_up(note)
             return
@@ -116,8 +164,8 @@ def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
         waiter: Any = at.f_locals.get("self")
         if hasattr(waiter, "process_group"):  # an AsyncResult; the frames of two of them may have one address
             return ref(waiter), None if waiter.process_group is None else ranks_of(waiter.process_group)
-        if at.f_locals.get("awaited") is not None:
-            return place, at.f_locals["awaited"]
+        if at.f_locals.get("awaited") is not None:  # it looks again and again, so its instruction changes
+            return (id(at), at.f_locals.get("key")), at.f_locals["awaited"]
         if at.f_locals.get("group") is not None:
             return place, ranks_of(at.f_locals["group"])
         at = at.f_back

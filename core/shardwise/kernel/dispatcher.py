@@ -35,6 +35,7 @@ from shardwise.private_torch.tracing import outside_modes
 __all__ = [
     "PLANS_PER_OP",
     "at_next_dispatch",
+    "check_calls",
     "clear_plans",
     "dispatch",
     "dispatch_under_mode",
@@ -88,6 +89,8 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
         handle = _state.generated.get(key)
         if handle is None:
             handle = _state.generated[key] = handler_of(registry.lookup(op), len(args), tuple(kwargs or ()))
+        if recording.checks is not None:
+            handle = recording.checks(handle, op)
         if recording.recorder is not None:
             handle = _recorded(handle, recording.recorder)
     elif is_composite(op):
@@ -177,6 +180,18 @@ def record(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         recording.recorder = None
+        _replace_handlers()
+
+
+@contextmanager
+def check_calls(checks: Callable[[Handler, Op], Handler]) -> Iterator[None]:
+    """Run the handlers that ``checks`` makes from those of ops with a rule, while the context lasts."""
+    before, recording.checks = recording.checks, checks
+    _replace_handlers()
+    try:
+        yield
+    finally:
+        recording.checks = before
         _replace_handlers()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from shardwise.kernel.placements import Placement
@@ -31,9 +31,10 @@ class Recorder(Protocol):
 
 
 class _Recording:
-    """The recorder of this process; the hot path never reads it."""
+    """The recorder and the checks of this process; the hot path never reads them."""
 
     recorder: Recorder | None = None
+    checks: Callable[[Any, Op], Any] | None = None  # makes a handler that checks the calls of another one
 
 
 recording = _Recording()

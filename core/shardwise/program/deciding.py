@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 from shardwise.kernel.tags import DEPTH, call_digest
-from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.decisions import Decision, Decisions
 from shardwise.program.step_problem import Assignment, StepProblem
 
-__all__ = ["decide", "decision_of", "united"]
+__all__ = ["decide", "decision_of"]
 
 
 def decision_of(problem: StepProblem, assignment: Assignment, place: int) -> Decision:
@@ -56,25 +54,3 @@ def decide(problem: StepProblem, assignment: Assignment, depth: int = DEPTH) -> 
     shape = tuple(problem.graph.mesh.shape)
     with_sizes, without = ({digest: ranked(by) for digest, by in table.items()} for table in (exact, loose))
     return Decisions(shape, with_sizes, without, depth, frozenset(left)), torn
-
-
-def united(problem: StepProblem, assignment: Assignment, torn: Mapping[int, list[int]]) -> Assignment:
-    """An assignment in which the calls of each torn digest that find their operands alike do the same: what most of
-    them do. The same assignment where that would not be legal.
-    """
-    new = assignment.copy()
-    for places in torn.values():
-        alike: dict[tuple[object, ...], Counter[Decision]] = {}
-        first: dict[Decision, int] = {}
-        decisions = [decision_of(problem, assignment, place) for place in places]
-        for place, decision in zip(places, decisions, strict=True):
-            alike.setdefault(decision.sources, Counter())[decision] += 1
-            first.setdefault(decision, place)
-        for place, decision in zip(places, decisions, strict=True):
-            model = first[alike[decision.sources].most_common(1)[0][0]]
-            if problem.choices[place] is problem.choices[model]:
-                new.rows[place] = list(assignment.rows[model])
-                of = zip(problem.graph.calls[place].results, problem.graph.calls[model].results, strict=True)
-                new.rests.update({t: assignment.rests[u] for t, u in of if t in problem.resting and u is not None})
-    new.cost = problem.cost(new)
-    return new if new.cost < FORBIDDEN else assignment

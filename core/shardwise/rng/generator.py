@@ -21,7 +21,17 @@ from shardwise.private_torch.tracing import is_traced
 from shardwise.rng.sampling import Draw
 from shardwise.settings import RANDOM_MODES, read_settings
 
-__all__ = ["Agree", "get_state", "manual_seed", "mode", "next_draw", "preserved_state", "set_state", "using"]
+__all__ = [
+    "Agree",
+    "asked_seed",
+    "get_state",
+    "manual_seed",
+    "mode",
+    "next_draw",
+    "preserved_state",
+    "set_state",
+    "using",
+]
 
 # (seed, number) of this rank -> (seed, number) that all ranks of the mesh use.
 Agree = Callable[[int, int], tuple[int, int]]
@@ -57,10 +67,16 @@ def manual_seed(seed: int) -> None:
     """Seed the generator of this process, and torch's generators as :func:`torch.manual_seed` does.
 
     From then on random ops on MeshTensors draw from it, unless a setting or :func:`using` says otherwise. Every rank
-    must call this with the same seed, an integer that torch accepts.
+    must call this with the same seed, an integer that torch accepts: at the next draw on a mesh, ranks with different
+    seeds raise :class:`RankDisagreementError`.
     """
     torch.manual_seed(seed)
     _here.seed, _here.is_asked, _here.number = seed % (1 << 64), True, 0
+
+
+def asked_seed() -> int | None:
+    """The seed that the program gave :func:`manual_seed`; None if it gave none."""
+    return _here.seed if _here.is_asked else None
 
 
 def get_state() -> Tensor:

@@ -7,8 +7,9 @@ from attrs import frozen
 from shardwise.kernel.tags import DEPTH
 from shardwise.program.collection import no_collection
 from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.deciding import decide, united
+from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
+from shardwise.program.replay import replayed
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
@@ -19,16 +20,13 @@ __all__ = ["Solved", "solve_graph", "with_decisions"]
 #: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
 _DEPTHS = (DEPTH, 6, 8)
 
-#: How often calls with equal tags are given one decision; each time, others may look the same.
-_UNITINGS = 4
-
 
 @frozen(eq=False)
 class Solved:
     """A step, what was chosen op by op when it was recorded, the best assignment, and its decisions.
 
-    ``torn`` counts the keys whose calls want different decisions with the deepest tags, too: each takes the most
-    frequent one.
+    ``torn`` counts the keys whose calls want different decisions with the deepest tags, and were not given one: each
+    takes the most frequent one.
     """
 
     problem: StepProblem
@@ -69,11 +67,12 @@ def solve_graph(graph: StepGraph) -> Solved:
 
 
 def with_decisions(problem: StepProblem, costs: WorkCosts, recorded: Assignment, best: Assignment) -> Solved:
-    """An assignment with its decisions by tag. Calls that look the same take the most frequent of their decisions."""
-    for depth in (*_DEPTHS, *(_DEPTHS[-1:] * _UNITINGS)):
+    """An assignment with its decisions by tag. Calls that look the same are given one decision, as a run does it."""
+    for depth in _DEPTHS:
         decisions, torn = decide(problem, best, depth)
         if not torn:
             break
-        if depth == _DEPTHS[-1]:
-            best = united(problem, best, torn)
+    if torn and (followed := replayed(problem, best, _DEPTHS[-1])) is not None:
+        best = followed
+        decisions, torn = decide(problem, best, _DEPTHS[-1])
     return Solved(problem, costs, recorded, best, decisions, len(torn))

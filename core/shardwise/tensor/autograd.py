@@ -41,7 +41,16 @@ from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_t
 from shardwise.tensor.traceable import traceable
 from shardwise.tensor.waiting import source_of, waiting
 
-__all__ = ["from_local", "grad_layout", "on_mesh", "redistribute", "reduce_later", "to_local"]
+__all__ = [
+    "enter",
+    "from_local",
+    "grad_layout",
+    "leave",
+    "on_mesh",
+    "redistribute",
+    "reduce_later",
+    "to_local",
+]
 
 
 def grad_layout(placements: Sequence[Placement]) -> tuple[Placement, ...]:
@@ -146,21 +155,27 @@ def _run(tensor: Any, target: TensorSpec, steps: StepRunner | None, async_op: bo
 
 class _ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Any, grad: tuple[Placement, ...]) -> torch.Tensor:
-        ctx.spec, ctx.grad = tensor._spec, grad
+    def forward(
+        ctx: Any, tensor: Any, grad: tuple[Placement, ...], again: tuple[Placement, ...] | None = None
+    ) -> torch.Tensor:
+        ctx.spec, ctx.grad, ctx.again = tensor._spec, grad, again
         ctx.set_materialize_grads(False)
         return _part(tensor)  # a new object, because autograd writes its own data into it
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:
-        if grad is None:
-            return None, None
         spec: TensorSpec = ctx.spec
+        if grad is None:
+            if ctx.again is None:
+                return None, None, None
+            # Other ranks may have a part of this gradient, and all of them reduce it.
+            grad = torch.zeros(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
         meta = TensorMeta.contiguous(spec.shape, grad.dtype)
         mesh: Any = spec.mesh
         check_device(grad, mesh)
         part = _spec_of_local(grad, mesh, ctx.grad, meta.shape, meta.stride)
-        return _FromLocal.apply(grad, part, grad_layout(ctx.grad)), None  # type: ignore[no-untyped-call]
+        again = grad_layout(ctx.grad) if ctx.again is None else ctx.again
+        return _FromLocal.apply(grad, part, again, ctx.again and ctx.grad), None, None  # type: ignore[no-untyped-call]
 
 
 def _part(tensor: Any) -> torch.Tensor:
@@ -204,8 +219,15 @@ def _refuse_in_a_graph(tensor: Any, asked: str) -> None:
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, spec: TensorSpec, grad: tuple[Placement, ...]) -> Any:
-        ctx.spec, ctx.grad = spec, grad
+    def forward(
+        ctx: Any,
+        local: torch.Tensor,
+        spec: TensorSpec,
+        grad: tuple[Placement, ...],
+        again: tuple[Placement, ...] | None = None,
+        *_beside: torch.Tensor,
+    ) -> Any:
+        ctx.spec, ctx.grad, ctx.again, ctx.beside = spec, grad, again, len(_beside)
         ctx.set_materialize_grads(False)
         # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the
         # strides of the spec.
@@ -216,11 +238,16 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        others = (None,) * (3 + ctx.beside)
         if grad is None:
-            return None, None, None
+            return None, *others
         grad = on_mesh(grad, ctx.spec, "take the local gradient of a MeshTensor")
-        judge_move("take the local gradient of from_local", "the gradient", grad._spec, ctx.grad)
-        return to_local(redistribute(grad, ctx.grad), None), None, None
+        if ctx.again is None:
+            judge_move("take the local gradient of from_local", "the gradient", grad._spec, ctx.grad)
+        grad = redistribute(grad, ctx.grad)
+        if ctx.again is None:
+            return to_local(grad, None), *others
+        return _ToLocal.apply(grad, ctx.again, ctx.grad), *others  # type: ignore[no-untyped-call]
 
 
 @traceable
@@ -256,6 +283,63 @@ def refuse_dtensor(tensor: Any, asked: str) -> None:
             do="Take it over with its layout: MeshTensor.from_local(t.to_local(), t.device_mesh, t.placements, "
             "shape=t.shape, stride=t.stride()), or shardwise_dtensor.from_dtensor(t).",
         )
+
+
+# -- the border of a local function: see shardwise.tensor.local_gradients --------------------------------------------
+
+
+@traceable
+def enter(tensor: Any, grad: Sequence[Placement], again: Sequence[Placement], factor: int) -> torch.Tensor:
+    """The part of this rank. Its gradients lie as ``grad`` says, ``factor`` times, and theirs as ``again`` says.
+
+    A rank on which nothing uses the part has zeros as gradient where other ranks have one.
+    """
+    if recording_mode() is not None:
+        _refuse_in_a_graph(tensor, "take the local part of {}")
+    if recording.recorder is not None:
+        recording.recorder.read(tensor)
+    if tensor._spec.is_copy:
+        fresh(tensor._local_tensor)
+    part: torch.Tensor = _ToLocal.apply(tensor, tuple(grad), tuple(again))  # type: ignore[no-untyped-call]
+    return part if factor == 1 else _Times.apply(part, float(factor))  # type: ignore[no-untyped-call]
+
+
+@traceable
+def leave(
+    part: torch.Tensor,
+    mesh: Any,
+    placements: Sequence[Placement],
+    shape: Sequence[int] | None,
+    grad: Sequence[Placement],
+    again: Sequence[Placement],
+    factor: int,
+    beside: Sequence[torch.Tensor],
+) -> Any:
+    """A MeshTensor of which this rank has computed a part. The parts of its gradient lie as ``grad`` says, divided by
+    ``factor``, and theirs as ``again`` says. A backward pass through it reaches ``beside`` too, on every rank.
+    """
+    check_device(part, mesh)
+    spec = _spec_of_local(part, mesh, check_placements(placements, mesh.ndim, part.ndim), shape, None)
+    meet(mesh)
+    if not is_traced(part):
+        agree_on_layout(spec, "local")
+    if factor != 1:
+        part = _Times.apply(part, 1 / factor)  # type: ignore[no-untyped-call]
+    layouts = (check_placements(layout, mesh.ndim, part.ndim) for layout in (grad, again))
+    return _FromLocal.apply(part, spec, *layouts, *beside)  # type: ignore[no-untyped-call]
+
+
+class _Times(torch.autograd.Function):
+    """The same values; their gradient is multiplied by a number."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
 
 
 def check_device(tensor: torch.Tensor, mesh: DeviceMesh) -> None:

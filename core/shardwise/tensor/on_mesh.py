@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from shardwise.private_torch.ops import draws, packet_name
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["enter_in_forward", "on"]
+__all__ = ["enter_in_forward", "locally", "on"]
 
 
 class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
@@ -171,6 +171,11 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
         yield
     finally:
         _leave()
+
+
+def locally() -> AbstractContextManager[None]:
+    """``on(None)``, which costs nothing where the program makes no tensors on a mesh."""
+    return nullcontext() if torch.compiler.is_compiling() or not _entered.modes else on(None)
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.comm.rank_failures import at_step
 from shardwise.discovery.process import default_registry
 from shardwise.kernel.dispatcher import is_observed
 from shardwise.kernel.kept_moves import kept_moves
@@ -28,6 +29,7 @@ from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.late_grads import late, place_late
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.replaced import take_new_parameters
+from shardwise.tensor.replica_check import check_after_step, replica_steps
 
 __all__ = ["install"]
 
@@ -48,6 +50,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         place_late(_parameters(optimizer))
     if not isinstance(next(_parameters(optimizer), None), MeshTensor):
         return None
+    at_step()
     # The step is over: what is kept would make each write of the optimizer slower.
     kept_moves.clear()
     if not (
@@ -77,6 +80,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # noqa: ARG00
     """A torch hook: copy the results of the twin's step to the optimizer."""
     if args and args[0] is not optimizer and _TWIN in optimizer.__dict__:
         optimizer.__dict__[_TWIN].hand_back(optimizer)
+    if replica_steps() and isinstance(next(_parameters(optimizer), None), MeshTensor):
+        check_after_step(optimizer)
 
 
 def _has_mesh_tensor(values: Iterable[Any]) -> bool:

@@ -10,6 +10,7 @@ which sends functions of test modules to the workers.
 from shardwise.testing.gradients import GradientRefuted, RanksReport, check_gradients
 from shardwise.testing.inference import InferenceError, Inferred, infer
 from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
+from shardwise.testing.local_functions import LocalRefuted, LocalReport, check_local
 from shardwise.testing.meshes import mesh
 from shardwise.testing.oracle import check_plugin, check_rule
 from shardwise.testing.pool import WorkerPool
@@ -24,6 +25,8 @@ __all__ = [
     "InferenceError",
     "Inferred",
     "IsolatedRegistry",
+    "LocalRefuted",
+    "LocalReport",
     "PluginTests",
     "RankFailure",
     "RanksReport",
@@ -31,6 +34,7 @@ __all__ = [
     "RuleRefuted",
     "WorkerPool",
     "check_gradients",
+    "check_local",
     "check_plugin",
     "check_rule",
     "infer",

@@ -180,7 +180,7 @@ class WorkerPool:
         failures = [_failure_of(answer) for answer in answers]
         if not any(failures):
             return [pickle.loads(answer.value) for answer in answers]
-        in_step = all(failure is not None and failure.kind not in OUT_OF_STEP for failure in failures)
+        in_step = all(f is not None and f.kind not in OUT_OF_STEP and not f.is_closed for f in failures)
         if not in_step:
             self.close()
         # One error for all ranks, led by one that died or raised: that explains the ranks that waited for it.

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import pytest
 
 from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
 from shardwise.testing.pool import WorkerPool
 
+if TYPE_CHECKING:
+    from shardwise.testing.locks import CommunicationLock
+
 PoolFactory = Callable[..., WorkerPool]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Pytest's hook for options."""
+    group = parser.getgroup("shardwise")
+    group.addoption("--update-locks", action="store_true", help="Write the lockfiles of communication_lock anew.")
 
 
 @pytest.fixture(scope="session")
@@ -45,3 +55,16 @@ def installed_registry() -> Iterator[IsolatedRegistry]:
     """As ``registry``, with the rules of all installed plugins in it."""
     with isolated_registry(installed=True) as with_plugins:
         yield with_plugins
+
+
+@pytest.fixture
+def communication_lock(request: pytest.FixtureRequest) -> CommunicationLock:
+    """``communication_lock(step, mesh)``: a step sends what the lockfile beside the test says.
+
+    ``step(mesh)`` is as for ``shardwise lock``; ``mesh`` is ``{"dp": 2, "tp": 4}`` or ``(2, 4)``. The lockfile has the
+    name of the test's file and of the test. ``pytest --update-locks`` writes it, but not where CI is set.
+    """
+    from shardwise.testing.locks import CommunicationLock  # few tests need what it imports
+
+    update = bool(request.config.getoption("--update-locks", default=False))
+    return CommunicationLock(request.node.path, request.node.name, update)

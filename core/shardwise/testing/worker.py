@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 
-from shardwise.comm.rank_failures import start_anew, tell
+from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
 from shardwise.testing.pickling import dumps_by_value
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
@@ -35,7 +35,8 @@ class RankFailure:
     """What went wrong on one rank.
 
     ``kind`` is the exception's type name, or ``died`` or ``hung``; ``error`` is the exception itself where it can be
-    pickled, else None; ``traceback`` is text, empty where none is known.
+    pickled, else None; ``traceback`` is text, empty where none is known. ``is_closed`` says that the process groups of
+    the rank are closed.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankFailure:
     message: str
     traceback: str = ""
     error: BaseException | None = None
+    is_closed: bool = False
 
 
 @frozen
@@ -134,11 +136,15 @@ def _call(payload: bytes) -> Callable[[], Any]:
 def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
     start_anew()  # what an earlier run raised is over on every rank
     try:
-        return Answer(value=dumps_by_value(call()))
+        answer = Answer(value=dumps_by_value(call()))
     except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
+        explain(error)
         tell(error, is_final=True)
         text = "".join(traceback.format_exception(error))
         pickled = b""
         with suppress(Exception):  # an exception that cannot be pickled is sent as its text
             pickled = dumps_by_value(error)
-        return Answer(failure=RankFailure(rank, type(error).__name__, str(error), text), error=pickled)
+        failure = RankFailure(rank, type(error).__name__, str(error), text, is_closed=groups_are_closed())
+        return Answer(failure=failure, error=pickled)
+    end_program()
+    return answer

@@ -34,6 +34,7 @@ from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable
 from shardwise.program.step_plan import StepPlan
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tools.program import PHASES, Phases, run_returned, stand_in_number
+from shardwise.tools.sites import Site, Sites
 
 __all__ = [
     "CollectiveUse",
@@ -103,7 +104,7 @@ class Memory:
 
 @frozen(eq=False)
 class Rehearsal:
-    """What one rank of a mesh would hold and send in one step."""
+    """What one rank of a mesh would hold and send in one step; ``sites`` if they were asked for, in order."""
 
     mesh_shape: tuple[int, ...]
     mesh_names: tuple[str, ...]
@@ -114,6 +115,7 @@ class Rehearsal:
     counts: Counter[CollectiveUse]
     nbytes: Counter[CollectiveUse]
     ops: Counter[str]
+    sites: tuple[Site, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -148,6 +150,7 @@ def rehearse(
     device: str = "cpu",
     plan: StepPlan | None = None,
     tell: Callable[[str, int], None] | None = None,
+    sites: bool = False,
 ) -> Rehearsal:
     """Run ``program(mesh)`` as one rank of a mesh would run it, without data and without other ranks.
 
@@ -158,7 +161,8 @@ def rehearse(
 
     Rank 0 has the largest part of whatever is sharded unevenly, so it stands for all. Under a ``plan`` for the whole
     step all calls go by its decisions, and ``distribute_module`` places parameters and buffers as it says. ``tell`` is
-    called with the phase and the number of ops so far.
+    called with the phase and the number of ops so far. With ``sites`` the result says of each collective where in the
+    program it is issued, and why.
 
     Raises what the program raises, :class:`PlanMeshError` for a plan for another mesh, and :class:`MeshMismatchError`
     where this process has a process group already.
@@ -170,7 +174,8 @@ def rehearse(
         plan.check_mesh("rehearse a program by a plan", mesh_shape, names)
         use_decisions(plan.decisions, plan.placements_of, is_written=True)
     try:
-        return _rehearsed(program, mesh_shape, names, rank, device, tell or (lambda _phase, _ops: None))
+        watch = RankWatch(tell or (lambda _phase, _ops: None), Sites(names) if sites else None)
+        return _rehearsed(program, mesh_shape, names, rank, device, watch)
     finally:
         if plan is not None:
             use_decisions(*before)
@@ -182,11 +187,10 @@ def _rehearsed(
     names: Sequence[str],
     rank: int,
     device: str,
-    tell: Callable[[str, int], None],
+    watch: RankWatch,
 ) -> Rehearsal:
     with fake_ranks(math.prod(mesh_shape), rank):
         mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
-        watch = RankWatch(tell)
         with fake_tensors(), torch.device(device), watch.installed():
             return follow(program, mesh, watch)
 
@@ -242,6 +246,7 @@ def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWa
         counts=watch.counts,
         nbytes=watch.nbytes,
         ops=watch.ops,
+        sites=tuple(watch.seen),
     )
 
 
@@ -259,6 +264,8 @@ class RankWatch:
     """Counts the memory that is alive on this rank, its ops, and the collectives that it issues for each op."""
 
     tell: Callable[[str, int], None]
+    sites: Sites | None = None
+    seen: list[Site] = field(factory=list)
     counts: Counter[CollectiveUse] = field(factory=Counter)
     nbytes: Counter[CollectiveUse] = field(factory=Counter)
     ops: Counter[str] = field(factory=Counter)
@@ -273,11 +280,14 @@ class RankWatch:
     _running: Op | None = None
     _planned: str = ""
 
-    def begins(self, _model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    def begins(self, model: nn.Module, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
         """Forget ops and collectives; memory that is alive stays counted."""
         self.counts.clear()
         self.nbytes.clear()
         self.ops.clear()
+        self.seen.clear()
+        if self.sites is not None:
+            self.sites.name_modules(model)
         self.peaks = {"forward": self._total}
         self._before, self.phases.saw_backward = self._total, False
 
@@ -295,7 +305,12 @@ class RankWatch:
     def installed(self) -> Iterator[None]:
         """Observe plans, collectives and optimizer steps while the context lasts."""
         with self.phases.followed(), dispatcher.observe(self._saw_plan), observe(self._saw_collective):
-            yield
+            if self.sites is None:
+                yield
+                return
+            self.sites.phases = self.phases
+            with self.sites.following():
+                yield
 
     def watching(self) -> Any:
         """A context whose memory is counted."""
@@ -308,12 +323,16 @@ class RankWatch:
         self._planned = self._op
         self.ops[self._op] += 1
         self.tell(self.phases.of_op(), self.ops.total())
+        if self.sites is not None:
+            self.sites.saw_call()
 
     def _saw_collective(self, event: Event) -> None:
         op = f"{self._planned}, its result" if event.reason else self._op
         use = CollectiveUse(self.phases.current, event.kind, event.mesh_dims, event.group_size, op)
         self.counts[use] += 1
         self.nbytes[use] += event.nbytes
+        if self.sites is not None:
+            self.seen.append(self.sites.of(event))
 
     def _see(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if any(isinstance(t, MeshTensor) for t in tensors_in([args, kwargs])):

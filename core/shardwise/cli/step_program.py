@@ -1,0 +1,104 @@
+"""The step that a command rehearses: its function, its mesh, and a plan to run it by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from attrs import frozen
+from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.cli.modules import load_function
+from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.program.step_plan import StepPlan, read_plan
+
+__all__ = ["StepProgram", "op_progress", "step_options"]
+
+_EVERY = 25  # ops between two looks at the terminal
+
+
+@frozen
+class StepProgram:
+    """A program as the command line names it, with its mesh, whose kernels it runs, and a plan."""
+
+    text: str
+    mesh_shape: tuple[int, ...]
+    mesh_names: Sequence[str] | None
+    device: str
+    plan: StepPlan | None
+    plan_name: str
+
+    def run(self, mesh: DeviceMesh) -> Any:
+        """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
+        function: Callable[..., Any] = load_function(self.text)
+        return function(mesh)
+
+
+_OPTIONS = (
+    click.argument("program", metavar="FILE.py:FUNCTION"),
+    click.option("--mesh", "mesh_shape", callback=mesh_option_shape, help="Sizes of the mesh dims: 8x16x8."),
+    click.option("--names", help="Names of the mesh dims, with commas: dp,tp,pp."),
+    click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Whose kernels."
+    ),
+    click.option("--plan", "plan_path", type=click.Path(path_type=Path), help="Run by this plan, on its mesh."),
+)
+
+
+def step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say which step to rehearse, as one argument: ``step``."""
+
+    @wraps(command)
+    def call(
+        *,
+        program: str,
+        mesh_shape: tuple[int, ...] | None,
+        names: str | None,
+        device: str,
+        plan_path: Path | None,
+        **others: Any,
+    ) -> None:
+        command(step=_step_program(program, mesh_shape, names, device, plan_path), **others)
+
+    for option in reversed(_OPTIONS):
+        call = option(call)
+    return call
+
+
+def _step_program(
+    program: str, mesh_shape: tuple[int, ...] | None, names: str | None, device: str, plan_path: Path | None
+) -> StepProgram:
+    """The step of a command's options. Raises :class:`click.UsageError` for those that do not fit."""
+    plan = None if plan_path is None else read_plan(plan_path)
+    words = names.split(",") if names else None
+    if plan is not None and mesh_shape is None:
+        mesh_shape, words = plan.file.mesh_shape, words or list(plan.file.mesh_names)
+    if mesh_shape is None:
+        raise click.UsageError("it needs --mesh, or a --plan that has one")
+    if words and len(words) != len(mesh_shape):
+        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
+    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
+    return StepProgram(program, mesh_shape, words, device, plan, "" if plan_path is None else plan_path.name)
+
+
+@contextmanager
+def op_progress(*, shown: bool) -> Iterator[Callable[[str, int], None]]:
+    """A function that shows the phase and the number of ops, if stderr is a terminal."""
+    console = Console(stderr=True)
+    if not (shown and console.is_terminal):
+        yield lambda _phase, _ops: None
+        return
+    with console.status("building") as status:
+
+        def tell(phase: str, ops: int) -> None:
+            if ops % _EVERY == 0:
+                status.update(f"{phase}: {ops:,} ops")
+
+        yield tell

@@ -1,0 +1,133 @@
+"""The comparison of each collective over the ranks of its group before it is issued, where a program asks for that.
+
+The ranks meet in the store: nothing is sent over the process group whose order is in doubt. A rank that waits for one
+that has gone elsewhere is found as any other that waits (:mod:`shardwise.comm.standstill`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from types import FrameType
+
+from shardwise.comm.call_posts import lines_by_rank
+from shardwise.comm.call_sites import operation, short_line, users_frames
+from shardwise.comm.collective_log import CollectiveLog, comparing, in_words
+from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world
+from shardwise.comm.rank_failures import go_on
+from shardwise.errors import RankDisagreementError
+from shardwise.settings import read_settings
+
+__all__ = ["check_ranks", "compare_if_asked"]
+
+
+@contextmanager
+def check_ranks() -> Iterator[None]:
+    """Compare each collective over the ranks of its group before it is issued, while the context lasts.
+
+    The ranks compare its number, kind, mesh dims and bytes, the op and its plan, and the user's line, and raise
+    :class:`RankDisagreementError` on every rank where they differ, with the lines of all. A collective then takes about
+    a millisecond longer. Every rank must enter and leave the context at the same point; it holds for all threads.
+    Collectives inside a compiled graph are not compared. The setting ``check-ranks`` is the same for a whole program.
+    """
+    comparing.append(_compare)
+    try:
+        yield
+    finally:
+        comparing.remove(_compare)
+
+
+@cache
+def compare_if_asked() -> None:
+    """Compare from now on if the setting ``check-ranks`` is on."""
+    if read_settings().check_ranks:
+        comparing.insert(0, _compare)
+
+
+def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
+    world = current_world()
+    if world is None or not log.ranks:
+        return
+    go_on()
+    text = f"{in_words(code, nbytes)}, {_asked(sys._getframe(2))}"  # noqa: SLF001  # documented
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    place = f"compare/{log.name}"
+    world.asked[place] += 1
+    number = world.asked[place]
+    key = f"{world.prefix}/{place}/{number}"
+    world.store.add(f"{key}/{digest}", 1)
+    if world.store.add(f"{key}/all", 1) == len(log.ranks):
+        is_same = world.store.add(f"{key}/{digest}", 0) == len(log.ranks)
+        _forget(world, f"{world.prefix}/{place}/{number - 1}", world.compared.get(log.name, ""))
+        world.store.set(f"{key}/verdict", str(is_same))
+    world.compared[log.name] = digest
+    thread = threading.get_ident()
+    world.compares[thread] = Wait("comparison", log.name, log.count + 1, log.ranks, text)
+    try:
+        world.wait_for(f"{key}/verdict", log.ranks)
+        if world.failure is None and world.store.get(f"{key}/verdict") != b"True":
+            raise _disagreement(world, log, key, text)
+    finally:
+        del world.compares[thread]
+    if world.failure is not None:
+        raise _ended(world.failure, log, text) or world.failure.error("")
+
+
+def _ended(failure: Note, log: CollectiveLog, text: str) -> RankDisagreementError | None:
+    """The error where the rank that this one waited for has come to the end of its program."""
+    if failure.kind != ENDED:
+        return None
+    return RankDisagreementError(
+        asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
+        found=f"rank {failure.rank} has ended its program, and this rank is at {text}",
+        do=_DO,
+        differences=(),
+    )
+
+
+_DO = (
+    "Make each call that communicates on every rank of its mesh, in the same order: item(), full_tensor() and tolist() "
+    "are such calls too."
+)
+
+
+def _asked(frame: FrameType | None) -> str:
+    """What the program called, by which plan, and where."""
+    user, called = users_frames(frame)
+    plan = None
+    while frame is not None and frame is not user:
+        if frame.f_code.co_filename.startswith("<shardwise handler"):
+            plan = frame.f_locals.get("plan")
+        frame = frame.f_back
+    line = "an unknown line" if user is None else short_line(user.f_code, user.f_lasti)
+    what = "" if called is None else operation(called.f_code)
+    return f"{what} at {line}" + ("" if plan is None else f", {plan!r}")
+
+
+def _forget(world: World, key: str, digest: str) -> None:
+    """Drop the keys of a comparison that is over: every rank has come to the next one."""
+    for name in ("all", "verdict", digest):
+        with suppress(RuntimeError, NotImplementedError):
+            world.store.delete_key(f"{key}/{name}")
+
+
+def _disagreement(world: World, log: CollectiveLog, key: str, text: str) -> RankDisagreementError:
+    """The error of all ranks, which have all come here."""
+    world.store.set(f"{key}/text/{world.rank}", text)
+    texts = {}
+    for rank in log.ranks:
+        world.wait_for(f"{key}/text/{rank}", log.ranks)
+        if world.failure is None:
+            texts[rank] = world.store.get(f"{key}/text/{rank}").decode()
+    lines = lines_by_rank(texts)
+    return RankDisagreementError(
+        asked=f"issue collective {log.count + 1} of ranks {', '.join(map(str, log.ranks))}",
+        found=f"the ranks are not at the same one: {'; '.join(lines)}",
+        do=_DO,
+        differences=tuple(lines),
+        ranks_say=tuple(lines),
+    )

@@ -1,0 +1,368 @@
+"""``shardwise.local``: a function of this rank's parts, called with MeshTensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from attrs import field, frozen
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from shardwise.comm.rank_failures import tell
+from shardwise.errors import LocalPlacementError, LocalResultError, MeshMismatchError, TracingError
+from shardwise.kernel.placements import Placement, shard_dim, show_all
+from shardwise.kernel.world import PerWorld
+from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.tracing import is_traced
+from shardwise.tensor import autograd
+from shardwise.tensor.local_gradients import counted, dual, in_sums, refuse_without_gradient, same_work
+from shardwise.tensor.local_places import layout_of_leaf, layouts_in, mesh_dims, normal, of_arguments, spread
+from shardwise.tensor.local_results import Agreed, agree, fault_of
+from shardwise.tensor.mesh_tensor import MeshTensor
+from shardwise.tensor.on_mesh import locally
+from shardwise.tensor.traceable import traceable
+
+__all__ = ["Border", "LocalFunction", "local"]
+
+Layout = tuple[Placement, ...]
+
+_MOST = 1024  # calls of all local functions that are remembered
+
+
+class Border(NamedTuple):  # dynamo traces named tuples
+    """How the values of one call of a local function lie: a layout per leaf, ``None`` for what is not a MeshTensor.
+
+    ``names`` are those of the arguments that the leaves belong to, and ``same`` are the mesh dims along which all
+    ranks do the same work.
+    """
+
+    names: tuple[str, ...]
+    arguments: tuple[Layout | None, ...]
+    same: frozenset[int]
+
+
+class Crossing(NamedTuple):
+    """How a tensor crosses the border: its layout, that of its gradient's parts and of the parts of their gradients,
+    and by how much a part of an average counts.
+    """
+
+    layout: Layout
+    grad: Layout
+    again: Layout
+    weight: int
+
+
+Outcome = tuple[Crossing | None, Sequence[int] | None, bool]
+
+
+@frozen(eq=False)
+class LocalFunction:
+    """A function of local tensors, and what :func:`local` was told of it."""
+
+    fn: Callable[..., Any]
+    inputs: Any
+    outputs: Any
+    mesh: DeviceMesh | None = None
+    shapes: Any = None
+    move: bool = True
+    communicates: tuple[int | str, ...] = ()
+    check: bool = False
+    name: str = field(init=False)
+    parameters: tuple[str, ...] = field(init=False)
+
+    @name.default
+    def _name(self) -> str:
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
+
+    @parameters.default
+    def _parameters(self) -> tuple[str, ...]:
+        try:
+            described = inspect.signature(self.fn).parameters.values()
+        except (TypeError, ValueError):  # a builtin
+            return ()
+        return tuple(
+            p.name for p in described if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        )
+
+    # -- one call --
+    def border(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        names: Sequence[str],
+        sizes: Sequence[int],
+        layout_of: Callable[[Any, Any], Layout | None],
+    ) -> Border:
+        """How the arguments of a call are to lie, and what follows for the gradients.
+
+        ``layout_of`` gives the placements of a leaf, which has some entry, and ``None`` if it lies on no mesh. Raises
+        :class:`LocalPlacementError` for entries that do not fit.
+        """
+        asked = f"call {self.name} by local"
+        layouts: list[Layout | None] = []
+        of_leaf: list[str] = []
+        for name, entry, value in of_arguments(self.inputs, self.parameters, args, kwargs, asked):
+            of_argument = f"{asked}, with argument {name}"
+            for own, leaf in zip(
+                spread(normal(entry, names, len(sizes), of_argument), value, of_argument),
+                pytree.tree_leaves(value),
+                strict=True,
+            ):
+                layout = layout_of_leaf(leaf, layout_of(leaf, own), own, len(sizes), of_argument)
+                layouts.append(layout)
+                of_leaf.append(name)
+        results = enumerate(layouts_in(normal(self.outputs, names, len(sizes), asked)))
+        communicates = mesh_dims(self.communicates, names, len(sizes), asked)
+        named = [(name, layout) for name, layout in zip(of_leaf, layouts, strict=True) if layout is not None]
+        same = same_work(self.name, named, [(str(i), layout) for i, layout in results], sizes, communicates)
+        return Border(tuple(of_leaf), tuple(layouts), same)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with this rank's parts."""
+        leaves, tree = _flattened(args, kwargs)
+        placed = [leaf for leaf in leaves if isinstance(leaf, MeshTensor)]
+        if not placed:
+            return self.fn(*args, **kwargs)
+        mesh = self.mesh if self.mesh is not None else placed[0].device_mesh
+        for tensor in placed:
+            if tensor.device_mesh is not mesh and tensor.device_mesh != mesh:
+                raise MeshMismatchError(
+                    asked=f"call {self.name} by local",
+                    found=f"its arguments lie on {mesh} and on {tensor.device_mesh}",
+                    do="Bring them to one mesh first: full_tensor(), then distribute_tensor().",
+                )
+        key = None
+        if not (torch.compiler.is_compiling() or any(isinstance(t, torch.Tensor) and is_traced(t) for t in leaves)):
+            key = (self, tree, torch.is_grad_enabled(), *map(_kind, leaves))
+        known = None if key is None or tree is None else _borders.now().get(key)
+        if known is None:
+            border = self.border(args, kwargs, mesh.mesh_dim_names or (), mesh.shape, _placements)
+            if (key is None or is_rehearsing()) and self.shapes is None:
+                self._refuse_uneven(leaves, border.arguments, mesh.shape)
+            known = (
+                border,
+                [None if own is None else _crossing(own, border.same, mesh.shape) for own in border.arguments],
+            )
+            if key is not None and tree is not None:
+                _remember(_known_borders, key, known)
+        border, crossings = known
+        parts = [
+            leaf if own is None else self._enter(leaf, name, own)
+            for leaf, name, own in zip(leaves, border.names, crossings, strict=True)
+        ]
+        with locally():
+            if tree is None:
+                local_args, local_kwargs = pytree.tree_unflatten(parts, pytree.tree_structure((args, kwargs)))
+                result = self.fn(*local_args, **local_kwargs)
+            else:
+                result = self.fn(*parts[: len(args)], **dict(zip(kwargs, parts[len(args) :], strict=True)))
+        return self._on_mesh(result, parts, border, mesh, key)
+
+    def _enter(self, tensor: MeshTensor, name: str, crossing: Crossing) -> torch.Tensor:
+        layout = crossing.layout
+        if tensor.placements != layout:
+            if not self.move:
+                raise LocalPlacementError(
+                    asked=f"call {self.name} by local, with argument {name} {tuple(tensor.shape)}",
+                    found=f"it lies {show_all(tensor.placements)}, and inputs= says {show_all(layout)}",
+                    do=f"Redistribute it first: x.redistribute(placements={list(layout)}), or say move=True.",
+                    placements=tensor.placements,
+                    expected=layout,
+                )
+            tensor = tensor.redistribute(placements=layout)
+        if not (torch.is_grad_enabled() and tensor.requires_grad):
+            return tensor.to_local()
+        refuse_without_gradient(self.name, f"argument {name}", layout)
+        return autograd.enter(tensor, crossing.grad, crossing.again, crossing.weight)
+
+    def _refuse_uneven(self, leaves: Sequence[Any], layouts: Sequence[Layout | None], sizes: Sequence[int]) -> None:
+        """Raise :class:`TracingError` where the shapes of results cannot be told from this rank's parts."""
+        for leaf, layout in zip(leaves, layouts, strict=True):
+            shards = [1] * (leaf.ndim if layout is not None else 0)
+            for placement, size in zip(layout or (), sizes, strict=False):
+                if (dim := shard_dim(placement)) is not None:
+                    shards[dim] *= size
+            if any(n % count for n, count in zip(leaf.shape if shards else (), shards, strict=True)):
+                _refuse_parts(self.name, tuple(leaf.shape), list(layout or ()))
+
+    # -- its results --
+    def _on_mesh(self, result: Any, parts: Sequence[Any], border: Border, mesh: DeviceMesh, key: Any) -> Any:
+        """The results as MeshTensors."""
+        flat, tree = ([result], None) if isinstance(result, torch.Tensor) else pytree.tree_flatten(result)
+        outcome = self._outcome(result, flat, border, mesh, key)
+        beside = []
+        if torch.is_grad_enabled() and len(border.same) < mesh.ndim:
+            beside = [t for t in parts if isinstance(t, torch.Tensor) and t.requires_grad]
+        for i, (part, (crossing, shape, has_gradient)) in enumerate(zip(flat, outcome, strict=True)):
+            if crossing is None:
+                continue
+            if has_gradient:
+                refuse_without_gradient(self.name, f"result {i}", crossing.layout)
+            reached = beside if has_gradient and (part.dtype.is_floating_point or part.dtype.is_complex) else []
+            flat[i] = autograd.leave(
+                part, mesh, crossing.layout, shape, crossing.grad, crossing.again, crossing.weight, reached
+            )
+            if self.check:
+                MeshTensor.from_local(part.detach(), mesh, crossing.layout, shape=flat[i].shape, run_check=True)
+        return flat[0] if tree is None else pytree.tree_unflatten(flat, tree)
+
+    def _outcome(self, result: Any, flat: Sequence[Any], border: Border, mesh: DeviceMesh, key: Any) -> list[Outcome]:
+        """For each result how it crosses the border, its global shape if that must be said, and whether it has a
+        gradient. The ranks compare at the first call of its kind, or at each with ``shapes="agree"``.
+        """
+        asked = f"take the results of {self.name} by local"
+        do = "Return what outputs= says, from every rank."
+        known: list[Outcome] | None = None
+        if key is not None and self.shapes != "agree":
+            known = _outcomes.now().get(key)
+        if known is not None:
+            fault = fault_of(flat, [None if one[0] is None else one[0].layout for one in known])
+            if not fault:
+                return known
+            raise LocalResultError(asked=asked, found=fault, do=do)
+        layouts: list[Layout | None] = [None] * len(flat)
+        try:
+            entries = spread(normal(self.outputs, mesh.mesh_dim_names or (), mesh.ndim, asked), result, asked)
+            layouts = [None if entry is None else tuple(entry) for entry in entries]
+            shapes = self._shapes(result, asked)
+            fault = fault_of(flat, layouts)
+        except LocalPlacementError as error:
+            shapes, fault = [], error.found
+        if key is None:
+            if fault:
+                raise LocalResultError(asked=asked, found=fault, do=do)
+            agreed = [Agreed(None, isinstance(t, torch.Tensor) and t.requires_grad) for t in flat]
+        else:
+            agreed = agree(self.name, mesh, list(zip(flat, layouts, strict=True)), fault, do)
+        outcome = [
+            (
+                None if layout is None else _crossing(layout, border.same, mesh.shape),
+                one.shape if shape is None else shape,
+                torch.is_grad_enabled() and one.has_gradient,
+            )
+            for layout, shape, one in zip(layouts, shapes, agreed, strict=True)
+        ]
+        if key is not None:
+            _remember(_known_outcomes, key, outcome)
+        return outcome
+
+    def _shapes(self, result: Any, asked: str) -> list[Any]:
+        if self.shapes is None or self.shapes == "agree":
+            return [None] * len(pytree.tree_leaves(result))
+        is_one = all(isinstance(n, int) for n in self.shapes)
+        return spread(list(self.shapes) if is_one else tuple(self.shapes), result, f"{asked}, with shapes=")
+
+
+_known_borders: dict[Any, Any] = {}
+_known_outcomes: dict[Any, Any] = {}
+_borders = PerWorld(_known_borders, _known_borders.clear)
+_outcomes = PerWorld(_known_outcomes, _known_outcomes.clear)
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value; when there are too many, forget all of them: every rank does so at the same call."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = value
+
+
+# Types of arguments that have no tensors inside.
+_LEAVES = frozenset({MeshTensor, torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None), torch.dtype})
+
+
+def _flattened(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    """The leaves of the arguments, and what stands for their structure: ``None`` where values are nested."""
+    values = [*args, *kwargs.values()]
+    for value in values:
+        if type(value) not in _LEAVES:
+            return pytree.tree_leaves((args, kwargs)), None
+    return values, (len(args), *kwargs)
+
+
+def _crossing(layout: Layout, same: frozenset[int], sizes: Sequence[int]) -> Crossing:
+    return Crossing(layout, dual(layout, same), in_sums(layout), counted(layout, sizes))
+
+
+def _kind(leaf: Any) -> Any:
+    """What of an argument may decide the shapes of results, the same on every rank."""
+    if isinstance(leaf, MeshTensor):
+        return leaf.spec, leaf.requires_grad
+    return type(leaf), (repr(leaf) if isinstance(leaf, (int, float, complex, str, torch.dtype, type(None))) else "")
+
+
+def _placements(leaf: Any, _entry: Any) -> Layout | None:
+    return leaf.placements if isinstance(leaf, MeshTensor) else None
+
+
+@traceable
+def _refuse_parts(function: str, shape: Sequence[int], layout: Sequence[Placement]) -> None:
+    raise TracingError(
+        asked=f"compile or rehearse {function} by local",
+        found=f"an argument {tuple(shape)} {show_all(layout)} has parts of unequal shapes, and no other rank can be "
+        "asked for the shapes of its results",
+        do="Say the global shapes of the results: shapes=.",
+    )
+
+
+def local(
+    fn: Callable[..., Any] | None = None,
+    *,
+    inputs: Any = None,
+    outputs: Any,
+    mesh: DeviceMesh | None = None,
+    shapes: Any = None,
+    move: bool = True,
+    communicates: Sequence[int | str] | int | str = (),
+    check: bool = False,
+) -> Callable[..., Any]:
+    """``fn``, which computes with this rank's parts, as a function of MeshTensors; also a decorator.
+
+    ``inputs`` says how the tensors among the arguments are to lie: a tuple with an entry per positional argument, a
+    dict from argument names to entries, or one entry for all tensors. By default each argument lies as it does. An
+    entry is a placement (on a mesh of one dim), a list with one placement per mesh dim, a dict ``{mesh dim:
+    placement}`` with the other dims replicated, or ``None`` for what is passed as it is. A tuple has an entry for each
+    part of a nested argument. An argument with other placements is redistributed, or refused with ``move=False``.
+
+    ``outputs`` says in the same way how the results lie. The ranks agree on the global shapes at the first call with
+    arguments of these layouts and send nothing afterwards; ``shapes`` gives them instead (a shape, or a tuple of
+    shapes), and ``shapes="agree"`` compares at every call, for results whose shapes depend on data.
+
+    Placements of gradients are derived, see docs/local-code.md. ``communicates`` names the mesh dims over which ``fn``
+    communicates itself, by collectives whose backward is their transpose. With ``check`` the ranks compare replicated
+    results at every call. ``fn`` runs under ``shardwise.on(None)``: tensors that it makes are local. Without a
+    MeshTensor among the arguments ``fn`` is called as it is, so a program also runs on one device.
+
+    Raises :class:`LocalPlacementError` for placements that do not fit, :class:`LocalResultError` on every rank for
+    results that are not what ``outputs`` says, and :class:`LocalGradientError` for a partial max, min or product that
+    needs a gradient.
+    """
+    if fn is None:
+        return lambda function: local(
+            function,
+            inputs=inputs,
+            outputs=outputs,
+            mesh=mesh,
+            shapes=shapes,
+            move=move,
+            communicates=communicates,
+            check=check,
+        )
+    dims = (communicates,) if isinstance(communicates, (int, str)) else tuple(communicates)
+    function = LocalFunction(fn, inputs, outputs, mesh, shapes, move, dims, check)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            tell(error, function.name)
+            raise
+
+    call = wraps(fn)(call) if hasattr(fn, "__name__") else call
+    call.local_function = function  # type: ignore[attr-defined]
+    return call

@@ -1,0 +1,69 @@
+"""Lockfiles of communication in tests: a step sends what the file beside the test says."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.program.lock_changes import difference_text, read_budget
+from shardwise.program.lock_file import read_lock
+from shardwise.tools.lock import is_ci, lock_step, save_lock
+
+__all__ = ["CommunicationLock"]
+
+
+@frozen
+class CommunicationLock:
+    """Compares steps with the lockfiles of one test; ``update`` writes them instead."""
+
+    test_file: Path
+    test: str
+    update: bool = False
+
+    def __call__(
+        self,
+        step: Callable[[DeviceMesh], Any],
+        mesh: Mapping[str, int] | Sequence[int],
+        *,
+        name: str = "",
+        budgets: Sequence[str] = (),
+    ) -> None:
+        """Fail unless a step sends and holds what its lockfile says, and keeps within the budgets.
+
+        ``name`` tells several steps of a test apart. Raises :class:`LockFileError` for a file that cannot be read, or
+        that is for another mesh; where there is no file the test fails.
+        """
+        __tracebackhide__ = True
+        names = tuple(mesh) if isinstance(mesh, Mapping) else None
+        shape = tuple(mesh.values()) if isinstance(mesh, Mapping) else tuple(mesh)
+        path = self.path(name)
+        program = f"{self.test_file.name}::{self.test}{name and f' {name}'}"
+        now = lock_step(step, shape, names, name=program)
+        excess = [line for text in budgets for line in read_budget(text, now.lock.mesh_names).excess_text(now.lock)]
+        if excess:
+            pytest.fail("\n".join(excess))
+        if self.update:
+            if is_ci(os.environ):
+                pytest.fail(f"{path.name} is not written: CI is set")
+            save_lock(now.lock, path)
+            return
+        if not path.exists():
+            pytest.fail(f"there is no {path.name} beside the test: write it with `pytest --update-locks`")
+        before = read_lock(path)
+        before.check_fits(f"compare a step with {path.name}", program, now.lock.mesh_names, now.lock.mesh_shape)
+        different = list(difference_text(before, now.lock, now.line_of))
+        if different:
+            do = "If this is as it should be, write it with `pytest --update-locks`."
+            pytest.fail("\n".join([f"{path.name} does not hold.", *different, do]))
+
+    def path(self, name: str = "") -> Path:
+        """The lockfile of a step of this test."""
+        words = [self.test_file.stem, self.test, *([name] if name else [])]
+        return self.test_file.with_name(".".join(re.sub(r"[^\w-]+", "_", w).strip("_") for w in words) + ".lock")

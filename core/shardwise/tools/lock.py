@@ -1,0 +1,115 @@
+"""The lockfile of a program: a rehearsal of one step, as what a rank sends, module by module."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.program.lock_file import MEMORY, PHASES, Lock, Row
+from shardwise.program.step_plan import StepPlan
+from shardwise.tools.rehearse import Rehearsal, rehearse
+from shardwise.tools.sites import Line, Site
+
+__all__ = ["Locked", "is_ci", "lock_step", "locked", "save_lock"]
+
+
+@frozen
+class Locked:
+    """What a lockfile holds, and the line of the program for each of its rows, which no file holds."""
+
+    lock: Lock
+    lines: Mapping[tuple[Any, ...], Line]
+
+    def line_of(self, row: Row) -> str:
+        """The line that sends what a row of this lock says; empty if it is not known."""
+        line = self.lines.get(row.key, Line())
+        return str(line) if line.number else ""
+
+
+def lock_step(
+    program: Callable[[DeviceMesh], Any],
+    mesh_shape: Sequence[int],
+    mesh_names: Sequence[str] | None = None,
+    *,
+    name: str = "",
+    device: str = "cpu",
+    plan: StepPlan | None = None,
+    plan_name: str = "",
+    tell: Callable[[str, int], None] | None = None,
+) -> Locked:
+    """Rehearse a step of ``program(mesh)`` and lock what its first rank sends and holds.
+
+    Raises what :func:`shardwise.tools.rehearse.rehearse` raises.
+    """
+    with _no_collection():
+        rehearsal = rehearse(program, mesh_shape, mesh_names, device=device, plan=plan, tell=tell, sites=True)
+    return locked(rehearsal, name, plan_name if plan is None else f"{plan_name} {plan.file.digest}".strip())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection meanwhile: when it runs depends on the process, and it ends what is alive."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def locked(rehearsal: Rehearsal, program: str = "", plan: str = "") -> Locked:
+    """The lock of a rehearsal that has sites."""
+    times: dict[tuple[Any, ...], list[Site]] = {}
+    for site in rehearsal.sites:
+        times.setdefault(_row(site, 0, 0).key, []).append(site)
+    rows = [_row(sites[0], len(sites), sum(site.nbytes for site in sites)) for sites in times.values()]
+    memory = rehearsal.memory
+    figures = {
+        "parameters": memory.parameters,
+        "buffers": memory.buffers,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "kept": memory.kept,
+        **{f"peak in {phase}": memory.peaks.get(phase, 0) for phase in PHASES},
+    }
+    lock = Lock(
+        program=program,
+        mesh_names=rehearsal.mesh_names,
+        mesh_shape=rehearsal.mesh_shape,
+        plan=plan,
+        memory={name: figures[name] for name in MEMORY if figures[name]},
+        rows=tuple(sorted(rows, key=lambda row: row.place)),
+    )
+    lines = {key: min((s.line for s in sites if s.line.number), default=Line()) for key, sites in times.items()}
+    return Locked(lock, lines)
+
+
+def _row(site: Site, times: int, nbytes: int) -> Row:
+    return Row(site.phase, site.module, site.op, site.kind, site.mesh_dims, site.implicit, site.why, times, nbytes)
+
+
+def save_lock(lock: Lock, path: Path) -> None:
+    """Write a lockfile: whole, or not at all. Raises :class:`OSError`."""
+    beside = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        beside.write_bytes(lock.text().encode())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def is_ci(environ: Mapping[str, str]) -> bool:
+    """Whether the environment says that this is continuous integration, which compares and writes nothing."""
+    return environ.get("CI", "").strip().lower() not in _OFF
+
+
+_OFF = ("", "0", "false", "no", "off")

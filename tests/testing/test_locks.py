@@ -1,0 +1,92 @@
+"""The fixture ``communication_lock``: a test fails where its step sends something else than its lockfile says."""
+
+from __future__ import annotations
+
+import pytest
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.tools.lock import lock_step
+
+pytest_plugins = ["pytester"]
+
+TEST = """
+import pytest
+import shardwise as sw
+from shardwise import Replicate, Shard
+
+def step(mesh):
+    x = sw.ones((4, 8), device_mesh=mesh, placements=[Replicate(), Shard(0)])
+    x.redistribute(placements=[Replicate(), Replicate()])
+
+@pytest.mark.parametrize("shape", ["two by four"])
+def test_sends(communication_lock, shape):
+    communication_lock(step, {"dp": 2, "tp": 4}, budgets=["tp forward 1MiB"])
+"""
+LOCK = "test_train.test_sends_two_by_four.lock"
+
+
+def step(mesh):
+    sw.ones((4, 8), device_mesh=mesh, placements=[Shard(0)]).redistribute(placements=[Replicate()])
+
+
+@pytest.fixture(scope="module")
+def _imported():
+    """What a rehearsal imports is there: pytester forgets what a run imports, and torch's libraries are made once."""
+    lock_step(step, (2,))
+
+
+@pytest.fixture
+def run(_imported, pytester, monkeypatch):
+    monkeypatch.delenv("CI", raising=False)
+    pytester.makepyfile(test_train=TEST)
+
+    def call(*args):
+        return pytester.runpytest_inprocess("-p", "shardwise.testing.pytest_plugin", "-p", "no:xdist", *args)
+
+    return call
+
+
+def edit(pytester, old, new):
+    path = pytester.path / "test_train.py"
+    path.write_text(path.read_text().replace(old, new))
+
+
+def test_a_lockfile_is_written_only_where_it_is_asked_for(run, pytester, monkeypatch):
+    run().stdout.fnmatch_lines([f"*there is no {LOCK} beside the test: write it with `pytest --update-locks`*"])
+    assert not (pytester.path / LOCK).exists()
+    monkeypatch.setenv("CI", "1")
+    run("--update-locks").stdout.fnmatch_lines([f"*{LOCK} is not written: CI is set*"])
+    assert not (pytester.path / LOCK).exists()
+    monkeypatch.delenv("CI")
+    run("--update-locks").assert_outcomes(passed=1)
+    text = (pytester.path / LOCK).read_text()
+    assert "program  test_train.py::test_sends[two by four]\n" in text
+    assert str(pytester.path) not in text
+    run().assert_outcomes(passed=1)
+
+
+def test_a_test_fails_with_the_difference(run, pytester):
+    run("--update-locks")
+    edit(pytester, "(4, 8)", "(4, 16)")
+    result = run()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            f"*{LOCK} does not hold.",
+            "*grown:",
+            "*forward all_gather over tp at (no module): 1 x, 32 B before, 1 x, 64 B now | redistribute | *",
+            "* test_train.py:7",
+        ]
+    )
+
+
+def test_a_budget_fails_the_test(run, pytester):
+    edit(pytester, "1MiB", "16")
+    run("--update-locks").stdout.fnmatch_lines(["*over the budget tp forward 16 B: 32 B, most of it from*"])
+    assert not (pytester.path / LOCK).exists()
+
+
+def test_a_lockfile_of_nonsense_fails_the_test(run, pytester):
+    (pytester.path / LOCK).write_text("nonsense")
+    run().stdout.fnmatch_lines(["*LockFileError: read the lockfile *: line 1: it is not a lockfile of communication*"])
