@@ -61,7 +61,7 @@ def _entry(module: ModuleType, name: str, value: Any, known: dict[int, str]) -> 
         return f"Torch's own `{value.__qualname__}`{about}."
     function = inspect.unwrap(value) if callable(value) else value
     if inspect.isfunction(function):
-        return f"```text\n{_signature(function)}\n```\n\n{_prose(inspect.getdoc(function))}"
+        return f"```text\n{_signature(name, function)}\n```\n\n{_prose(inspect.getdoc(function))}"
     if inspect.isclass(value) and origin.startswith("shardwise"):
         return _class(value)
     shown = "" if " object at 0x" in repr(value) else f"\n\n```text\n{value!r}\n```"
@@ -85,23 +85,29 @@ def _members(kind: type, fields: set[str]) -> Iterator[tuple[str, str]]:
         function = getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
         if name.startswith("_") or name in fields or not inspect.isfunction(function) or not function.__doc__:
             continue
-        shown = (
-            name if function is not member and not isinstance(member, (classmethod, staticmethod)) else f"{name}(...)"
-        )
+        is_called = function is member or isinstance(member, (classmethod, staticmethod))
+        shown = f"{name}({', '.join(_arguments(member))})" if is_called else name
         first = _prose(inspect.getdoc(function)).partition("\n\n")[0].replace("\n", " ").replace("|", "\\|")
         yield shown, first
 
 
-def _signature(function: Any) -> str:
+def _arguments(member: Any) -> list[str]:
+    """The names of a method's arguments, without the object or the class."""
+    parameters = inspect.signature(getattr(member, "__func__", member)).parameters
+    names = [{p.VAR_POSITIONAL: "*", p.VAR_KEYWORD: "**"}.get(p.kind, "") + n for n, p in parameters.items()]
+    return names if isinstance(member, staticmethod) else names[1:]
+
+
+def _signature(name: str, function: Any) -> str:
     """As the source has it: names, defaults and annotations."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     returns = f" -> {ast.unparse(tree.returns)}" if tree.returns else ""
-    line = f"{tree.name}({ast.unparse(tree.args)}){returns}"
+    line = f"{name}({ast.unparse(tree.args)}){returns}"
     if len(line) <= 100:
         return line
     arguments = re.split(r", (?=[\w*]+(?::|,|=|$)|\*)", ast.unparse(tree.args))
-    return f"{tree.name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
+    return f"{name}(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){returns}"
 
 
 def _written_above(module: ModuleType, name: str) -> str:
@@ -118,6 +124,7 @@ def _written_above(module: ModuleType, name: str) -> str:
 def _prose(text: str | None) -> str:
     """A docstring as Markdown: roles and double backticks become code."""
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", text or "")
+    text = re.sub(r"\bdocs/([\w-]+)\.md", r"[\1](\1.md)", text)
     return re.sub(r"::$", ":", inspect.cleandoc(text.replace("``", "`")), flags=re.MULTILINE)
 
 
