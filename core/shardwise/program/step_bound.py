@@ -3,16 +3,20 @@
 On one mesh dim the exact solution is its own bound. On several, the joint costs are split into parts, one per mesh dim,
 that together never exceed them; each mesh dim is then solved by itself, and the sum of the least costs is a bound.
 
-What is split is one *factor* after the other: the work of a call, or a move of a tensor. Its parts are exact for a
-given assignment, the reference: there they add up to the factor's cost. Elsewhere they are lowered until no combination
-of them exceeds a cost that is known to be too low: the work by the bytes and operations of a rank, a move by what it
-sends with all other mesh dims sharded. So the bound is close where few calls could gain from a change on several mesh
-dims at once.
+What is split is one *factor* after the other: the work of a call, or a move of a tensor. Its parts are exact at first
+for a given assignment, the reference: there they add up to the factor's cost. Elsewhere they are lowered until no
+combination of them exceeds a cost that is known to be too low: the work by the bytes and operations of a rank, a move
+by what it sends with all other mesh dims sharded.
+
+Then the bound ascends. What the mesh dims choose by themselves is a combination that costs more than its parts. These
+are raised towards the exact cost, and parts that nobody chooses give way: :mod:`shardwise.program.step_parts`. So the
+mesh dims come to agree, as far as a split can make them, in rounds that each give a bound.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import product
@@ -20,7 +24,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from attrs import define, field, frozen
-from numpy.typing import NDArray
 
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, is_strided, shard_dim
 from shardwise.planning.cost import links_of, step_costs
@@ -30,16 +33,22 @@ from shardwise.program.elimination import eliminate
 from shardwise.program.errors import MissingSolverError, TableLimitError
 from shardwise.program.relaxation import lower_bound
 from shardwise.program.step_graph import Places
+from shardwise.program.step_parts import Factor, Indices, split
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_slices import placed
 from shardwise.program.step_solution import MeshDimProblem
 
-__all__ = ["WorkTable", "split", "step_bound"]
-
-_REFERENCE, _NEVER = len(KINDS), len(KINDS) + 1
-"""Kinds of moves beside those of CheapMoves: that of the reference, and one that must not be."""
+__all__ = ["WorkTable", "step_bound"]
 
 WorkTable: TypeAlias = Callable[[int, Sequence[Sequence[int]]], Floats]
+
+_ROUNDS, _WORK = 120, 1_200_000
+"""Rounds that a bound takes at most, and variables of all mesh dims that they go through together: minutes at most."""
+
+_RATE, _SLOWER, _GROWTH = 0.5, 20, 1.5
+"""How much of what is missing a round gives, at first, the rounds after which it is half as much, and how much faster
+it becomes with each better bound where it was slowed down.
+"""
 
 _MOST_ENTRIES = 3_000_000
 """Entries of the largest table of a mesh dim's exact solution; beyond it a linear program bounds it."""
@@ -57,46 +66,7 @@ def step_bound(problem: StepProblem, reference: Assignment, work: WorkTable) -> 
     if problem.graph.mesh.ndim == 1:
         # What the mesh dim's own problem costs beside the others is all there is.
         return _least(MeshDimProblem(problem, reference, 0).cost_graph())
-    return _SplitStep(problem, reference, work).bound()
-
-
-def split(costs: Floats, at: tuple[int, ...]) -> list[Floats]:
-    """Parts by dim of an array of costs: their sum is exact at ``at``, and nowhere more than the array."""
-    ndim = costs.ndim
-    legal = costs < FORBIDDEN
-    costs = np.minimum(costs, costs[legal].max()) if legal.any() else np.zeros_like(costs)
-    share = costs[at] / ndim
-    parts = [costs[_line(at, m)] - share * (ndim - 1) for m in range(ndim)]
-    # Whoever costs more than in the reference gives way, by how much more: nobody gets cheaper than there without need.
-    gains = [np.maximum(part - share, 0.0) for part in parts]
-    changed = [(np.arange(n) != at[m]).astype(np.float64) for m, n in enumerate(costs.shape)]
-    total, count = _sum(gains), np.maximum(_sum(changed), 1.0)
-    missing = np.minimum(costs - _sum(parts), 0.0)
-    for m in range(ndim):
-        by_gain = _along(gains[m], m, ndim) / np.where(total > 0, total, 1.0)
-        by_count = _along(changed[m], m, ndim) / count
-        parts[m] += (missing * np.where(total > 0, by_gain, by_count)).min(axis=_others(m, ndim))
-    for m in range(ndim):  # what is left over may be given back
-        parts[m] += (costs - _sum(parts)).min(axis=_others(m, ndim))
-    return parts
-
-
-def _line(at: tuple[int, ...], m: int) -> tuple[Any, ...]:
-    """The index of all states of one dim beside those of a place."""
-    return (*at[:m], slice(None), *at[m + 1 :])
-
-
-def _others(m: int, ndim: int) -> tuple[int, ...]:
-    return tuple(k for k in range(ndim) if k != m)
-
-
-def _along(values: NDArray[Any], m: int, ndim: int) -> NDArray[Any]:
-    return values.reshape([-1 if k == m else 1 for k in range(ndim)])
-
-
-def _sum(parts: Sequence[Floats]) -> Floats:
-    total: Floats = reduce(np.add.outer, parts)
-    return total
+    return _Ascent(_SplitStep(problem, reference, work), reference.cost).bound()
 
 
 # -- the parts of a step ---------------------------------------------------------------------------------------------
@@ -119,13 +89,20 @@ class _Side:
 
 @define(eq=False)
 class _SplitStep:
-    """The problems of the mesh dims, from the parts of all factors."""
+    """The problems of the mesh dims, from the parts of all factors.
+
+    Variables are the calls, in order, then the tensors that rest.
+    """
 
     problem: StepProblem
     reference: Assignment
     work: WorkTable
-    _unary: list[list[Floats]] = field(init=False)
-    _pairs: list[list[tuple[int, int, Floats]]] = field(init=False)
+    #: Per factor, the variables that it is between, once per use; a factor of one variable has no second.
+    uses: dict[Factor, list[tuple[int, int | None]]] = field(factory=dict, init=False)
+    #: Per variable and mesh dim, its number of states.
+    sizes: list[tuple[int, ...]] = field(init=False)
+    #: What is fixed by mesh dim, in pairs: operands that must stay.
+    fixed: list[tuple[int, int | None, Sequence[Floats]]] = field(factory=list, init=False)
     _moves: CheapMoves = field(init=False)
     _rests: dict[int, _Side] = field(init=False)
     _known: dict[Any, Any] = field(factory=dict, init=False)
@@ -133,21 +110,24 @@ class _SplitStep:
     def __attrs_post_init__(self) -> None:
         problem, graph = self.problem, self.problem.graph
         self._moves = CheapMoves(step_costs(tuple(graph.mesh.shape), links_of(graph.mesh)))
-        works = [self._work(place) for place in range(len(graph.calls))]
-        self._unary = [[parts[m] for parts in works] for m in self._dims]
-        self._pairs = [[] for _ in self._dims]
+        self.sizes = [tuple(len(self._rows(place, m)) for m in self._dims) for place in range(len(graph.calls))]
         self._rests = {}
         for t in sorted(problem.resting):
             states = tuple(self._states(t, m) for m in self._dims)
-            self._rests[t] = _Side(len(graph.calls) + len(self._rests), states, self.reference.rests[t])
-            for m in self._dims:
-                self._unary[m].append(np.zeros(len(states[m])))
+            self._rests[t] = _Side(len(self.sizes), states, self.reference.rests[t])
+            self.sizes.append(tuple(map(len, states)))
+        for place in range(len(graph.calls)):
+            self._use(self._work(place), place)
+        self._add_moves()
 
     @property
     def _dims(self) -> range:
         return range(self.problem.graph.mesh.ndim)
 
-    def bound(self) -> int:
+    def _use(self, factor: Factor, u: int, v: int | None = None) -> None:
+        self.uses.setdefault(factor, []).append((u, v))
+
+    def _add_moves(self) -> None:
         problem = self.problem
         for place, call in enumerate(problem.graph.calls):
             for i, t in enumerate(call.operands):
@@ -163,22 +143,6 @@ class _SplitStep:
                 self._end(t, side)
         for t in sorted(problem.free):
             self._price(t, self._rests[t])
-        return max(0, sum(self._least(m) for m in self._dims))
-
-    def _least(self, m: int) -> int:
-        """The least cost of the parts of a mesh dim. Costs of a graph are whole and not negative, so they are moved."""
-        known: dict[int, tuple[Any, int]] = {}
-
-        def whole(costs: Floats) -> tuple[Any, int]:
-            if id(costs) not in known:
-                least = math.floor(costs.min())
-                known[id(costs)] = np.minimum(np.floor(costs - least), FORBIDDEN).astype(np.int64), least
-            return known[id(costs)]
-
-        unary = [whole(costs) for costs in self._unary[m]]
-        pairs = [(u, v, *whole(costs)) for u, v, costs in self._pairs[m]]
-        graph = CostGraph(tuple(costs for costs, _ in unary), tuple((u, v, costs) for u, v, costs, _ in pairs))
-        return _least(graph) + sum(least for _, least in unary) + sum(least for *_, least in pairs)
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -241,7 +205,7 @@ class _SplitStep:
 
     # -- factors -------------------------------------------------------------------------------------------------
 
-    def _work(self, place: int) -> list[Floats]:
+    def _work(self, place: int) -> Factor:
         problem = self.problem
         choices, at = problem.choices[place], self.reference.rows[place]
         key = ("work", id(choices), tuple(at), problem.held_rows.get(place))
@@ -253,9 +217,14 @@ class _SplitStep:
             if table.size <= _MOST_COMBINATIONS:
                 self._put_in_what_is_sent(place, rows, table)
             table[index] = problem.own_cost(place, at)
-            known = self._known[key] = split(table, index)
-        parts: list[Floats] = known
-        return parts
+
+            def exact(kinds: Sequence[int]) -> float:
+                chosen = [of[r] for of, r in zip(rows, kinds, strict=True)]
+                return problem.own_cost(place, chosen) if choices.allows(chosen) else FORBIDDEN
+
+            known = self._known[key] = _factor(table, index, [np.arange(len(of)) for of in rows], exact)
+        factor: Factor = known
+        return factor
 
     def _put_in_what_is_sent(self, place: int, rows: Sequence[Sequence[int]], table: Floats) -> None:
         """Put the exact costs of combinations in that have a lowering, which may send."""
@@ -277,80 +246,222 @@ class _SplitStep:
         self._price(t, side)
 
     def _price(self, t: int, side: _Side) -> None:
-        if not self.problem.has_price(t) or side.variable is None:
+        problem = self.problem
+        if not problem.has_price(t) or side.variable is None:
             return
-        meta = self.problem.graph.tensors[t].spec.tensor_meta
-        assert self.problem.memory is not None
-        times = self.problem.memory.kept[t]
+        meta = problem.graph.tensors[t].spec.tensor_meta
+        assert problem.memory is not None
+        times = problem.memory.kept[t]
         key = ("price", meta, times, side.at, *map(id, side.states))
         known = self._known.get(key)
         if known is None:
             each = [
                 [1 / n if shard_dim(p) is not None else 1.0 for p in of]
-                for of, n in zip(side.states, self._sizes, strict=True)
+                for of, n in zip(side.states, problem.graph.mesh.shape, strict=True)
             ]
             nbytes = meta.nbytes * _product(each)
-            table = np.maximum(np.floor((nbytes * float(times) - 1) * float(self.problem.price) * SAFE), 0.0)
+            table = np.maximum(np.floor((nbytes * float(times) - 1) * float(problem.price) * SAFE), 0.0)
             index = tuple(of.index(p) for of, p in zip(side.states, side.at, strict=True))
-            table[index] = self.problem.byte_cost(t, side.at)
-            known = self._known[key] = split(table, index)
-        self._add(side.variable, known)
+            table[index] = problem.byte_cost(t, side.at)
 
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(self.problem.graph.mesh.shape)
+            def exact(kinds: Sequence[int]) -> float:
+                return problem.byte_cost(t, tuple(of[k] for of, k in zip(side.states, kinds, strict=True)))
 
-    def _add(self, variable: int, parts: Sequence[Floats]) -> None:
-        for m, part in enumerate(parts):
-            self._unary[m][variable] = self._unary[m][variable] + part
+            # The lists are kept: no other one may get the identity of one of them.
+            known = self._known[key] = _factor(table, index, [np.arange(len(of)) for of in side.states], exact), side
+        self._use(known[0], side.variable)
 
     def _move(self, t: int, source: _Side, target: _Side, *, must_stay: bool = False, shared_by: int = 1) -> None:
-        """Add the parts of a move."""
+        """Add a move."""
+        u, v = source.variable, target.variable
+        if u is None and v is None:
+            return
         meta = self.problem.graph.tensors[t].spec.tensor_meta
         lists = (*map(id, source.states), *map(id, target.states))
         key = ("move", meta, must_stay, shared_by, source.at, target.at, lists)
-        known = self._known.get(key)
-        if known is None:
-            # The lists are kept: no other one may get the identity of one of them.
-            known = self._known[key] = self._parts_of_move(t, source, target, must_stay, shared_by), source, target
-        u, v = source.variable, target.variable
-        for m, part in enumerate(known[0]):
-            if u is not None and v is not None:
-                self._pairs[m].append((u, v, part))
-            elif u is not None or v is not None:
-                variable = v if u is None else u
-                assert variable is not None
-                self._unary[m][variable] = self._unary[m][variable] + part.reshape(-1)
+        if u is None:
+            assert v is not None
+            u, v = v, None
+        # The lists are kept: no other one may get the identity of one of them.
+        if must_stay:
+            if key not in self._known:
+                self._known[key] = _stays(source, target), source, target
+            self.fixed.append((u, v, self._known[key][0]))
+        else:
+            if key not in self._known:
+                self._known[key] = self._moved(t, source, target, shared_by), source, target
+            self._use(self._known[key][0], u, v)
 
-    def _parts_of_move(self, t: int, source: _Side, target: _Side, must_stay: bool, shared_by: int) -> list[Floats]:
-        """By mesh dim, an array over the states of the source and of the target.
+    def _moved(self, t: int, source: _Side, target: _Side, shared_by: int) -> Factor:
+        """The factor of a move. Its kinds are pairs of placements.
 
-        Pairs of placements of one kind cost the same, but for the pair of the reference, which is exact.
+        They share codes, and cost the same, where a bound on moves sees no difference; all but the pair of the
+        reference, which is exact.
         """
         problem = self.problem
-        ends = list(zip(source.at, target.at, strict=True))
-        codes, kinds = [], []
-        for of, to, at in zip(source.states, target.states, ends, strict=True):
-            kinds.append([*KINDS, kind_of_move(*at)])
-            code = {(a, b): _REFERENCE if (a, b) == at else kind_of_move(a, b) for a in set(of) for b in set(to)}
+        ends = tuple(zip(source.at, target.at, strict=True))
+        pairs = [
+            tuple(dict.fromkeys((a, b) for a in of for b in to))
+            for of, to in zip(source.states, target.states, strict=True)
+        ]
+        kinds = []
+        for of, to, each in zip(source.states, target.states, pairs, strict=True):
+            number = {pair: k for k, pair in enumerate(each)}
             # Only views make strided shards: see StepProblem.move().
-            code.update({(a, b): _NEVER for a, b in code if is_strided((b,)) and a != b})
-            codes.append(np.array([[code[a, b] for b in to] for a in of]))
-        if must_stay:
-            stays = [
-                np.array([[a == b for b in to] for a in of])
-                for of, to in zip(source.states, target.states, strict=True)
-            ]
-            return [np.where(same, 0.0, float(FORBIDDEN)) for same in stays]
-        table = self._moves.table(problem.graph.tensors[t].spec.tensor_meta.nbytes, kinds) / shared_by
-        exact = problem.move(t, source.at, target.at)
-        table[(_REFERENCE,) * len(ends)] = exact if exact >= FORBIDDEN else exact // shared_by
-        parts = split(table, (_REFERENCE,) * len(ends))
-        return [np.append(part, float(FORBIDDEN))[code] for part, code in zip(parts, codes, strict=True)]
+            kind = [[-1 if is_strided((b,)) and a != b else number[a, b] for b in to] for a in of]
+            kinds.append(np.array(kind, np.intp).reshape(_shape(source, target, len(of), len(to))))
+        codes = [
+            np.array([len(KINDS) if pair == at else kind_of_move(*pair) for pair in each], np.intp)
+            for each, at in zip(pairs, ends, strict=True)
+        ]
+        table = (
+            self._moves.table(
+                problem.graph.tensors[t].spec.tensor_meta.nbytes, [[*KINDS, kind_of_move(*at)] for at in ends]
+            )
+            / shared_by
+        )
+        reference = (len(KINDS),) * len(ends)
+        table[reference] = self._move_cost(t, source.at, target.at, shared_by)
+
+        def exact(chosen: Sequence[int]) -> float:
+            src, dst = zip(*(of[k] for of, k in zip(pairs, chosen, strict=True)), strict=True)
+            return self._move_cost(t, src, dst, shared_by)
+
+        return _factor(table, reference, kinds, exact, codes)
+
+    def _move_cost(self, t: int, src: Places, dst: Places, shared_by: int) -> int:
+        cost = self.problem.move(t, src, dst)
+        return cost if cost >= FORBIDDEN else cost // shared_by
+
+
+def _factor(
+    table: Floats,
+    at: tuple[int, ...],
+    kinds: Sequence[Indices],
+    exact: Callable[[Sequence[int]], float],
+    codes: Sequence[Indices] | None = None,
+) -> Factor:
+    table = np.floor(table)
+    own = list(codes) if codes is not None else [np.arange(n) for n in table.shape]
+    highest = float(table[table < FORBIDDEN].max(initial=0.0))
+    table = np.minimum(table, max(highest, table[at]))
+    return Factor(table, split(table, at), kinds, own, exact, max(highest, table[at]))
+
+
+def _shape(source: _Side, target: _Side, rows: int, columns: int) -> tuple[int, ...]:
+    """That of costs between two variables, or of one."""
+    if source.variable is None or target.variable is None:
+        return (rows * columns,)
+    return rows, columns
+
+
+def _stays(source: _Side, target: _Side) -> list[Floats]:
+    return [
+        np.array([[0.0 if a == b else float(FORBIDDEN) for b in to] for a in of]).reshape(
+            _shape(source, target, len(of), len(to))
+        )
+        for of, to in zip(source.states, target.states, strict=True)
+    ]
 
 
 def _product(each: Sequence[Sequence[float]]) -> Floats:
     return reduce(np.multiply.outer, [np.array(of) for of in each])
+
+
+# -- the ascent ------------------------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class _Ascent:
+    """Rounds that bring the parts closer to the costs of what the mesh dims choose by themselves.
+
+    The bound of every round holds; the best one counts, and is ``enough`` where it is the cost of a plan. Where a round
+    has lost as much as there is to gain, the next ones begin again from the best parts, with smaller steps.
+    """
+
+    step: _SplitStep
+    enough: int
+    best: int = 0
+
+    def bound(self) -> int:
+        """The best bound of a number of rounds that depends on the size of the step alone."""
+        rounds = max(1, min(_ROUNDS, _WORK // (len(self.step.sizes) * len(self._dims))))
+        rate = _RATE
+        for k in range(rounds):
+            found = [self._least(m) for m in self._dims]
+            total = sum(least for _, least in found)
+            chosen = [states for states, _ in found if states is not None]
+            if total > self.best or not k:
+                self.best, rate = total, min(rate * _GROWTH, _RATE)
+                for factor in self.step.uses:
+                    factor.keep()
+            elif total < 2 * self.best - self.enough:
+                rate /= 2
+                for factor in self.step.uses:
+                    factor.restore()
+            if self.best >= self.enough or len(chosen) < len(found):
+                break
+            self._raise(chosen, rate / (1 + k / _SLOWER), k % len(chosen))
+        return max(0, self.best)
+
+    @property
+    def _dims(self) -> range:
+        return range(self.step.problem.graph.mesh.ndim)
+
+    def _raise(self, chosen: Sequence[Sequence[int]], rate: float, first: int) -> None:
+        for factor, uses in self.step.uses.items():
+            at: Counter[tuple[int, ...]] = Counter()
+            for u, v in uses:
+                states = [(of[u],) if v is None else (of[u], of[v]) for of in chosen]
+                at[tuple(int(kinds[s]) for kinds, s in zip(factor.kinds, states, strict=True))] += 1
+            factor.raise_at(at, rate, first)
+
+    def _least(self, m: int) -> tuple[list[int] | None, int]:
+        """What is chosen on a mesh dim, and the least cost of its parts. Costs of a graph are whole and not negative,
+        so they are moved.
+        """
+        step = self.step
+        known: dict[int, tuple[Any, int]] = {}
+        kept: list[Any] = []
+
+        def whole(costs: Floats) -> tuple[Any, int]:
+            if id(costs) not in known:
+                least = math.floor(costs.min())
+                known[id(costs)] = np.minimum(np.floor(costs - least), FORBIDDEN).astype(np.int64), least
+                kept.append(costs)
+            return known[id(costs)]
+
+        terms: list[list[Floats]] = [[] for _ in step.sizes]
+        pairs: list[tuple[int, int, Any]] = []
+        moved = 0
+        every = [(factor.arrays()[m], uses) for factor, uses in step.uses.items()]
+        every += [(arrays[m], [(u, v)]) for u, v, arrays in step.fixed]
+        for part, uses in every:
+            costs, least = whole(part)
+            for u, v in uses:
+                if v is None:
+                    terms[u].append(part)
+                else:
+                    pairs.append((u, v, costs))
+                    moved += least
+        sums: dict[tuple[int, ...], Floats] = {}
+        unary = []
+        for size, of in zip(step.sizes, terms, strict=True):
+            key = (size[m], *map(id, of))
+            if key not in sums:
+                sums[key] = sum(of, np.zeros(size[m]))
+            costs, least = whole(sums[key])
+            unary.append(costs)
+            moved += least
+        states, cost = _solved(CostGraph(tuple(unary), tuple(pairs)))
+        return states, cost + moved
+
+
+def _solved(graph: CostGraph) -> tuple[list[int] | None, int]:
+    try:
+        return eliminate(graph, _MOST_ENTRIES)
+    except TableLimitError:
+        return None, _least(graph)
 
 
 def _least(graph: CostGraph) -> int:
