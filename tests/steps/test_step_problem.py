@@ -309,7 +309,6 @@ def test_no_assignment_is_below_the_bound(seed, shape):
         least = min(best.cost, *(one.cost for one in some))
         bounds = [step_bound(problem, one, work_of(problem, costs)) for one in (best, *some)]
         assert max(bounds) <= least
-        print("RATIO", shape, seed, bounds[0] / least)
         assert bounds[0] > 0.9 * least
 
 
@@ -337,8 +336,7 @@ def test_the_bound_on_two_mesh_dims_is_close_to_the_best_of_all_assignments(seed
         best = solve_step(problem, [problem.as_recorded(), problem.as_replicated()])
         assert least <= best.cost
         for reference in (best, problem.as_replicated()):
-            print("RATIO2", seed, step_bound(problem, reference, work_of(problem, costs)) / least)
-            assert 0.8 * least < step_bound(problem, reference, work_of(problem, costs)) <= least
+            assert 0.9 * least < step_bound(problem, reference, work_of(problem, costs)) <= least
 
 
 # -- free parameters and memory ------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from shardwise.program.elimination import eliminate
 from shardwise.program.errors import MissingSolverError, TableLimitError
 from shardwise.program.relaxation import lower_bound
 from shardwise.program.step_factors import StepFactors, WorkTable
+from shardwise.program.step_parts import Factor
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import MeshDimProblem
 
@@ -37,10 +38,8 @@ __all__ = ["WorkTable", "step_bound"]
 _ROUNDS, _WORK = 120, 1_200_000
 """Rounds that a bound takes at most, and variables of all mesh dims that they go through together: minutes at most."""
 
-_RATE, _SLOWER, _GROWTH = 0.5, 20, 1.5
-"""How much of what is missing a round gives, at first, the rounds after which it is half as much, and how much faster
-it becomes with each better bound where it was slowed down.
-"""
+_RATE, _SLOWER = 0.5, 20
+"""How much of what is missing a round gives at most, and the rounds after which it is half as much."""
 
 _MOST_ENTRIES = 3_000_000
 """Entries of the largest table of a mesh dim's exact solution; beyond it a linear program bounds it."""
@@ -62,46 +61,48 @@ def step_bound(problem: StepProblem, reference: Assignment, work: WorkTable) -> 
 class _Ascent:
     """Rounds that bring the parts closer to the costs of what the mesh dims choose by themselves.
 
-    The bound of every round holds; the best one counts, and is ``enough`` where it is the cost of a plan. Where a round
-    has lost as much as there is to gain, the next ones begin again from the best parts, with smaller steps.
+    The bound of every round holds; the best one counts. ``enough`` is the cost of a plan, which no bound exceeds: a
+    round gives no more to what is missing than is wanting to that, so that few wrong guesses do not lose it all.
     """
 
     step: StepFactors
     enough: int
-    best: int = 0
 
     def bound(self) -> int:
         """The best bound of a number of rounds that depends on the size of the step alone."""
         rounds = max(1, min(_ROUNDS, _WORK // (len(self.step.sizes) * len(self._dims))))
-        rate = _RATE
+        best = 0
         for k in range(rounds):
             found = [self._least(m) for m in self._dims]
             total = sum(least for _, least in found)
+            best = max(best, total)
             chosen = [states for states, _ in found if states is not None]
-            if total > self.best or not k:
-                self.best, rate = total, min(rate * _GROWTH, _RATE)
-                for factor in self.step.uses:
-                    factor.keep()
-            elif total < 2 * self.best - self.enough:
-                rate /= 2
-                for factor in self.step.uses:
-                    factor.restore()
-            if self.best >= self.enough or len(chosen) < len(found):
+            if total >= self.enough or len(chosen) < len(found) or k == rounds - 1:
                 break
-            self._raise(chosen, rate / (1 + k / _SLOWER), k % len(chosen))
-        return max(0, self.best)
+            self._raise(chosen, self.enough - total, k)
+        return best
 
     @property
     def _dims(self) -> range:
         return range(self.step.problem.graph.mesh.ndim)
 
-    def _raise(self, chosen: Sequence[Sequence[int]], rate: float, first: int) -> None:
-        for factor, uses in self.step.uses.items():
-            at: Counter[tuple[int, ...]] = Counter()
-            for u, v in uses:
-                states = [(of[u],) if v is None else (of[u], of[v]) for of in chosen]
-                at[tuple(int(kinds[s]) for kinds, s in zip(factor.kinds, states, strict=True))] += 1
-            factor.raise_at(at, rate, first)
+    def _raise(self, chosen: Sequence[Sequence[int]], wanting: int, k: int) -> None:
+        """Raise what is chosen by a part of what it costs more than its parts."""
+        at = {factor: self._kinds(chosen, factor, uses) for factor, uses in self.step.uses.items()}
+        missing = sum(factor.missing(kinds) * n for factor, of in at.items() for kinds, n in of.items())
+        rate = min(_RATE, wanting / max(missing, 1.0)) / (1 + k / _SLOWER)
+        for factor, of in at.items():
+            factor.raise_at(of, rate, k % len(chosen))
+
+    def _kinds(
+        self, chosen: Sequence[Sequence[int]], factor: Factor, uses: Sequence[tuple[int, int | None]]
+    ) -> Counter[tuple[int, ...]]:
+        """The combinations of kinds that are chosen of a factor, and how often."""
+        counts: Counter[tuple[int, ...]] = Counter()
+        for u, v in uses:
+            states = [(of[u],) if v is None else (of[u], of[v]) for of in chosen]
+            counts[tuple(int(kinds[s]) for kinds, s in zip(factor.kinds, states, strict=True))] += 1
+        return counts
 
     def _least(self, m: int) -> tuple[list[int] | None, int]:
         """What is chosen on a mesh dim, and the least cost of its parts. Costs of a graph are whole and not negative,

@@ -27,6 +27,11 @@ __all__ = ["StepFactors", "WorkTable"]
 
 WorkTable: TypeAlias = Callable[[int, Sequence[Sequence[int]]], Floats]
 
+_HIGHEST = 200
+"""How many variables' share in the cost of the step one factor counts at most, unless it does more in the reference.
+What is far dearer plays no part in a good plan, and to raise it takes all others down.
+"""
+
 _MOST_COMBINATIONS = 1_500
 """Combinations of rows of a call whose lowering sends: each is looked at."""
 
@@ -164,6 +169,24 @@ class StepFactors:
 
     # -- factors -------------------------------------------------------------------------------------------------
 
+    def _factor(
+        self,
+        table: Floats,
+        at: tuple[int, ...],
+        kinds: Sequence[Indices],
+        exact: Callable[[Sequence[int]], float],
+        codes: Sequence[Indices] | None = None,
+    ) -> Factor:
+        """A factor of a table of costs that are low enough, exact at a place."""
+        table = np.floor(table)
+        own = list(codes) if codes is not None else [np.arange(n) for n in table.shape]
+        highest = min(
+            float(table[table < FORBIDDEN].max(initial=0.0)), self.reference.cost * min(1.0, _HIGHEST / len(self.sizes))
+        )
+        highest = max(highest, float(table[at]))
+        table = np.minimum(table, highest)
+        return Factor(table, split(table, at), kinds, own, exact, highest)
+
     def _work(self, place: int) -> Factor:
         problem = self.problem
         choices, at = problem.choices[place], self.reference.rows[place]
@@ -181,7 +204,7 @@ class StepFactors:
                 chosen = [of[r] for of, r in zip(rows, kinds, strict=True)]
                 return problem.own_cost(place, chosen) if choices.allows(chosen) else FORBIDDEN
 
-            known = self._known[key] = _factor(table, index, [np.arange(len(of)) for of in rows], exact)
+            known = self._known[key] = self._factor(table, index, [np.arange(len(of)) for of in rows], exact)
         factor: Factor = known
         return factor
 
@@ -227,7 +250,8 @@ class StepFactors:
                 return problem.byte_cost(t, tuple(of[k] for of, k in zip(side.states, kinds, strict=True)))
 
             # The lists are kept: no other one may get the identity of one of them.
-            known = self._known[key] = _factor(table, index, [np.arange(len(of)) for of in side.states], exact), side
+            kinds = [np.arange(len(of)) for of in side.states]
+            known = self._known[key] = self._factor(table, index, kinds, exact), side
         self._use(known[0], side.variable)
 
     def _move(self, t: int, source: _Side, target: _Side, *, must_stay: bool = False, shared_by: int = 1) -> None:
@@ -286,25 +310,11 @@ class StepFactors:
             src, dst = zip(*(of[k] for of, k in zip(pairs, chosen, strict=True)), strict=True)
             return self._move_cost(t, src, dst, shared_by)
 
-        return _factor(table, reference, kinds, exact, codes)
+        return self._factor(table, reference, kinds, exact, codes)
 
     def _move_cost(self, t: int, src: Places, dst: Places, shared_by: int) -> int:
         cost = self.problem.move(t, src, dst)
         return cost if cost >= FORBIDDEN else cost // shared_by
-
-
-def _factor(
-    table: Floats,
-    at: tuple[int, ...],
-    kinds: Sequence[Indices],
-    exact: Callable[[Sequence[int]], float],
-    codes: Sequence[Indices] | None = None,
-) -> Factor:
-    table = np.floor(table)
-    own = list(codes) if codes is not None else [np.arange(n) for n in table.shape]
-    highest = float(table[table < FORBIDDEN].max(initial=0.0))
-    table = np.minimum(table, max(highest, table[at]))
-    return Factor(table, split(table, at), kinds, own, exact, max(highest, table[at]))
 
 
 def _shape(source: _Side, target: _Side, rows: int, columns: int) -> tuple[int, ...]:

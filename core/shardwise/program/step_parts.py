@@ -108,14 +108,10 @@ class Factor:
     codes: list[Indices]
     exact: Callable[[Sequence[int]], float]
     highest: float
-    _kept: list[Floats] = field(init=False)
     #: Combinations of kinds that were chosen lately, with weights.
     _recent: dict[tuple[int, ...], float] = field(factory=dict, init=False)
     _asked: set[tuple[int, ...]] = field(factory=set, init=False)
     _arrays: list[Floats] | None = field(default=None, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        self._kept = list(self.parts)
 
     def arrays(self) -> Sequence[Floats]:
         """The parts by mesh dim, over the states of a variable or of two."""
@@ -126,13 +122,13 @@ class Factor:
             ]
         return self._arrays
 
-    def keep(self) -> None:
-        """Keep the parts as they are, for :meth:`restore`."""
-        self._kept = list(self.parts)
-
-    def restore(self) -> None:
-        """Have the parts that were kept."""
-        self.parts, self._arrays = list(self._kept), None
+    def missing(self, kinds: tuple[int, ...]) -> float:
+        """By how much the parts of a combination of kinds are below its exact cost, as far as that counts."""
+        self._learn(kinds)
+        place = self._place(kinds)
+        return max(
+            0.0, float(self.costs[place]) - sum(float(part[i]) for part, i in zip(self.parts, place, strict=True))
+        )
 
     def raise_at(self, uses: Mapping[tuple[int, ...], int], rate: float, first: int) -> None:
         """Bring the parts closer to the exact costs of combinations of kinds, by how often they are chosen."""
@@ -166,7 +162,6 @@ class Factor:
                 if self.costs.size + line.size > _MOST_ENTRIES:
                     return
                 self.parts[m] = np.append(self.parts[m], self.parts[m][code])
-                self._kept[m] = np.append(self._kept[m], self._kept[m][code])
                 self.codes[m] = self.codes[m].copy()
                 self.codes[m][kind] = self.costs.shape[m]
                 self.costs = np.concatenate([self.costs, line], axis=m)
