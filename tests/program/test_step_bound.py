@@ -16,7 +16,7 @@ from shardwise.planning.cost import links_of, links_of_wires, step_costs, use_li
 from shardwise.planning.path import path_cost
 from shardwise.program.cheap_moves import CheapMoves
 from shardwise.program.cost_graph import FORBIDDEN
-from shardwise.program.step_bound import split
+from shardwise.program.step_parts import Factor, raised, split
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 5), min_size=2, max_size=4))
@@ -36,6 +36,53 @@ def test_parts_of_a_sum_are_its_terms():
     parts = split(np.add.outer(*terms), (1, 0))
     np.testing.assert_allclose(parts[0] - parts[0][1], terms[0] - terms[0][1])
     np.testing.assert_allclose(parts[1] - parts[1][0], terms[1] - terms[1][0])
+
+
+def sum_of(parts):
+    return sum(part.reshape([-1 if k == m else 1 for k in range(len(parts))]) for m, part in enumerate(parts))
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 5), min_size=2, max_size=4))
+def test_raised_parts_come_closer_and_are_never_more_than_the_whole(seed, shape):
+    random = np.random.default_rng(seed)
+    costs = random.choice([0.0, 3.0, 10.0, 1e6], shape) + random.random(shape)
+    parts = split(costs, tuple(int(random.integers(n)) for n in shape))
+    for turn in range(4):
+        uses = {tuple(int(random.integers(n)) for n in shape): float(random.integers(1, 4)) for _ in range(turn + 1)}
+        before, parts = parts, raised(costs, parts, uses, random.random(), turn % len(shape))
+        assert (sum_of(parts) <= costs + 1e-6).all()
+        if len(uses) == 1:
+            (at,) = uses
+            assert sum_of(parts)[at] >= sum_of(before)[at] - 1e-6
+
+
+def test_parts_that_are_raised_all_the_way_are_the_cost():
+    costs = np.array([[0.0, 5.0], [5.0, 20.0]])
+    parts = split(costs, (0, 0))
+    assert sum_of(parts)[1, 1] == pytest.approx(10)
+    for place in [(1, 1), (0, 1), (0, 0)]:
+        assert sum_of(raised(costs, parts, {place: 1.0}, 1.0))[place] == pytest.approx(costs[place])
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(2, 5), min_size=2, max_size=3))
+def test_a_factor_learns_costs_and_stays_below_them(seed, shape):
+    """Kinds with one code are told apart only when the cost of one is asked for."""
+    random = np.random.default_rng(seed)
+    exact = np.floor(random.random(shape) * 100) + 10
+    codes = [random.integers(0, 2, n) for n in shape]
+    low = np.full([2] * len(shape), np.inf)
+    for kinds in np.ndindex(*shape):
+        code = tuple(of[k] for of, k in zip(codes, kinds, strict=True))
+        low[code] = min(low[code], exact[kinds])
+    low[np.isinf(low)] = 0
+    at = tuple(int(of[0]) for of in codes)
+    factor = Factor(low, split(low, at), [np.arange(n) for n in shape], codes, lambda k: exact[tuple(k)], 120.0)
+    for turn in range(6):
+        asked = tuple(int(random.integers(n)) for n in shape)
+        factor.raise_at({asked: 1 + turn}, 1.0, turn % len(shape))
+        assert (sum_of(factor.arrays()) <= exact).all()
+        assert sum_of(factor.arrays())[asked] >= exact[asked] - len(shape) or turn
+        assert factor.missing(asked) == exact[asked] - sum_of(factor.arrays())[asked]
 
 
 @st.composite

@@ -144,7 +144,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
       a reason are made;
     - ``prove``: find a bound that no plan undercuts. On a mesh with one dim it is as a rule the cost of the plan;
-      on several it is a weaker one, and takes about as long as to solve the step;
+      on several it is a weaker one, and takes several times as long as to solve the step;
     - ``wires``: the connection of each mesh dim (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose
       written figures are used. The default is that of ranks of ``device`` on one host;
     - ``tell``: called with one of :data:`PLAN_PHASES` (and ``"prove"``) and the number of ops so far.
