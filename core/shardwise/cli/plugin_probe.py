@@ -83,7 +83,7 @@ def _run(plugins: Sequence[InstalledPlugin], limit: float, *, forked: bool) -> l
             return seen
         err.seek(0)
         end = f"does not end within {limit:g} s" if code is None else _how(code)
-        return [*seen, Seen(f"{end} at import", stderr=err.read()[-4000:].decode(errors="replace"))]
+        return [*seen, Seen(f"{end} at import", stderr=_shortened(err.read().decode(errors="replace")))]
 
 
 def _listen(pid: int, reading: int, number: int, limit: float) -> tuple[list[Seen], int | None]:
@@ -219,6 +219,12 @@ def _first_line(printed: bytes) -> str:
 
 
 # -- where it is imported after all ----------------------------------------------------------------------------------
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of what a child wrote: the stack of a crash may be long, and comes after a message."""
+    most = 4000
+    return text if len(text) <= most else f"{text[: most // 2]}\n...\n{text[-most // 2 :]}"
 
 
 @contextmanager
