@@ -231,7 +231,7 @@ def end_program() -> None:
     Not final: what this rank has sent may still be on its way.
     """
     world = current_world()
-    if world is not None and world.own is None and is_reachable(world.store):
+    if world is not None and world.own is None:
         with suppress(RuntimeError):
             post_calls(world)
         world.write(Note(world.rank, "", ENDED, "", "", 1, is_final=False))
@@ -325,7 +325,8 @@ def _leave() -> None:
     if world is None:
         return
     if world.own is None:
-        end_program()
+        if is_reachable(world.store):
+            end_program()
         return
     with suppress(RuntimeError):
         left = world.store.add(f"{world.prefix}/left", 1)
