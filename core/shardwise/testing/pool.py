@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -205,7 +206,10 @@ class WorkerPool:
 
 
 def _dumps_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    package = sys.modules.get((getattr(fn, "__module__", None) or "__main__").partition(".")[0])
+    inner = fn
+    while isinstance(inner, partial):  # it has no module of its own
+        inner = inner.func
+    package = sys.modules.get((getattr(inner, "__module__", None) or "__main__").partition(".")[0])
     if package is None or package.__name__ == "__main__" or importable(package.__name__):
         return dumps_by_value((fn, args))
     import cloudpickle
