@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -374,3 +376,25 @@ def copies_that_differ():
 
 def test_replicated_results_are_compared_on_request(two_ranks):
     two_ranks.run(copies_that_differ)
+
+
+def kept_alive():
+    """What is left of functions, and of what they refer to, that were called and dropped."""
+    gone = []
+    for _ in range(3):
+        held = made(2, 2).requires_grad_()  # a closure may hold a whole model
+
+        @sw.local(outputs={"dp": S0})
+        def product(rows, held=held):
+            return rows @ held
+
+        x = sw.distribute_tensor(made(4, 2), mesh((2,), ("dp",)), [S0])
+        product(x).sum().full_tensor()
+        gone.append(weakref.ref(product.__wrapped__))
+        del product, held
+    gc.collect()
+    return [one() for one in gone]
+
+
+def test_what_is_known_of_its_calls_keeps_no_function_alive(two_ranks):
+    assert two_ranks.run(kept_alive) == [[None] * 3] * 2

@@ -36,6 +36,8 @@ def split(costs: Floats, at: tuple[int, ...]) -> list[Floats]:
     parts = [costs[_line(at, m)] - share * (ndim - 1) for m in range(ndim)]
     # Whoever costs more than in the reference gives way, by how much more: nobody gets cheaper than there without need.
     gains = [np.maximum(part - share, 0.0) for part in parts]
+    for m, gain in enumerate(gains):
+        gain[at[m]] = 0.0  # but for rounding, which would let the reference itself give way
     changed = [(np.arange(n) != at[m]).astype(np.float64) for m, n in enumerate(costs.shape)]
     total, count = _sum(gains), np.maximum(_sum(changed), 1.0)
     missing = np.minimum(costs - _sum(parts), 0.0)

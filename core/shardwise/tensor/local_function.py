@@ -59,9 +59,17 @@ class Crossing(NamedTuple):
 Outcome = tuple[Crossing | None, Sequence[int] | None, bool]
 
 
+def _kept() -> PerWorld[dict[Any, Any]]:
+    known: dict[Any, Any] = {}
+    return PerWorld(known, known.clear)
+
+
 @frozen(eq=False)
 class LocalFunction:
-    """A function of local tensors, and what :func:`local` was told of it."""
+    """A function of local tensors, and what :func:`local` was told of it.
+
+    What is known of its calls is kept here, so that nothing keeps the function, or what it refers to, alive.
+    """
 
     fn: Callable[..., Any]
     inputs: Any
@@ -73,6 +81,8 @@ class LocalFunction:
     check: bool = False
     name: str = field(init=False)
     parameters: tuple[str, ...] = field(init=False)
+    _borders: PerWorld[dict[Any, Any]] = field(factory=_kept, init=False, repr=False)
+    _outcomes: PerWorld[dict[Any, Any]] = field(factory=_kept, init=False, repr=False)
 
     @name.default
     def _name(self) -> str:
@@ -137,8 +147,8 @@ class LocalFunction:
                 )
         key = None
         if not (torch.compiler.is_compiling() or any(isinstance(t, torch.Tensor) and is_traced(t) for t in leaves)):
-            key = (self, tree, torch.is_grad_enabled(), *map(_kind, leaves))
-        known = None if key is None or tree is None else _borders.now().get(key)
+            key = (tree, torch.is_grad_enabled(), *map(_kind, leaves))
+        known = None if key is None or tree is None else self._borders.now().get(key)
         if known is None:
             border = self.border(args, kwargs, mesh.mesh_dim_names or (), mesh.shape, _placements)
             if (key is None or is_rehearsing()) and self.shapes is None:
@@ -148,7 +158,7 @@ class LocalFunction:
                 [None if own is None else _crossing(own, border.same, mesh.shape) for own in border.arguments],
             )
             if key is not None and tree is not None:
-                _remember(_known_borders, key, known)
+                _remember(self._borders.now(), key, known)
         border, crossings = known
         parts = [
             leaf if own is None else self._enter(leaf, name, own)
@@ -218,7 +228,7 @@ class LocalFunction:
         do = "Return what outputs= says, from every rank."
         known: list[Outcome] | None = None
         if key is not None and self.shapes != "agree":
-            known = _outcomes.now().get(key)
+            known = self._outcomes.now().get(key)
         if known is not None:
             fault = fault_of(flat, [None if one[0] is None else one[0].layout for one in known])
             if not fault:
@@ -247,7 +257,7 @@ class LocalFunction:
             for layout, shape, one in zip(layouts, shapes, agreed, strict=True)
         ]
         if key is not None:
-            _remember(_known_outcomes, key, outcome)
+            _remember(self._outcomes.now(), key, outcome)
         return outcome
 
     def _shapes(self, result: Any, asked: str) -> list[Any]:
@@ -255,12 +265,6 @@ class LocalFunction:
             return [None] * len(pytree.tree_leaves(result))
         is_one = all(isinstance(n, int) for n in self.shapes)
         return spread(list(self.shapes) if is_one else tuple(self.shapes), result, f"{asked}, with shapes=")
-
-
-_known_borders: dict[Any, Any] = {}
-_known_outcomes: dict[Any, Any] = {}
-_borders = PerWorld(_known_borders, _known_borders.clear)
-_outcomes = PerWorld(_known_outcomes, _known_outcomes.clear)
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
