@@ -7,7 +7,18 @@ from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Site", "in_line", "is_inner", "operation", "short_line", "site_of", "users_frame", "users_frames"]
+__all__ = [
+    "OURS",
+    "TORCH",
+    "Site",
+    "in_line",
+    "is_inner",
+    "operation",
+    "short_line",
+    "site_of",
+    "users_frame",
+    "users_frames",
+]
 
 _CORE = Path(__file__).parents[1]
 _INNER = (
@@ -22,12 +33,15 @@ _INNER = (
     "tensor",
     "tools",
     "private_torch",
+    "random.py",
 )
 _HANDLER = "<shardwise handler of "
+TORCH = str(Path(torch.__file__).parent)
+OURS = (*(str(_CORE / part) for part in _INNER), "<shardwise")
+"""How the names of files begin whose code a program did not write: torch's and shardwise's."""
 _NOT_THE_USERS = (
-    str(Path(torch.__file__).parent),
-    *(str(_CORE / part) for part in _INNER),
-    "<shardwise",
+    TORCH,
+    *OURS,
     "<string>",
     "<eval_with_key>",
     "<frozen ",

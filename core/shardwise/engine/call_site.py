@@ -6,26 +6,18 @@ import inspect
 from pathlib import Path
 from types import FrameType
 
-import torch
+from shardwise.comm.call_sites import OURS, TORCH, users_frame
 
 __all__ = ["is_call_of_program", "is_in_optimizer_step", "users_line"]
 
-_CORE = Path(__file__).parents[1]
-_INNER = ("kernel", "rng", "rule", "discovery", "planning", "comm", "engine", "tensor", "private_torch", "random.py")
-_OURS = (*(str(_CORE / part) for part in _INNER), "<shardwise")
-_GENERATED = ("<string>", "<eval_with_key>")
-_TORCH = str(Path(torch.__file__).parent)
-_NOT_THE_USERS = (_TORCH, *_OURS, *_GENERATED)
-_GRAPHS = f"{_TORCH}/_functorch/_aot_autograd"
-_COLLECTIVES = f"{_TORCH}/distributed"
-_OPTIMIZERS = f"{_TORCH}/optim/optimizer.py"
+_GRAPHS = f"{TORCH}/_functorch/_aot_autograd"
+_COLLECTIVES = f"{TORCH}/distributed"
+_OPTIMIZERS = f"{TORCH}/optim/optimizer.py"
 
 
 def users_line() -> tuple[str, int]:
-    """File and line of the innermost frame of neither torch nor shardwise; ``("<unknown>", 0)`` without one."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-        frame = frame.f_back
+    """File and line of the innermost frame of the user's program; ``("<unknown>", 0)`` without one."""
+    frame = users_frame(inspect.currentframe())
     return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<unknown>", 0)
 
 
@@ -56,11 +48,11 @@ def is_call_of_program(mode: str) -> bool:
         elif reached and asks is None and file not in _BETWEEN:
             if file.startswith(_COLLECTIVES):
                 return False
-            if not file.startswith(_TORCH):
-                asks = not file.startswith(_OURS)
+            if not file.startswith(TORCH):
+                asks = not file.startswith(OURS)
         frame = frame.f_back
     return asks is not False
 
 
 # Files between a mode and whoever calls an op under it.
-_BETWEEN = (str(_CORE / "private_torch" / "dispatch.py"),)
+_BETWEEN = (str(Path(__file__).parents[1] / "private_torch" / "dispatch.py"),)
