@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from shardwise.discovery import process
 from shardwise.testing import WorkerPool
 from shardwise.testing.report import Report
 
@@ -74,6 +75,18 @@ def two_ranks():
 def ranks(request):
     """For tests on one mesh dim: two ranks every day, half the work; the four of ``pool`` in .ci/run's sample."""
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The next look-up finds and loads the plugins again; afterwards all is as before."""
+
+    def forget():
+        monkeypatch.setattr(process._process, "registry", None)
+        monkeypatch.setattr(process._process, "statuses", [])
+
+    forget()
+    return forget
 
 
 # -- two processes -----------------------------------------------------------------------------------------------

@@ -27,18 +27,6 @@ def source():
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    """The next look-up finds and loads the plugins again; afterwards all is as before."""
-
-    def forget():
-        monkeypatch.setattr(process._process, "registry", None)
-        monkeypatch.setattr(process._process, "statuses", [])
-
-    forget()
-    return forget
-
-
-@pytest.fixture
 def install(tmp_path, monkeypatch, fresh):
     """``install(name, source, ...)``: one module and its metadata, as an installer leaves them."""
     before = set(sys.modules)

@@ -29,16 +29,6 @@ RULE = """
 
 
 @pytest.fixture
-def fresh(monkeypatch):
-    def forget():
-        monkeypatch.setattr(process._process, "registry", None)
-        monkeypatch.setattr(process._process, "statuses", [])
-
-    forget()
-    return forget
-
-
-@pytest.fixture
 def acme(tmp_path, monkeypatch, fresh):
     """``acme(notation, version)`` installs a plugin that is a package with a module beside its plugin."""
     site = tmp_path / "site"

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.discovery.process import default_registry
+from shardwise.testing import WorkerPool
 
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 OWN_TEST = re.compile(r"^<!-- this page is run by (\S+) -->$", re.MULTILINE)
@@ -38,6 +39,13 @@ def test_every_block_runs_or_says_why_not(page, docs):
         assert runs or re.match(r"not run: \S+ \S+", block.how), f"{block} needs a language or a reason"
 
 
+@pytest.fixture(scope="module")
+def page_ranks():
+    """Four ranks for pages alone: each page makes meshes, and a process group that nobody uses burns time."""
+    with WorkerPool(4, start_method="forkserver") as workers:
+        yield workers
+
+
 @pytest.fixture
 def _leaves_no_plugin():
     """What a page calls a plugin's modules is gone afterwards."""
@@ -47,7 +55,7 @@ def _leaves_no_plugin():
 
 
 @pytest.mark.usefixtures("_leaves_no_plugin")
-def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
+def test_python_blocks_run(page, docs, page_ranks, monkeypatch, tmp_path):
     """Those for one process in one namespace, those for several ranks as one program on the pool."""
     own = OWN_TEST.search(page.read_text())
     if own:
@@ -61,7 +69,7 @@ def test_python_blocks_run(page, docs, pool, monkeypatch, tmp_path):
                 exec(compile(block.text, str(block), "exec"), scope)  # noqa: S102  # the text under test
     programs = [b.text for b in docs.blocks(page) if b.how == "on 4 ranks"]
     if programs:
-        printed = pool.run(run_program, "".join(programs))[0]
+        printed = page_ranks.run(run_program, "".join(programs))[0]
         for block in docs.blocks(page):
             if block.how == "printed on 4 ranks":
                 assert block.text in printed, str(block)
@@ -124,8 +132,8 @@ def run_readme(text):
         dist.destroy_process_group = kept
 
 
-def test_the_readme_example_runs(docs, pool):
-    printed, *others = pool.run(run_readme, readme_example(docs))
+def test_the_readme_example_runs(docs, page_ranks):
+    printed, *others = page_ranks.run(run_readme, readme_example(docs))
     losses = list(map(float, printed.split()))
     assert len(losses) == 10
     assert losses == sorted(losses, reverse=True)

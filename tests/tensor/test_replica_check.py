@@ -7,20 +7,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.errors import RankDisagreementError, SettingsError
 from shardwise.tensor import replica_check
 from shardwise.tensor.replica_check import copies
+from shardwise.testing import mesh as mesh_with
 
 R, S0 = Replicate(), Shard(0)
 
 
 def trained(steps, damage=None, every=None):
     """A model on a 2x2 mesh that has taken some steps; ``damage`` sees it before the last one."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_with((2, 2), ("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     sw.distribute_module(model, mesh, {"0.weight": {"tp": S0}, "0.bias": {"tp": S0}, "*": {}})

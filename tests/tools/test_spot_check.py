@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -16,6 +15,7 @@ from shardwise.demo.settings import RunSettings
 from shardwise.errors import RankDisagreementError, SettingsError, WrongRuleError
 from shardwise.kernel import dispatcher
 from shardwise.rule import rule
+from shardwise.testing import mesh as mesh_with
 
 aten = torch.ops.aten
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -25,7 +25,7 @@ WRONG = rule(aten.cumsum.default, "i -> i")
 
 
 def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+    return mesh_with(shape, ("dp", "tp")[-len(shape) :])
 
 
 def a_gpt_trains(share):
