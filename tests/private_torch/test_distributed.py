@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,18 @@ def test_some_ranks_make_a_group_under_a_name_of_their_own(pool):
         pool.run(groups_by_name)
         == [("tests/private_torch/[0, 1]", 2.0)] * 2 + [("tests/private_torch/[2, 3]", 2.0)] * 2
     )
+
+
+def event_loops_of_gloo():
+    init_device_mesh("cpu", (2, 2))
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith("gloo_tcp")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_groups_of_a_worker_share_one_event_loop(pool):
+    for loops in pool.run(event_loops_of_gloo):
+        assert len(loops) == 1, "torch makes groups elsewhere: see share_gloo_device"
 
 
 def test_a_store_is_reachable_until_its_process_ends():
