@@ -88,14 +88,17 @@ def programs_on(mesh_shape, names):
         assert len(backward) <= sum(one.grad is not None for one in alone[1:3]), (name, backward)
 
 
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
+
 @pytest.mark.parametrize(
     ("mesh_shape", "names"),
     [
         ((4,), ["sequence"]),
         ((2, 2), ["batch", "sequence"]),
-        ((2, 2), ["sequence", "batch"]),
-        ((2, 2), ["sequence", "sequence"]),
-        ((2, 2), ["whole", "sequence"]),
+        pytest.param((2, 2), ["sequence", "batch"], marks=SAMPLE),
+        pytest.param((2, 2), ["sequence", "sequence"], marks=SAMPLE),
+        pytest.param((2, 2), ["whole", "sequence"], marks=SAMPLE),
     ],
     ids=str,
 )
