@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_linalg.batches import ops
 
@@ -26,11 +28,13 @@ def _as_the_whole(local: LocalCall) -> Mapping[str, Any]:
 
 CDIST = rule(ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _ -> ... p r", local_args=_as_the_whole)
 EUCLIDEAN = rule(ops("_euclidean_dist.default _euclidean_dist.out"), "... p _, ... r _ -> ... p r")
+# "grad", and "grad_output" from torch 2.14 on.
+GRAD = torch.ops.aten._cdist_backward.default._schema.arguments[0].name
 CDIST_BACKWARD = rule(
     ops("_cdist_backward.default _cdist_backward.out"),
     "... p r, ... p _, ... r _, ... p r -> ... p _",
     reduce={"r": "sum"},
-    linear="grad",
+    linear=GRAD,
 )
 PDIST = rule(ops("_pdist_forward.default _pdist_forward.out"), "R -> R")
 PDIST_BACKWARD = rule(

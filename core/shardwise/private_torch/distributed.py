@@ -81,7 +81,10 @@ def share_gloo_device(interface: str) -> None:
     class GlooGroup(base):  # type: ignore[misc]
         """A gloo group on the shared device."""
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        def __init__(self, store: Any, rank: int, size: int, timeout: Any, **more: Any) -> None:
+            if any(more.values()):  # what no options can say
+                super().__init__(store, rank, size, timeout, **more)
+                return
             options = base._Options()
             options._devices, options._threads, options._timeout = [device], 2, timeout
             super().__init__(store, rank, size, options)
