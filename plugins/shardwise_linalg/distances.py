@@ -29,7 +29,9 @@ def _as_the_whole(local: LocalCall) -> Mapping[str, Any]:
 CDIST = rule(ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _ -> ... p r", local_args=_as_the_whole)
 EUCLIDEAN = rule(ops("_euclidean_dist.default _euclidean_dist.out"), "... p _, ... r _ -> ... p r")
 # "grad", and "grad_output" from torch 2.14 on.
-GRAD = torch.ops.aten._cdist_backward.default._schema.arguments[0].name
+GRAD, PDIST_GRAD = (
+    op.default._schema.arguments[0].name for op in (torch.ops.aten._cdist_backward, torch.ops.aten._pdist_backward)
+)
 CDIST_BACKWARD = rule(
     ops("_cdist_backward.default _cdist_backward.out"),
     "... p r, ... p _, ... r _, ... p r -> ... p _",
@@ -40,7 +42,7 @@ PDIST = rule(ops("_pdist_forward.default _pdist_forward.out"), "R -> R")
 PDIST_BACKWARD = rule(
     ops("_pdist_backward.default _pdist_backward.out"),
     "R, R, R -> R",
-    linear="grad",
+    linear=PDIST_GRAD,
 )
 
 
