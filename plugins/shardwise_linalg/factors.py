@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from shardwise.rule import rule
@@ -26,7 +27,12 @@ def _reflectors(x: Tensor, **out: Tensor) -> tuple[Tensor, ...]:
 
 RULES = (
     on_batches("linalg_cholesky_ex.default linalg_cholesky_ex.L", "_ _ -> _ _, ()", unless=CHECKED),
-    on_batches("cholesky.default cholesky.out", "_ _ -> _ _", lowering=raise_together),
+    # Gone from torch 2.14 on.
+    *(
+        [on_batches("cholesky.default cholesky.out", "_ _ -> _ _", lowering=raise_together)]
+        if hasattr(torch.ops.aten, "cholesky")
+        else []
+    ),
     on_batches("cholesky_inverse.default cholesky_inverse.out", "_ _ -> _ _", lowering=raise_together),
     on_batches("linalg_lu_factor_ex.default linalg_lu_factor_ex.out", "_ _ -> _ _, _, ()", unless=CHECKED),
     on_batches("linalg_lu.default linalg_lu.out", "_ _ -> _ _, _ _, _ _"),
