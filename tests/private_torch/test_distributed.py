@@ -72,6 +72,13 @@ def test_the_groups_of_a_worker_share_one_event_loop(pool):
         assert more == 4, "two for each of two groups; a third means that torch makes groups elsewhere"
 
 
+def test_where_torch_makes_no_device_each_group_has_its_own(monkeypatch):
+    before = dist.distributed_c10d.ProcessGroupGloo
+    monkeypatch.setattr(dist, "ProcessGroupGloo", object())
+    distributed.share_gloo_device("")
+    assert dist.distributed_c10d.ProcessGroupGloo is before
+
+
 def test_a_store_is_reachable_until_its_process_ends():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = dist.TCPStore("127.0.0.1", store.port, is_master=False)
