@@ -283,6 +283,14 @@ def test_a_file_that_is_no_timeline_is_refused(tmp_path, content, found):
     assert found in raised.value.found
 
 
+@pytest.mark.parametrize("name", ["measured_s", "predicted_s", "kind"])
+def test_a_collective_that_lacks_something_is_refused(folder, tmp_path, name):
+    path = tmp_path / "step.json"
+    path.write_text((folder / "step.rank0.json").read_text().replace(f'"{name}"', '"x"'))
+    with pytest.raises(TimelineFileError, match=rf"event \d+ has no '{name}'"):
+        read_trace(path)
+
+
 @given(st.data())
 def test_random_changes_are_read_whole_or_refused(folder, tmp_path_factory, data):
     content = bytearray((folder / "step.rank0.json").read_bytes())

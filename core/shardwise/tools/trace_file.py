@@ -211,7 +211,9 @@ def _checked(path: Path, i: int, values: Any, expected: Mapping[str, tuple[type,
     if not isinstance(values, dict):
         raise _wrong(path, f"event {i} says nothing")
     for name, kinds in expected.items():
-        value = values.get(name)
+        if name not in values:
+            raise _wrong(path, f"event {i} has no {name!r}")
+        value = values[name]
         is_right = isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds)
         if not is_right or (isinstance(value, (int, float)) and not 0 <= value < float("inf")):
             raise _wrong(path, f"event {i} has {str(value)[:60]!r} as {name!r}")
