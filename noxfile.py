@@ -1,5 +1,6 @@
 """The project's checks; ``nox -l`` lists them, ``nox -s tests`` runs one."""
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -88,6 +89,20 @@ def rule_table(session: nox.Session) -> None:
 
 
 @nox.session
+def known_ops(session: nox.Session) -> None:
+    """Write which family has which op, for the error where a family is not installed."""
+    install(session, "test")
+    session.run("python", str(ROOT / "release" / "known_ops.py"))
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Write docs/families.md and docs/plugins-directory.md."""
+    install(session, "test")
+    session.run("python", str(ROOT / "release" / "pages.py"))
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Draw docs/pictures/*.svg."""
     install(session, "test")
@@ -126,3 +141,13 @@ def wheel(session: nox.Session) -> None:
     smoke = ROOT / "tests" / "packaging" / "smoke.py"
     with session.chdir(folder):
         session.run("python", str(smoke))
+
+
+@nox.session
+def distributions(session: nox.Session) -> None:
+    """Build what a release has into build/dist: core, each family, and shardwise, which requires them all."""
+    session.install("-c", "constraints.txt", "hatchling", "twine")
+    folder = ROOT / "build" / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", str(ROOT / "release" / "distributions.py"), "--sources", str(folder))
+    session.run("twine", "check", "--strict", *map(str, sorted(folder.iterdir())))

@@ -22,7 +22,8 @@ from shardwise.cli.rule_checks import (
 )
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
 from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
+from shardwise.discovery.entry_points import GROUP
+from shardwise.kernel.first_party import is_first_party
 from shardwise.testing.light import probe
 
 __all__ = ["check"]
@@ -95,7 +96,7 @@ def _samples(subject: PluginToCheck, named: Path | None) -> tuple[Samples, list[
     except Exception as error:  # noqa: BLE001  samples are their author's code
         do = "Correct the file." if path else "Correct the module, and see that the wheel has it."
         return Samples(), [Finding("samples", FAILED, f"{where}: {type(error).__name__}: {error}", do)]
-    if subject.kind == "file" or subject.name == FIRST_PARTY:
+    if subject.kind == "file" or is_first_party(subject.name):
         return Samples(), []
     line = f'[project.entry-points."{SAMPLES_GROUP}"] {subject.name} = "PACKAGE.samples"'
     found = f"it declares none in the group {SAMPLES_GROUP}"

@@ -17,9 +17,10 @@ from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
 from shardwise.cli.modules import run_file
 from shardwise.cli.plugin_states import load_each, readable_settings
 from shardwise.cli.subject import PluginToCheck
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, InstalledPlugin, discover
+from shardwise.discovery.entry_points import GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.first_party import PROJECT
 from shardwise.kernel.precedence import Origin, resolve
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule
@@ -74,7 +75,7 @@ def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
     others = Registry()
     for plugin in discover(readable_settings()):
         is_own = plugin.origin.distribution == normalised(subject.name) and (
-            subject.name != FIRST_PARTY or plugin.origin.plugin in names
+            subject.name != PROJECT or plugin.origin.plugin in names
         )
         if plugin.status == "ready" and not is_own:
             load_each([plugin], others)
@@ -85,13 +86,13 @@ def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
         if resolve(entry.op, (), [entry, *rivals]).winner is None:
             for rival in rivals:
                 clashes.setdefault(rival.origin, []).append(op_name(entry.op))
-        if entry.replaces == FIRST_PARTY and not any(entry.replaces == rival.origin.distribution for rival in rivals):
-            idle.setdefault(FIRST_PARTY, []).append(op_name(entry.op))
+        if entry.replaces is not None and not any(rival.origin.is_called(entry.replaces) for rival in rivals):
+            idle.setdefault(entry.replaces, []).append(op_name(entry.op))
     for origin, ops in clashes.items():
-        first_party = origin.distribution == FIRST_PARTY
         found = f"{origin} has rules for {_some_ops(ops)} too, and nothing says which holds"
-        do = f'Declare replaces="{origin.distribution}" on the rules that are to hold.'
-        yield Finding("conflicts", FAILED if first_party else WARNING, found, do)
+        name = PROJECT if origin.first_party else origin.distribution
+        do = f'Declare replaces="{name}" on the rules that are to hold.'
+        yield Finding("conflicts", FAILED if origin.first_party else WARNING, found, do)
     for name, ops in idle.items():
         yield Finding(
             "conflicts", WARNING, f"replaces={name!r}, which has no rule for {_some_ops(ops)}", "Leave it out."

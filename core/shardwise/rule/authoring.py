@@ -68,8 +68,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     one function per rule: mesh dims may take different rows, and a call runs once. ``scattered`` names the dims (``*``
     for all) along which it does not ask where a shard starts: there, shards may be strided.
 
-    ``replaces`` names a distribution; this rule replaces the rules for these ops that it provides (``"shardwise"`` for
-    the plugins that ship with it). Without it, two rules for one op are a conflict.
+    ``replaces`` names a plugin or a distribution; this rule replaces the rules for these ops that it provides
+    (``"shardwise"`` for all plugins that ship with it). Without it, two rules for one op are a conflict.
 
     ``work(call)`` gives the floating-point operations of the whole call, for planning; rows that shard a dim divide
     them. An op whose time goes into reading and writing its tensors needs none.
