@@ -128,7 +128,7 @@ class Registrar:
         if not re.fullmatch(r"\w+::\w+(\.\w+)?", name):
             do = 'Write it as in "torchvision::nms" or "acme::mix.out".'
             raise RuleError(asked=asked, found="it is not the name of an op with its namespace", do=do, op=name)
-        if not (callable(rule) or (isinstance(rule, str) and re.fullmatch(r"[\w.]+:\w+", rule))):
+        if not (re.fullmatch(r"[\w.]+:\w+", rule) if isinstance(rule, str) else callable(rule)):
             do = 'Write "module:NAME", or pass a function of the op.'
             raise RuleError(asked=asked, found=f"{rule!r} does not say where the rule is", do=do, op=name)
         if name in self.later or name in {op.name() for op in self._by_op}:  # type: ignore[no-untyped-call]
