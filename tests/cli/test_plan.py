@@ -131,8 +131,8 @@ def test_a_rehearsal_by_a_plan_takes_its_mesh(made):
     [
         (("plan", "train_plan.py:step", "--mesh", "two"), 2, "is not a mesh"),
         (("plan", "train_plan.py:step"), 2, "Missing option '--mesh'"),
-        (("plan", "train_plan.py:step", "--mesh", "2x4", "--names", "dp"), 2, "--names has 1 names"),
-        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink"), 2, "--wires has 1 names"),
+        (("plan", "train_plan.py:step", "--mesh", "2x4", "--names", "dp"), 2, "--names has 1 name"),
+        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink"), 2, "--wires has 1 name"),
         (("plan", "train_plan.py:step", *ON, "--wires", "nvlink,tin"), 1, "'tin' has no figures"),
         (("plan", "train_plan.py:step", *ON, "--fixed", "inputs"), 2, "is not 'parameters'"),
         (("plan", "train_plan.py:step", *ON, "--out", "no/where.plan"), 2, "there is no folder"),

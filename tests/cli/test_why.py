@@ -2,9 +2,12 @@
 
 import json
 
+import torch
 from click.testing import CliRunner
 
 from shardwise.cli import main
+from shardwise.discovery.process import override
+from shardwise.rule import rule
 
 
 def why(*arguments, exit_code=0):
@@ -114,3 +117,24 @@ def test_broken_settings_are_told_beside_the_answer(fresh, monkeypatch):
     output = why("aten.mm.default", exit_code=1)
     assert "Programs cannot look up a rule now: read SHARDWISE_STRICT" in output
     assert "shardwise-matmul" in output
+
+
+def test_a_disabled_plugin_that_has_the_op_is_named(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "shardwise-linalg,shardwise-conv")
+    fresh()
+    output = why("aten._linalg_svd", exit_code=1)
+    assert "Enable shardwise-linalg, which has a rule for aten._linalg_svd" in output
+    assert "blocked: in SHARDWISE_DISABLE_PLUGINS" in output
+    assert "Enable shardwise-conv" not in output
+
+
+def test_a_disabled_plugin_that_has_a_rival_is_told_from_one_that_has_none(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "shardwise-linalg")
+    fresh()
+    (facts,) = told("aten.mm.default")
+    assert facts["settings"] == [
+        f"{facts['not_loaded'][0].partition(':')[0]} is not asked: in SHARDWISE_DISABLE_PLUGINS"
+    ]
+    with override(rule(torch.ops.aten._linalg_svd.default, "R -> R, R, R")):
+        (facts,) = told("aten._linalg_svd.default")
+    assert "which has a rule for it, is not asked" in facts["settings"][0]

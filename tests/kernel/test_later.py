@@ -71,9 +71,9 @@ def test_see_all_gets_the_rules_of_ops_that_exist_and_names_the_others(vision):
     registry = registry_of(
         ("acme", lambda r: (r.add_later(vision.name, vision.where), r.add_later("nobody::op", "a:B")))
     )
-    assert registry.see_all() == [vision.name, "nobody::op"]
+    assert list(registry.see_all()) == [f"{vision.name.replace('::', '.')}.default", "nobody.op.default"]
     op = vision.define()
-    assert registry.see_all() == ["nobody::op"]
+    assert registry.see_all() == {"nobody.op.default": "no library that is imported has the op"}
     assert [entry.op for entry in registry.ops()] == [op]
     names = [(name, origin.plugin) for name, origin in registry.later()]
     assert names == [(f"{vision.name.replace('::', '.')}.default", "acme"), ("nobody.op.default", "acme")]

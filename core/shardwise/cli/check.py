@@ -73,13 +73,16 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
     with imported_from(subject.roots, sorted(packages) if subject.roots else ()):
         own, findings = register(subject)
         yield from findings
-        if not any(True for _ in own.ops()):
+        if not any(True for _ in own.ops()) and not any(True for _ in own.later()):
             return
         yield from check_conflicts(subject, own)
         sample_file, findings = _samples(subject, samples)
         yield from findings
         if any(finding.result == FAILED for finding in findings):
             return
+        for name, why in own.see_all().items():  # the samples import the library
+            do = "Import the library in the module of the samples."
+            yield Finding("later", WARNING, f"the rule of {name} is not judged: {why}", do)
         with progress("oracle, rules") as tell:
             yield from judge_rules(own, sample_file, cases=cases, tell=tell)
 

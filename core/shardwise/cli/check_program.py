@@ -75,7 +75,9 @@ def check_program(  # noqa: PLR0913  # an argument per option
     _refuse_plugins(program)
     words = names.split(",") if names else None
     if words and len(words) != len(mesh_shape):
-        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
+        raise click.UsageError(
+            f"--names has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
+        )
     if math.prod(mesh_shape) > _MOST_RANKS:
         raise click.UsageError(
             f"a mesh of {math.prod(mesh_shape):,} ranks needs as many processes here: check a small mesh of the same "

@@ -17,6 +17,7 @@ from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.errors import LinksError, SettingsError
 from shardwise.kernel.first_party import CORE, PROJECT, core_distribution, core_version
 from shardwise.kernel.foreign_files import read_text
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.planning.link_file import chosen_file, parse
@@ -49,7 +50,7 @@ def _copies() -> Iterator[Finding]:
     dists = whole + cores
     places = dict.fromkeys((editable_folder(dist) or Path(str(dist.locate_file("")))).resolve() for dist in dists)
     if len(places) > 1:
-        fault = f"metadata of {len(places)} copies: {', '.join(map(str, places))}"
+        fault = f"metadata of {counted(len(places), 'copy')}: {', '.join(map(str, places))}"
         yield Finding("shardwise", WARNING, fault, "Uninstall all and install once.")
     home = next(iter(places), None)
     if home is not None and not here.is_relative_to(home):
@@ -134,9 +135,9 @@ def _plugins() -> Iterator[Finding]:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
         elif status.status == "loaded" and status.reason:
-            yield Finding(name, WARNING, f"{shown} loaded, {status.ops} ops; it {status.reason}", _AT_IMPORT)
+            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", _AT_IMPORT)
         elif status.status == "loaded":
-            yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
+            yield Finding(name, OK, f"{shown} loaded, {counted(status.ops, 'op')}")
         else:
             yield Finding(name, OK, f"{shown} {status.status}: {status.reason}")
         for copy in status.plugin.hides:

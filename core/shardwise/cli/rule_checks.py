@@ -13,7 +13,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.modules import run_file
 from shardwise.cli.plugin_states import load_each, readable_settings
 from shardwise.cli.subject import PluginToCheck
@@ -21,6 +21,7 @@ from shardwise.discovery.entry_points import GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
 from shardwise.kernel.first_party import PROJECT
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Origin, resolve
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule
@@ -54,7 +55,8 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
             )
             findings.append(Finding("hook", FAILED, f"{entry.name}: {error.found}", do))
             continue
-        rules = len(registry.rules(entry.name))
+        later = sum(1 for _ in registry.later())
+        rules = len(registry.rules(entry.name)) + later
         hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
         if rules or hooks or registry.optimizers:
             findings.append(

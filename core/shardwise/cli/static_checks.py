@@ -14,6 +14,7 @@ from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.subject import PluginToCheck
 from shardwise.discovery.entry_points import GROUP
 from shardwise.kernel.first_party import CORE, PROJECT, core_version, is_first_party
+from shardwise.kernel.plurals import counted
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
 
@@ -127,7 +128,8 @@ def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]
         do = "Use shardwise.rule, .hookspecs, .errors or what `import shardwise` offers."
         yield Finding("surface", WARNING, f"{name} imports inner modules, which may change: {found}", do)
     elif files:
-        yield Finding("surface", OK, f"{len(files)} files import nothing of shardwise but its authoring surface")
+        found = f"{counted(len(files), 'file')} looked at: nothing of shardwise is imported but its authoring surface"
+        yield Finding("surface", OK, found)
 
 
 def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from attrs import field, frozen
 
-from shardwise.errors import NoRuleError, RuleConflictError
+from shardwise.errors import NoRuleError, PluginLoadError, RuleConflictError
 from shardwise.kernel.precedence import Entry, Origin, Resolution, prefer_settings, resolve
 from shardwise.kernel.registrar import Instead, Later, LinkSupplier, Observer, Registrar
 from shardwise.kernel.rule import AnyRule
@@ -175,18 +175,22 @@ class Registry:
     def later(self) -> Iterator[tuple[str, Origin]]:
         """The full names of the ops whose rules are got when the op is first seen, seen or not, and their plugins."""
         for name, rules in sorted(self._later.items()):
-            full = name.replace("::", ".") if "." in name else name.replace("::", ".") + ".default"
-            yield from ((full, later.origin) for later in rules)
+            yield from ((_full(name), later.origin) for later in rules)
 
-    def see_all(self) -> list[str]:
-        """Get the rules of all ops that exist by now; returns the names of those that do not."""
-        absent = []
+    def see_all(self) -> dict[str, str]:
+        """Get the rules of all ops that exist by now; returns, by the full names of the others, why theirs are not
+        there.
+        """
+        absent = {}
         for name in sorted(self._later.keys() - self._seen):
             op = op_named(name)
             if op is None:
-                absent.append(name)
-            else:
+                absent[_full(name)] = "no library that is imported has the op"
+                continue
+            try:
                 self._see(op)
+            except PluginLoadError as error:
+                absent[_full(name)] = error.found
         return absent
 
     def conflicts(self) -> list[Resolution]:
@@ -225,7 +229,7 @@ class Registry:
         """
         plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
-        known = self._known(map(op_name, (op, *missing)))
+        known = self.known(map(op_name, (op, *missing)))
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
             found=f"no rule for it in the plugins {plugins}"
@@ -242,7 +246,7 @@ class Registry:
             known=tuple(known),
         )
 
-    def _known(self, ops: Iterable[str]) -> dict[str, str]:
+    def known(self, ops: Iterable[str]) -> dict[str, str]:
         """What to do to get rules for ops, by the distribution that is known to have them and is not loaded."""
         # Imported here: two files are read, for the error only.
         from shardwise.kernel.first_party import requirement
@@ -260,3 +264,8 @@ class Registry:
                 else:
                     advice[name] = f"Install {name}, which has a rule for {op}: pip install {requirement(name)}."
         return advice
+
+
+def _full(name: str) -> str:
+    """``acme::mix`` as ``acme.mix.default``, ``acme::mix.out`` as ``acme.mix.out``."""
+    return name.replace("::", ".") + ("" if "." in name else ".default")

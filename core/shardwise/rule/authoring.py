@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from shardwise.errors import RuleArgumentError, RuleError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule, Work
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -231,7 +232,7 @@ def _attached(
     if len(functions) != 1:
         raise RuleError(
             asked="make a rule whose lowering is attached to rows",
-            found=f"the mapping has {len(functions)} functions",
+            found=f"the mapping has {counted(len(functions), 'function')}",
             do="Attach one function: mesh dims may take different rows, and it runs once for all of them. The specs "
             "tell it which rows they are.",
         )

@@ -14,6 +14,7 @@ from shardwise import hookspecs
 from shardwise.discovery.entry_points import discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Registrar, Registry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
@@ -55,7 +56,7 @@ def subject_of(plugin: Plugin) -> Subject:
     if isinstance(plugin, Iterable):
         rules = tuple(plugin)
         Registrar(Origin("rules")).add(*rules)  # refuses a value that is not a rule, and two rules for one op
-        return Subject(f"{len(rules)} rules", rules)
+        return Subject(f"{counted(len(rules), 'rule')}", rules)
     return _hooked(plugin)
 
 
