@@ -9,6 +9,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
+# The releases of torch that the tests run with; cli/environment.py names the first and the last.
+TORCH = ["2.11", "2.12", "2.13"]
 CONTRIB = sorted(path.parent.name for path in (ROOT / "plugins_contrib").glob("shardwise-*/pyproject.toml"))
 
 
@@ -21,6 +23,17 @@ def install(session: nox.Session, *extras: str) -> None:
 def tests(session: nox.Session) -> None:
     """The everyday tests."""
     install(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", TORCH, ids=TORCH)
+def torch(session: nox.Session, version: str) -> None:
+    """The everyday tests with one release of torch, and the tested versions of everything else."""
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "torchvision=="))))
+    session.install("-c", str(pins), f"torch=={version}.*", "-e", ".[test]")
     session.run("pytest", *session.posargs)
 
 

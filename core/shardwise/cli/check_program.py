@@ -13,11 +13,11 @@ import click
 from attrs import asdict
 from rich.console import Console
 
-from shardwise.cli.findings import counted
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import WorkerError
+from shardwise.kernel.plurals import counted
 from shardwise.testing.step_check import STAGES, StepReport, check_step
 from shardwise.testing.step_differences import Difference
 

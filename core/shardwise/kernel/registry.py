@@ -236,8 +236,8 @@ class Registry:
             + (f", and {tried}" if tried else "")
             + (f". Possible cause: {failed}" if failed else ""),
             do="".join(f"{advice} " for advice in known.values())
-            + ("Or see" if known else "Install or enable a plugin that has one (`shardwise plugins` lists them); see")
-            + " docs/unknown-ops.md for the other remedies.",
+            + ("" if known else "Install or enable a plugin that has one (`shardwise plugins` lists them); ")
+            + "docs/unknown-ops.md has the other remedies.",
             op=op_name(op),
             plugins=tuple(sorted(o.plugin for o in self.origins)),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
