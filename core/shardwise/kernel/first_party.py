@@ -6,7 +6,10 @@ one distribution, ``shardwise``, with everything in it. All of one release have 
 
 from __future__ import annotations
 
-from importlib.metadata import Distribution, PackageNotFoundError
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 __all__ = ["CORE", "FAMILIES", "PROJECT", "core_distribution", "core_version", "is_first_party", "requirement"]
 
@@ -34,6 +37,8 @@ def is_first_party(distribution: str) -> bool:
 
 def core_distribution() -> Distribution:
     """The installed distribution that has core. Raises :class:`PackageNotFoundError` if none has metadata."""
+    from importlib.metadata import Distribution, PackageNotFoundError  # only here: few processes ask
+
     try:
         return Distribution.from_name(CORE)
     except PackageNotFoundError:
@@ -49,6 +54,8 @@ def requirement(name: str) -> str:
     """What pip installs to get a distribution: of those that ship with shardwise, the version of this core."""
     if not is_first_party(name):
         return name
+    from importlib.metadata import PackageNotFoundError  # as above
+
     try:
         return f"{name}=={core_version()}"
     except PackageNotFoundError:
