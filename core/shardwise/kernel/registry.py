@@ -16,7 +16,9 @@ from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.ops import op_named
 
-__all__ = ["Failure", "Override", "Registrar", "Registry"]
+__all__ = ["NO_LIBRARY", "Failure", "Override", "Registrar", "Registry"]
+
+NO_LIBRARY = "no library that is imported has the op"
 
 
 @frozen
@@ -185,7 +187,7 @@ class Registry:
         for name in sorted(self._later.keys() - self._seen):
             op = op_named(name)
             if op is None:
-                absent[_full(name)] = "no library that is imported has the op"
+                absent[_full(name)] = NO_LIBRARY
                 continue
             try:
                 self._see(op)
