@@ -268,7 +268,11 @@ class PlanMeshError(PlanError):
 
 
 class PlanFitError(PlanError):
-    """A plan and a module do not have the same parameters and buffers."""
+    """A line of a plan fits nothing: the program or the module has changed. ``name`` is what it names."""
+
+
+class PlanFitWarning(UserWarning):
+    """A line of a plan fits nothing and is left out, because ``loose`` was asked for."""
 
 
 # -- lockfiles of communication, and timelines -------------------------------------------------------------------

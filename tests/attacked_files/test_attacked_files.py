@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::shardwise.errors.RulesWarning",  # a list of rules that lost one means what it says
 )
 
-EVERY_DAY = 250
+EVERY_DAY = 100
 MANY = [
     pytest.param(EVERY_DAY, id="everyday"),
     pytest.param(10_000, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),

@@ -182,6 +182,8 @@ def test_a_wrong_rule_is_named(check):
     assert json.loads(check("wrong_rule", "--json", code=1))["op"]["op"] == "aten.addmm.default"
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_wrong_gradient_at_the_border_is_named(check):
     found = json.loads(check("wrong_gradient", "--json", code=1))
     assert (found["differences"][0]["stage"], found["differences"][0]["what"]) == ("gradients", "inner.gain")
@@ -189,6 +191,8 @@ def test_a_wrong_gradient_at_the_border_is_named(check):
     assert "look at what goes through to_local" in check("wrong_gradient", code=1)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_wrong_claim_of_a_local_function_is_named(check):
     found = json.loads(check("wrong_local", "--json", code=1))
     assert (found["differences"][0]["module"], found["differences"][0]["ranks"]) == ("inner", [0, 1, 2, 3])
@@ -209,6 +213,8 @@ def test_data_of_each_rank_is_no_program_for_one_device(check):
     assert "make them whole, from the same seed" in text
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_another_way_through_the_program(check):
     found = json.loads(check("other_way", "--json", code=1))
     assert found["differences"][0]["found"].startswith("one device has start: embed.weight here")

@@ -61,5 +61,7 @@ except AttributeError as error:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_names_of_the_package_are_imported_at_their_first_use():
     subprocess.run([sys.executable, "-c", NAMES], check=True, capture_output=True, timeout=120)

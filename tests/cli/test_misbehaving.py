@@ -34,6 +34,7 @@ def rows_of(result):
     return {row["plugin"]: row for row in json.loads(result.stdout)}
 
 
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
 ENDS = {
     "acme-aborts": ("import os\nos.abort()", "crashes the process with signal 6 (SIGABRT) at import"),
     "acme-segfaults": ("import ctypes\nctypes.string_at(0)", "crashes the process with signal 11 (SIGSEGV) at import"),
@@ -44,7 +45,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("name", [*list(ENDS)[:-1], pytest.param("acme-waits", marks=[pytest.mark.slow])])
+@pytest.mark.parametrize("name", [*list(ENDS)[:-2], *(pytest.param(n, marks=SAMPLE) for n in list(ENDS)[-2:])])
 def test_a_plugin_that_ends_every_program_is_a_row(install, source, name):
     text, reason = ENDS[name]
     install("acme-first", source())

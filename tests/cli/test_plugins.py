@@ -241,7 +241,7 @@ def test_rules_tell_their_form():
     assert rows["aten.mm.default"]["form"] == "rule"
     assert rows["aten.mm.default"]["partial"] == ["linear in self, linear in mat2"]
     assert rows["aten.addmm.default"]["form"] == "rule, lowering"
-    assert rows["aten._foreach_mm.default"]["form"] == "rule, zip_lists"
+    assert rows["aten._foreach_add.List"]["form"] == "rule_from, zip_lists"
     assert rows["aten.slice.Tensor"]["form"].startswith("rule_from")
 
 

@@ -239,6 +239,8 @@ def test_a_wait_ends_at_its_limit_and_says_who_did_not_come(four: WorkerPool) ->
             assert "MeshTensor.item at" in missing
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_slow_rank_is_waited_for(four: WorkerPool) -> None:
     assert four.run(slow_once) == [8.0 * 8] * 4
 

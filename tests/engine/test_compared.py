@@ -54,8 +54,13 @@ def replicated(value: Tensor, device_mesh: object) -> MeshTensor:
     return sw.distribute_tensor(value, device_mesh, [Replicate()] * device_mesh.ndim)
 
 
+WITHOUT_DERIVATIVE = {"aminmax"} if torch.__version__ < "2.12" else set()
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_the_gradient_finds_the_element_that_the_result_was_taken_from(pool, call):
+    if call in WITHOUT_DERIVATIVE:
+        pytest.skip("this torch has no derivative of it")
     pool.run(gradients, call, ("sum",))
     pool.run(gradients, call, ("avg", "sum"))
 

@@ -385,6 +385,12 @@ def flex_backward():
     return calls
 
 
+# Some releases have these kernels for CUDA only.
+UNSAMPLED = {
+    getattr(aten, name).default: "no kernel on the CPU"
+    for name in ("_scaled_mm_v2",)
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")
+}
 SAMPLES = {
     FLEX: flex,
     FLEX_BACKWARD: flex_backward,

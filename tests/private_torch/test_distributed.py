@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,21 @@ def test_some_ranks_make_a_group_under_a_name_of_their_own(pool):
         pool.run(groups_by_name)
         == [("tests/private_torch/[0, 1]", 2.0)] * 2 + [("tests/private_torch/[2, 3]", 2.0)] * 2
     )
+
+
+def threads_of_a_mesh():
+    def threads():
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    before = threads()
+    init_device_mesh("cpu", (2, 2))
+    return threads() - before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_groups_of_a_worker_share_one_event_loop(pool):
+    for more in pool.run(threads_of_a_mesh):
+        assert more == 4, "two for each of two groups; a third means that torch makes groups elsewhere"
 
 
 def test_a_store_is_reachable_until_its_process_ends():

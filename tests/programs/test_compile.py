@@ -258,6 +258,8 @@ PROGRAMS = [
     redistributed, partial_out, local_part, gathered_whole, in_and_out, by_layout, made_inside, viewed, split_in_two,
     reduced, in_place, with_numbers, of_input,
 ]  # fmt: skip
+# Dynamo of torch 2.11 gives a mesh to no function of a graph.
+OF_NO_MESH_IN_GRAPHS = (in_and_out, made_inside) if torch.__version__ < "2.12" else ()
 
 
 def one_dim():
@@ -295,7 +297,11 @@ OF_THE_SAMPLE = partial_out, local_part, split_in_two, with_numbers
 
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(f, id=f.__name__, marks=SAMPLE if f in OF_THE_SAMPLE else ()) for f in PROGRAMS],
+    [
+        pytest.param(f, id=f.__name__, marks=SAMPLE if f in OF_THE_SAMPLE else ())
+        for f in PROGRAMS
+        if f not in OF_NO_MESH_IN_GRAPHS
+    ],
 )
 def test_a_compiled_program_gives_what_it_gives_in_eager_mode(ranks, program):
     ranks.run(run_both, program, "aot_eager", timeout=120)

@@ -20,7 +20,15 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.demo.large import placed_step
 from shardwise.engine.decided import in_force
-from shardwise.errors import LinksFitError, MemoryPlanError, MeshMismatchError, PlanError, PlanFitError, PlanMeshError
+from shardwise.errors import (
+    LinksFitError,
+    MemoryPlanError,
+    MeshMismatchError,
+    PlanError,
+    PlanFitError,
+    PlanFitWarning,
+    PlanMeshError,
+)
 from shardwise.program.plan_file import parse
 from shardwise.program.step_plan import read_plan
 from shardwise.steps.planning import PLAN_PHASES
@@ -169,7 +177,7 @@ def test_a_plan_on_one_mesh_dim_is_proven():
         assert sw.plan(mlp, (2,), ("tp",), fixed=fixed, prove=True).gap == 0
 
 
-@pytest.mark.parametrize("part", [0.7, pytest.param(0.5, marks=SAMPLE)])
+@pytest.mark.parametrize("part", [pytest.param(0.7, marks=SAMPLE), pytest.param(0.5, marks=SAMPLE)])
 def test_a_limit_on_memory_is_kept(unlimited, part):
     limit = int(unlimited.rehearsal.memory.later_peak * part)
     planned = sw.plan(*GPT, memory=limit, prove=True)
@@ -291,6 +299,15 @@ def other_module(path):
     with pytest.raises(PlanMeshError, match="is for a mesh of tp 2, and this mesh has dp 2"):
         sw.distribute_module(MLP(), mesh((2,), ("dp",)), path)
     assert decided.in_force.decisions is None
+    with pytest.raises(PlanError, match="the partition is not one"):
+        sw.distribute_module(nn.Linear(4, 4), on, {"weight": [Shard(0)]}, loose=True)
+    with pytest.warns(PlanFitWarning) as told:
+        module = sw.distribute_module(nn.Sequential(nn.Linear(4, 4)), on, path, loose=True)
+    texts = "\n".join(str(w.message) for w in told)
+    assert "no line of [parameters] places '0.weight'" in texts
+    assert "its line 'down.bias' of [parameters] fits nothing in the module" in texts
+    assert all(p.placements == (Replicate(),) for p in module.parameters())
+    decided.use_decisions(None)
 
 
 def test_a_plan_for_another_module_or_mesh_is_refused(two_ranks, planned, tmp_path):
@@ -379,6 +396,10 @@ def test_moves_of_a_kept_plan_without_a_reason_are_made(tmp_path):
     none = edited(planned, tmp_path, (reason, ""), (f'op = "{line.op}"', 'op = "aten.none.default"'))
     with pytest.raises(PlanFitError, match=r"no call of aten.none.default in .* can have its result as tp"):
         sw.plan(twice, (2,), ("tp",), keep=none)
+    with pytest.warns(PlanFitWarning, match=r"no call of aten.none.default in .* can have its result as tp") as told:
+        free = sw.plan(twice, (2,), ("tp",), keep=none, loose=True)
+    assert len(told) == 1
+    assert free.cost == planned.cost
 
 
 def test_a_recipe_for_other_mesh_dims_is_refused(planned):

@@ -299,7 +299,7 @@ def some_assignments(problem, count, seed):
             yield candidate
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((2, 3, 4), marks=SAMPLE)])
 @pytest.mark.parametrize("seed", SOME_SEEDS)
 def test_no_assignment_is_below_the_bound(seed, shape):
     with fake_mesh(*shape) as mesh:

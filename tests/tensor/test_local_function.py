@@ -263,6 +263,7 @@ def compiled():
     assert isinstance(refused.value.__cause__ or refused.value, TracingError) or "TracingError" in str(refused.value)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="dynamo cannot compare the classes of placements yet")
 def test_it_compiles(pool):
     pool.run(compiled, timeout=120)
 

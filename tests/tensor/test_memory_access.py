@@ -113,7 +113,7 @@ WAYS = {
     "hasattr __cuda_array_interface__": (lambda x: hasattr(x, "__cuda_array_interface__"), _equals(False)),
     # Torch's own sign for a tensor without memory of its own.
     "data_ptr": (lambda x: x.data_ptr(), _equals(0)),
-    "const_data_ptr": (lambda x: x.const_data_ptr(), _equals(0)),
+    "const_data_ptr": (lambda x: getattr(x, "const_data_ptr", x.data_ptr)(), _equals(0)),  # from torch 2.13 on
     "storage_offset": (lambda x: x.storage_offset(), _equals(0)),
     "nbytes": (lambda x: x.nbytes, _equals(64)),
     # Storages.

@@ -88,14 +88,17 @@ def programs_on(mesh_shape, names):
         assert len(backward) <= sum(one.grad is not None for one in alone[1:3]), (name, backward)
 
 
+SAMPLE = [pytest.mark.slow, pytest.mark.sample]
+
+
 @pytest.mark.parametrize(
     ("mesh_shape", "names"),
     [
         ((4,), ["sequence"]),
         ((2, 2), ["batch", "sequence"]),
-        ((2, 2), ["sequence", "batch"]),
-        ((2, 2), ["sequence", "sequence"]),
-        ((2, 2), ["whole", "sequence"]),
+        pytest.param((2, 2), ["sequence", "batch"], marks=SAMPLE),
+        pytest.param((2, 2), ["sequence", "sequence"], marks=SAMPLE),
+        pytest.param((2, 2), ["whole", "sequence"], marks=SAMPLE),
     ],
     ids=str,
 )
@@ -125,7 +128,8 @@ def ways_in_and_out(mesh_shape, layout):
     theirs = placed.to_dtensor()
     assert isinstance(theirs, DTensor)
     if not any(isinstance(p, Partial) for p in layout):
-        assert torch.equal(theirs.full_tensor(), whole)
+        if torch.__version__ >= "2.12":  # before, DTensor cannot make every layout of its own whole
+            assert torch.equal(theirs.full_tensor(), whole)
         as_torch_does = DTensor.from_local(theirs.to_local(), where, layout, run_check=False)
         assert as_torch_does.shape == whole.shape
         assert MeshTensor.from_local(placed.to_local(), where, layout).shape == whole.shape

@@ -644,7 +644,8 @@ def test_destroying_the_process_group_with_collectives_under_way_is_no_crash():
 
 def peak_of(run):
     """The most bytes of tensors that a run held at once beyond what was there, as torch's profiler counts them."""
-    with torch.profiler.profile(profile_memory=True, activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(profile_memory=True, activities=kinds, acc_events=True) as profile:
         result = run()
     held = most = 0
     for event in sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns()):

@@ -40,6 +40,8 @@ def test_the_lock_of_seven_billion_parameters_holds():
     assert not differences("seven_billion.lock", lock_step(seven_billion, (8, 16, 8), ("pod", "tp", "dp"), name=name))
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_every_process_writes_the_same_bytes(tmp_path):
     here = lock_step(SMALL, (2, 2), ("dp", "tp"), name="small").lock.text()
     again = lock_step(SMALL, (2, 2), ("dp", "tp"), name="small").lock.text()

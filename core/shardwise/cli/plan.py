@@ -68,6 +68,7 @@ _RECIPE = "A plan file whose placements of parameters are tried, too; may be giv
 @click.option("--fixed", type=click.Choice(["parameters"]), help="What stays as placed: plan activations only.")
 @click.option("--memory", callback=_size, help="What a rank may hold at any time: 64GiB. Otherwise there is no limit.")
 @click.option("--keep", type=click.Path(path_type=Path), help=_KEEP)
+@click.option("--loose", is_flag=True, help="Lines of --keep that fit nothing are warnings, and are left out.")
 @click.option("--recipe", "recipes", type=click.Path(path_type=Path), multiple=True, help=_RECIPE)
 @click.option("--factor", is_flag=True, help=_FACTOR)
 @click.option("--prove", is_flag=True, help="Find a bound that no plan undercuts, and how far the plan is above it.")
@@ -83,6 +84,7 @@ def step(  # noqa: PLR0913  # the options of the command
     fixed: str | None,
     memory: int | None,
     keep: Path | None,
+    loose: bool,
     recipes: tuple[Path, ...],
     factor: bool,
     prove: bool,
@@ -107,6 +109,8 @@ def step(  # noqa: PLR0913  # the options of the command
     connections = (wires.split(",") if wires else None) if factor else _words("--wires", wires, mesh_shape)
     if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
+    if loose and keep is None:
+        raise click.UsageError("--loose is about the lines of a plan to keep: give --keep FILE too")
     if out is not None and not out.absolute().parent.is_dir():
         raise click.UsageError(f"--out {out}: there is no folder {out.absolute().parent}")
 
@@ -120,6 +124,7 @@ def step(  # noqa: PLR0913  # the options of the command
         "memory": memory,
         "recipes": {path.stem: _read(path) for path in recipes},
         "keep": None if keep is None else _read(keep),
+        "loose": loose,
         "prove": prove,
         "device": device,
         "wires": connections,

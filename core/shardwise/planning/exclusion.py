@@ -110,10 +110,11 @@ class _Walk:
                 continue
             what, operand, dim, n = conflict
             name = self._problem.operand_names[operand]
+            pieces = math.prod(self._problem.splits(choice, operand, dim)) if what == "divides" else 0
             reason = {
                 "reductions": "reductions that do not commute would meet in one tensor",
                 "apart": "the lowering of one row may ask where the strided shards of another start",
-                "divides": f"the number of pieces of dim {dim} of {name} must divide {n}",
+                "divides": f"dim {dim} of {name} would be in {pieces} pieces, and {n} does not divide by {pieces}",
                 "nonempty": f"some rank would hold nothing of dim {dim} of {name}",
             }[what]
             self.refused[reason] += self._behind[len(choice)]

@@ -14,6 +14,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.private_torch.ops import custom_op_of, qualified_name
+from shardwise.private_torch.snapshot import with_snapshot
 
 __all__ = [
     "OpMode",
@@ -96,7 +97,10 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
     library = torch.library.Library(op.namespace, "IMPL")  # type: ignore[no-untyped-call]
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(lambda *args, **kwargs: op.redispatch(keys & after, *args, **kwargs), args, kwargs)
+        def below(*args: Any, **kwargs: Any) -> Any:
+            return with_snapshot(lambda: op.redispatch(keys & after, *args, **kwargs), (*args, *kwargs.values()))
+
+        return run(below, args, kwargs)
 
     leave_out_of_graphs(kernel)
     library.impl(op, kernel, key.name, with_keyset=True)  # type: ignore[no-untyped-call]

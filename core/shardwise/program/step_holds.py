@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from shardwise.errors import PlanFitError
+from shardwise.errors import PlanFitError, PlanFitWarning
 from shardwise.kernel.placements import Placement, parse_placement
 from shardwise.program.plan_file import Line, PlanFile
 from shardwise.program.plan_lines import place_of_line
@@ -16,11 +17,13 @@ __all__ = ["hold_lines"]
 _MOST_CHOICES = 10_000  # combinations of rows that are tried for a call to begin with
 
 
-def hold_lines(problem: StepProblem, start: Assignment, file: PlanFile, mesh_names: Sequence[str]) -> None:
+def hold_lines(
+    problem: StepProblem, start: Assignment, file: PlanFile, mesh_names: Sequence[str], loose: bool = False
+) -> None:
     """Hold the moves of a plan that give no reason: results rest, and operands are used, as they say.
 
     ``start`` is changed to do so. Raises :class:`PlanFitError` for a line that fits no call, or that no row of its
-    calls can do.
+    calls can do; with ``loose`` it is a :class:`PlanFitWarning`, and the line is left out.
     """
     for line in (*file.rests, *file.moves):
         if line.why:
@@ -37,13 +40,16 @@ def hold_lines(problem: StepProblem, start: Assignment, file: PlanFile, mesh_nam
                 if not places
                 else "none of its calls"
             )
-            raise PlanFitError(
+            error = PlanFitError(
                 asked=f"keep the lines of the plan {file.source or file.program}",
                 found=f"{what} can have its {line.operand or 'result'} as "
                 + ", ".join(f"{name} {text}" for name, text in line.to.items()),
                 do="Correct the line, or delete it.",
                 name=line.at,
             )
+            if not loose:
+                raise error
+            warnings.warn(str(error), PlanFitWarning, stacklevel=2)
     start.cost = problem.cost(start)
 
 

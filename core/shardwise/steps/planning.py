@@ -125,6 +125,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     memory: int | None = None,
     recipes: Mapping[str, PlanFile] | None = None,
     keep: PlanFile | None = None,
+    loose: bool = False,
     prove: bool = False,
     device: str = "cpu",
     wires: Sequence[str] | None = None,
@@ -144,6 +145,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
       the placements of their parameters;
     - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
       a reason are made;
+    - ``loose``: a line to keep that fits nothing is a :class:`PlanFitWarning`, not an error;
     - ``prove``: find a bound that no plan undercuts. On a mesh with one dim it is as a rule the cost of the plan;
       on several it is a weaker one, and takes several times as long as to solve the step;
     - ``wires``: the connection of each mesh dim (``"nvlink"``, ``"infiniband"``, ``"ethernet"``, ``"loopback"``), whose
@@ -165,7 +167,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     say = tell or (lambda _phase, _ops: None)
     names = tuple(mesh_names) if mesh_names else tuple(f"dim{i}" for i in range(len(mesh_shape)))
     before = in_force.now
-    request = Request(not fixed, memory, recipes or {}, keep, prove)
+    request = Request(not fixed, memory, recipes or {}, keep, prove, loose)
     request.check_names(names)
     try:
         with fake_ranks(math.prod(mesh_shape), 0), no_policies():

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -31,6 +31,44 @@ _NODE = "_shardwise_node"
 _tokens = count()
 
 
+@frozen(eq=False)
+class _Facts:
+    """What all calls by a plan have in common: most of a step's calls have a plan that an earlier one had."""
+
+    plan: Plan  # keeps its id
+    #: None for a call that is not recorded: one on symbols for sizes.
+    op: Op | None
+    mesh: Any
+    is_open: bool
+    is_view: bool
+    #: Indices of the operands that the op writes.
+    written: tuple[int, ...]
+    #: Per argument with tensors: its place, its name, whether it is a list, and the specs.
+    tensors: tuple[tuple[int, str, bool, tuple[TensorSpec | None, ...]], ...]
+    #: Per result: whether it is a tensor, whether a list, and the operand that it aliases.
+    results: tuple[tuple[bool, bool, int | None], ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Facts:
+        schema = plan.schema
+        if schema.is_symbolic:
+            return cls(plan, None, None, False, False, (), (), ())
+        starts, declared = schema.starts, schema.signature.results
+        is_open = (
+            isinstance(plan.entry.rule, Rule)
+            and not plan.entry.rule.zip_lists
+            and len(plan.strategies) == 1
+            and not any(r.reseats for r in declared)
+        )
+        tensors = tuple(
+            (i, arg.name, arg.kind is Kind.TENSORS, tuple(value or ()) if arg.kind is Kind.TENSORS else (value,))
+            for i, (arg, value) in enumerate(zip(schema.signature.args, schema.values, strict=True))
+            if arg.kind in (Kind.TENSOR, Kind.TENSORS)
+        )
+        results = tuple((r.is_tensor, r.is_list, None if r.alias is None else starts[r.alias]) for r in declared)
+        return cls(plan, schema.op, schema.mesh, is_open, schema.is_view, schema.written, tensors, results)
+
+
 @define(eq=False)
 class Recording:
     """The recorder of one step. It keeps leaves alive, and no other tensor.
@@ -42,14 +80,20 @@ class Recording:
     on_full: Callable[[], None] = lambda: None
     meshes: list[Mesh] = field(factory=list)
     leaves: list[Any] = field(factory=list)
-    _calls: list[CallNode] = field(factory=list)
-    _tensors: list[TensorNode] = field(factory=list)
+    # What becomes the nodes of the graph: nothing is made of it while the step runs.
+    _calls: list[tuple[Any, ...]] = field(factory=list)
+    _specs: list[TensorSpec] = field(factory=list)
+    _makers: list[int | None] = field(factory=list)
+    _roots: list[int] = field(factory=list)
+    _tensor_names: list[str] = field(factory=list)
     _sinks: list[Sink] = field(factory=list)
     # By leaf, which sinks are those of its gradients that wait for each other.
     _late: dict[int, list[int]] = field(factory=dict)
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
     _plan: Plan | None = None
+    # By id of a plan.
+    _facts: dict[int, _Facts] = field(factory=dict)
     _gradient_of: tuple[int, int] | None = None
     _token: int = field(factory=lambda: next(_tokens))
     _modules: list[str] = field(factory=list)
@@ -77,8 +121,11 @@ class Recording:
                 sinks[i] = evolve(sinks[i], shared_by=len(of_leaf))
         whole = StepGraph(
             self.meshes[0],
-            tuple(self._calls),
-            tuple(self._tensors),
+            tuple(
+                CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)
+                for n, plan, operands, results, phase, module in self._calls
+            ),
+            tuple(map(TensorNode, count(), self._specs, self._makers, self._roots, self._tensor_names)),
             tuple(sinks),
             frozenset(self._written),
             moved=dict(self._moved),
@@ -93,7 +140,7 @@ class Recording:
     @property
     def schemas(self) -> set[OpSchema]:
         """The different calls that were recorded."""
-        return {call.schema for call in self._calls}
+        return {call[1].schema for call in self._calls}
 
     def tag_leaves(self, depth: int) -> None:
         """Give parameters and buffers the tags by which decisions know them."""
@@ -112,50 +159,31 @@ class Recording:
         if len(self._calls) == self.most:
             self.on_full()
             return
-        if plan is None or plan.schema.op is not op or plan.schema.is_symbolic:
+        if plan is None:
             return
-        schema = plan.schema
-        operands: list[int | None] = []
-        flat = iter(schema.specs)
-        for arg, value in zip(schema.signature.args, schema.signature.bind(args, kwargs or {}), strict=True):
-            if arg.kind is Kind.TENSOR:
-                operands.append(self._operand(value, next(flat)))
-            elif arg.kind is Kind.TENSORS:
-                operands += [self._operand(part, next(flat)) for part in value or ()]
-        mesh = schema.mesh
-        if mesh not in self.meshes:
-            self.meshes.append(mesh)
-        self._written.update(self._tensors[t].root for i in schema.written if (t := operands[i]) is not None)
-        is_open = (
-            isinstance(plan.entry.rule, Rule)
-            and not plan.entry.rule.zip_lists
-            and len(plan.strategies) == 1
-            and not any(r.reseats for r in schema.signature.results)
-            and (schema.is_view or leaf_to_accumulate() is None)  # see engine.decided
-        )
-        number = len(self._calls) if is_open else None
-        results = self._results(plan, operands, result, number)
-        if number is not None:
-            module = self._module(operands)
-            for t in results:
-                if t is not None:
-                    self._made_in[t] = module
-            self._calls.append(
-                CallNode(
-                    number,
-                    plan.entry,
-                    schema,
-                    tuple(operands),
-                    tuple(results),
-                    plan.strategies,
-                    "backward" if in_backward() else "forward",
-                    module,
-                )
-            )
+        of = self._facts.get(id(plan)) or self._learn_facts(plan)
+        if of.op is not op:
             return
-        for t in operands:
+        operands = self._operands(of, args, kwargs)
+        for i in of.written:
+            if (t := operands[i]) is not None:
+                self._written.add(self._roots[t])
+        number = len(self._calls) if of.is_open and (of.is_view or leaf_to_accumulate() is None) else None
+        results = self._results(of, operands, result, number)
+        if number is None:
+            self._sinks += [Sink(t, _layout(self._specs[t])) for t in operands if t is not None]
+            return
+        module = self._module(operands)
+        for t in results:
             if t is not None:
-                self._sinks.append(Sink(t, _layout(self._tensors[t].spec)))
+                self._made_in[t] = module
+        self._calls.append((number, plan, operands, results, "backward" if in_backward() else "forward", module))
+
+    def _learn_facts(self, plan: Plan) -> _Facts:
+        of = self._facts[id(plan)] = _Facts.of(plan)
+        if of.op is not None and of.mesh not in self.meshes:
+            self.meshes.append(of.mesh)
+        return of
 
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
@@ -174,7 +202,7 @@ class Recording:
         t = self._operand(gradient, gradient._spec)
         assert t is not None
         # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
-        self._written.add(self._tensors[t].root)
+        self._written.add(self._roots[t])
         node = None if leaf is None else self._operand(leaf, leaf._spec)
         # The redistribution to the leaf's layout comes next.
         self._gradient_of = None if node is None else (t, node)
@@ -203,6 +231,18 @@ class Recording:
 
     # -- tensors -------------------------------------------------------------------------------------------------
 
+    def _operands(self, of: _Facts, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> list[int | None]:
+        """The number of each tensor operand, lists flattened."""
+        numbers: list[int | None] = []
+        passed = len(args)
+        for i, name, is_list, specs in of.tensors:
+            value = args[i] if i < passed else None if kwargs is None else kwargs.get(name)
+            if is_list:
+                numbers += [self._operand(part, spec) for part, spec in zip(value or (), specs, strict=True)]
+            else:
+                numbers.append(self._operand(value, specs[0]))
+        return numbers
+
     def _operand(self, value: Any, spec: TensorSpec | None) -> int | None:
         """The number of an operand: a new one for a tensor that no recorded call made."""
         if spec is None:
@@ -211,10 +251,10 @@ class Recording:
             return self._append(spec, None, None)
         known = value.__dict__.get(_NODE)
         # A parameter that is made while this records was an op's result before it had its name.
-        if known is not None and known[0] == self._token and (self._tensors[known[1]].name or not name_of(value)):
+        if known is not None and known[0] == self._token and (self._tensor_names[known[1]] or not name_of(value)):
             return int(known[1])
         number = self._new(value, None, None)
-        if (value.is_leaf and value.requires_grad) or name_of(value):
+        if self._tensor_names[number] or (value.is_leaf and value.requires_grad):
             self.leaves.append(value)
         return number
 
@@ -224,23 +264,21 @@ class Recording:
         return number
 
     def _append(self, spec: TensorSpec, maker: int | None, base: int | None, name: str = "") -> int:
-        number = len(self._tensors)
-        root = number if base is None else self._tensors[base].root
-        self._tensors.append(TensorNode(number, spec, maker, root, name))
+        number = len(self._specs)
+        self._specs.append(spec)
+        self._makers.append(maker)
+        self._roots.append(number if base is None else self._roots[base])
+        self._tensor_names.append(name)
         return number
 
-    def _results(self, plan: Plan, operands: Sequence[int | None], result: Any, maker: int | None) -> list[int | None]:
-        schema = plan.schema
-        starts = schema.starts
-        declared = schema.signature.results
-        values = result if len(declared) > 1 else (result,)
+    def _results(self, of: _Facts, operands: Sequence[int | None], result: Any, maker: int | None) -> list[int | None]:
+        values = result if len(of.results) > 1 else (result,)
         numbers: list[int | None] = []
-        for of, value in zip(declared, values, strict=False):
-            if not of.is_tensor:
-                continue
-            base = None if of.alias is None else operands[starts[of.alias]]
-            parts = value if of.is_list else (value,)
-            numbers += [self._new(part, maker, base) if isinstance(part, MeshTensor) else None for part in parts]
+        for (is_tensor, is_list, alias), value in zip(of.results, values, strict=False):
+            if is_tensor:
+                base = None if alias is None else operands[alias]
+                parts = value if is_list else (value,)
+                numbers += [self._new(part, maker, base) if isinstance(part, MeshTensor) else None for part in parts]
         return numbers
 
     # -- where in the program ------------------------------------------------------------------------------------
@@ -263,8 +301,8 @@ class Recording:
         """The module that runs; in a backward pass, the one that made the latest of the operands in forward."""
         if self._modules:
             return self._modules[-1]
-        made = [t for t in operands if t is not None and t in self._made_in]
-        return self._made_in[max(made)] if made else ""
+        latest = max((t for t in operands if t in self._made_in), default=None)
+        return "" if latest is None else self._made_in[latest]
 
 
 def _layout(spec: TensorSpec) -> Places:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from attrs import define, field, frozen
 
-from shardwise.errors import MemoryPlanError, NoPlanError, PlanMeshError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitWarning, PlanMeshError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
 from shardwise.program.cheap_moves import Floats
@@ -32,7 +33,8 @@ _OF_ADAM = Fraction(4)  # parameter, gradient and two states; for a program that
 @frozen(eq=False)
 class Request:
     """What is asked of a plan: whether parameters are free, the bytes that a rank may hold, recipes by name, a plan
-    whose parameters and own moves are kept, and whether a bound is asked for.
+    whose parameters and own moves are kept, whether a bound is asked for, and whether lines of the kept plan may fit
+    nothing.
     """
 
     frees_parameters: bool = False
@@ -40,6 +42,7 @@ class Request:
     recipes: Mapping[str, PlanFile] = field(factory=dict)
     keep: PlanFile | None = None
     prove: bool = False
+    loose: bool = False
 
     def check_names(self, mesh_names: Sequence[str]) -> None:
         """Raise :class:`PlanMeshError` for a recipe or a kept plan that has mesh dims of other names."""
@@ -152,8 +155,12 @@ class PlanSearch:
         kept = {t: known[1] for t, known in places.items() if known is not None}
         problem.pinned = frozenset(kept)
         starts = [self._placed(start, kept) for start in (self._first, problem.as_replicated())]
-        for start in starts:
-            hold_lines(problem, start, file, self.graph.mesh.mesh_dim_names or ())
+        names = self.graph.mesh.mesh_dim_names or ()
+        for i, start in enumerate(starts):
+            with warnings.catch_warnings():
+                if i:
+                    warnings.simplefilter("ignore", PlanFitWarning)  # the same lines
+                hold_lines(problem, start, file, names, self.request.loose)
         return starts
 
     def _of_recipe(self, name: str, recipe: PlanFile, whole: Assignment) -> Assignment:

@@ -150,13 +150,12 @@ class LocalFunction:
             key = (tree, torch.is_grad_enabled(), *map(_kind, leaves))
         known = None if key is None or tree is None else self._borders.now().get(key)
         if known is None:
-            border = self.border(args, kwargs, mesh.mesh_dim_names or (), mesh.shape, _placements)
+            # Not `mesh.shape`: dynamo of torch 2.11 and 2.12 cannot go through it.
+            sizes = tuple(mesh.size(m) for m in range(mesh.ndim))
+            border = self.border(args, kwargs, mesh.mesh_dim_names or (), sizes, _placements)
             if (key is None or is_rehearsing()) and self.shapes is None:
-                self._refuse_uneven(leaves, border.arguments, mesh.shape)
-            known = (
-                border,
-                [None if own is None else _crossing(own, border.same, mesh.shape) for own in border.arguments],
-            )
+                self._refuse_uneven(leaves, border.arguments, sizes)
+            known = border, [None if own is None else _crossing(own, border.same, sizes) for own in border.arguments]
             if key is not None and tree is not None:
                 _remember(self._borders.now(), key, known)
         border, crossings = known

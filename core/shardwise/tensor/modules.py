@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.comm.layout_agreement import agree_on_plan
 from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import PlanFitError
+from shardwise.errors import PlanError, PlanFitError, PlanFitWarning
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -44,6 +45,7 @@ def distribute_module(
     *,
     src_data_rank: int | None = 0,
     communication: PolicyScope | str | None = None,
+    loose: bool = False,
 ) -> nn.Module:
     """Replace a module's parameters and buffers by MeshTensors, in place; returns the module.
 
@@ -51,7 +53,8 @@ def distribute_module(
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
     Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``,
     or a plan of the whole step (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer,
-    and its decisions hold for all calls from here on.
+    and its decisions hold for all calls from here on. With ``loose``, a parameter that the plan does not place is
+    replicated and a line that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
     may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
     (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
@@ -66,7 +69,13 @@ def distribute_module(
     if isinstance(partition, (str, os.PathLike)):
         partition = read_plan(partition)
     if isinstance(partition, StepPlan):
-        partition = _install(partition, type(module).__name__, names, mesh)
+        partition = _install(partition, type(module).__name__, names, mesh, loose)
+    elif loose:
+        raise PlanError(
+            asked=f"distribute a {type(module).__name__} with loose=True",
+            found="there is no plan whose lines could fit nothing: the partition is not one",
+            do="Give a plan or the name of its file, or leave loose out.",
+        )
     if callable(partition):
         for name, submodule in module.named_modules():
             partition(name, submodule, mesh)
@@ -86,7 +95,7 @@ def distribute_module(
     return module
 
 
-def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh) -> dict[str, Places]:
+def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh, loose: bool) -> dict[str, Places]:
     """Have all calls go by a plan from here on; the placements of these parameters and buffers by the plan."""
     asked = f"distribute a {kind} by the plan {plan.file.source or plan.file.program}"
     plan.check_mesh(asked, tuple(mesh.shape), mesh.mesh_dim_names)
@@ -95,25 +104,24 @@ def _install(plan: StepPlan, kind: str, names: Sequence[str], mesh: DeviceMesh) 
     for name in names:
         known = plan.file.placements_of(name)
         if known is None:
-            raise PlanFitError(
-                asked=asked,
-                found=f"no line of [parameters] places {name!r}",
-                do="Plan the program again, with this module in it.",
-                name=name,
-            )
+            _fits_not(asked, f"no line of [parameters] places {name!r}", name, loose)
+            continue
         used.add(known[0])
         partition[name] = known[1]
-    unused = [pattern for pattern in plan.file.parameters if pattern not in used]
-    if unused:
-        raise PlanFitError(
-            asked=asked,
-            found=f"its line {unused[0]!r} of [parameters] fits nothing in the module",
-            do="Plan the program again, with this module in it.",
-            name=unused[0],
-        )
+    for pattern in plan.file.parameters:
+        if pattern not in used:
+            _fits_not(asked, f"its line {pattern!r} of [parameters] fits nothing in the module", pattern, loose)
     agree_on_plan(mesh, plan.file.digest, plan.decisions.fingerprint)
     use_decisions(plan.decisions, is_written=True)
     return partition
+
+
+def _fits_not(asked: str, found: str, name: str, loose: bool) -> None:
+    """Raise, or with ``loose`` warn, that the plan and the module do not have the same parameters."""
+    error = PlanFitError(asked=asked, found=found, do="Plan the program again, with this module in it.", name=name)
+    if not loose:
+        raise error
+    warnings.warn(str(error), PlanFitWarning, stacklevel=4)
 
 
 def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:

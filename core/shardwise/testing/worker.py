@@ -22,6 +22,7 @@ import torch.distributed as dist
 from attrs import frozen
 
 from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
+from shardwise.private_torch.distributed import share_gloo_device
 from shardwise.testing.pickling import dumps_by_value
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
@@ -112,6 +113,8 @@ def _join_group(seat: Seat) -> None:
     if sys.platform in LOOPBACK:
         # All workers are local; the host's name may resolve to an address that nobody can reach.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK[sys.platform])
+    if "gloo" in seat.backend:
+        share_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     if "nccl" in seat.backend:
         torch.cuda.set_device(seat.rank % torch.cuda.device_count())
     store = dist.TCPStore("127.0.0.1", seat.port, is_master=False, timeout=seat.timeout)
