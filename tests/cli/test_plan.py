@@ -93,7 +93,7 @@ def test_all_meshes_of_some_ranks_are_tried(run, folder):
     ("options", "text"),
     [
         (("--mesh", "2x4"), "give --mesh the number of ranks alone"),
-        (("--mesh", "8", "--wires", "nvlink"), "there are 1 wires"),
+        (("--mesh", "8", "--wires", "nvlink"), "there are 1 wire"),
         (("--mesh", "1"), "it has 1 ranks"),
     ],
 )

@@ -176,7 +176,7 @@ class Flow:
             if len(dims) != len(metas):
                 raise RuleError(
                     asked=f"apply a rule to {call}",
-                    found=f"the rule describes {len(dims)} {what}s and the call has {len(metas)}",
+                    found=f"the rule describes {counted(len(dims), what)} and the call has {len(metas)}",
                     do="Name the dims of every tensor argument (lists flattened) and of every tensor result.",
                 )
             for i, (labels, meta) in enumerate(zip(dims, metas, strict=True)):
