@@ -138,3 +138,27 @@ def test_a_disabled_plugin_that_has_a_rival_is_told_from_one_that_has_none(fresh
     with override(rule(torch.ops.aten._linalg_svd.default, "R -> R, R, R")):
         (facts,) = told("aten._linalg_svd.default")
     assert "which has a rule for it, is not asked" in facts["settings"][0]
+
+
+LATER = """
+    from shardwise.hookspecs import hookimpl
+
+    @hookimpl
+    def shardwise_register(registry):
+        registry.add_later("why_acme::op", "acme_why_rules:OP")
+"""
+
+
+def test_an_op_whose_library_is_not_imported_is_told_from_one_that_nobody_knows(install, tmp_path):
+    site = install("acme-kernels", LATER)
+    output = why("why_acme::op", exit_code=1)
+    assert "acme-kernels has a rule for it, and no library that is imported has the op" in output
+    assert "--import MODULE_OR_FILE" in output
+    (site / "acme_why_rules.py").write_text(
+        "import torch\nfrom shardwise.rule import rule\nOP = rule(torch.ops.why_acme.op.default, 'R -> R')\n"
+    )
+    (tmp_path / "acme_library.py").write_text(
+        "import torch\nLIBRARY = torch.library.Library('why_acme', 'DEF')\nLIBRARY.define('op(Tensor x) -> Tensor')\n"
+    )
+    (facts,) = told("why_acme::op", "--import", str(tmp_path / "acme_library.py"))
+    assert (facts["winner"]["plugin"], facts["winner"]["rule"]) == ("acme-kernels", "R -> R")
