@@ -143,10 +143,10 @@ def refusals():
         (local_map(torch.neg, ROW, (COLUMN,)), (x,), ValueError, "set redistribute_inputs=True"),
         (local_map(torch.neg, ROW, (None,)), (x,), AssertionError, "argument expects placements"),
         (local_map(torch.neg, ROW, (ROW,), (None,)), (x,), AssertionError, "gradient expects placements"),
-        (local_map(torch.neg, ROW, (ROW, None)), (x,), AssertionError, "2 entries for 1 value"),
+        (local_map(torch.neg, ROW, (ROW, None)), (x,), AssertionError, "2 entries for 1 values"),
         (local_map(torch.mul, ROW, (ROW, ROW)), (x, 2.0), AssertionError, "a float, no tensor, and in_placements"),
         (local_map(lambda a: 3, ROW), (x,), AssertionError, "an int, no tensor|a int, no tensor, and out_placements"),
-        (local_map(lambda a: (a, a), ROW), (x,), AssertionError, "1 entry for 2 values"),
+        (local_map(lambda a: (a, a), ROW), (x,), AssertionError, "1 entries for 2 values"),
         (local_map(lambda a: x, ROW), (x,), AssertionError, r"a MeshTensor \[S\(0\)\]"),
     ]
     for function, args, kind, words in cases:
