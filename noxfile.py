@@ -1,5 +1,6 @@
 """The project's checks; ``nox -l`` lists them, ``nox -s tests`` runs one."""
 
+import shutil
 from pathlib import Path
 
 import nox
@@ -8,6 +9,8 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
+# The releases of torch that the tests run with; cli/environment.py names the first and the last.
+TORCH = ["2.11", "2.12", "2.13"]
 CONTRIB = sorted(path.parent.name for path in (ROOT / "plugins_contrib").glob("shardwise-*/pyproject.toml"))
 
 
@@ -20,6 +23,17 @@ def install(session: nox.Session, *extras: str) -> None:
 def tests(session: nox.Session) -> None:
     """The everyday tests."""
     install(session, "test")
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+@nox.parametrize("version", TORCH, ids=TORCH)
+def torch(session: nox.Session, version: str) -> None:
+    """The everyday tests with one release of torch, and the tested versions of everything else."""
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins.write_text("\n".join(line for line in lines if not line.startswith(("torch==", "torchvision=="))))
+    session.install("-c", str(pins), f"torch=={version}.*", "-e", ".[test]")
     session.run("pytest", *session.posargs)
 
 
@@ -88,6 +102,20 @@ def rule_table(session: nox.Session) -> None:
 
 
 @nox.session
+def known_ops(session: nox.Session) -> None:
+    """Write which family has which op, for the error where a family is not installed."""
+    install(session, "test")
+    session.run("python", str(ROOT / "release" / "known_ops.py"))
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Write docs/families.md and docs/plugins-directory.md."""
+    install(session, "test")
+    session.run("python", str(ROOT / "release" / "pages.py"))
+
+
+@nox.session
 def pictures(session: nox.Session) -> None:
     """Draw docs/pictures/*.svg."""
     install(session, "test")
@@ -126,3 +154,13 @@ def wheel(session: nox.Session) -> None:
     smoke = ROOT / "tests" / "packaging" / "smoke.py"
     with session.chdir(folder):
         session.run("python", str(smoke))
+
+
+@nox.session
+def distributions(session: nox.Session) -> None:
+    """Build what a release has into build/dist: core, each family, and shardwise, which requires them all."""
+    session.install("-c", "constraints.txt", "hatchling", "twine")
+    folder = ROOT / "build" / "dist"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", str(ROOT / "release" / "distributions.py"), "--sources", str(folder))
+    session.run("twine", "check", "--strict", *map(str, sorted(folder.iterdir())))

@@ -176,6 +176,14 @@ def shardwise_wheel(tmp_path_factory):
     return built
 
 
+@pytest.fixture(scope="session")
+def distributions(tmp_path_factory):
+    """The wheels of a release: core, each family, and shardwise, which requires them all."""
+    from distributions import build
+
+    return tuple(build(tmp_path_factory.mktemp("distributions")))
+
+
 @pytest.fixture
 def wheel(tmp_path):
     """``wheel(name, source, ...)`` writes a wheel with one plugin; see :func:`make_wheel`."""

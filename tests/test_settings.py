@@ -127,8 +127,12 @@ def test_a_variable_that_does_not_exist_names_the_nearest(variable, nearest, tmp
 
 
 def test_a_variable_like_no_other_lists_all(tmp_path):
-    with pytest.raises(SettingsError, match=r"Correct or unset it\. There are SHARDWISE_PLUGINS,"):
+    with pytest.raises(SettingsError, match=r"Correct or unset it\. There are SHARDWISE_PLUGINS,") as raised:
         read_settings({"SHARDWISE_Q": ""}, tmp_path)
+    assert "SHARDWISE_CHECK_STRIDES" in str(raised.value)
+    assert "SHARDWISE_PROGRAM_SLICES" not in str(raised.value)
+    with pytest.raises(SettingsError, match="Correct or unset it"):  # and no message names it as the nearest
+        read_settings({"SHARDWISE_PROGRAM_SLICE": ""}, tmp_path)
     assert read_settings({"OTHER_Q": "", **dict.fromkeys(["SHARDWISE_LINKS"], "off")}, tmp_path) == Settings()
 
 

@@ -131,7 +131,8 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
     environ = os.environ if environ is None else environ
     for variable in environ:
         if variable.startswith(PREFIX) and variable not in VARIABLES:
-            do = _nearest(variable, VARIABLES, f"Correct or unset it. There are {', '.join(VARIABLES)}.")
+            shown = [name for name in VARIABLES if name not in _OF_TESTS]
+            do = _nearest(variable, shown, f"Correct or unset it. There are {', '.join(shown)}.")
             raise _refusal(variable, f"there is no variable {variable!r}", do)
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -322,8 +323,16 @@ _KEYS: dict[str, tuple[str, Callable[[str, Any], Any], str]] = {
 _OTHERS: dict[str, str] = {
     "SHARDWISE_LINKS": "shardwise.planning.link_file: the file of link figures, off for none",
     "SHARDWISE_CHECK_STRIDES": "shardwise.engine.first_run: every local tensor is compared with its spec",
+}
+
+# variable that only the tests of shardwise read -> where; no message names it
+_OF_TESTS: dict[str, str] = {
     "SHARDWISE_PROGRAM_SLICES": "tests/programs/test_programs.py: in how many slices the random programs are drawn",
 }
 
-VARIABLES: dict[str, str] = {**{variable: "shardwise.settings" for _, _, variable in _KEYS.values()}, **_OTHERS}
+VARIABLES: dict[str, str] = {
+    **{variable: "shardwise.settings" for _, _, variable in _KEYS.values()},
+    **_OTHERS,
+    **_OF_TESTS,
+}
 """All environment variables that start with ``SHARDWISE_``, and where each is read."""

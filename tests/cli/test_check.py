@@ -454,3 +454,11 @@ def test_a_finding_is_one_line_and_all_of_it_in_json(checkout, quick):
     assert "raise OSError: first" in output
     assert "second" not in output
     assert "first\nsecond" in report_of(folder, exit_code=1)["oracle"]
+
+
+def test_a_rule_by_the_name_of_an_op_is_judged_where_the_op_exists(checkout, quick):
+    both = SCALED + "); registry.add_later('nobody::op', '{package}.ops:RULE'"
+    report = report_of(checkout(rules=both, samples=SAMPLES), exit_code=0)
+    assert report == {
+        "later": "warning: the rule of nobody.op.default is not judged: no library that is imported has the op"
+    }

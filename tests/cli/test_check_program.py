@@ -233,7 +233,7 @@ def test_what_a_program_raises(check):
         (["nonsense", "--mesh", "2"], "'nonsense' does not name a function"),
         (["a.py:f"], "Missing option '--mesh'"),
         (["a.py:f", "--mesh", "2y2"], "is not a mesh: write 4"),
-        (["a.py:f", "--mesh", "2x2", "--names", "dp"], "1 names and the mesh 2 dims"),
+        (["a.py:f", "--mesh", "2x2", "--names", "dp"], "1 name and the mesh 2 dims"),
         (["a.py:f", "--mesh", "64x64"], "4,096 ranks needs as many processes"),
         (["a.py:f", "--mesh", "2", "--rtol", "3"], "3.0 is not in the range"),
         (["a.py:f", "--mesh", "2", "--plan", "none.toml"], "does not exist"),

@@ -19,7 +19,7 @@ def words(*typed):
 
 def test_commands():
     assert words("pl") == ["plan", "plugins"]
-    assert words("plugins", "") == ["check", "freeze", "list", "show"]
+    assert words("plugins", "") == ["check", "freeze", "list", "search", "show"]
 
 
 def test_plugins():

@@ -181,7 +181,7 @@ def test_strides_are_read():
     assert parse_operand("f32[8,16] strides(1,8) S(0)", mesh).spec.stride == (1, 8)
     assert parse_operand("f32[8,16] S(0)", mesh).spec.stride == (16, 1)
     assert parse_operand("-", mesh).spec is None
-    with pytest.raises(CallError, match="1 strides for 2 dims"):
+    with pytest.raises(CallError, match="1 stride for 2 dims"):
         parse_operand("f32[8,16] strides(1) S(0)", mesh)
 
 
@@ -215,7 +215,7 @@ def test_the_operands_choose_among_overloads():
         (("add", "--mesh", "2"), "aten.add.Scalar: aten::add.Scalar(Tensor self, Scalar other"),
         (("mm", "--mesh", "2"), "'self', 'mat2' must be given. Its schema is aten::mm(Tensor self, Tensor mat2)"),
         (("mm", "--mesh", "2", "--input", "x: f32[8,8] R"), "has no argument 'x'"),
-        (("mm", "--mesh", "2", *["--input", "f32[8,8] R"] * 3), "3 operands are given, 1 more than it takes"),
+        (("mm", "--mesh", "2", *["--input", "f32[8,8] R"] * 3), "it is given 3 operands, 1 more than it takes"),
         (("mm", "--mesh", "2", *["--input", "self: f32[8,8] R"] * 2), "'self' is given twice"),
         (("mm", "--mesh", "2", "--input", "f32[8,8] R", "--input", "f32[4,4] R"), "torch refuses it"),
         (("sum", "--mesh", "2", "--input", "f32[8] R", "--arg", "dim"), "it is not name=value"),

@@ -8,7 +8,9 @@ from click.testing import CliRunner
 
 from shardwise.cli import main
 from shardwise.cli.sample_text import read_sample
+from shardwise.discovery.process import use_registry
 from shardwise.errors import CallError
+from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import Rule
 
 BLACK_BOX = """
@@ -175,3 +177,14 @@ def test_a_rule_that_the_oracle_refutes_fails_the_command(monkeypatch):
     result = run("aten.neg", "--sample", "f32[8,5]")
     assert result.exit_code == 1
     assert "the oracle refutes the rule" in result.output
+
+
+def test_an_op_that_torch_always_runs_as_others_is_told_so():
+    result = run("linear", "--sample", "f32[4,3], f32[5,3]")
+    assert "torch always runs aten.linear.default as other ops, before shardwise sees it" in result.output
+
+
+def test_an_op_without_a_rule_that_runs_decomposed_is_told_so():
+    with use_registry(Registry()):
+        result = run("addmm", "--sample", "f32[4,5], f32[4,3], f32[3,5]")
+    assert "Without a rule the op runs decomposed (torch's decomposition" in result.output

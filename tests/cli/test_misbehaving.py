@@ -111,7 +111,7 @@ def test_the_doctor_warns_of_a_plugin_that_prints(install, source):
     install("acme-loud", textwrap.dedent(source()) + "print('hello')\n")
     findings = {finding["check"]: finding for finding in json.loads(run("doctor", "--json").stdout)}
     loud = findings["plugin acme-loud"]
-    assert (loud["result"], loud["found"]) == ("warning", "acme-loud 1.0 loaded, 1 ops; it prints at import: 'hello'")
+    assert (loud["result"], loud["found"]) == ("warning", "acme-loud 1.0 loaded, 1 op; it prints at import: 'hello'")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_the_metadata(made):
     project = tomllib.loads((made / "pyproject.toml").read_text())["project"]
     assert project["name"] == "acme-new-kernels"
     assert project["authors"] == [{"name": "Ada 'A' L"}]
+    assert "shardwise" in project["keywords"]  # by which package indexes find it
     assert project["entry-points"]["shardwise.plugins.v1"] == {"acme-new-kernels": "acme_new_kernels.plugin"}
     (needed,) = map(Requirement, project["dependencies"])
     assert (needed.name, {s.operator for s in needed.specifier}) == ("shardwise", {">=", "<"})

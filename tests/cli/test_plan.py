@@ -93,7 +93,7 @@ def test_all_meshes_of_some_ranks_are_tried(run, folder):
     ("options", "text"),
     [
         (("--mesh", "2x4"), "give --mesh the number of ranks alone"),
-        (("--mesh", "8", "--wires", "nvlink"), "there are 1 wires"),
+        (("--mesh", "8", "--wires", "nvlink"), "there are 1 wire"),
         (("--mesh", "1"), "it has 1 ranks"),
     ],
 )
@@ -131,8 +131,8 @@ def test_a_rehearsal_by_a_plan_takes_its_mesh(made):
     [
         (("plan", "train_plan.py:step", "--mesh", "two"), 2, "is not a mesh"),
         (("plan", "train_plan.py:step"), 2, "Missing option '--mesh'"),
-        (("plan", "train_plan.py:step", "--mesh", "2x4", "--names", "dp"), 2, "--names has 1 names"),
-        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink"), 2, "--wires has 1 names"),
+        (("plan", "train_plan.py:step", "--mesh", "2x4", "--names", "dp"), 2, "--names has 1 name"),
+        (("plan", "train_plan.py:step", *ON, "--wires", "nvlink"), 2, "--wires has 1 name"),
         (("plan", "train_plan.py:step", *ON, "--wires", "nvlink,tin"), 1, "'tin' has no figures"),
         (("plan", "train_plan.py:step", *ON, "--fixed", "inputs"), 2, "is not 'parameters'"),
         (("plan", "train_plan.py:step", *ON, "--out", "no/where.plan"), 2, "there is no folder"),

@@ -67,7 +67,7 @@ def test_json_has_everything(run):
     ("args", "message"),
     [
         (["--mesh", "two"], "is not a mesh"),
-        (["--mesh", "2x4", "--names", "dp"], "1 names and the mesh 2 dims"),
+        (["--mesh", "2x4", "--names", "dp"], "1 name and the mesh 2 dims"),
         (["--mesh", "2x4", "--rank", "8"], "ranks 0 to 7"),
     ],
 )

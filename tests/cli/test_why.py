@@ -2,9 +2,12 @@
 
 import json
 
+import torch
 from click.testing import CliRunner
 
 from shardwise.cli import main
+from shardwise.discovery.process import override
+from shardwise.rule import rule
 
 
 def why(*arguments, exit_code=0):
@@ -114,3 +117,48 @@ def test_broken_settings_are_told_beside_the_answer(fresh, monkeypatch):
     output = why("aten.mm.default", exit_code=1)
     assert "Programs cannot look up a rule now: read SHARDWISE_STRICT" in output
     assert "shardwise-matmul" in output
+
+
+def test_a_disabled_plugin_that_has_the_op_is_named(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "shardwise-linalg,shardwise-conv")
+    fresh()
+    output = why("aten._linalg_svd", exit_code=1)
+    assert "Enable shardwise-linalg, which has a rule for aten._linalg_svd" in output
+    assert "blocked: in SHARDWISE_DISABLE_PLUGINS" in output
+    assert "Enable shardwise-conv" not in output
+
+
+def test_a_disabled_plugin_that_has_a_rival_is_told_from_one_that_has_none(fresh, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_DISABLE_PLUGINS", "shardwise-linalg")
+    fresh()
+    (facts,) = told("aten.mm.default")
+    assert facts["settings"] == [
+        f"{facts['not_loaded'][0].partition(':')[0]} is not asked: in SHARDWISE_DISABLE_PLUGINS"
+    ]
+    with override(rule(torch.ops.aten._linalg_svd.default, "R -> R, R, R")):
+        (facts,) = told("aten._linalg_svd.default")
+    assert "which has a rule for it, is not asked" in facts["settings"][0]
+
+
+LATER = """
+    from shardwise.hookspecs import hookimpl
+
+    @hookimpl
+    def shardwise_register(registry):
+        registry.add_later("why_acme::op", "acme_why_rules:OP")
+"""
+
+
+def test_an_op_whose_library_is_not_imported_is_told_from_one_that_nobody_knows(install, tmp_path):
+    site = install("acme-kernels", LATER)
+    output = why("why_acme::op", exit_code=1)
+    assert "acme-kernels has a rule for it, and no library that is imported has the op" in output
+    assert "--import MODULE_OR_FILE" in output
+    (site / "acme_why_rules.py").write_text(
+        "import torch\nfrom shardwise.rule import rule\nOP = rule(torch.ops.why_acme.op.default, 'R -> R')\n"
+    )
+    (tmp_path / "acme_library.py").write_text(
+        "import torch\nLIBRARY = torch.library.Library('why_acme', 'DEF')\nLIBRARY.define('op(Tensor x) -> Tensor')\n"
+    )
+    (facts,) = told("why_acme::op", "--import", str(tmp_path / "acme_library.py"))
+    assert (facts["winner"]["plugin"], facts["winner"]["rule"]) == ("acme-kernels", "R -> R")

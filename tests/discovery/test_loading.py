@@ -1,14 +1,21 @@
 """The registry of this process. What becomes of installed plugins is tested in tests/installed, with real wheels."""
 
+import sys
+import types
+from importlib.metadata import EntryPoint
+
 import pytest
 import torch
 from attrs import evolve
 
-from shardwise.discovery.entry_points import discover
+from shardwise.discovery.entry_points import GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.discovery.process import default_registry, statuses, use_registry
-from shardwise.errors import NoRuleError, PluginLoadError
+from shardwise.errors import NoRuleError, PluginLoadError, SettingsError
+from shardwise.hookspecs import hookimpl
+from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Registry
+from shardwise.rule import rule
 from shardwise.settings import Settings
 
 MM = torch.ops.aten.mm.default
@@ -51,3 +58,47 @@ def test_what_is_not_blocked_but_cannot_be_used_raises_when_strict():
 def test_names_that_nobody_has_are_refused():
     with pytest.raises(PluginLoadError, match="there is no plugin acme"):
         discover(Settings(disabled=frozenset({"acme"})))
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    """``acme(replaces)``: a plugin whose rule for mm replaces somebody's."""
+
+    def made(replaces):
+        module = types.ModuleType("acme_replacing")
+        mm = rule(MM, "R, R -> R", replaces=replaces)
+        module.shardwise_register = hookimpl(lambda registry: registry.add(mm), specname="shardwise_register")
+        monkeypatch.setitem(sys.modules, "acme_replacing", module)
+        entry = EntryPoint(name="acme", value="acme_replacing", group=GROUP)
+        return InstalledPlugin(Origin("acme", "acme", "1"), entry, "ready")
+
+    return made
+
+
+@pytest.mark.parametrize("name", ["shardwise", "shardwise-matmul", "Shardwise_Conv", "shardwise-fft", "shardwise-core"])
+def test_a_rule_replaces_those_of_a_plugin_or_distribution_also_of_one_that_is_known_and_not_installed(acme, name):
+    assert load([acme(name)], Registry())[0].status == "loaded"
+
+
+def test_a_plugin_whose_rules_replace_those_of_a_name_that_nobody_has_is_left_out(acme):
+    registry = Registry()
+    with pytest.warns(
+        RuntimeWarning, match=r"replaces 'shardwise-matmull', and no plugin .* nearest is shardwise-matmul"
+    ):
+        (status,) = load([acme("shardwise-matmull")], registry)
+    assert status.status == "failed"
+    assert MM not in registry
+    with pytest.raises(PluginLoadError, match="shardwise-matmull"):
+        load([acme("shardwise-matmull")], Registry(), strict=True)
+
+
+def test_a_family_that_is_not_installed_may_be_disabled_and_is_said_to_be_missing_elsewhere(monkeypatch):
+    from shardwise.discovery import entry_points
+
+    copies = {key: copy for key, copy in entry_points._copies().items() if "shardwise-linalg" not in key}
+    monkeypatch.setattr(entry_points, "_copies", lambda: copies)
+    assert discover(Settings(disabled=frozenset({"shardwise-linalg"})))
+    with pytest.raises(SettingsError, match=r"Install it: pip install shardwise-linalg=="):
+        discover(Settings(prefer=(("aten.mm", "shardwise-linalg"),)))
+    with pytest.raises(SettingsError, match=r"The nearest is shardwise-matmul\."):
+        discover(Settings(disabled=frozenset({"shardwise-matmull"})))

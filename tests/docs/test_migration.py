@@ -37,7 +37,7 @@ def test_its_examples_run(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "1 rules, 1 ops" in done.stdout
+    assert "1 rule, 1 op" in done.stdout
     assert "page.twice.default: exported" in done.stdout
 
 

@@ -30,6 +30,22 @@ def test_a_chain_of_replacements_has_its_last_link_win():
     assert winner([entry("shardwise"), entry("a", "shardwise"), entry("b", "a")]) == "b"
 
 
+def test_a_replacement_names_the_plugin_its_distribution_or_everything_that_ships_with_shardwise():
+    for name in ("shardwise", "shardwise-matmul"):
+        assert winner([entry("shardwise"), entry("a", name)]) == "a"
+        family = Entry(MM, RULE, Origin("shardwise-matmul", "shardwise-matmul", "1"))
+        assert winner([family, entry("a", name)]) == "a"
+    assert winner([entry("shardwise"), entry("a", "shardwise-conv")]) is None
+    assert winner([Entry(MM, RULE, Origin("b-mm", "b", "1")), entry("a", "b-mm")]) == "a"
+
+
+def test_the_setting_prefer_takes_the_same_names():
+    family = Entry(MM, RULE, Origin("shardwise-matmul", "shardwise-matmul", "1"))
+    for name in ("shardwise", "shardwise-matmul"):
+        assert winner([entry("shardwise"), entry("a")], [("aten.mm", name)]) == "shardwise-matmul"
+        assert winner([family, entry("a")], [("aten.mm", name)]) == "shardwise-matmul"
+
+
 def test_two_that_replace_each_other_are_a_conflict():
     assert winner([entry("a", "b"), entry("b", "a")]) is None
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
 from shardwise.errors import NoRuleError, RuleConflictError, RuleError
+from shardwise.kernel.first_party import core_version
 from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Failure, Registrar, Registry
 from shardwise.rule.authoring import rule
@@ -35,8 +38,41 @@ def test_an_op_without_a_rule_names_the_op_the_plugins_and_what_to_do():
         registry.lookup(aten.abs.default)
     assert caught.value.op == "aten.abs.default"
     assert caught.value.plugins == ("shardwise-one",)
-    for part in ("aten.abs.default", "shardwise-one", "shardwise-broken", "no module named zlib2", "Install or enable"):
+    for part in (
+        "aten.abs.default",
+        "shardwise-one",
+        "shardwise-broken",
+        "no module named zlib2",
+        "Install shardwise-",
+    ):
         assert part in str(caught.value)
+
+
+def test_an_op_that_nobody_is_known_to_have_says_to_look_for_a_plugin():
+    with pytest.raises(NoRuleError, match="Install or enable a plugin") as caught:
+        Registry().lookup(aten._copy_from_and_resize.default)
+    assert caught.value.known == ()
+
+
+def test_the_family_that_has_an_op_is_named_with_what_pip_installs():
+    with pytest.raises(NoRuleError, match=rf"pip install shardwise-matmul=={re.escape(core_version())}") as caught:
+        Registry().lookup(aten.mm.default)
+    assert caught.value.known == ("shardwise-matmul",)
+
+
+def test_a_family_that_is_not_loaded_is_named_with_the_reason():
+    registry = Registry()
+    registry.leave_out(Failure(Origin("shardwise-matmul", "shardwise"), "blocked: in SHARDWISE_DISABLE_PLUGINS"))
+    with pytest.raises(NoRuleError, match=r"Enable shardwise-matmul, .*\(blocked: in SHARDWISE_DISABLE_PLUGINS\)"):
+        registry.lookup(aten.mm.default)
+
+
+def test_a_family_that_is_loaded_is_not_named():
+    registry = Registry()
+    registry.accept(make(aten.neg.default, name="shardwise-matmul"))
+    with pytest.raises(NoRuleError) as caught:
+        registry.lookup(aten.mm.default)
+    assert caught.value.known == ()
 
 
 def test_two_plugins_with_one_op_conflict_only_when_it_is_looked_up():

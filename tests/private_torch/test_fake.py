@@ -33,3 +33,22 @@ def test_a_process_can_be_one_rank_of_many_alone():
         assert (dist.get_rank(), dist.get_world_size()) == (3, 1024)
     finally:
         dist.destroy_process_group()
+
+
+@torch.library.custom_op("private_torch_test::kept", mutates_args=())
+def kept(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+@kept.register_fake
+def _(x):
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def test_a_fake_kernel_that_asks_for_a_size_of_data_is_told_from_one_that_refuses():
+    with pytest.raises(RuntimeError) as unknown:
+        kept(torch.empty(3, device="meta"))
+    assert fake.shape_needs_data(unknown.value)
+    with pytest.raises(RuntimeError) as refused:
+        torch.mm(torch.empty(2, 3, device="meta"), torch.empty(2, 3, device="meta"))
+    assert not fake.shape_needs_data(refused.value)

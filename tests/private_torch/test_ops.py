@@ -78,6 +78,13 @@ def test_a_custom_op_stands_for_its_overload_and_the_reverse():
     assert ops.known_custom_op("private_torch_test::none") is None
 
 
+def test_an_op_is_found_by_the_name_that_torch_prints():
+    for op in (aten.mm.default, aten.add.Tensor, torch.ops.private_torch_test.bump.default):
+        assert ops.op_named(op.name()) is op
+    for name in ("aten::no_such_op", "no_such_library::op", "aten::mm.no_such_overload"):
+        assert ops.op_named(name) is None
+
+
 def test_a_custom_op_is_made_again_from_its_parts():
     source = torch.library.custom_op("private_torch_test::source", _bump, mutates_args=())
     source.register_fake(lambda x, *_: torch.empty_like(x))

@@ -199,8 +199,8 @@ def test_like_shards_every_dim_but_the_whole_ones(shape, whole):
             "reduce= names 'z', which no input has",
         ),
         (aten.mm.default, "m k, k n -> m n z", {"replicate": ["k"]}, "the output dim 'z' is in no input"),
-        (aten.relu.default, "a, b -> a b", {}, "it has 2 inputs, the op 1 tensor arguments: 'self'"),
-        (aten.relu.default, "a -> a, a", {}, "it has 2 outputs and the op has 1 tensor results"),
+        (aten.relu.default, "a, b -> a b", {}, "it has 2 inputs, the op 1 tensor argument: 'self'"),
+        (aten.relu.default, "a -> a, a", {}, "it has 2 outputs and the op has 1 tensor result"),
         (
             aten.relu.default,
             "a -> a",

@@ -201,7 +201,7 @@ def test_the_dims_of_a_name_are_split_alike(sizes, parts):
 def test_a_flow_that_does_not_fit_the_call_is_refused():
     with pytest.raises(RuleError, match="describes 3 operands and the call has 2"):
         Flow([("m", "k")] * 3, [("m", "n")]).bind(mm(2, 3, 4))
-    with pytest.raises(RuleError, match="names 1 dims of operand 1, which has 2"):
+    with pytest.raises(RuleError, match="names 1 dim of operand 1, which has 2"):
         Flow([("m", "k"), ("k",)], [("m", "k")]).bind(mm(2, 3, 4))
 
 
@@ -209,7 +209,7 @@ def test_a_flow_that_does_not_fit_the_call_is_refused():
     ("text", "found"),
     [
         ("sum, R", "it has no '->'"),
-        ("sum -> sum", "one side has 1 entries and the call has 2 tensors there"),
+        ("sum -> sum", "one side has 1 entry and the call has 2 tensors there"),
         ("sum, R, R -> sum", "one side has 3 entries and the call has 2 tensors there"),
         ("n, R -> sum", "'n' is neither R, nor a reduction, nor a dim of that tensor"),
         ("mean, R -> sum", "'mean' is neither R, nor a reduction, nor a dim of that tensor"),

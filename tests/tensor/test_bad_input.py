@@ -239,7 +239,7 @@ CASES = [
     (shard_dim_out_of_range, errors.PlacementError, "there is no dim 2"),
     (shard_dim_of_a_distributed_tensor, errors.PlacementError, "there is no dim 1"),
     (result_of_an_op, errors.LeafError, "MulBackward0"),
-    (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dims"),
+    (wrong_number_of_placements, errors.PlacementCountError, "2 placements for a mesh of 1 dim"),
     (unknown_reduction, errors.PlacementError, "Partial"),
     (different_meshes, errors.MeshMismatchError, "'self'"),
     (redistribute_to_another_mesh, errors.MeshMismatchError, "full_tensor()"),

@@ -287,7 +287,7 @@ def refusals():
         (sw.local(torch.mul, inputs=(R, R), outputs=R), (x, 2.0), LocalPlacementError, "2.0, no tensor"),
         (sw.local(torch.neg, inputs=(R,), outputs=R, move=False), (x,), LocalPlacementError, "move=True"),
         (sw.local(torch.neg, outputs=[S0, R], communicates="dp"), (x,), LocalPlacementError, "the mesh dim 'dp'"),
-        (sw.local(lambda a: (a, a), outputs=([S0, R],)), (x,), LocalResultError, "1 entries for 2 values"),
+        (sw.local(lambda a: (a, a), outputs=([S0, R],)), (x,), LocalResultError, "1 entry for 2 values"),
         (sw.local(lambda _: 3, outputs=[S0, R]), (x,), LocalResultError, "a int, no tensor"),
         (sw.local(lambda a: (a, 3), outputs=(None, None)), (x,), LocalResultError, "outputs= has no placements"),
         (sw.local(lambda _: x, outputs=[S0, R]), (x,), LocalResultError, "a MeshTensor"),

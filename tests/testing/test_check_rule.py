@@ -452,7 +452,7 @@ def test_results_that_the_op_does_not_give_are_refused():
 
 
 def test_a_row_of_the_wrong_length_is_refused():
-    with pytest.raises(RuleRefuted, match="has 1 operands and the call has 2"):
+    with pytest.raises(RuleRefuted, match="has 1 operand and the call has 2"):
         check_rule(rows_rule(aten.mm.default, row("short", [S0], [S0])), MATRICES)
 
 

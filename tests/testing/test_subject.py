@@ -87,3 +87,24 @@ def test_rules_that_clash_or_are_none_are_refused():
         subject_of([RELU, WRONG])
     with pytest.raises(RuleError, match="is a int"):
         subject_of([3])
+
+
+def later(**rules):
+    @hookimpl
+    def shardwise_register(registry):
+        for name, where in rules.items():
+            registry.add_later(name.replace("__", "::"), where)
+
+    module = ModuleType("acme_later")
+    module.shardwise_register = shardwise_register
+    return module
+
+
+def test_rules_by_the_names_of_ops_are_judged_where_the_ops_exist():
+    subject = subject_of(later(aten__relu=lambda _: RELU, nobody__op="acme_none:RULE"))
+    assert subject.rules == (RELU,)
+
+
+def test_a_rule_that_cannot_be_had_fails_the_tests_of_its_plugin():
+    with pytest.raises(PluginLoadError, match=r"the rule of aten\.relu\.default cannot be had: .*acme_no_such_module"):
+        subject_of(later(aten__relu="acme_no_such_module:RULE"))

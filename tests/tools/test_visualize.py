@@ -210,7 +210,7 @@ def test_a_large_mesh_is_drawn_in_part():
         (((3, 4),), CallError, "not a shape with a mesh's shape and placements"),
         (((3, -4), (2,), ["R"]), CallError, "Write visualize"),
         (((3, 4), (2,), ["S(2)"]), PlacementError, "there is no dim 2"),
-        (((3, 4), (2, 2), ["S(0)"]), PlacementError, "1 placements for a mesh of 2 dims"),
+        (((3, 4), (2, 2), ["S(0)"]), PlacementError, "1 placement for a mesh of 2 dims"),
         (((3, 4), (2,), ["X"]), PlacementError, r"it is not S\(d\)"),
     ],
 )

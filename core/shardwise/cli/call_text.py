@@ -16,6 +16,7 @@ from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import parse_placement
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import Arg, Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.ops import schema_of
@@ -65,7 +66,7 @@ def parse_operand(text: str, mesh: Mesh) -> Operand:
         if len(strides) != meta.ndim:
             raise CallError(
                 asked=asked,
-                found=f"{len(strides)} strides for {meta.ndim} dims",
+                found=f"{counted(len(strides), 'stride')} for {counted(meta.ndim, 'dim')}",
                 do="Give one stride per dim, in elements.",
                 operand=text,
             )
@@ -149,7 +150,7 @@ def arguments_of(op: Op, operands: Sequence[Operand], arguments: Mapping[str, st
                 _put(op, arg, spec, values)
             rest = rest[count:]
     if rest:
-        raise call_error(op, f"{len(operands)} operands are given, {len(rest)} more than it takes")
+        raise call_error(op, f"it is given {counted(len(operands), 'operand')}, {len(rest)} more than it takes")
     bind_call(op, (), values)
     return values
 

@@ -22,7 +22,8 @@ from shardwise.cli.rule_checks import (
 )
 from shardwise.cli.static_checks import check_entries, check_imports, check_requires, check_surface
 from shardwise.cli.subject import SAMPLES, SAMPLES_GROUP, PluginToCheck, find_subject
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
+from shardwise.discovery.entry_points import GROUP
+from shardwise.kernel.first_party import is_first_party
 from shardwise.testing.light import probe
 
 __all__ = ["check"]
@@ -72,13 +73,16 @@ def _findings(subject: PluginToCheck, samples: Path | None, cases: int | None) -
     with imported_from(subject.roots, sorted(packages) if subject.roots else ()):
         own, findings = register(subject)
         yield from findings
-        if not any(True for _ in own.ops()):
+        if not any(True for _ in own.ops()) and not any(True for _ in own.later()):
             return
         yield from check_conflicts(subject, own)
         sample_file, findings = _samples(subject, samples)
         yield from findings
         if any(finding.result == FAILED for finding in findings):
             return
+        for name, why in own.see_all().items():  # the samples import the library
+            do = "Import the library in the module of the samples."
+            yield Finding("later", WARNING, f"the rule of {name} is not judged: {why}", do)
         with progress("oracle, rules") as tell:
             yield from judge_rules(own, sample_file, cases=cases, tell=tell)
 
@@ -95,7 +99,7 @@ def _samples(subject: PluginToCheck, named: Path | None) -> tuple[Samples, list[
     except Exception as error:  # noqa: BLE001  samples are their author's code
         do = "Correct the file." if path else "Correct the module, and see that the wheel has it."
         return Samples(), [Finding("samples", FAILED, f"{where}: {type(error).__name__}: {error}", do)]
-    if subject.kind == "file" or subject.name == FIRST_PARTY:
+    if subject.kind == "file" or is_first_party(subject.name):
         return Samples(), []
     line = f'[project.entry-points."{SAMPLES_GROUP}"] {subject.name} = "PACKAGE.samples"'
     found = f"it declares none in the group {SAMPLES_GROUP}"

@@ -13,11 +13,11 @@ import click
 from attrs import asdict
 from rich.console import Console
 
-from shardwise.cli.findings import counted
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import WorkerError
+from shardwise.kernel.plurals import counted
 from shardwise.testing.step_check import STAGES, StepReport, check_step
 from shardwise.testing.step_differences import Difference
 
@@ -75,7 +75,9 @@ def check_program(  # noqa: PLR0913  # an argument per option
     _refuse_plugins(program)
     words = names.split(",") if names else None
     if words and len(words) != len(mesh_shape):
-        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
+        raise click.UsageError(
+            f"--names has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
+        )
     if math.prod(mesh_shape) > _MOST_RANKS:
         raise click.UsageError(
             f"a mesh of {math.prod(mesh_shape):,} ranks needs as many processes here: check a small mesh of the same "

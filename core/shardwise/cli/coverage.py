@@ -9,6 +9,7 @@ import torch
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
 from shardwise.tools.coverage import Coverage, Use, cover
 from shardwise.tools.program import PHASES
@@ -83,4 +84,4 @@ def _print_coverage(coverage: Coverage, *, show_all: bool) -> None:
     decomposed = sum(1 for use in coverage.uses if use.plugin is None and use.parts)
     runs = f" or run as ops that have one ({decomposed})" if decomposed else ""
     where = ", up to there" if coverage.stopped else ""
-    click.echo(f"{covered} of {len(coverage.uses)} ops have a rule{runs}{where}")
+    click.echo(f"{covered} of {counted(len(coverage.uses), 'op')} have a rule{runs}{where}")

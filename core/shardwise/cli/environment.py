@@ -7,7 +7,6 @@ import platform
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from importlib.metadata import metadata
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
+from shardwise.kernel.first_party import core_distribution
 
 __all__ = ["CHECKS", "TESTED_TORCH"]
 
@@ -27,7 +27,7 @@ _GIB = 2**30
 
 
 def _python() -> Iterator[Finding]:
-    wanted = metadata("shardwise")["Requires-Python"] or ""
+    wanted = core_distribution().metadata["Requires-Python"] or ""
     have = platform.python_version()
     if SpecifierSet(wanted).contains(have, prereleases=True):
         yield Finding("python", OK, f"{platform.python_implementation()} {have}")

@@ -7,12 +7,17 @@ from collections.abc import Sequence
 
 import click
 from attrs import asdict, evolve, field, frozen, validators
+from rich.console import Console
 
 from shardwise.cli.output import on_terminal, print_json, print_rows
+from shardwise.kernel.plurals import counted
 
-__all__ = ["FAILED", "OK", "WARNING", "Finding", "counted", "report"]
+__all__ = ["FAILED", "OK", "WARNING", "Finding", "report"]
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
+
+# A terminal with fewer columns has none to spare for the name of a check.
+_NARROW = 90
 
 
 @frozen
@@ -35,7 +40,11 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
         if on_terminal():
             # Sentences need width: what to do stands below what was found.
             joined = [evolve(one, found=f"{one.found}\n{one.do}".strip()) for one in findings]
-            print_rows([asdict(one) for one in joined], ("check", "result", "found"))
+            if Console().width < _NARROW:
+                joined = [evolve(one, found=f"{one.check}: {one.found}") for one in joined]
+                print_rows([asdict(one) for one in joined], ("result", "found"))
+            else:
+                print_rows([asdict(one) for one in joined], ("check", "result", "found"))
         else:
             print_rows([asdict(one) for one in findings], ("check", "result", "found", "do"))
         count = Counter(finding.result for finding in findings)
@@ -43,8 +52,3 @@ def report(findings: Sequence[Finding], *, as_json: bool, strict: bool = False) 
     bad = (FAILED, WARNING) if strict else (FAILED,)
     if any(finding.result in bad for finding in findings):
         click.get_current_context().exit(1)
-
-
-def counted(number: int, what: str) -> str:
-    """``1 rule``, ``2 rules``."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 from torch import Tensor
@@ -13,9 +13,12 @@ from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.output import json_option, print_json, print_rows, progress
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.sample_text import read_sample
+from shardwise.engine.decomposition import formulas
 from shardwise.errors import CallError
 from shardwise.kernel.placements import show_all
+from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Kind, Op, op_name, signature
+from shardwise.private_torch.ops import is_composite
 from shardwise.testing.inference import Inferred
 from shardwise.testing.inference import infer as infer_rule
 from shardwise.testing.values import Sample
@@ -41,11 +44,12 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     """
     calls: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
     calls += load_function(function)() if function else []
-    overload = one_of(op, ops_named(op, plugin_states().registry), lambda each: _takes_samples(each, calls))
+    registry = plugin_states().registry
+    overload = one_of(op, ops_named(op, registry), lambda each: _takes_samples(each, calls))
     with progress("searching") as tell:
         inferred = infer_rule(overload, calls or None, seed=seed, tell=tell)
     if as_json:
-        print_json([_json_inferred(inferred)])
+        print_json([_json_inferred(inferred, registry)])
     else:
         for name in inferred.samples:
             click.echo(f"sample {name}")
@@ -63,12 +67,23 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
         click.echo(f"\n{inferred.text}")
         for row in inferred.unsaid:
             click.echo(f"left out: {show_all(row.inputs)} -> {show_all(row.outputs)}")
-        for note in inferred.notes:
+        for note in (*inferred.notes, *_decomposed(overload, registry)):
             click.echo(f"note: {note}")
         if inferred.accepted:
             click.echo(f"the oracle accepts: {inferred.report.cases} cases of {inferred.report.rows} rows")
     if not inferred.accepted:
         raise click.ClickException(f"the oracle refutes the rule: {inferred.report.refuted[0]}")
+
+
+def _decomposed(op: Op, registry: Registry) -> Iterator[str]:
+    """What becomes of an op that has no rule yet: torch's formulas may make one unnecessary."""
+    if op in registry or is_composite(op):  # of a composite op the notes say it
+        return
+    if names := [formula.name for formula in formulas(op)]:
+        yield (
+            f"Without a rule the op runs decomposed ({', '.join(names)}) where every part has a rule; a rule may do "
+            "better: shardwise explain shows the parts."
+        )
 
 
 def _takes_samples(op: Op, samples: Sequence[Sample]) -> bool:
@@ -91,7 +106,7 @@ def _numbers_text(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _json_inferred(inferred: Inferred) -> dict[str, object]:
+def _json_inferred(inferred: Inferred, registry: Registry) -> dict[str, object]:
     return {
         "op": op_name(inferred.op),
         "samples": list(inferred.samples),
@@ -110,7 +125,7 @@ def _json_inferred(inferred: Inferred) -> dict[str, object]:
         ],
         "rule": inferred.text,
         "unsaid": [f"{show_all(row.inputs)} -> {show_all(row.outputs)}" for row in inferred.unsaid],
-        "notes": list(inferred.notes),
+        "notes": [*inferred.notes, *_decomposed(inferred.op, registry)],
         "accepted": inferred.accepted,
         "cases": inferred.report.cases,
         "refuted": [str(error) for error in inferred.report.refuted],

@@ -13,9 +13,11 @@ import shardwise
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.plugin_states import plugin_states
 from shardwise.cli.subject import editable_folder
-from shardwise.discovery.entry_points import FIRST_PARTY, discover
+from shardwise.discovery.entry_points import GROUP, discover
 from shardwise.errors import LinksError, SettingsError
+from shardwise.kernel.first_party import CORE, PROJECT, core_distribution, core_version
 from shardwise.kernel.foreign_files import read_text
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.planning.link_file import chosen_file, parse
@@ -29,19 +31,26 @@ __all__ = ["CHECKS"]
 
 def _copies() -> Iterator[Finding]:
     here = Path(shardwise.__file__).resolve().parent
-    yield Finding("shardwise", OK, f"{distribution(FIRST_PARTY).version}, imported from {here}")
+    yield Finding("shardwise", OK, f"{core_version()}, imported from {here}")
     for place in dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path):
         if (place / "core" / "shardwise" / "__init__.py").is_file():
             do = "Leave the folder out of sys.path; with pytest use --import-mode=importlib."
             found = f"{place} is on sys.path: core.shardwise would be a second copy with a registry of its own"
             yield Finding("shardwise", WARNING, found, do)
-        other = place / FIRST_PARTY
+        other = place / PROJECT
         if (other / "__init__.py").is_file() and other != here:
             yield Finding("shardwise", WARNING, f"a second copy is in {place}, not used", "Uninstall one of the two.")
-    dists = [d for d in distributions() if normalised(d.metadata["Name"] or "") == FIRST_PARTY]
+    named = [(normalised(d.metadata["Name"] or ""), d) for d in distributions()]
+    whole = [d for name, d in named if name == PROJECT and any(e.group == GROUP for e in d.entry_points)]
+    cores = [d for name, d in named if name == CORE]
+    if whole and cores:
+        found = f"{PROJECT} {whole[0].version} has everything, and {CORE} {cores[0].version} is installed beside it"
+        do = f"Uninstall both, then install a checkout, or {PROJECT} from an index, whose parts are distributions."
+        yield Finding("shardwise", FAILED, found, do)
+    dists = whole + cores
     places = dict.fromkeys((editable_folder(dist) or Path(str(dist.locate_file("")))).resolve() for dist in dists)
     if len(places) > 1:
-        fault = f"metadata of {len(places)} copies: {', '.join(map(str, places))}"
+        fault = f"metadata of {counted(len(places), 'copy')}: {', '.join(map(str, places))}"
         yield Finding("shardwise", WARNING, fault, "Uninstall all and install once.")
     home = next(iter(places), None)
     if home is not None and not here.is_relative_to(home):
@@ -126,9 +135,9 @@ def _plugins() -> Iterator[Finding]:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
         elif status.status == "loaded" and status.reason:
-            yield Finding(name, WARNING, f"{shown} loaded, {status.ops} ops; it {status.reason}", _AT_IMPORT)
+            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", _AT_IMPORT)
         elif status.status == "loaded":
-            yield Finding(name, OK, f"{shown} loaded, {status.ops} ops")
+            yield Finding(name, OK, f"{shown} loaded, {counted(status.ops, 'op')}")
         else:
             yield Finding(name, OK, f"{shown} {status.status}: {status.reason}")
         for copy in status.plugin.hides:
@@ -157,11 +166,11 @@ def _conflicts() -> Iterator[Finding]:
 
 def _dependencies() -> Iterator[Finding]:
     """What shardwise and the plugins' distributions require is installed, in versions that they take."""
-    dists = {FIRST_PARTY: distribution(FIRST_PARTY)}
+    dists = {normalised(core_distribution().name): core_distribution()}
     dists |= {
         plugin.origin.distribution: plugin.entry.dist
         for plugin in discover(Settings())
-        if not plugin.first_party and plugin.entry.dist is not None
+        if plugin.entry.dist is not None
     }
     for name, dist in dists.items():
         wrong = list(_unmet(dist.requires or ()))

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.first_party import core_version
 
 __all__ = ["COMMANDS", "main"]
 
@@ -64,7 +65,22 @@ class Commands(click.Group):
             raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
-@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="shardwise")
+def _print_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        click.echo(f"shardwise, version {core_version()}")
+        ctx.exit()
+
+
+_version = click.Option(
+    ["--version"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
+
+
+@click.group(cls=Commands, params=[_version], context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Ordinary PyTorch code on a mesh of devices."""

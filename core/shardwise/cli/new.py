@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -16,6 +15,7 @@ from string import Template
 import click
 from packaging.version import Version
 
+from shardwise.kernel.first_party import core_version
 from shardwise.settings import normalised
 
 __all__ = ["FILES", "bounds", "new"]
@@ -64,7 +64,7 @@ def new(*, name: str, parent: Path, author: str | None) -> None:
     values = {
         "name": name,
         "package": package,
-        "bounds": bounds(version("shardwise")),
+        "bounds": bounds(core_version()),
         "author": " ".join(
             (author or _git_user() or f"The {name} authors").replace("\\", " ").replace('"', "'").split()
         ),

@@ -30,7 +30,10 @@ def ops_named(name: str, registry: Registry) -> list[Op]:
         text = ".".join(_words(name))
         packet, _, overload = text.rpartition(".")
         overloads = find_ops(packet)
-        if overloads:
+        owners = [origin.plugin for full, origin in registry.later() if full in (text, f"{text}.default")]
+        if owners:
+            found = f"{' and '.join(owners)} has a rule for it, and no library that is imported has the op"
+        elif overloads:
             found = f"{packet} has no overload {overload!r}, but {', '.join(map(op_name, overloads))}"
         else:
             # Names of ops with rules that a person may have meant, as far written out as the name.

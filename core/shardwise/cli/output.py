@@ -84,16 +84,48 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
 
 
-def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str]) -> None:
-    """Print the named columns of the rows as a table; numbers stand on the right."""
+def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str] = ()) -> None:
+    """Print the named columns of the rows as a table; numbers stand on the right.
+
+    On a terminal that is too narrow for whole words the columns of ``drop`` are left out, the first ones first.
+    """
     console = Console(highlight=False)
+    left_out = _too_wide(rows, columns, drop, console.width) if console.is_terminal else ()
+    columns = [column for column in columns if column not in left_out]
     table = Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         numeric = any(isinstance(row[column], int) for row in rows)
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        # Where columns may go for want of room, those of single words keep theirs, and sentences share the rest.
+        whole = bool(drop) and all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
     _print(console, table)
+    if left_out:
+        click.echo(f"not shown: {', '.join(left_out)}; a wider window or --json has them")
+
+
+# A word that is longer, such as a path, is folded rather than that a column goes.
+_LONGEST_WORD = 30
+
+
+def _too_wide(
+    rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str], width: int
+) -> list[str]:
+    """The columns that must go so that the others have room for whole words; each has two blanks and a line."""
+    left_out: list[str] = []
+    need = 1 + sum(3 + _longest_word(rows, column) for column in columns)
+    for column in drop:
+        if need <= width:
+            break
+        left_out.append(column)
+        need -= 3 + _longest_word(rows, column)
+    return left_out
+
+
+def _longest_word(rows: Sequence[Mapping[str, object]], column: str) -> int:
+    words = [word for row in rows for word in str(row[column]).split()]
+    return max(min(len(word), _LONGEST_WORD) for word in [column, *words])
 
 
 def print_facts(facts: Mapping[str, object]) -> None:

@@ -17,6 +17,7 @@ from rich.table import Table
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts, print_rows
 from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.kernel.plurals import counted
 from shardwise.program.amounts import milliseconds, parse_size, size_text
 from shardwise.program.plan_file import Line, PlanFile, parse
 
@@ -149,7 +150,9 @@ def step(  # noqa: PLR0913  # the options of the command
 def _words(option: str, text: str | None, mesh_shape: Sequence[int]) -> list[str] | None:
     words = text.split(",") if text else None
     if words and len(words) != len(mesh_shape):
-        raise click.UsageError(f"{option} has {len(words)} names and the mesh {len(mesh_shape)} dims")
+        raise click.UsageError(
+            f"{option} has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
+        )
     return words
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from importlib.metadata import Distribution
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,22 @@ from shardwise.cli.check import check
 from shardwise.cli.completion import offer_plugins
 from shardwise.cli.output import json_option, print_facts, print_json, print_rows
 from shardwise.cli.plugin_states import PluginStates, no_such_plugin, plugin_states, plugins_named
-from shardwise.discovery.entry_points import InstalledPlugin
+from shardwise.discovery.entry_points import InstalledPlugin, discover
 from shardwise.discovery.frozen_rules import freeze as lock_of
 from shardwise.discovery.loading import Status
+from shardwise.kernel.first_party import FAMILIES, core_version
+from shardwise.kernel.known_rules import known_plugins, ops_of_families
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
+from shardwise.settings import Settings
 
 __all__ = ["plugins"]
 
 COLUMNS = ("plugin", "distribution", "version", "status", "ops", "reason")
 RULE_COLUMNS = ("op", "rule", "holds", "source")
+SEARCH_COLUMNS = ("plugin", "version", "installed", "what it is for", "ops", "oracle", "tried with")
+# Names of ops in a row of the search.
+_SOME = 3
 
 
 @click.group(invoke_without_command=True)
@@ -86,7 +95,7 @@ def show(ctx: click.Context, name: str, *, as_json: bool) -> None:
             click.echo(f"\n{facts['traceback'].rstrip()}")
         if facts["rules"]:
             click.echo()
-            print_rows(facts["rules"], RULE_COLUMNS)
+            print_rows(facts["rules"], RULE_COLUMNS, drop=("source", "holds"))
 
 
 @plugins.command()
@@ -113,7 +122,30 @@ def freeze(out: Path | None) -> None:
         part.replace(out)
     except OSError as error:
         raise click.ClickException(f"{out} cannot be written: {error.strerror}") from error
-    click.echo(f"{out}: {len(states.statuses)} plugins", err=True)
+    click.echo(f"{out}: {counted(len(states.statuses), 'plugin')}", err=True)
+
+
+@plugins.command()
+@click.argument("words", nargs=-1, required=True)
+@json_option
+@click.pass_context
+def search(ctx: click.Context, words: tuple[str, ...], *, as_json: bool) -> None:
+    """Look for plugins that are known, installed or not: by words in their names and descriptions, or by an op, as in
+    'fft' or 'aten._int_mm'. Nothing is fetched; docs/plugins-directory.md shows the same list.
+
+    Exits with 1 where nothing is found.
+    """
+    # Not through plugin_states: no plugin is imported to look for one.
+    installed = {p.origin.plugin: p.origin.version for p in discover(Settings())}
+    rows = [row for row in _known_rows(installed) if all(_matches(row, word) for word in words)]
+    if as_json or _outer_json(ctx):
+        print_json(rows)
+    elif rows:
+        shown = [{**row, "ops": _some(row["ops"])} for row in rows]
+        print_rows(shown, SEARCH_COLUMNS, drop=("oracle", "tried with", "ops", "installed"))
+    if not rows:
+        asked = " ".join(words)
+        raise click.ClickException(f"no plugin that is known matches {asked!r}; one word, or a part of one, finds more")
 
 
 plugins.add_command(check)
@@ -130,7 +162,7 @@ def _print_list(*, as_json: bool) -> None:
     if as_json:
         print_json(rows)
     elif rows:
-        print_rows(rows, COLUMNS)
+        print_rows(rows, COLUMNS, drop=("distribution", "version", "ops"))
     if states.refusal is not None:
         raise states.refusal
 
@@ -148,11 +180,55 @@ def _status_row(status: Status) -> dict[str, object]:
     }
 
 
+# -- the directory ---------------------------------------------------------------------------------------------------
+
+
+def _known_rows(installed: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    """The families of shardwise, and the plugins of the directory."""
+    families: dict[str, list[str]] = {}
+    for op, family in ops_of_families().items():
+        families.setdefault(family, []).append(op)
+    for family in FAMILIES:
+        about = "ships with shardwise"
+        yield _known_row(family, about, families[family], installed, version=core_version())
+    for plugin in known_plugins():
+        about, tested = plugin.summary, plugin.tested
+        yield _known_row(plugin.name, about, plugin.ops, installed, plugin.version, plugin.oracle, tested, plugin.home)
+
+
+def _known_row(
+    name: str,
+    summary: str,
+    ops: Iterable[str],
+    installed: Mapping[str, str],
+    version: str,
+    oracle: str = "",
+    tested: str = "",
+    home: str = "",
+) -> dict[str, Any]:
+    have = installed.get(name, "no")
+    cells = (name, version, have, summary, sorted(ops), oracle, tested, home)
+    return dict(zip((*SEARCH_COLUMNS, "home"), cells, strict=True))
+
+
+def _matches(row: Mapping[str, Any], word: str) -> bool:
+    word = word.lower().replace("::", ".")
+    ops = row["ops"]
+    named = any(word in op.lower() or fnmatchcase(word, op) or fnmatchcase(f"{word}.default", op) for op in ops)
+    return named or word in row["plugin"].lower() or word in row["what it is for"].lower()
+
+
+def _some(ops: Sequence[str]) -> str:
+    """A few of the names, for a row."""
+    return ", ".join(ops[:_SOME]) + (f" and {len(ops) - _SOME} more" if len(ops) > _SOME else "")
+
+
 # -- one plugin ------------------------------------------------------------------------------------------------------
 
 
 def _plugin_json(known: PluginStates, status: Status) -> dict[str, Any]:
     plugin, registry = status.plugin, known.registry
+    absent = registry.see_all()
     refusal = known.refusal
     rules: list[dict[str, object]] = []
     replaced: dict[str, list[str]] = {}  # the ops whose rules are replaced, by distribution
@@ -166,6 +242,11 @@ def _plugin_json(known: PluginStates, status: Status) -> dict[str, Any]:
         rules.append(dict(zip(RULE_COLUMNS, cells, strict=True)))
         if entry.replaces is not None:
             replaced.setdefault(entry.replaces, []).append(op_name(entry.op))
+    rules += [
+        dict(zip(RULE_COLUMNS, (name, "got when the op is first seen", f"later: {why}", ""), strict=True))
+        for name, why in absent.items()
+        if (name, plugin.origin) in registry.later()
+    ]
     conflicts = []
     for resolution in registry.conflicts():
         origins = [entry.origin for entry, _ in resolution.losers]

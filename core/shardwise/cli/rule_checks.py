@@ -13,13 +13,15 @@ from typing import Any
 
 from attrs import field, frozen
 
-from shardwise.cli.findings import FAILED, OK, WARNING, Finding, counted
+from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.modules import run_file
 from shardwise.cli.plugin_states import load_each, readable_settings
 from shardwise.cli.subject import PluginToCheck
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP, InstalledPlugin, discover
+from shardwise.discovery.entry_points import GROUP, InstalledPlugin, discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.first_party import PROJECT
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Origin, resolve
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule
@@ -53,7 +55,8 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
             )
             findings.append(Finding("hook", FAILED, f"{entry.name}: {error.found}", do))
             continue
-        rules = len(registry.rules(entry.name))
+        later = sum(1 for _ in registry.later())
+        rules = len(registry.rules(entry.name)) + later
         hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
         if rules or hooks or registry.optimizers:
             findings.append(
@@ -74,7 +77,7 @@ def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
     others = Registry()
     for plugin in discover(readable_settings()):
         is_own = plugin.origin.distribution == normalised(subject.name) and (
-            subject.name != FIRST_PARTY or plugin.origin.plugin in names
+            subject.name != PROJECT or plugin.origin.plugin in names
         )
         if plugin.status == "ready" and not is_own:
             load_each([plugin], others)
@@ -85,13 +88,13 @@ def check_conflicts(subject: PluginToCheck, own: Registry) -> Iterator[Finding]:
         if resolve(entry.op, (), [entry, *rivals]).winner is None:
             for rival in rivals:
                 clashes.setdefault(rival.origin, []).append(op_name(entry.op))
-        if entry.replaces == FIRST_PARTY and not any(entry.replaces == rival.origin.distribution for rival in rivals):
-            idle.setdefault(FIRST_PARTY, []).append(op_name(entry.op))
+        if entry.replaces is not None and not any(rival.origin.is_called(entry.replaces) for rival in rivals):
+            idle.setdefault(entry.replaces, []).append(op_name(entry.op))
     for origin, ops in clashes.items():
-        first_party = origin.distribution == FIRST_PARTY
         found = f"{origin} has rules for {_some_ops(ops)} too, and nothing says which holds"
-        do = f'Declare replaces="{origin.distribution}" on the rules that are to hold.'
-        yield Finding("conflicts", FAILED if first_party else WARNING, found, do)
+        name = PROJECT if origin.first_party else origin.distribution
+        do = f'Declare replaces="{name}" on the rules that are to hold.'
+        yield Finding("conflicts", FAILED if origin.first_party else WARNING, found, do)
     for name, ops in idle.items():
         yield Finding(
             "conflicts", WARNING, f"replaces={name!r}, which has no rule for {_some_ops(ops)}", "Leave it out."

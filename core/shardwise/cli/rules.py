@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
 import click
 
 from shardwise.cli.completion import offer_ops, offer_plugins
@@ -29,10 +31,13 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
     The form is the function that made the rule, and what it has beside its rows: its own local op (lowering), local
     arguments (local_args), a choice per position of tensor lists (zip_lists).
     """
-    entries = _entries(default_registry(), pattern, plugin)
+    registry = default_registry()
     if markdown:
-        click.echo(rule_table(default_registry(), pattern, plugin), nl=False)
+        _entries(registry, pattern, plugin)
+        click.echo(rule_table(registry, pattern, plugin), nl=False)
         return
+    absent = registry.see_all()
+    entries = _entries(registry, pattern, plugin)
     rows: list[dict[str, object]] = [
         {
             "op": op_name(entry.op),
@@ -47,10 +52,27 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
         }
         for entry in entries
     ]
+    rows += [
+        {
+            "op": name,
+            "plugin": origin.plugin,
+            "distribution": origin.distribution,
+            "version": origin.version,
+            "rule": "got when the op is first seen",
+            "form": f"later: {absent[name]}",
+            "static": "",
+            "partial": [],
+            "source": "",
+        }
+        for name, origin in registry.later()
+        if name in absent
+        and (plugin is None or origin.is_called(plugin))
+        and (fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}*"))
+    ]
     if as_json:
         print_json(rows)
     elif rows:
-        print_rows(rows, COLUMNS)
+        print_rows(rows, COLUMNS, drop=("static", "form", "plugin"))
     else:
         raise click.ClickException(f"no op with a rule matches {pattern!r}; shardwise rules lists all")
 
@@ -72,9 +94,10 @@ def _entries(registry: Registry, pattern: str, plugin: str | None) -> list[Entry
 
 def rule_table(registry: Registry, pattern: str = "*", plugin: str | None = None) -> str:
     """A Markdown table of the rules by plugin: the ops (without their overloads), and the rule as it reads."""
+    later = dict(registry.later())
     groups: dict[tuple[str, int], tuple[str, list[str]]] = {}
     for entry in registry.ops(pattern):
-        if plugin is not None and not entry.origin.is_called(plugin):
+        if (plugin is not None and not entry.origin.is_called(plugin)) or op_name(entry.op) in later:
             continue
         text = " | ".join(filter(None, (entry.rule.text, "; ".join(getattr(entry.rule, "partial", ())))))
         group = groups.setdefault((entry.origin.plugin, id(entry.rule)), (text, []))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
-from importlib.metadata import Distribution
 from pathlib import Path
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -13,7 +12,9 @@ from packaging.specifiers import SpecifierSet
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.cli.subject import PluginToCheck
-from shardwise.discovery.entry_points import FIRST_PARTY, GROUP
+from shardwise.discovery.entry_points import GROUP
+from shardwise.kernel.first_party import CORE, PROJECT, core_version, is_first_party
+from shardwise.kernel.plurals import counted
 from shardwise.settings import normalised
 from shardwise.testing.light import Imported
 
@@ -24,7 +25,7 @@ SURFACE = frozenset(
     {"shardwise", "shardwise.errors", "shardwise.hookspecs", "shardwise.rule", "shardwise.planning.cost"}
 )
 # The test kit, whole.
-KIT = f"{FIRST_PARTY}.testing"
+KIT = f"{PROJECT}.testing"
 
 
 def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
@@ -43,7 +44,7 @@ def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
         return
     for entry in current:
         shown = f"{entry.name} = {entry.value}"
-        if normalised(entry.name) == normalised(subject.name) or subject.name == FIRST_PARTY:
+        if normalised(entry.name) == normalised(subject.name) or is_first_party(subject.name):
             yield Finding("entry point", OK, shown)
         else:
             do = f"Call it {subject.name}: settings and messages name plugins by it."
@@ -52,7 +53,7 @@ def check_entries(subject: PluginToCheck) -> Iterator[Finding]:
 
 def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
     """Check that the distribution bounds the versions of shardwise that it works with, and that this one is one."""
-    if subject.kind == "file" or subject.name == FIRST_PARTY:
+    if subject.kind == "file" or is_first_party(subject.name):
         return
     if subject.requires is None:
         found, do = "dependencies are made when it is built", "Build a wheel and check that."
@@ -64,9 +65,9 @@ def check_requires(subject: PluginToCheck) -> Iterator[Finding]:
             need = Requirement(line)
         except InvalidRequirement:
             continue
-        if normalised(need.name) == FIRST_PARTY and not (need.marker and not need.marker.evaluate({"extra": ""})):
+        if normalised(need.name) in (PROJECT, CORE) and not (need.marker and not need.marker.evaluate({"extra": ""})):
             specifiers = need.specifier if specifiers is None else specifiers & need.specifier
-    have = Distribution.from_name(FIRST_PARTY).version
+    have = core_version()
     do = f'Depend on "shardwise>={have},<..." with the first release that may break it as the bound.'
     if specifiers is None:
         yield Finding("requires", FAILED, "it does not depend on shardwise", do)
@@ -127,7 +128,8 @@ def check_surface(imported: dict[str, Imported], name: str) -> Iterator[Finding]
         do = "Use shardwise.rule, .hookspecs, .errors or what `import shardwise` offers."
         yield Finding("surface", WARNING, f"{name} imports inner modules, which may change: {found}", do)
     elif files:
-        yield Finding("surface", OK, f"{len(files)} files import nothing of shardwise but its authoring surface")
+        found = f"{counted(len(files), 'file')} looked at: nothing of shardwise is imported but its authoring surface"
+        yield Finding("surface", OK, found)
 
 
 def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
@@ -143,7 +145,7 @@ def _inner_modules(path: Path) -> Iterator[tuple[str, int]]:
             continue
         prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
         for name in (f"{prefix}{alias.name}" for alias in node.names):
-            if name.split(".")[0] == FIRST_PARTY:
+            if name.split(".")[0] == PROJECT:
                 module = name if _is_module(name) else name.rpartition(".")[0]
                 if module not in SURFACE and not f"{module}.".startswith(f"{KIT}."):
                     yield module, node.lineno

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.tensor_text import mesh_option_shape
+from shardwise.kernel.plurals import counted
 from shardwise.program.step_plan import StepPlan, read_plan
 
 __all__ = ["StepProgram", "op_progress", "step_options"]
@@ -82,7 +83,9 @@ def _step_program(
     if mesh_shape is None:
         raise click.UsageError("it needs --mesh, or a --plan that has one")
     if words and len(words) != len(mesh_shape):
-        raise click.UsageError(f"--names has {len(words)} names and the mesh {len(mesh_shape)} dims")
+        raise click.UsageError(
+            f"--names has {counted(len(words), 'name')} and the mesh {counted(len(mesh_shape), 'dim')}"
+        )
     if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     return StepProgram(program, mesh_shape, words, device, plan, "" if plan_path is None else plan_path.name)

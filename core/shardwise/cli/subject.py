@@ -16,6 +16,7 @@ from attrs import frozen
 
 from shardwise.cli.plugin_states import no_such_plugin, plugins_named
 from shardwise.discovery.entry_points import GROUP, discover
+from shardwise.kernel.plurals import counted
 from shardwise.settings import Settings, normalised
 
 __all__ = ["FAMILY", "SAMPLES", "SAMPLES_GROUP", "PluginToCheck", "editable_folder", "find_subject"]
@@ -72,7 +73,7 @@ def find_subject(text: str, scratch: Path) -> PluginToCheck:
             raise click.ClickException(f"{path} is not a wheel: {error}") from error
         metadata = sorted(scratch.glob("*.dist-info"))
         if len(metadata) != 1:
-            raise click.ClickException(f"{path} is not a wheel: it has {len(metadata)} folders of metadata")
+            raise click.ClickException(f"{path} is not a wheel: it has {counted(len(metadata), 'folder')} of metadata")
         dist = PathDistribution(metadata[0])
         entries = tuple(entry for entry in dist.entry_points if entry.group.startswith(FAMILY))
         name = normalised(dist.metadata["Name"])

@@ -11,7 +11,9 @@ from shardwise.cli.modules import import_option
 from shardwise.cli.ops import ops_named
 from shardwise.cli.output import json_option, print_facts, print_json
 from shardwise.cli.plugin_states import PluginStates, plugin_states, readable_settings
+from shardwise.discovery.loading import Status
 from shardwise.engine.decomposition import formulas
+from shardwise.kernel.known_rules import providers
 from shardwise.kernel.precedence import Entry, Resolution, prefer_settings
 from shardwise.kernel.signature import op_name
 from shardwise.private_torch.ops import is_composite
@@ -83,15 +85,26 @@ def _resolutions(name: str, states: PluginStates) -> list[Resolution]:
                 f"It runs decomposed ({names}) where every part has a rule; "
                 "that depends on the call: shardwise explain shows it."
             )
-        unused = _not_loaded(states)
+        advice = registry.known(map(op_name, ops))
+        sentences += advice.values()
+        unused = [
+            text for status, text in _not_loaded(states) if not any(status.plugin.origin.is_called(n) for n in advice)
+        ]
         if unused:
             sentences.append(f"Possible cause: {'; '.join(unused)}.")
         raise click.ClickException(" ".join(sentences))
     return resolutions
 
 
-def _not_loaded(states: PluginStates) -> list[str]:
-    return [f"{s.plugin.origin}: {s.status}, {s.reason}" for s in states.statuses if s.status != "loaded"]
+def _not_loaded(states: PluginStates) -> list[tuple[Status, str]]:
+    left = (status for status in states.statuses if status.status != "loaded")
+    return [(status, f"{status.plugin.origin}: {status.status}, {status.reason}") for status in left]
+
+
+def _is_not_asked(status: Status, op: str) -> str:
+    """What is said of a plugin that a setting excludes."""
+    has = any(status.plugin.origin.is_called(name) for name in providers(op))
+    return f"{status.plugin.origin}{', which has a rule for it,' if has else ''} is not asked: {status.reason}"
 
 
 def _resolution_json(resolution: Resolution, settings: Settings, states: PluginStates) -> dict[str, Any]:
@@ -108,8 +121,8 @@ def _resolution_json(resolution: Resolution, settings: Settings, states: PluginS
             {**_entry_json(entry, reason), "to_choose_it": prefer_settings(resolution.op, entry)}
             for entry, reason in resolution.losers
         ],
-        "settings": chosen + [f"{s.plugin.origin} is not asked: {s.reason}" for s in blocked],
-        "not_loaded": _not_loaded(states),
+        "settings": chosen + [_is_not_asked(status, op_name(resolution.op)) for status in blocked],
+        "not_loaded": [text for _, text in _not_loaded(states)],
     }
 
 

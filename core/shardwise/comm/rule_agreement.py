@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.waiting_ranks import explained
 from shardwise.discovery.process import default_registry
 from shardwise.errors import RankDisagreementError
+from shardwise.kernel.first_party import core_version
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.precedence import Origin
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
@@ -111,14 +112,25 @@ def forget() -> None:
 def summary(registry: Registry) -> Summary:
     """The facts that decide a rank's look-ups: versions, plugins that are loaded or failed, the rule of each op."""
     rules = {}
-    for resolution in map(registry.resolve, {entry.op for entry in registry.ops()}):
-        winner = resolution.winner
-        rules[op_name(resolution.op)] = "conflict" if winner is None else f"{winner.origin}: {winner.rule.text}"
+    later: dict[str, list[Origin]] = {}
+    for name, origin in registry.later():
+        later.setdefault(name, []).append(origin)
+    for op in {entry.op for entry in registry.ops()}:
+        name = op_name(op)
+        if all(entry.origin in later.get(name, ()) for entry in registry.find(op)):
+            continue  # got when the op was first seen, which another rank may not have done yet
+        winner = registry.resolve(op).winner
+        rules[name] = "conflict" if winner is None else f"{winner.origin}: {winner.rule.text}"
+    rules |= {
+        name: f"{', '.join(map(str, origins))}: got when the op is first seen"
+        for name, origins in later.items()
+        if name not in rules
+    }
     settings = read_settings()
     plugins = {o.plugin: f"{o.distribution} {o.version}" for o in registry.origins}
     plugins |= {f.origin.plugin: f"{f.origin.distribution} {f.origin.version}, failed" for f in registry.failures}
     return {
-        "version": {"shardwise": version("shardwise"), "torch": torch.__version__},
+        "version": {"shardwise": core_version(), "torch": torch.__version__},
         "setting": {
             "unknown-ops": registry.unknown_ops,
             "plain": settings.plain,

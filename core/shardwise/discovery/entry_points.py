@@ -8,14 +8,14 @@ from importlib.metadata import Distribution, EntryPoint, distributions
 from attrs import evolve, frozen
 
 from shardwise.errors import SettingsError
+from shardwise.kernel.first_party import CORE, FAMILIES, PROJECT, core_version, is_first_party, requirement
 from shardwise.kernel.precedence import Origin
 from shardwise.settings import Settings, normalised, read_settings
 
-__all__ = ["InstalledPlugin", "GROUP", "discover"]
+__all__ = ["GROUP", "InstalledPlugin", "discover"]
 
 GROUP = "shardwise.plugins.v1"
 _FAMILY = "shardwise.plugins.v"
-FIRST_PARTY = "shardwise"
 
 
 @frozen
@@ -34,7 +34,7 @@ class InstalledPlugin:
 
     @property
     def first_party(self) -> bool:
-        return self.origin.distribution == FIRST_PARTY
+        return self.origin.first_party
 
 
 def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
@@ -46,7 +46,11 @@ def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
     plugins = []
     for (dist, entry), *others in _copies().values():
         origin, folder = Origin(entry.name, normalised(dist.name), dist.version), _location(dist)
-        hides = [f"{d.name} {d.version} in {_location(d)}" for d, _ in others if _location(d) != folder]
+        hides = [
+            f"{d.name} {d.version} in {_location(d)}"
+            for d, _ in others
+            if (normalised(d.name), _location(d)) != (origin.distribution, folder)
+        ]
         plugin = InstalledPlugin(origin, entry, "ready", location=folder, hides=tuple(hides))
         status, reason = _status(settings, plugin, dist)
         plugins.append(evolve(plugin, status=status, reason=reason))
@@ -65,7 +69,8 @@ def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     """The entry points with their copies: installed ones in the order of the path, then stale metadata.
 
     Metadata of an old checkout may come before a real installation on the path. Only an installation has PEP 376's
-    RECORD. A folder may also be on the path twice.
+    RECORD. A folder may also be on the path twice. A family of shardwise may be there twice, too: as a distribution of
+    its own, whose files are imported, and in a checkout's distribution of everything.
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
     for dist in distributions():
@@ -73,9 +78,11 @@ def _copies() -> dict[tuple[str, str, str], list[Copy]]:
         # A broken distribution may have no name. To parse metadata takes long, so only that of plugins is parsed.
         if entries and dist.metadata["Name"]:
             for entry in entries:
-                by_name.setdefault((entry.group, normalised(dist.name), entry.name), []).append((dist, entry))
+                name = normalised(dist.name)
+                owner = PROJECT if is_first_party(name) and entry.name in FAMILIES else name
+                by_name.setdefault((entry.group, owner, entry.name), []).append((dist, entry))
     for copies in by_name.values():
-        copies.sort(key=lambda copy: copy[0].read_text("RECORD") is None)
+        copies.sort(key=lambda copy: (copy[0].read_text("RECORD") is None, normalised(copy[0].name) == PROJECT))
     return by_name
 
 
@@ -111,19 +118,35 @@ def _check_names(plugins: Iterable[InstalledPlugin], settings: Settings) -> None
     origins = [p.origin for p in plugins]
     named = {"plugins": settings.plugins or (), "disabled": settings.disabled, "prefer": dict(settings.prefer).values()}
     for setting, names in named.items():
-        unknown = sorted({name for name in names if not any(origin.is_called(name) for origin in origins)})
+        # A family that is not installed need not be disabled, but may be.
+        absent = FAMILIES if setting == "disabled" else ()
+        unknown = sorted(
+            {name for name in names if name not in absent and not any(origin.is_called(name) for origin in origins)}
+        )
         if unknown:
             raise SettingsError(
                 asked=f"read {settings.source(setting)}",
                 found=f"there is no plugin {', '.join(unknown)}",
-                do=f"The installed plugins are {', '.join(sorted({o.plugin for o in origins})) or 'none'}.",
+                do=_advice(unknown[0], origins),
                 plugin=unknown[0],
                 setting=settings.source(setting),
             )
 
 
+def _advice(name: str, origins: Iterable[Origin]) -> str:
+    """What to do about a name that no installed plugin has."""
+    from difflib import get_close_matches  # only here: what is well needs none
+
+    known = sorted({o.plugin for o in origins})
+    listed = f"The installed plugins are {', '.join(known) or 'none'}."
+    if name in FAMILIES:
+        return f"Install it: pip install {requirement(name)}. {listed}"
+    near = get_close_matches(name, known, n=1)
+    return f"The nearest is {near[0]}. {listed}" if near else listed
+
+
 def _version_clash(dist: Distribution) -> str:
-    """Why the distribution's own requirement on shardwise does not hold; empty if it does."""
+    """Why the distribution's own requirement on shardwise or its core does not hold; empty if it does."""
     # Imported here: `import shardwise` does not need `packaging`.
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -131,12 +154,13 @@ def _version_clash(dist: Distribution) -> str:
         try:
             need = Requirement(line)
         except InvalidRequirement as error:
-            if normalised(line.strip()).startswith(FIRST_PARTY):
+            if normalised(line.strip()).startswith(PROJECT):
                 return f"its requirement {line!r} cannot be read: {error}"
             continue
-        if normalised(need.name) != FIRST_PARTY or (need.marker and not need.marker.evaluate({"extra": ""})):
+        name = normalised(need.name)
+        if name not in (PROJECT, CORE) or (need.marker and not need.marker.evaluate({"extra": ""})):
             continue
-        have = Distribution.from_name(FIRST_PARTY).version
+        have = core_version()
         if not need.specifier.contains(have, prereleases=True):
-            return f"it needs shardwise{need.specifier} and {have} is installed"
+            return f"it needs {name}{need.specifier} and {have} is installed"
     return ""

@@ -11,15 +11,15 @@ import importlib.machinery
 import importlib.util
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from attrs import evolve, fields, frozen
 
-from shardwise.discovery.entry_points import FIRST_PARTY, InstalledPlugin
+from shardwise.discovery.entry_points import InstalledPlugin
 from shardwise.discovery.loading import Status
 from shardwise.errors import LockError
+from shardwise.kernel.first_party import core_version
 from shardwise.kernel.foreign_files import read_text, reason, short
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.signature import op_name
@@ -99,7 +99,7 @@ def _quoted(text: str) -> str:
 def freeze(statuses: Iterable[Status]) -> RuleLock:
     """The lock of the plugins that are loaded."""
     loaded = (_freeze_plugin(status) for status in statuses if status.status == "loaded")
-    return RuleLock(version(FIRST_PARTY), tuple(sorted(loaded, key=lambda plugin: plugin.origin)))
+    return RuleLock(core_version(), tuple(sorted(loaded, key=lambda plugin: plugin.origin)))
 
 
 def _freeze_plugin(status: Status) -> FrozenPlugin:
@@ -240,7 +240,7 @@ def _refused(lock: RuleLock, plugins: Iterable[InstalledPlugin]) -> dict[tuple[s
 def check_installed(path: str, plugins: Iterable[InstalledPlugin]) -> None:
     """Raise :class:`LockError` unless these are the plugins of the lock at ``path``. Nothing is imported."""
     lock = read_lock(path)
-    have = version(FIRST_PARTY)
+    have = core_version()
     wrong = _refused(lock, plugins)
     if have != lock.shardwise:
         wrong = {("shardwise", "shardwise"): (f"version {lock.shardwise}", f"version {have}"), **wrong}

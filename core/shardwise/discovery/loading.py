@@ -10,18 +10,20 @@ from __future__ import annotations
 import inspect
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pluggy
 from attrs import field, frozen
 
 from shardwise import hookspecs
-from shardwise.discovery.entry_points import InstalledPlugin
-from shardwise.errors import PluginLoadError
+from shardwise.discovery.entry_points import InstalledPlugin, discover
+from shardwise.errors import PluginLoadError, RuleError
+from shardwise.kernel.known_rules import known_names
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Failure, Registrar, Registry
-from shardwise.settings import read_settings
+from shardwise.kernel.signature import op_name
+from shardwise.settings import Settings, read_settings
 
 __all__ = ["Status", "load"]
 
@@ -50,24 +52,35 @@ def load(plugins: Iterable[InstalledPlugin], registry: Registry, *, strict: bool
     strict = read_settings().strict if strict is None else strict
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
-    return [_load_one(manager, plugin, registry, strict=strict) for plugin in plugins]
+    plugins = list(plugins)
+    return [_load_one(manager, plugin, plugins, registry, strict=strict) for plugin in plugins]
 
 
-def _load_one(manager: pluggy.PluginManager, plugin: InstalledPlugin, registry: Registry, *, strict: bool) -> Status:
+def _load_one(
+    manager: pluggy.PluginManager,
+    plugin: InstalledPlugin,
+    plugins: Sequence[InstalledPlugin],
+    registry: Registry,
+    *,
+    strict: bool,
+) -> Status:
     if plugin.status != "ready":
         if strict and plugin.status != "blocked":
             raise _fatal(plugin, plugin.reason)
+        registry.leave_out(Failure(plugin.origin, f"{plugin.status}: {plugin.reason}"))
         return Status(plugin, plugin.status, plugin.reason)
     registrar = Registrar(plugin.origin)
     try:
         _register(manager, plugin, registrar)
+        _check_replaced(registrar, plugins)
     except KeyboardInterrupt:  # of a person, who waits too long
         raise
     # A third party may raise anything or call sys.exit(). Both are reported.
     except BaseException as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
-    return Status(plugin, "loaded", ops=len(registrar.entries), entries=tuple(registrar.entries))
+    ops = len(registrar.entries) + len(registrar.later)
+    return Status(plugin, "loaded", ops=ops, entries=tuple(registrar.entries))
 
 
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
@@ -88,6 +101,28 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
         if manager.has_plugin(name):
             manager.unregister(name=name)
         raise
+
+
+def _check_replaced(registrar: Registrar, plugins: Sequence[InstalledPlugin]) -> None:
+    """Raise :class:`RuleError` for a rule that replaces those of a name that nobody has."""
+    named = {e.replaces: (op_name(e.op), e.rule.source) for e in registrar.entries if e.replaces is not None}
+    named |= {late.replaces: (op, str(late.rule)) for op, late in registrar.later.items() if late.replaces is not None}
+    for name, (op, source) in named.items():
+        if any(plugin.origin.is_called(name) for plugin in plugins) or name in known_names():
+            continue
+        origins = [plugin.origin for plugin in discover(Settings())]  # these may be some of those that are installed
+        if any(origin.is_called(name) for origin in origins):
+            continue
+        known = known_names().union(*((o.plugin, o.distribution) for o in origins))
+        from difflib import get_close_matches  # only here: what is well needs none
+
+        near = get_close_matches(name, sorted(known), n=1)
+        raise RuleError(
+            asked=f"register {op} of {registrar.origin}",
+            found=f"its rule at {source} replaces {name!r}, and no plugin or distribution has that name",
+            do=(f"The nearest is {near[0]}. " if near else "") + "Name an installed one in replaces=, or leave it out.",
+            op=op,
+        )
 
 
 def _implementations(manager: pluggy.PluginManager, hook: str, name: str) -> list[Any]:

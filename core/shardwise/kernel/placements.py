@@ -9,6 +9,7 @@ from functools import cache
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.private_torch import placements as torch_placements
 
@@ -126,7 +127,7 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
     if len(listed) != mesh_ndim:
         raise PlacementCountError(
             asked=f"place a tensor by {show_all(listed)}",
-            found=f"{len(listed)} placements for a mesh of {mesh_ndim} dims",
+            found=f"{counted(len(listed), 'placement')} for a mesh of {counted(mesh_ndim, 'dim')}",
             do="Give exactly one placement per mesh dim.",
             placements=listed,
             mesh_ndim=mesh_ndim,
@@ -149,7 +150,7 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
             )
         elif not -ndim <= dim < ndim:
             raise PlacementError(
-                asked=f"place a tensor of {ndim} dims by {show(placement)}",
+                asked=f"place a tensor of {counted(ndim, 'dim')} by {show(placement)}",
                 found=f"there is no dim {dim}",
                 do=f"Use a shard dim from {-ndim} to {ndim - 1}." if ndim else "A 0-dim tensor takes R or a Partial.",
                 placement=placement,

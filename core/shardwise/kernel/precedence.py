@@ -1,7 +1,7 @@
 """Which of several rules for one op holds, and why the others do not.
 
 An ``override()`` of this process goes first, then the ``prefer`` setting, then a rule that declares that it replaces
-the rules of the other distributions, then the only rule. The order of installing or loading plugins plays no part.
+the rules of the other plugins, then the only rule. The order of installing or loading plugins plays no part.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
+from shardwise.kernel.first_party import PROJECT, is_first_party
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
 from shardwise.settings import normalised, preferred
@@ -31,14 +32,21 @@ class Origin:
             return f"{self.plugin} {self.version}"
         return f"{self.plugin} ({self.distribution} {self.version})"
 
+    @property
+    def first_party(self) -> bool:
+        """Whether it ships with shardwise."""
+        return is_first_party(normalised(self.distribution))
+
     def is_called(self, name: str) -> bool:
-        """Whether ``name`` is the plugin's name or its distribution's."""
-        return normalised(name) in (normalised(self.plugin), normalised(self.distribution))
+        """Whether ``name`` is the plugin's name or its distribution's; ``shardwise`` means all that ships with it."""
+        name = normalised(name)
+        is_own = name in (normalised(self.plugin), normalised(self.distribution))
+        return is_own or (name == PROJECT and self.first_party)
 
 
 @frozen(eq=False)
 class Entry:
-    """One rule for one op, with its origin; it replaces the rule of the distribution ``replaces``."""
+    """One rule for one op, with its origin; it replaces the rule of the plugin or distribution ``replaces``."""
 
     op: Op
     rule: AnyRule
@@ -50,7 +58,7 @@ class Entry:
 
     def is_replaced_by(self, other: Entry) -> bool:
         """Whether the other rule declares that it replaces this one."""
-        return other is not self and other.replaces == normalised(self.origin.distribution)
+        return other is not self and other.replaces is not None and self.origin.is_called(other.replaces)
 
 
 @frozen(eq=False)

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Self
 
 import torch
 from attrs import field, frozen
 
-from shardwise.errors import NoRuleError, RuleConflictError, RuleError
+from shardwise.errors import NoRuleError, PluginLoadError, RuleConflictError
 from shardwise.kernel.precedence import Entry, Origin, Resolution, prefer_settings, resolve
-from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
-from shardwise.kernel.signature import Op, as_op, op_name
-from shardwise.private_torch.ops import HigherOrderOperator, OpLike
-from shardwise.settings import normalised
+from shardwise.kernel.registrar import Instead, Later, LinkSupplier, Observer, Registrar
+from shardwise.kernel.rule import AnyRule
+from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import op_named
 
-__all__ = ["Failure", "Override", "Registrar", "Registry"]
+__all__ = ["NO_LIBRARY", "Failure", "Override", "Registrar", "Registry"]
 
-Observer = Callable[[Any], None]
-Instead = Callable[..., Any] | None
-LinkSupplier = Callable[[tuple[int, ...], str, tuple[str, ...]], Any]
+NO_LIBRARY = "no library that is imported has the op"
 
 
 @frozen
@@ -30,136 +28,6 @@ class Failure:
     origin: Origin
     cause: str
     traceback: str = field(default="", repr=False)
-
-
-class Registrar:
-    """A plugin's hook receives one and registers rules with it."""
-
-    def __init__(self, origin: Origin) -> None:
-        self.origin = origin
-        self._by_op: dict[Op, Entry] = {}
-        self.optimizers: list[type[torch.optim.Optimizer]] = []
-        self.composites: dict[Op, Instead] = {}
-        self.higher_order: dict[Any, Callable[..., Any]] = {}
-        self.compared: list[Op] = []
-        self.views: dict[Op, Callable[..., Any]] = {}
-        self.observers: list[Observer] = []
-        self.links: list[LinkSupplier] = []
-        #: By the name of an op that does not exist yet (``acme::swish``), the function that makes its rule.
-        self.later: dict[str, Callable[[Op], AnyRule]] = {}
-
-    @property
-    def entries(self) -> list[Entry]:
-        """The registered rules, in order."""
-        return list(self._by_op.values())
-
-    def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
-        """Register rules.
-
-        They replace the rules that the distribution ``replaces`` has for these ops; a rule's own ``replaces`` goes
-        first. Raises :class:`RuleError` for anything but a rule, for a second rule of an op, and for a rule that
-        replaces its own distribution.
-        """
-        for rule in rules:
-            if not isinstance(rule, (Rule, FullMeshRule)):
-                raise RuleError(
-                    asked=f"register a rule of {self.origin}",
-                    found=f"{rule!r} is a {type(rule).__name__}",
-                    do="Pass what rule(), rule_from() or full_mesh_rule() returned.",
-                )
-            replaced = rule.replaces or replaces
-            replaced_name = None if replaced is None else normalised(replaced)
-            for op in rule.ops:
-                if op in self._by_op:
-                    raise RuleError(
-                        asked=f"register {op_name(op)} of {self.origin}",
-                        found=f"the plugin has two rules for it: {self._by_op[op].rule.source} and {rule.source}",
-                        do="Keep one.",
-                        op=op_name(op),
-                    )
-                if replaced_name == normalised(self.origin.distribution):
-                    raise RuleError(
-                        asked=f"register {op_name(op)} of {self.origin}",
-                        found=f"its rule at {rule.source} replaces {replaced!r}, its own distribution",
-                        do="Name the other distribution in replaces=.",
-                        op=op_name(op),
-                    )
-                self._by_op[op] = Entry(op, rule, self.origin, replaced_name)
-
-    def add_later(self, name: str, make: Callable[[Op], AnyRule]) -> None:
-        """Register the rule of an op that does not exist yet, because torch makes it when it is first used.
-
-        ``name`` is that of the default overload: ``"prims::fma"``. ``make(op)`` returns the rule.
-        """
-        self.later[name] = make
-
-    def add_optimizers(self, *classes: Any) -> None:
-        """Name optimizers whose step treats each element by itself. It may then run on local shards.
-
-        Subclasses are not included. Raises :class:`RuleError` for anything but an optimizer class.
-        """
-        for cls in classes:
-            if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
-                raise RuleError(
-                    asked=f"register an optimizer of {self.origin}",
-                    found=f"{cls!r} is not a class of torch.optim.Optimizer",
-                    do="Pass classes, as in add_optimizers(torch.optim.AdamW).",
-                )
-        self.optimizers += classes
-
-    def add_composites(self, *ops: OpLike, instead: Instead = None) -> None:
-        """Name ops that torch computes by other ops and that make new tensors inside, for example a mask.
-
-        Such a tensor is the same on every rank, so it is replicated on the mesh. ``instead`` runs in place of the ops,
-        above autograd, with their arguments: for an op whose kernel or gradient formula cannot run on a mesh. It must
-        give the same numbers; where it returns ``NotImplemented``, torch's own kernel runs. Raises :class:`RuleError`
-        for anything but an op.
-        """
-        self.composites |= dict.fromkeys(self._overloads(ops, "a composite op"), instead)
-
-    def add_higher_order(self, op: Any, instead: Callable[..., Any]) -> None:
-        """Say what runs in place of an operator that takes functions, one of ``torch.ops.higher_order``.
-
-        No rule describes a function. ``instead(call, *args)`` takes the operator's arguments, MeshTensors and plain
-        tensors, below autograd. ``call(op, *args)`` runs an op that has a rule: usually an op of the plugin's own,
-        whose lowering runs the operator on local tensors. It must give the same results. Raises :class:`RuleError` for
-        anything but such an operator.
-        """
-        if not isinstance(op, HigherOrderOperator):
-            raise RuleError(
-                asked=f"register an operator of higher order of {self.origin}",
-                found=f"{op!r} is a {type(op).__name__}",
-                do="Name an operator of torch.ops.higher_order; rules of other ops go to add().",
-            )
-        self.higher_order[op] = instead
-
-    def add_compared(self, *ops: OpLike) -> None:
-        """Name ops whose gradient compares an operand with the result, as that of a maximum does.
-
-        If a gradient will be computed, their partial operands are reduced before autograd sees them: forward and
-        backward then compare the same numbers, and not two roundings of them. Raises :class:`RuleError` for anything
-        but an op.
-        """
-        self.compared += self._overloads(ops, "an op")
-
-    def add_view(self, *ops: OpLike, undo: Callable[..., Any]) -> None:
-        """Say how a write to the result of a view op reaches its base, where the view had to be a copy.
-
-        ``undo(base, value, index, *args)`` returns the whole new base: ``value`` is what the result number ``index``
-        holds now, and ``args`` are the op's arguments after the base. Raises :class:`RuleError` for anything but an op.
-        """
-        self.views |= dict.fromkeys(self._overloads(ops, "a view op"), undo)
-
-    def _overloads(self, ops: Sequence[OpLike], what: str) -> list[Op]:
-        overloads = [as_op(one) for one in ops]
-        for one, op in zip(ops, overloads, strict=True):
-            if op is None:
-                raise RuleError(
-                    asked=f"register {what} of {self.origin}",
-                    found=f"{one!r} is not one op overload",
-                    do="Name overloads, as in torch.ops.acme.mix.default.",
-                )
-        return [op for op in overloads if op is not None]
 
 
 class Override:
@@ -195,7 +63,8 @@ class Registry:
         self._entries: dict[Op, list[Entry]] = {}
         self._overrides: dict[Op, list[Entry]] = {}
         self._resolutions: dict[Op, Resolution] = {}
-        self._later: dict[str, tuple[Origin, Callable[[Op], AnyRule]]] = {}
+        self._later: dict[str, list[Later]] = {}
+        self._seen: set[str] = set()  # of those, what was seen
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
         self.higher_order: dict[Any, Callable[..., Any]] = {}
@@ -205,6 +74,7 @@ class Registry:
         self.links: list[tuple[Origin, LinkSupplier]] = []
         self.origins: list[Origin] = []
         self.failures: list[Failure] = []
+        self.left_out: list[Failure] = []
         self._listeners: list[Callable[[], None]] = []
 
     # -- filling --
@@ -218,7 +88,8 @@ class Registry:
         self.views.update(registrar.views)
         self.observers += registrar.observers
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
-        self._later |= {name: (registrar.origin, make) for name, make in registrar.later.items()}
+        for name, later in registrar.later.items():
+            self._later.setdefault(name, []).append(later)
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()
@@ -226,6 +97,10 @@ class Registry:
     def reject(self, failure: Failure) -> None:
         """Record a plugin that failed; none of its rules holds."""
         self.failures.append(failure)
+
+    def leave_out(self, failure: Failure) -> None:
+        """Record a plugin that was not to be loaded, and why."""
+        self.left_out.append(failure)
 
     def override(self, *rules: AnyRule) -> Override:
         """Let rules go before all others in this process, until the returned object is called or its ``with`` ends.
@@ -280,18 +155,45 @@ class Registry:
         )
 
     def resolve(self, op: Op) -> Resolution:
-        """Which rule holds for an op and why, and why its rivals do not; never raises."""
+        """Which rule holds for an op and why, and why its rivals do not.
+
+        Raises :class:`PluginLoadError` for a rule that is got when the op is first seen, and cannot be.
+        """
         resolution = self._resolutions.get(op)
         if resolution is None:
-            later = self._later.pop(op.name(), None)  # type: ignore[no-untyped-call]
-            if later is not None:
-                origin, make = later
-                registrar = Registrar(origin)
-                registrar.add(make(op))
-                self._entries.setdefault(op, []).extend(registrar.entries)
+            self._see(op)
             overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
             resolution = self._resolutions[op] = resolve(op, overrides, entries, self.prefer)
         return resolution
+
+    def _see(self, op: Op) -> None:
+        """Get the rules of an op that is seen for the first time."""
+        if not self._later or (name := op.name()) not in self._later or name in self._seen:  # type: ignore[no-untyped-call]
+            return
+        entries = [entry for later in self._later[name] for entry in later.entries(op)]
+        self._entries.setdefault(op, []).extend(entries)
+        self._seen.add(name)
+
+    def later(self) -> Iterator[tuple[str, Origin]]:
+        """The full names of the ops whose rules are got when the op is first seen, seen or not, and their plugins."""
+        for name, rules in sorted(self._later.items()):
+            yield from ((_full(name), later.origin) for later in rules)
+
+    def see_all(self) -> dict[str, str]:
+        """Get the rules of all ops that exist by now; returns, by the full names of the others, why theirs are not
+        there.
+        """
+        absent = {}
+        for name in sorted(self._later.keys() - self._seen):
+            op = op_named(name)
+            if op is None:
+                absent[_full(name)] = NO_LIBRARY
+                continue
+            try:
+                self._see(op)
+            except PluginLoadError as error:
+                absent[_full(name)] = error.found
+        return absent
 
     def conflicts(self) -> list[Resolution]:
         """The ops whose rules conflict, sorted by name."""
@@ -300,6 +202,7 @@ class Registry:
 
     def find(self, op: Op) -> list[Entry]:
         """All rules for an op, overrides first."""
+        self._see(op)
         return self._overrides.get(op, [])[::-1] + self._entries.get(op, [])
 
     def __contains__(self, op: Op) -> bool:
@@ -328,16 +231,43 @@ class Registry:
         """
         plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
+        known = self.known(map(op_name, (op, *missing)))
         return NoRuleError(
             asked=f"run {op_name(op)} on a MeshTensor",
             found=f"no rule for it in the plugins {plugins}"
             + (f", and {tried}" if tried else "")
             + (f". Possible cause: {failed}" if failed else ""),
-            do="Install or enable a plugin that has one (`shardwise plugins` lists them); docs/unknown-ops.md has the "
-            "other remedies.",
+            do="".join(f"{advice} " for advice in known.values())
+            + ("" if known else "Install or enable a plugin that has one (`shardwise plugins` lists them); ")
+            + "docs/unknown-ops.md has the other remedies.",
             op=op_name(op),
             plugins=tuple(sorted(o.plugin for o in self.origins)),
             failures=tuple(f"{f.origin}: {f.cause}" for f in self.failures),
             parts=tuple(map(op_name, parts)),
             missing=tuple(map(op_name, missing)),
+            known=tuple(known),
         )
+
+    def known(self, ops: Iterable[str]) -> dict[str, str]:
+        """What to do to get rules for ops, by the distribution that is known to have them and is not loaded."""
+        # Imported here: two files are read, for the error only.
+        from shardwise.kernel.first_party import requirement
+        from shardwise.kernel.known_rules import providers
+
+        loaded = {name for origin in self.origins for name in (origin.plugin, origin.distribution)}
+        advice: dict[str, str] = {}
+        for op in ops:
+            for name in providers(op):
+                out = next((one for one in self.left_out if one.origin.is_called(name)), None)
+                if name in loaded or name in advice or any(one.origin.is_called(name) for one in self.failures):
+                    continue
+                if out is not None:
+                    advice[name] = f"Enable {name}, which has a rule for {op} and is not loaded ({out.cause})."
+                else:
+                    advice[name] = f"Install {name}, which has a rule for {op}: pip install {requirement(name)}."
+        return advice
+
+
+def _full(name: str) -> str:
+    """``acme::mix`` as ``acme.mix.default``, ``acme::mix.out`` as ``acme.mix.out``."""
+    return name.replace("::", ".") + ("" if "." in name else ".default")

@@ -11,6 +11,7 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch.fake import shape_needs_data
 
 __all__ = ["output_metas"]
 
@@ -31,6 +32,10 @@ def output_metas(
         results = (instead or op)(*args, **kwargs)
     except NotImplementedError:
         return None
+    except RuntimeError as error:
+        if shape_needs_data(error):
+            return None
+        raise
     return tuple(flat_metas(results))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from shardwise.errors import ListLengthError, NoStrategyError
 from shardwise.kernel.placements import Placement
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule, by_type
 from shardwise.kernel.schema import OpSchema, OpStrategy, OutputSharding, PlacementStrategy, TupleStrategy
@@ -167,7 +168,7 @@ def cheapest(rule: AnyRule, schema: OpSchema, call: Call) -> list[PlacementStrat
     if not legal:
         raise NoStrategyError(
             asked=f"run {schema}",
-            found=f"its rule gives {len(enumerated.strategies)} strategies and none is legal here",
+            found=f"its rule gives {counted(len(enumerated.strategies), 'strategy')} and none is legal here",
             do="Redistribute the operands, or extend the rule.",
             op=op_name(schema.op),
         )

@@ -18,7 +18,15 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.private_torch.dispatch import FOREACH_MODULES, support_foreach
 
-__all__ = ["fake_store", "fake_strides", "fake_tensors", "is_rehearsing", "is_unknowable", "rehearsing"]
+__all__ = [
+    "fake_store",
+    "fake_strides",
+    "fake_tensors",
+    "is_rehearsing",
+    "is_unknowable",
+    "rehearsing",
+    "shape_needs_data",
+]
 
 
 @contextmanager
@@ -94,3 +102,11 @@ def is_rehearsing() -> bool:
 def is_unknowable(error: BaseException) -> bool:
     """Whether an op without data failed because its result depends on data."""
     return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def shape_needs_data(error: RuntimeError) -> bool:
+    """Whether a fake kernel asked for a size that depends on data (``torch.library.get_ctx().new_dynamic_size()``).
+
+    On the meta device torch has no answer, and raises a plain RuntimeError. Its text is all that tells it from others.
+    """
+    return "output Tensor with data-dependent shape" in str(error)

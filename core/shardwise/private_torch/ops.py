@@ -30,6 +30,7 @@ __all__ = [
     "is_view_in_place",
     "known_custom_op",
     "make_custom_op",
+    "op_named",
     "overload_of",
     "overwritten_arg",
     "packet_name",
@@ -79,6 +80,20 @@ def known_custom_op(name: str) -> Any | None:
 def custom_op_of(op: OpOverload) -> Any | None:
     """The custom op of an op overload; ``None`` for any other op."""
     return known_custom_op(qualified_name(op).partition(".")[0])
+
+
+def op_named(name: str) -> OpOverload | None:
+    """The op that torch prints as ``acme::mix`` or ``acme::mix.out``; None if no library has registered it.
+
+    ``torch.ops`` is public. That an op which is not there is an AttributeError is not written down.
+    """
+    packet, _, overload = name.partition(".")
+    namespace, _, op = packet.partition("::")
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), op), overload or "default")
+    except AttributeError:
+        return None
+    return found if isinstance(found, OpOverload) else None
 
 
 def qualified_name(op: OpOverload) -> str:

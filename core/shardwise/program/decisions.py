@@ -17,6 +17,7 @@ from attrs import field, frozen
 from shardwise.errors import ShardingError
 from shardwise.kernel.foreign_files import reason, short
 from shardwise.kernel.placements import parse_placement, show
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.tags import DEPTH, Tag, call_digest
 from shardwise.program.step_graph import Places
@@ -185,5 +186,5 @@ def _places(text: str, ndim: int) -> Places:
             start = i + 1
     places = tuple(parse_placement(part) for part in [*parts, text[start:]] if part)
     if len(places) != ndim:
-        raise ValueError(f"{text!r} are placements for another mesh than one of {ndim} dims")
+        raise ValueError(f"{text!r} are placements for another mesh than one of {counted(ndim, 'dim')}")
     return places

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from shardwise.errors import RuleArgumentError, RuleError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.rule import FullMeshRule, Results, Rows, Rule, Work
 from shardwise.kernel.signature import Call, Kind, Op, as_op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -68,8 +69,8 @@ def rule(  # noqa: PLR0913  # keyword-only options of one value
     one function per rule: mesh dims may take different rows, and a call runs once. ``scattered`` names the dims (``*``
     for all) along which it does not ask where a shard starts: there, shards may be strided.
 
-    ``replaces`` names a distribution; this rule replaces the rules for these ops that it provides (``"shardwise"`` for
-    the plugins that ship with it). Without it, two rules for one op are a conflict.
+    ``replaces`` names a plugin or a distribution; this rule replaces the rules for these ops that it provides
+    (``"shardwise"`` for all plugins that ship with it). Without it, two rules for one op are a conflict.
 
     ``work(call)`` gives the floating-point operations of the whole call, for planning; rows that shard a dim divide
     them. An op whose time goes into reading and writing its tensors needs none.
@@ -231,7 +232,7 @@ def _attached(
     if len(functions) != 1:
         raise RuleError(
             asked="make a rule whose lowering is attached to rows",
-            found=f"the mapping has {len(functions)} functions",
+            found=f"the mapping has {counted(len(functions), 'function')}",
             do="Attach one function: mesh dims may take different rows, and it runs once for all of them. The specs "
             "tell it which rows they are.",
         )

@@ -16,6 +16,7 @@ from attrs import evolve, field, frozen
 
 from shardwise.errors import NotationError, RuleError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard, partial, shard, shard_dim, strided_shard
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import Row, Rows
 from shardwise.kernel.signature import Call
@@ -175,14 +176,15 @@ class Flow:
             if len(dims) != len(metas):
                 raise RuleError(
                     asked=f"apply a rule to {call}",
-                    found=f"the rule describes {len(dims)} {what}s and the call has {len(metas)}",
+                    found=f"the rule describes {counted(len(dims), what)} and the call has {len(metas)}",
                     do="Name the dims of every tensor argument (lists flattened) and of every tensor result.",
                 )
             for i, (labels, meta) in enumerate(zip(dims, metas, strict=True)):
                 if labels is not None and meta is not None and len(labels) != meta.ndim:
                     raise RuleError(
                         asked=f"apply a rule to {call}",
-                        found=f"the rule names {len(labels)} dims of {what} {i}, which has {meta.ndim}: {meta}",
+                        found=f"the rule names {counted(len(labels), 'dim')} of {what} {i}, "
+                        f"which has {meta.ndim}: {meta}",
                         do="Name each dim once.",
                     )
         return evolve(self, inputs=inputs, outputs=outputs)
@@ -371,7 +373,7 @@ def _repeat(words: list[str], count: int, text: str) -> list[str]:
     if len(words) != count:
         raise NotationError(
             asked=f"read the row {text!r}",
-            found=f"one side has {len(words)} entries and the call has {count} tensors there",
+            found=f"one side has {counted(len(words), 'entry')} and the call has {counted(count, 'tensor')} there",
             do="Give one entry per tensor; a trailing ', ...' repeats the last one.",
             row=text,
         )

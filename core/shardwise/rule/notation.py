@@ -19,6 +19,7 @@ from typing import Final
 from attrs import frozen
 
 from shardwise.errors import NotationError
+from shardwise.kernel.plurals import counted
 
 __all__ = ["Dim", "ELLIPSIS", "Notation", "Operand", "TRAILING", "WHOLE", "parse"]
 
@@ -86,7 +87,7 @@ def parse_operand(text: str) -> Operand:
     """Read one operand."""
     operands = _operands(text, _TOKEN.findall(text))
     if len(operands) != 1 or "->" in text:
-        raise _error(text, f"it is {len(operands)} operands", "Write one operand, such as '... d', R or ().")
+        raise _error(text, f"it is {counted(len(operands), 'operand')}", "Write one operand, such as '... d', R or ().")
     return operands[0]
 
 

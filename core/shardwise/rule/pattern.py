@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from shardwise.errors import NotationError, RuleArgumentError, RuleError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.signature import Call, Op, op_name, signature
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -125,7 +126,7 @@ class Pattern:
         for side, count in zip((left, right), counts, strict=True):
             if side[-1:] != ["..."] and len(side) != count:
                 raise self._error(
-                    f"the row {text!r} has {len(side)} entries on one side where the notation has {count}",
+                    f"the row {text!r} has {counted(len(side), 'entry')} on one side where the notation has {count}",
                     "Give one entry per tensor; a trailing ', ...' repeats the last one.",
                 )
 
@@ -193,7 +194,8 @@ def _check_counts(op: Op, text: str, parsed: Notation) -> None:
     if len(parsed.inputs) != len(tensors) and not (len(parsed.inputs) == 1 and signature(op).has_lists):
         raise NotationError(
             asked=f"make the rule {text!r} for {op_name(op)}",
-            found=f"it has {len(parsed.inputs)} inputs, the op {len(tensors)} tensor arguments: {listed(tensors)}",
+            found=f"it has {counted(len(parsed.inputs), 'input')}, the op "
+            f"{counted(len(tensors), 'tensor argument')}: {listed(tensors)}",
             do="Write one operand per tensor argument, in schema order.",
             op=op_name(op),
         )
@@ -201,7 +203,8 @@ def _check_counts(op: Op, text: str, parsed: Notation) -> None:
     if len(parsed.outputs) not in (1, len(results)) and not any(r.is_list for r in results) and results:
         raise NotationError(
             asked=f"make the rule {text!r} for {op_name(op)}",
-            found=f"it has {len(parsed.outputs)} outputs and the op has {len(results)} tensor results",
+            found=f"it has {counted(len(parsed.outputs), 'output')} and the op has "
+            f"{counted(len(results), 'tensor result')}",
             do="Write one operand per tensor result, or a single one that serves all.",
             op=op_name(op),
         )
@@ -237,7 +240,7 @@ def _expanded(call: Call, operand: Operand, meta: TensorMeta | None) -> tuple[An
     if (extra < 0 and (operand.has_ellipsis or TRAILING in operand.dims)) or len(dims) != meta.ndim:
         raise RuleError(
             asked=f"apply a rule to {call}",
-            found=f"the rule writes {str(operand)!r} for a tensor of {meta.ndim} dims: {meta}",
+            found=f"the rule writes {str(operand)!r} for a tensor of {counted(meta.ndim, 'dim')}: {meta}",
             do="Name each dim once, or use '...' for any number of leading dims.",
         )
     return tuple(None if d in ("1", "_") else d for d in dims)

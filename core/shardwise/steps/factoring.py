@@ -8,6 +8,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import PlanError
+from shardwise.kernel.plurals import counted
 from shardwise.steps.planning import Planned, plan
 
 __all__ = ["cheapest_plan", "mesh_shapes", "plan_shapes"]
@@ -51,8 +52,8 @@ def plan_shapes(
         )
     if wires is not None and len(wires) != len(mesh_names):
         raise PlanError(
-            asked=f"plan for {ranks} ranks on meshes of up to {len(mesh_names)} dims",
-            found=f"there are {len(wires)} wires",
+            asked=f"plan for {ranks} ranks on meshes of up to {counted(len(mesh_names), 'dim')}",
+            found=f"there are {counted(len(wires), 'wire')}",
             do="Give one for each name of a mesh dim, that of neighbours last.",
         )
     made: dict[tuple[int, ...], Planned | Exception] = {}

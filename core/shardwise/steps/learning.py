@@ -22,6 +22,7 @@ from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import NoPlanError
 from shardwise.kernel.mesh import own_coordinate
+from shardwise.kernel.plurals import counted
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
@@ -60,10 +61,10 @@ class Learned:
 
     def __str__(self) -> str:
         if self.after is None:
-            return f"{len(self.decisions)} decisions of a checkpoint"
+            return f"{counted(len(self.decisions), 'decision')} of a checkpoint"
         before = "" if self.before is None else f"{self.before * 1e3:.3f} ms a step before, "
         return (
-            f"{self.calls} calls, {len(self.decisions)} decisions in {self.seconds:.2f} s: "
+            f"{self.calls} calls, {counted(len(self.decisions), 'decision')} in {self.seconds:.2f} s: "
             f"{before}{self.after * 1e3:.3f} ms after (by the cost model)"
         )
 

@@ -25,6 +25,7 @@ from shardwise.comm.policy import no_policies
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import PlanError
 from shardwise.kernel.mesh import Mesh
+from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.amounts import size_text
@@ -319,7 +320,7 @@ class _RecordingWatch(RankWatch):
         if len(recording.meshes) > 1:
             raise PlanError(
                 asked="plan a step",
-                found=f"the program uses {len(recording.meshes)} meshes",
+                found=f"the program uses {counted(len(recording.meshes), 'mesh')}",
                 do="Plan a step that uses the mesh that the program gets, and no submesh of it.",
             )
         for leaf in recording.leaves:

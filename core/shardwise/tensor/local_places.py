@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalPlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, Replicate, check_placements, show_all
+from shardwise.kernel.plurals import counted
 
 __all__ = ["AS_IT_LIES", "layout_of_leaf", "layouts_in", "mesh_dims", "normal", "of_arguments", "spread"]
 
@@ -29,7 +30,7 @@ def normal(entry: Any, names: Sequence[str], ndim: int, asked: str) -> Any:
     if isinstance(entry, Placement):
         if ndim == 1 or isinstance(entry, Replicate):
             return [entry] * ndim
-        found = f"the placement {entry} does not say which of the mesh's {ndim} dims it is for"
+        found = f"the placement {entry} does not say which of the mesh's {counted(ndim, 'dim')} it is for"
         raise _refusal(asked, found, "Write a list with one placement per mesh dim, or {name: placement}.")
     if isinstance(entry, Mapping):
         unknown = [name for name in entry if name not in names]
@@ -41,7 +42,7 @@ def normal(entry: Any, names: Sequence[str], ndim: int, asked: str) -> Any:
         return tuple(normal(part, names, ndim, asked) for part in entry)
     if isinstance(entry, (list, tuple)) and all(isinstance(p, Placement) for p in entry) and len(entry) == ndim:
         return list(entry)
-    found = f"{entry!r} is not the placements of a tensor on a mesh of {ndim} dims"
+    found = f"{entry!r} is not the placements of a tensor on a mesh of {counted(ndim, 'dim')}"
     raise _refusal(asked, found, "Write a list with one placement per mesh dim, and a tuple for several tensors.")
 
 
@@ -57,7 +58,7 @@ def spread(entry: Any, value: Any, asked: str) -> list[Any]:
     if isinstance(value, (tuple, list, dict)) and isinstance(entry, tuple):
         parts = list(value.values()) if isinstance(value, dict) else list(value)
         if len(parts) != len(entry):
-            found = f"there are {len(entry)} entries for {len(parts)} values"
+            found = f"there are {counted(len(entry), 'entry')} for {counted(len(parts), 'value')}"
             raise _refusal(asked, found, "Give an entry for each value, None for what is not a tensor.")
         spread_parts: list[Any] = []
         for own, part in zip(entry, parts, strict=True):
@@ -67,7 +68,9 @@ def spread(entry: Any, value: Any, asked: str) -> list[Any]:
     if isinstance(entry, tuple):
         if len(entry) == 1 and leaves == 1:
             return [entry[0]]
-        raise _refusal(asked, f"there are {len(entry)} entries for one value", "Give an entry for each value.")
+        raise _refusal(
+            asked, f"there are {counted(len(entry), 'entry')} for one value", "Give an entry for each value."
+        )
     return [entry] * leaves
 
 
@@ -102,7 +105,7 @@ def of_arguments(
         return [(name, inputs.get(name), value) for name, value in values]
     if isinstance(inputs, tuple):
         if len(inputs) != len(args):
-            found = f"inputs= has {len(inputs)} entries for {len(args)} positional arguments"
+            found = f"inputs= has {counted(len(inputs), 'entry')} for {counted(len(args), 'positional argument')}"
             raise _refusal(asked, found, "Give an entry for each, None for what is not a tensor, or a dict by name.")
         return [
             (name, entry, value) for (name, value), entry in zip(values, (*inputs, *[None] * len(kwargs)), strict=True)

@@ -14,6 +14,7 @@ from shardwise.errors import LocalResultError
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import Placement, check_placements, shard_dim, show_all
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.fake import is_rehearsing
@@ -136,7 +137,7 @@ def global_shape(
 def fault_of(flat: Sequence[Any], layouts: Sequence[Layout | None]) -> str:
     """What is wrong with the results of this rank; empty where nothing is."""
     if len(flat) != len(layouts):
-        return f"it returns {len(flat)} values, and {len(layouts)} at an earlier call of this kind"
+        return f"it returns {counted(len(flat), 'value')}, and {len(layouts)} at an earlier call of this kind"
     for i, (value, layout) in enumerate(zip(flat, layouts, strict=True)):
         if isinstance(value, tensor_class()):
             return f"result {i} is a MeshTensor {show_all(value.placements)}, not a part of this rank"

@@ -14,6 +14,7 @@ from shardwise.errors import NoStrategyError
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, shard
 from shardwise.kernel.placements import partial as partial_of
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Row, Rule
 from shardwise.kernel.schema import OpSchema
@@ -82,7 +83,7 @@ def list_cases(
                 if len(entries) != len(metas):
                     raise NoStrategyError(
                         asked=f"read the row {row}",
-                        found=f"it has {len(entries)} {what}s and the call has {len(metas)}",
+                        found=f"it has {counted(len(entries), what)} and the call has {len(metas)}",
                         do="Give one placement per tensor operand (out= last) and result.",
                     )
     tried = [_combinations(part, rng, most) for part in parts]

@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import asdict, frozen
 
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.private_torch.ops import OpLike
 from shardwise.testing.on_ranks import CaseOutcome, RealCase, run_cases
@@ -142,7 +143,7 @@ def _nothing_ran(op: Op, samples: Sequence[Sample], cases: Sequence[RealCase], o
         found = f"its rule refuses every case, as {outcome.refused}"
         return _refutation(op, samples[case.sample], case, outcome, found)
     return GradientRefuted(
-        asked=f"run {op_name(op)} and its backward on {len(samples)} samples",
+        asked=f"run {op_name(op)} and its backward on {counted(len(samples), 'sample')}",
         found="the op takes none of them on one device" if samples else "none could be made from its schema",
         do="Give samples: a list of (args, kwargs) that the op takes.",
         op=op_name(op),

@@ -21,6 +21,7 @@ from shardwise.kernel.dispatcher import observe
 from shardwise.kernel.mesh import AbstractMesh
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard, show_all
 from shardwise.kernel.plan import Plan
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
@@ -286,8 +287,10 @@ class _Attempt:
 
     def _forward_pairs(self, whole: _Answer, answer: _Answer, names: Sequence[str]) -> list[_Pair]:
         if len(whole.tensors) != len(answer.tensors) or whole.others != answer.others:
-            shown = f"{len(answer.tensors)} tensors and {answer.others}"
-            raise AssertionError(f"it answers {shown}, one device {len(whole.tensors)} tensors and {whole.others}")
+            shown = f"{counted(len(answer.tensors), 'tensor')} and {answer.others}"
+            raise AssertionError(
+                f"it answers {shown}, one device {counted(len(whole.tensors), 'tensor')} and {whole.others}"
+            )
         both = zip(whole.tensors, answer.tensors, strict=True)
         pairs = [_Pair(f"result {i}", i, *pair) for i, pair in enumerate(both)]
         pairs += [

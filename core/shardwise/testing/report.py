@@ -6,6 +6,7 @@ from attrs import field, frozen
 from rich.table import Table
 
 from shardwise.errors import ShardingError
+from shardwise.kernel.plurals import counted
 
 __all__ = ["Report", "RuleRefuted"]
 
@@ -59,7 +60,8 @@ class Report:
 
     def __str__(self) -> str:
         return (
-            f"{self.rules} rules, {self.ops} ops, {self.rows} rows, {self.cases} cases; "
-            f"{len(self.unexercised)} rows unexercised, {len(self.unsampled)} ops unsampled, "
+            f"{counted(self.rules, 'rule')}, {counted(self.ops, 'op')}, {counted(self.rows, 'row')}, "
+            f"{counted(self.cases, 'case')}; {counted(len(self.unexercised), 'row')} unexercised, "
+            f"{counted(len(self.unsampled), 'op')} unsampled, "
             f"{len(self.refuted)} refuted"
         )

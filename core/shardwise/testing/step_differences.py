@@ -11,6 +11,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from shardwise.kernel.plurals import counted
 from shardwise.tensor.on_mesh import on
 
 __all__ = ["RTOL", "Compared", "Difference", "Kept", "Place", "Values", "difference"]
@@ -123,7 +124,7 @@ class Compared:
         self.next = number + 1
         expected = torch.load(self.folder / f"{number}.pt")
         if len(expected) != len(values):
-            found = f"there are {len(values)} tensors, and on one device {len(expected)}"
+            found = f"there are {counted(len(values), 'tensor')}, and on one device {len(expected)}"
             self._note(Difference(place, found, float("inf"), lies, **facts))
             return
         self.compared[place.stage] = self.compared.get(place.stage, 0) + 1

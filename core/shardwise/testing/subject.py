@@ -14,8 +14,9 @@ from shardwise import hookspecs
 from shardwise.discovery.entry_points import discover
 from shardwise.discovery.loading import load
 from shardwise.errors import PluginLoadError
+from shardwise.kernel.plurals import counted
 from shardwise.kernel.precedence import Origin
-from shardwise.kernel.registry import Registrar, Registry
+from shardwise.kernel.registry import NO_LIBRARY, Registrar, Registry
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 
 __all__ = ["Plugin", "Subject", "subject_of"]
@@ -55,7 +56,7 @@ def subject_of(plugin: Plugin) -> Subject:
     if isinstance(plugin, Iterable):
         rules = tuple(plugin)
         Registrar(Origin("rules")).add(*rules)  # refuses a value that is not a rule, and two rules for one op
-        return Subject(f"{len(rules)} rules", rules)
+        return Subject(f"{counted(len(rules), 'rule')}", rules)
     return _hooked(plugin)
 
 
@@ -73,7 +74,15 @@ def _installed(name: str) -> Subject:
         raise _load_error(
             name, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {name}` says more."
         )
+    _see_later(name, registry)
     return Subject(name, tuple(registry.rules()), plugin.entry.module, installed=True)
+
+
+def _see_later(name: str, registry: Registry) -> None:
+    """Get the rules by the names of ops that exist by now: those of the libraries that the test imports."""
+    wrong = {op: why for op, why in registry.see_all().items() if why != NO_LIBRARY}
+    for op, why in wrong.items():
+        raise _load_error(name, f"the rule of {op} cannot be had: {why}", "Correct its place in add_later().")
 
 
 def _hooked(plugin: Any) -> Subject:
@@ -93,7 +102,10 @@ def _hooked(plugin: Any) -> Subject:
         )
     registrar = Registrar(Origin(name))
     manager.hook.shardwise_register(registry=registrar)
-    rules = {id(entry.rule): entry.rule for entry in registrar.entries}
+    registry = Registry()
+    registry.accept(registrar)
+    _see_later(name, registry)
+    rules = {id(rule): rule for rule in (*(entry.rule for entry in registrar.entries), *registry.rules())}
     return Subject(name, tuple(rules.values()), name if isinstance(plugin, ModuleType) else None)
 
 

@@ -13,6 +13,7 @@ from attrs import field, frozen
 
 from shardwise.kernel.rule import Row, Rule
 from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.ops import is_composite
 from shardwise.testing.inference.draws import (
     Draws,
     InferenceError,
@@ -95,7 +96,7 @@ def infer(op: Op, samples: Sequence[Sample] | None = None, *, seed: int = 0, tel
         fitted.source.text,
         fitted.source.rule,
         tuple(dict.fromkeys(row for _, rows in fitted.unsaid for row in sorted(rows, key=str))),
-        (*notes, *_notes(searches, fitted)),
+        (*notes, *_notes(op, searches, fitted)),
         report,
     )
 
@@ -141,7 +142,12 @@ def _lacks_meta(trial: Trial) -> bool:
 # -- what a reviewer must know -----------------------------------------------------------------------------------
 
 
-def _notes(searches: Sequence[SampleSearch], fitted: Fit) -> Iterator[str]:
+def _notes(op: Op, searches: Sequence[SampleSearch], fitted: Fit) -> Iterator[str]:
+    if is_composite(op):
+        yield (
+            f"torch always runs {op_name(op)} as other ops, before shardwise sees it: a rule for it is never asked. "
+            "Its parts need the rules; shardwise coverage lists them for a program."
+        )
     if _lacks_meta(searches[0].draws.first):
         yield (
             "The op has no meta kernel, so no call of it on a mesh can be planned: give it one with "

@@ -1,0 +1,51 @@
+"""Tables on a narrow terminal: columns go, words stay whole."""
+
+import re
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli import main
+
+WORDS = re.compile(r"[^\s│┃]+")
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """``at(60, "plugins")``: what the command prints on a terminal with so many columns."""
+
+    def run(columns, *arguments):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("NO_COLOR", "1")
+        output = re.sub(r"\x1b\[[0-9;]*m", "", CliRunner().invoke(main, arguments).output)
+        lines = [line for line in output.splitlines() if line.startswith(("│", "┃", "┏", "└"))]
+        assert lines
+        assert max(map(len, lines)) <= columns
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [("plugins",), ("rules", "svd"), ("plugins", "search", "linalg")], ids=" ".join)
+def test_words_are_whole_at_60_columns_and_what_is_not_shown_is_named(at, arguments):
+    wide, narrow = at(200, *arguments), at(60, *arguments)
+    assert "not shown" not in wide
+    shown = {word for word in WORDS.findall(narrow.partition("not shown")[0]) if word[0] not in "┏┡└"}
+    assert shown <= set(WORDS.findall(wide))
+    assert "not shown: " in narrow
+
+
+def test_plugins_keep_their_names_and_states(at):
+    output = at(60, "plugins")
+    assert "│ shardwise-embedding │" in output
+    assert "distribution" not in output.partition("not shown")[0]
+    assert "loaded" in output
+
+
+def test_findings_of_the_doctor_are_sentences_at_60_columns(at):
+    output = at(60, "doctor")
+    assert "│ ok      │ process group: " in output
+    words = set(WORDS.findall(output))
+    assert {"shardwise-embedding", "shardwise-pointwise:"} <= words
+    assert "check" not in output.splitlines()[1]
