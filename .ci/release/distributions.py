@@ -1,7 +1,7 @@
 """The distributions of a release, made from the one pyproject.toml of the checkout: core, each family, and shardwise.
 
 Each gets a folder with a pyproject.toml of its own, derived from the root's, and a copy of its package; hatchling
-builds its source distribution and its wheel there. Run: python release/distributions.py FOLDER [NAME ...]
+builds its source distribution and its wheel there. Run: python .ci/release/distributions.py FOLDER [NAME ...]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 __all__ = ["Project", "build", "projects"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 GROUP = "shardwise.plugins.v1"
 Project = dict[str, Any]
 

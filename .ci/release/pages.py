@@ -12,7 +12,7 @@ from shardwise.kernel.known_rules import known_plugins, ops_of_families
 
 __all__ = ["PAGES", "directory_page", "families_page"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 

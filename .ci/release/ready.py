@@ -1,6 +1,6 @@
 """Whether a tag may be released: it is the version, and the change log has that version and no fragment waits.
 
-Run: python release/ready.py v0.2.0
+Run: python .ci/release/ready.py v0.2.0
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 __all__ = ["faults"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def faults(tag: str, root: Path = ROOT) -> Iterator[str]:
