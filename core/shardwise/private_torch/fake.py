@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from attrs import define
@@ -31,12 +32,41 @@ def fake_tensors() -> Iterator[None]:
     known = [getattr(import_module(name), "_foreach_supported_types", []) for name in FOREACH_MODULES]
     before = [list(types) for types in known]
     support_foreach(FakeTensor)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            mode,
+            patch.object(torch.utils, "swap_tensors", _swapping_under(mode)),
+            patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_with_finite_gradients),
+        ):
             yield
     finally:
         for types, old in zip(known, before, strict=True):
             types[:] = old
+
+
+def _step_with_finite_gradients(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step of a scaler whose gradients are finite. It reads from the device whether they are, to skip a step, and
+    the number that stands for what data decides would skip each.
+    """
+    return optimizer.step(*args, **kwargs)
+
+
+def _swapping_under(mode: FakeTensorMode) -> Callable[[Any, Any], None]:
+    """``torch.utils.swap_tensors``, by which ``module.to(dtype)`` replaces a fake parameter.
+
+    It refuses tensors with weak references. The mode has some, to tensors that it made of others, and lives well
+    without.
+    """
+    swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
+
+    def swap_forgotten(one: Any, other: Any) -> None:
+        memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, tensor in memo.items() if tensor is one or tensor is other]:
+            del memo[key]
+        swap(one, other)
+
+    return swap_forgotten
 
 
 def fake_strides(op: Any, arguments: Mapping[str, Any], device_type: str) -> list[tuple[int, ...] | None]:
