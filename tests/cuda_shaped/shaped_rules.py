@@ -81,7 +81,15 @@ def outcome(op, sample, mesh, placements, device):
             sent.clear()
             with on_device(device, raises=False) as waits:
                 result = op(*args, **kwargs)
-        except (ShardingError, RuntimeError, TypeError, ValueError, IndexError, AssertionError, NotImplementedError) as error:
+        except (
+            ShardingError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+            NotImplementedError,
+        ) as error:
             return Outcome((type(error).__name__, str(error)[:200]), tuple(sent))
     described = tuple(
         (str(t.dtype), tuple(t.shape), str(getattr(t, "placements", "")), t.device.type == device or not t.dim())

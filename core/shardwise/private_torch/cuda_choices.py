@@ -147,7 +147,7 @@ class _Attention:
         """The number of the first kernel in the order of preference that takes the call."""
         takes: dict[int, Callable[[], bool]] = {
             _FLASH: lambda: self._flash(q, k, v, mask, p, causal, gqa),
-            _EFFICIENT: lambda: self._efficient(q, k, v, mask, gqa),
+            _EFFICIENT: lambda: self._efficient(q, k, v, mask),
             _CUDNN: lambda: self._cudnn(q, k, v, mask, p, gqa),
             _MATH: torch.backends.cuda.math_sdp_enabled,
         }
@@ -181,7 +181,7 @@ class _Attention:
             and _rows_lie_together(q, k, v, or_single=True)
         )
 
-    def _efficient(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
+    def _efficient(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
         is_new = self.card.capability[0] >= 8  # noqa: PLR2004  # sm80
         aligned = (8 if q.dtype in _HALF else 4) if is_new or q.dtype in _HALF else 1
         dtypes = (*_HALF, torch.float32) if is_new else (torch.float16, torch.float32)
@@ -193,7 +193,7 @@ class _Attention:
             and all(t.storage_offset() % aligned == 0 or not is_new for t in (q, k, v))
             and q.dtype is k.dtype is v.dtype
             and q.dtype in dtypes
-            and _heads_fit(q, k, v, gqa, values_as_keys=True)
+            and _heads_fit(q, k, v, False, values_as_keys=True)  # it has no grouped queries
             and _rows_lie_together(q, k, v, *([] if mask is None else [mask]), or_single=False)
         )
 
@@ -377,9 +377,23 @@ def _gradients_of_recurrent(x: Tensor, weight: Any, *rest: Any) -> Any:
     return (*gradients, [torch.empty_like(w) for w in weight] if mask[3] else [])
 
 
+def _gru_cell(gates: Tensor, _hidden: Tensor, state: Tensor, *_: Any) -> Any:
+    return torch.empty_like(state), gates.new_empty((state.shape[0], 5 * state.shape[1]))
+
+
+def _gradients_of_gru_cell(grad: Tensor, _workspace: Tensor, has_bias: bool) -> Any:
+    gates = [grad.new_empty((grad.shape[0], 3 * grad.shape[1])) for _ in range(2)]
+    biases = [grad.new_empty((3 * grad.shape[1],)) if has_bias else None for _ in range(2)]
+    return (*gates, torch.empty_like(grad), *biases)
+
+
 # Ops without a kernel for shapes: on the CPU torch runs the real ones on zeros instead.
 _SHAPES: dict[str, Callable[..., Any]] = {
     "_cudnn_rnn_backward": _gradients_of_recurrent,
+    "_thnn_fused_gru_cell": _gru_cell,
+    "_thnn_fused_gru_cell_backward": _gradients_of_gru_cell,
+    "_fused_adam_.tensor_lr": _writes,
+    "_fused_adamw_.tensor_lr": _writes,
     "_fused_adagrad_": _writes,
     "_fused_adagrad_.tensor_lr": _writes,
     "_fused_sgd_": _writes,

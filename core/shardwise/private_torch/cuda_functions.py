@@ -61,6 +61,8 @@ def _patched(answers: Mapping[str, Any]) -> Iterator[None]:
         patch.object(torch.cuda.random, "_lazy_init", _nothing),
         # Torch decides by it how it makes fake tensors of numbers. The device that answers has no kernels.
         patch.object(FakeTensorMode, "avoid_device_init", True),
+        # Recurrent layers ask whether to pack their weights for cuDNN, and are warned that there is not one.
+        patch.object(torch.backends.cudnn, "is_acceptable", lambda _tensor: False),
         patch.object(torch.accelerator, "current_stream", lambda _device=None: _STREAM),
         patch.object(torch.accelerator, "synchronize", _nothing),
     ):
