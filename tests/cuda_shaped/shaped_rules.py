@@ -13,8 +13,6 @@ from shardwise.testing import on_device
 from shardwise.testing.samples import samples_of
 from shardwise.tools.rehearse import rehearse
 
-SAMPLES = 3  # of each op, in each layout
-
 
 @frozen
 class Outcome:
@@ -31,17 +29,15 @@ def layouts(mesh):
     return (lambda _: whole), (lambda t: [Shard(0), *whole[1:]] if t.dim() and t.shape[0] else whole)
 
 
-def outcomes(rules, device, shape=(8,)):
+def outcomes(rules, device, samples, placed, shape=(8,)):
     """By op, number of the sample and layout: the outcome of each call of the rules."""
     found = {}
 
     def program(mesh):
-        for plugin, rule in rules:
-            given = oracle_rules.declared(plugin, "SAMPLES")
-            for op in rule.ops:
-                for number, sample in enumerate(calls_of(op, given)[:SAMPLES]):
-                    for place, placements in enumerate(layouts(mesh)):
-                        found[op, number, place] = outcome(op, sample, mesh, placements, device)
+        for op in (op for _, rule in rules for op in rule.ops):
+            for number, sample in enumerate(_calls[op][:samples]):
+                for place in placed:
+                    found[op, number, place] = outcome(op, sample, mesh, layouts(mesh)[place], device)
 
     rehearse(program, shape, device=device)
     return found
@@ -50,17 +46,12 @@ def outcomes(rules, device, shape=(8,)):
 _calls = {}
 
 
-def calls_of(op, given):
-    """An op's samples, as descriptions: they are made with data."""
-    return _calls[op]
-
-
 def gather_samples(rules):
     """Make the samples, outside of a rehearsal."""
     for plugin, rule in rules:
         for op in rule.ops:
             if op not in _calls:
-                _calls[op] = samples_of(op, oracle_rules.declared(plugin, "SAMPLES"))[:SAMPLES]
+                _calls[op] = samples_of(op, oracle_rules.declared(plugin, "SAMPLES"))
 
 
 def outcome(op, sample, mesh, placements, device):

@@ -8,7 +8,7 @@ sources, for a card that is described. Nothing public makes the choice for anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,6 +52,7 @@ def choosing_for(card: Card) -> Iterator[None]:
         for op, choose in choices.items():
             library.impl(op, choose, "AutogradCUDA")  # type: ignore[no-untyped-call]
             _split_by(op, _for_cuda(op, choose, before[op]))
+        library.impl("_fused_rms_norm", _RmsNorm.apply, "AutogradCUDA")  # type: ignore[no-untyped-call]
         for name, kernel in _SHAPES.items():
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
                 library.impl(name, kernel, "Meta")  # type: ignore[no-untyped-call]
@@ -360,6 +361,28 @@ def _recurrent(op: Any, mode: int) -> Callable[..., Any]:
     return run
 
 
+class _RmsNorm(torch.autograd.Function):
+    """CUDA's RMS norm: a build without CUDA has neither the kernel nor its derivative, and runs the parts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: Sequence[int], weight: Tensor | None, eps: float | None) -> Any:
+        """The norm and the inverse root of each row."""
+        with torch._C._AutoDispatchBelowAutograd():
+            out, scale = aten._fused_rms_norm(x, size, weight, eps)
+        ctx.size = size
+        ctx.save_for_backward(x, scale, weight)
+        ctx.mark_non_differentiable(scale)
+        return out, scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The gradients of the input and of the weight."""
+        x, scale, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
+        of_x, of_weight = aten._fused_rms_norm_backward(gradients[0], x, ctx.size, scale, weight, wanted)
+        return of_x, None, of_weight, None
+
+
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
@@ -377,6 +400,14 @@ def _gradients_of_recurrent(x: Tensor, weight: Any, *rest: Any) -> Any:
     return (*gradients, [torch.empty_like(w) for w in weight] if mask[3] else [])
 
 
+def _sampled(x: Tensor, grid: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
+
+
+def _gradients_of_sampled(x: Tensor, grid: Tensor, _gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(grid)
+
+
 def _gru_cell(gates: Tensor, _hidden: Tensor, state: Tensor, *_: Any) -> Any:
     return torch.empty_like(state), gates.new_empty((state.shape[0], 5 * state.shape[1]))
 
@@ -390,6 +421,8 @@ def _gradients_of_gru_cell(grad: Tensor, _workspace: Tensor, has_bias: bool) -> 
 # Ops without a kernel for shapes: on the CPU torch runs the real ones on zeros instead.
 _SHAPES: dict[str, Callable[..., Any]] = {
     "_cudnn_rnn_backward": _gradients_of_recurrent,
+    "cudnn_grid_sampler": _sampled,
+    "cudnn_grid_sampler_backward": _gradients_of_sampled,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gradients_of_gru_cell,
     "_fused_adam_.tensor_lr": _writes,

@@ -1,0 +1,91 @@
+"""The samples of every rule on a mesh of CUDA devices, without one: the same results as on CPUs, and no way off the
+device but what docs/cuda.md lists.
+"""
+
+import oracle_rules
+import pytest
+from shaped_rules import gather_samples, outcomes
+
+from shardwise.kernel.signature import op_name
+
+# What a warm call of these ops reads from the device or brings to it; docs/cuda.md says why.
+LEAVES = {
+    "aten._local_scalar_dense.default": "reads",
+    "aten.allclose.default": "reads",
+    "aten.as_strided_copy.default": "not pinned",
+    "aten.as_strided_copy.out": "not pinned",
+    "aten.bernoulli.Tensor": "not pinned",
+    "aten.bernoulli.default": "not pinned",
+    "aten.bernoulli_.Tensor": "not pinned",
+    "aten.equal.default": "reads",
+    "aten.multinomial.default": "not pinned",
+    "aten.normal.Tensor_Tensor": "not pinned",
+    "aten.normal.Tensor_float": "not pinned",
+    "aten.normal.float_Tensor": "not pinned",
+    "aten.repeat_interleave.Tensor": "reads",
+    "aten.rrelu_with_noise.default": "not pinned",
+    "aten.rrelu_with_noise_.default": "not pinned",
+}
+# Ops whose results on CUDA have other shapes than on CPUs, or that take other layouts there.
+OTHERWISE = {
+    "aten._batch_norm_no_update.default",
+    "aten._embedding_bag.default",
+    "aten._embedding_bag_forward_only.default",
+    "aten._native_batch_norm_legit_no_training.default",
+    "aten._scaled_mm.default",
+    "aten._scaled_mm_v2.default",
+}
+NO_SHAPES = "NotImplementedError"  # an op whose results torch computes on zeros, which needs its kernel
+
+
+def all_rules():
+    for package in oracle_rules.first_party():
+        rules, error = oracle_rules.rules_of(package)
+        assert error is None
+        for rule in rules:
+            for op in rule.ops:
+                yield package.origin.plugin, op, rule
+
+
+def compare(chosen, samples, placed):
+    from attrs import evolve
+
+    rules = [(plugin, evolve(rule, ops=(op,))) for plugin, op, rule in chosen]
+    gather_samples(rules)
+    cpu, cuda = (outcomes(rules, device, samples, placed) for device in ("cpu", "cuda"))
+    assert cuda
+    assert cpu.keys() == cuda.keys()
+    wrong = [line for key, there in cuda.items() for line in differences(key, cpu[key], there)]
+    assert not wrong, "\n".join(wrong)
+    assert any(there.result and isinstance(there.result[0], tuple) for there in cuda.values())
+
+
+def differences(key, here, there):
+    name = op_name(key[0])
+    if there.result[:1] == (NO_SHAPES,):
+        return
+    shaped = [[r[:2] if isinstance(r, tuple) else r for r in outcome.result] for outcome in (here, there)]
+    raised = isinstance(there.result[:1] and there.result[0], str)
+    if name not in OTHERWISE and (shaped[0][:1] != shaped[1][:1] if raised else shaped[0] != shaped[1]):
+        yield f"{key}: on CPU {here.result}, on CUDA {there.result}"
+    if not all(on_device for *_, on_device in there.result if not raised):
+        yield f"{key}: a result is not on the device: {there.result}"
+    for wait in there.waits:
+        if LEAVES.get(name, " never ") not in wait:
+            yield f"{key}: {wait}"
+
+
+def test_rules_of_kernels_that_cuda_has_alone():
+    words = ("cudnn", "flash_attention.", "efficient_attention.")
+    compare([one for one in all_rules() if any(word in op_name(one[1]) for word in words)], 1, (1,))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_some_samples_of_every_rule():
+    compare(list(all_rules())[::9], 1, (1,))
+
+
+@pytest.mark.slow
+def test_the_samples_of_every_rule():
+    compare(list(all_rules()), 3, (0, 1))
