@@ -35,13 +35,13 @@ def _lstm_on_meta(gates: Tensor, _hidden: Tensor, state: Tensor, *_: Any) -> tup
 
 @rule_from(aten._thnn_fused_lstm_cell.default, meta=_lstm_on_meta)
 def LSTM(call: Call) -> Flow:
-    """b g, b g, b h, g, g -> b h, b h, b g; only b may be sharded."""
+    """Gates b g and state b h -> b h, b h, b g; only b may be sharded."""
     return _flow(call, 3)
 
 
 @rule_from(aten._thnn_fused_lstm_cell_backward_impl.default)
 def LSTM_BACKWARD(call: Call) -> Flow:
-    """b h, b h, b h, b h, b g -> b g, b h, g; the gradient of the biases is a partial sum."""
+    """States b h and gates b g -> b g, b h, g; the gradient of the biases is a partial sum."""
     return _flow(call, 2, 1)
 
 
@@ -51,7 +51,7 @@ def _gru_on_meta(gates: Tensor, _hidden: Tensor, state: Tensor, *_: Any) -> tupl
 
 @rule_from(aten._thnn_fused_gru_cell.default, meta=_gru_on_meta)
 def GRU(call: Call) -> Flow:
-    """b g, b g, b h, g, g -> b h, b w; only b may be sharded."""
+    """Gates b g and state b h -> b h, b w; only b may be sharded."""
     return _flow(call, 2)
 
 
@@ -63,7 +63,7 @@ def _gru_backward_on_meta(grad: Tensor, _workspace: Tensor, has_bias: bool) -> t
 
 @rule_from(aten._thnn_fused_gru_cell_backward.default, meta=_gru_backward_on_meta)
 def GRU_BACKWARD(call: Call) -> Flow:
-    """b h, b w -> b g, b g, b h, g, g; the gradients of the biases are partial sums."""
+    """Gradient b h and workspace b w -> b g, b g, b h, g, g; the gradients of the biases are partial sums."""
     return _flow(call, 3, 2)
 
 

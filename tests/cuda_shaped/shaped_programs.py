@@ -1,8 +1,8 @@
 """Programs of the usual kinds for a mesh of any size, and training steps of them, on tensors without data."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -43,12 +43,12 @@ class Block(nn.Module):
         query = self.query(normed).view(batch, length, self.heads, self.size).transpose(1, 2)
         key, value = self.key_value(normed).view(batch, length, 2, self.key_heads, self.size).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        attended = F.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=self.heads != self.key_heads, dropout_p=dropout
         )
-        x = x + F.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)), dropout)
+        x = x + functional.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)), dropout)
         normed = self.between(x)
-        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
 
 
 class Language(nn.Module):
@@ -65,7 +65,7 @@ class Language(nn.Module):
         x = self.embedding(ids)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+        return functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
 class ConvNet(nn.Module):
@@ -91,7 +91,7 @@ class Experts(nn.Module):
 
     def forward(self, x):
         best, which = self.gate(x).softmax(-1).topk(2, -1)
-        share = (F.one_hot(which, self.gate.out_features).to(x.dtype) * best.unsqueeze(-1)).sum(-2)
+        share = (functional.one_hot(which, self.gate.out_features).to(x.dtype) * best.unsqueeze(-1)).sum(-2)
         hidden = torch.einsum("bd,edh->ebh", x, self.up).relu()
         return torch.einsum("ebd,be->bd", torch.einsum("ebh,ehd->ebd", hidden, self.down), share).square().mean()
 
@@ -105,7 +105,7 @@ class Sampled(nn.Module):
 
     def forward(self, x):
         grid = self.places(torch.zeros_like(x[:, :2]).movedim(1, -1))
-        return F.grid_sample(x, grid, align_corners=True).square().mean()
+        return functional.grid_sample(x, grid, align_corners=True).square().mean()
 
 
 class Recurrent(nn.Module):

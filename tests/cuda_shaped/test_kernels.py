@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from shardwise.private_torch.absent_card import Card, as_on
 from shardwise.private_torch.dispatch import watching
@@ -31,7 +31,9 @@ def attention(*, dtype=BF16, heads=(4, 4), lengths=(128, 128), width=64, mask=No
         query = torch.empty(2, heads[0], lengths[0], width, dtype=dtype, requires_grad=grad)
         key, value = (torch.empty(2, heads[1], lengths[1], width, dtype=dtype, requires_grad=grad) for _ in range(2))
         bias = None if mask is None else torch.zeros(lengths, dtype=mask)
-        out = F.scaled_dot_product_attention(query, key, value, bias, enable_gqa=heads[0] != heads[1], **options)
+        out = functional.scaled_dot_product_attention(
+            query, key, value, bias, enable_gqa=heads[0] != heads[1], **options
+        )
         assert out.shape == query.shape
         if grad:
             out.sum().backward()
@@ -120,7 +122,7 @@ def test_layers(make, shape, dtype, wanted):
 
 def test_grids_are_sampled_by_cudnn_where_it_can():
     def call(align):
-        return lambda: F.grid_sample(torch.empty(1, 3, 8, 8), torch.empty(1, 4, 4, 2), align_corners=align)
+        return lambda: functional.grid_sample(torch.empty(1, 3, 8, 8), torch.empty(1, 4, 4, 2), align_corners=align)
 
     assert "cudnn_grid_sampler" in ops_of(HOPPER, call(True))
     assert "grid_sampler_2d" in ops_of(HOPPER, call(False))

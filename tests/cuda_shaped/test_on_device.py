@@ -86,7 +86,7 @@ def test_it_raises_where_the_program_leaves_the_device():
             float(x.sum())
 
     with pytest.raises(
-        HostWaitError, match="reads a number or a shape from the device, at .*test_on_device.py"
+        HostWaitError, match=r"reads a number or a shape from the device, at .*test_on_device.py"
     ) as caught:
         rehearse(program, (8,), device="cuda")
     assert caught.value.op == "aten._local_scalar_dense.default"

@@ -2,9 +2,9 @@
 
 A fake tensor takes ``device="cuda"`` anywhere, and forward passes run. Autograd asks C++ for more: a guard of the
 device type, whose streams it compares, and hooks that say whether the accelerator is there. A torch without CUDA has
-neither. The guard is one that torch lets Python make (:class:`torch._C._acc.DeviceGuard`, meant for other device types), put in
-CUDA's place. Of the hooks, three questions are answered with yes while the context lasts. No public function does
-either, and torch keeps its own answer for builds with CUDA and without a device (``_ensureCUDADeviceGuardSet``), which
+neither. The guard is one that torch lets Python make (:class:`torch._C._acc.DeviceGuard`, meant for other device
+types), put in CUDA's place. Of the hooks, some questions are answered with yes while the context lasts. No public
+function does either, and torch keeps its own answer for builds with CUDA and without a device (``_ensureCUDADeviceGuardSet``), which
 is not enough for a backward pass.
 
 Which methods these are is found by asking: each question is put to a table whose methods note that they are called. So
@@ -73,7 +73,7 @@ def _put_guard() -> None:
     own: the others are those of torch's.
     """
 
-    class Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc,name-defined]  # torch has no stubs for it
+    class Guard(torch._C._acc.DeviceGuard):
         def type_(self) -> Any:
             return torch._C._autograd.DeviceType.CUDA
 
@@ -94,9 +94,10 @@ def _put_guard() -> None:
         if asked is None or guards[_CUDA] != before:
             raise RuntimeError("autograd does not ask the guard for a stream")
     guard = Guard()
-    torch._C._acc.register_python_privateuseone_device_guard(guard)  # type: ignore[attr-defined]
+    torch._C._acc.register_python_privateuseone_device_guard(guard)
     made, guards[_PRIVATE] = guards[_PRIVATE], None
     methods[asked] = _methods_of(made)[asked]
+    assert made is not None
     _Pointer.from_address(made).value = ctypes.addressof(methods)
     guards[_CUDA] = made
     _kept.extend([guard, methods])
@@ -135,7 +136,7 @@ def _answering_hooks() -> Any:
     """A table of the methods of CUDA's hooks, in which those that autograd asks return 1."""
     _put_guard()
     questions: list[Callable[[], object]] = [
-        lambda: torch._C._get_accelerator().type == "cuda",  # type: ignore[attr-defined]
+        lambda: torch._C._get_accelerator().type == "cuda",
         _backward_question(),
     ]
     yes = _Method(lambda _self, _argument: 1)

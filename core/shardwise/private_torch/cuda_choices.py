@@ -60,7 +60,7 @@ def choosing_for(card: Card) -> Iterator[None]:
     finally:
         for op, split in before.items():
             _split_by(op, split)
-        library._destroy()
+        library._destroy()  # type: ignore[no-untyped-call]
 
 
 def _split_by(op: Any, split: Callable[..., Any] | None) -> None:
@@ -90,6 +90,7 @@ def _as_elsewhere(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 _MATH, _FLASH, _EFFICIENT, _CUDNN = 0, 1, 2, 3  # at::SDPBackend
 _DEFAULT_ORDER = [_FLASH, _EFFICIENT, _MATH, _CUDNN]
+_SETTINGS: Any = torch.backends.cuda  # torch leaves its functions unannotated
 _HALF = (torch.float16, torch.bfloat16)
 _MOST = 65535
 
@@ -111,7 +112,7 @@ class _Attention:
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor:
+    ) -> Any:
         """Attention by the kernel that the card would run. Raises what torch raises if every kernel is turned off."""
         tensors = (query, key, value)
         backend = self.backend(*tensors, attn_mask, dropout_p, is_causal, enable_gqa)
@@ -150,7 +151,7 @@ class _Attention:
             _FLASH: lambda: self._flash(q, k, v, mask, p, causal, gqa),
             _EFFICIENT: lambda: self._efficient(q, k, v, mask),
             _CUDNN: lambda: self._cudnn(q, k, v, mask, p, gqa),
-            _MATH: torch.backends.cuda.math_sdp_enabled,
+            _MATH: _SETTINGS.math_sdp_enabled,
         }
         for backend in self._order():
             if backend in takes and takes[backend]():
@@ -169,7 +170,7 @@ class _Attention:
         small = self.card.capability in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1))
         too_wide = small and _needs_gradient(q, k, v) and width > 192 and (p > 0 or width <= 224)  # noqa: PLR2004
         return (
-            torch.backends.cuda.flash_sdp_enabled()
+            _SETTINGS.flash_sdp_enabled()
             and major >= 8  # noqa: PLR2004  # sm80
             and mask is None
             and _is_dense(q, k, v)
@@ -187,7 +188,7 @@ class _Attention:
         aligned = (8 if q.dtype in _HALF else 4) if is_new or q.dtype in _HALF else 1
         dtypes = (*_HALF, torch.float32) if is_new else (torch.float16, torch.float32)
         return (
-            torch.backends.cuda.mem_efficient_sdp_enabled()
+            _SETTINGS.mem_efficient_sdp_enabled()
             and _is_dense(q, k, v)
             and q.shape[-1] == k.shape[-1]
             and all(t.shape[-1] % aligned == 0 and t.shape[-1] > 0 for t in (q, v))
@@ -199,7 +200,7 @@ class _Attention:
         )
 
     def _cudnn(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, gqa: bool) -> bool:
-        if not (torch.backends.cuda.cudnn_sdp_enabled() and self.card.capability >= (8, 0) and _is_dense(q, k, v)):
+        if not (_SETTINGS.cudnn_sdp_enabled() and self.card.capability >= (8, 0) and _is_dense(q, k, v)):
             return False
         new = self.card.capability == (9, 0) or self.card.capability[0] == 10  # noqa: PLR2004
         wide = new and self.card.cudnn >= 91100 and (q.shape[-1], v.shape[-1]) == (192, 128)  # noqa: PLR2004

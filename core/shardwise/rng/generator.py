@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -158,7 +159,8 @@ def next_draw(agree: Agree) -> Draw | None:
             found="a graph is being traced, and would draw the same numbers each time it runs",
             do="Draw outside of compiled code, or let torch's generator draw: `with shardwise.random.using('torch')`.",
         )
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
         raise TracingError(
             asked="draw random numbers by their place in the global tensor",
             found="a CUDA graph is being captured, and would draw the same numbers each time it is replayed",

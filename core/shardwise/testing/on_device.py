@@ -98,7 +98,7 @@ class _Watch:
         by_mask = op_name(op).startswith(("aten.index.Tensor", "aten._unsafe_index")) and any(
             t.dtype in (torch.bool, torch.uint8) for t in operands[1:]
         )
-        return _READS if True in sides and (reads and not _is_index(op) or by_mask) else None
+        return _READS if True in sides and ((reads and not _is_index(op)) or by_mask) else None
 
     def _copies(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """What a copy does that leaves the device or comes to it."""
