@@ -7,8 +7,7 @@ import torch
 
 from shardwise.errors import CallError
 from shardwise.private_torch import absent_card, absent_cuda
-from shardwise.private_torch.cuda_functions import has_cuda
-from shardwise.private_torch.fake import fake_tensors
+from shardwise.private_torch.fake import fake_tensors, has_cuda
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
 

@@ -22,7 +22,7 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import hint
-from shardwise.private_torch.cuda_functions import has_cuda
+from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
 __all__ = ["refuse_dtypes"]

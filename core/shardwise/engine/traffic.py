@@ -23,7 +23,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import memory_order
 from shardwise.planning.cost import KINDS
 from shardwise.planning.path import Path
-from shardwise.private_torch.cuda_functions import has_cuda
+from shardwise.private_torch.fake import has_cuda
 from shardwise.rng.generator import preserved_state
 from shardwise.rule.lowering import LocalCall, MeshDims
 

@@ -4,8 +4,8 @@ A fake tensor takes ``device="cuda"`` anywhere, and forward passes run. Autograd
 device type, whose streams it compares, and hooks that say whether the accelerator is there. A torch without CUDA has
 neither. The guard is one that torch lets Python make (:class:`torch._C._acc.DeviceGuard`, meant for other device
 types), put in CUDA's place. Of the hooks, some questions are answered with yes while the context lasts. No public
-function does either, and torch keeps its own answer for builds with CUDA and without a device (``_ensureCUDADeviceGuardSet``), which
-is not enough for a backward pass.
+function does either. Torch has its own answer for builds with CUDA and without a device
+(``_ensureCUDADeviceGuardSet``), which is not enough for a backward pass.
 
 Which methods these are is found by asking: each question is put to a table whose methods note that they are called. So
 nothing depends on their order, which releases change.

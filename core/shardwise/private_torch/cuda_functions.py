@@ -8,19 +8,18 @@ While the context lasts they answer as one idle device does. No public function 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
-from attrs import define
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.private_torch.cuda_choices import Card
+from shardwise.private_torch.fake import replaced, standing_in
 
-__all__ = ["answering_for", "has_cuda"]
+__all__ = ["answering_for"]
 
 _STATE_BYTES = 16  # a CUDA generator's state: its seed and its Philox offset, eight bytes each
 
@@ -29,44 +28,21 @@ _STATE_BYTES = 16  # a CUDA generator's state: its seed and its Philox offset, e
 def answering_for(card: Card) -> Iterator[None]:
     """A context in which ``torch.cuda`` answers for one card that is idle and has no memory in use."""
     answers = {**_device_answers(card), **_stream_answers(), **_memory_answers(card), **_generator_answers()}
-    answers = {name: answer for name, answer in answers.items() if hasattr(torch.cuda, name)}
-    before, _stand_in.answers = _stand_in.answers, True
+    cudnn: Any = getattr(torch.backends.cudnn, "m", torch.backends.cudnn)  # what stands in the module's place holds it
     try:
-        with _patched(answers):
+        with (
+            standing_in(),
+            replaced(torch.cuda, **answers),
+            replaced(torch.cuda.random, _lazy_init=_nothing),
+            # Torch decides by it how it makes fake tensors of numbers. The device that answers has no kernels.
+            replaced(FakeTensorMode, avoid_device_init=True),
+            # Recurrent layers ask whether to pack their weights for cuDNN, and are warned that there is not one.
+            replaced(cudnn, is_acceptable=lambda _tensor: False),
+            replaced(torch.accelerator, current_stream=lambda _device=None: _STREAM, synchronize=_doing_nothing()),
+        ):
             yield
     finally:
-        _stand_in.answers = before
         _forget_names()
-
-
-def has_cuda() -> bool:
-    """Whether there is a CUDA device with kernels. While a stand-in answers, ``torch.cuda.is_available()`` says yes."""
-    return torch.cuda.is_available() and not _stand_in.answers
-
-
-@define
-class _StandIn:
-    """Whether one answers, for all threads."""
-
-    answers: bool = False
-
-
-_stand_in = _StandIn()
-
-
-@contextmanager
-def _patched(answers: Mapping[str, Any]) -> Iterator[None]:
-    with (
-        patch.multiple(torch.cuda, **answers),
-        patch.object(torch.cuda.random, "_lazy_init", _nothing),
-        # Torch decides by it how it makes fake tensors of numbers. The device that answers has no kernels.
-        patch.object(FakeTensorMode, "avoid_device_init", True),
-        # Recurrent layers ask whether to pack their weights for cuDNN, and are warned that there is not one.
-        patch.object(torch.backends.cudnn, "is_acceptable", lambda _tensor: False),
-        patch.object(torch.accelerator, "current_stream", lambda _device=None: _STREAM),
-        patch.object(torch.accelerator, "synchronize", _nothing),
-    ):
-        yield
 
 
 def _forget_names() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from attrs import define
@@ -19,7 +18,30 @@ from torch._subclasses.fake_tensor import (
 
 from shardwise.private_torch.dispatch import FOREACH_MODULES, support_foreach
 
-__all__ = ["fake_store", "fake_strides", "fake_tensors", "is_rehearsing", "is_unknowable", "rehearsing"]
+__all__ = [
+    "fake_store",
+    "fake_strides",
+    "fake_tensors",
+    "has_cuda",
+    "is_rehearsing",
+    "is_unknowable",
+    "rehearsing",
+    "replaced",
+    "standing_in",
+]
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes of a module or a class have other values. Those that it lacks are left out."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name in before:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -36,8 +58,8 @@ def fake_tensors() -> Iterator[None]:
     try:
         with (
             mode,
-            patch.object(torch.utils, "swap_tensors", _swapping_under(mode)),
-            patch.object(torch.amp.GradScaler, "_maybe_opt_step", _step_with_finite_gradients),
+            replaced(torch.utils, swap_tensors=_swapping_under(mode)),
+            replaced(torch.amp.GradScaler, _maybe_opt_step=_step_with_finite_gradients),
         ):
             yield
     finally:
@@ -95,9 +117,12 @@ def fake_store() -> Any:
 
 @define
 class _Process:
-    """Whether this process rehearses. It is not per thread, because backward runs in other threads."""
+    """Whether this process rehearses, and whether a stand-in answers for a CUDA device. It is not per thread, because
+    backward runs in other threads.
+    """
 
     is_rehearsing: bool = False
+    has_stand_in: bool = False
 
 
 _process = _Process()
@@ -119,6 +144,21 @@ def rehearsing() -> Iterator[None]:
 def is_rehearsing() -> bool:
     """Whether the program runs without data, on a mesh without other ranks."""
     return _process.is_rehearsing
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """A context in which a stand-in answers for a CUDA device that is not there."""
+    before, _process.has_stand_in = _process.has_stand_in, True
+    try:
+        yield
+    finally:
+        _process.has_stand_in = before
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device with kernels. Where a stand-in answers, ``torch.cuda.is_available()`` says yes."""
+    return torch.cuda.is_available() and not _process.has_stand_in
 
 
 def is_unknowable(error: BaseException) -> bool:
