@@ -126,3 +126,16 @@ def test_grids_are_sampled_by_cudnn_where_it_can():
 
     assert "cudnn_grid_sampler" in ops_of(HOPPER, call(True))
     assert "grid_sampler_2d" in ops_of(HOPPER, call(False))
+
+
+def test_ops_without_shapes_run_the_kernel_of_the_cpu_on_zeros():
+    results = []
+
+    def call():
+        results.extend(torch.geqrf(torch.empty(4, 3)))
+        bins = torch.histogramdd(torch.empty(6, 2), [2, 2])
+        results.extend([bins.hist, *bins.bin_edges])
+
+    ops_of(HOPPER, call)
+    shapes = [(4, 3), (3,), (2, 2), (3,), (3,)]
+    assert [(t.device.type, tuple(t.shape)) for t in results] == [("cuda", shape) for shape in shapes]

@@ -14,6 +14,7 @@ import torch
 from shardwise.private_torch.absent_cuda import autograd_of_fake_cuda
 from shardwise.private_torch.cuda_choices import HOPPER, Card, choosing_for
 from shardwise.private_torch.cuda_functions import answering_for
+from shardwise.private_torch.cuda_shapes import shaping
 
 __all__ = ["HOPPER", "Card", "as_on"]
 
@@ -29,6 +30,7 @@ def as_on(device_type: str, card: Card = HOPPER) -> Iterator[None]:
         if device_type == "cuda" and not torch.cuda.is_available():
             stack.enter_context(autograd_of_fake_cuda())
             stack.enter_context(choosing_for(card))
+            stack.enter_context(shaping())
             stack.enter_context(answering_for(card))
         stack.enter_context(torch.device(device_type))
         yield

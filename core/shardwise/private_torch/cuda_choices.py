@@ -1,6 +1,6 @@
 """The kernels that torch chooses on a CUDA device, for fake CUDA tensors where there is no device.
 
-Torch's composite ops choose a kernel in C++: attention, batch norm, recurrent layers, CTC loss and grid sampling. They
+Torch's composite ops choose a kernel in C++: attention, batch norm, recurrent layers and grid sampling. They
 ask what the build and the device can do, so a build without CUDA chooses what no card would run: attention in math
 form, batch norm and recurrent layers without cuDNN. Here the choice is made again, by the conditions in torch's
 sources, for a card that is described. Nothing public makes the choice for another device than the one that is there.
@@ -53,9 +53,6 @@ def choosing_for(card: Card) -> Iterator[None]:
             library.impl(op, choose, "AutogradCUDA")  # type: ignore[no-untyped-call]
             _split_by(op, _for_cuda(op, choose, before[op]))
         library.impl("_fused_rms_norm", _RmsNorm.apply, "AutogradCUDA")  # type: ignore[no-untyped-call]
-        for name, kernel in _SHAPES.items():
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
-                library.impl(name, kernel, "Meta")  # type: ignore[no-untyped-call]
         yield
     finally:
         for op, split in before.items():
@@ -382,54 +379,3 @@ class _RmsNorm(torch.autograd.Function):
         wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
         of_x, of_weight = aten._fused_rms_norm_backward(gradients[0], x, ctx.size, scale, weight, wanted)
         return of_x, None, of_weight, None
-
-
-# -- shapes ----------------------------------------------------------------------------------------------------------
-
-
-def _writes(*_: Any, **__: Any) -> None:
-    """An op that only writes its operands."""
-
-
-def _gradients_of_recurrent(x: Tensor, weight: Any, *rest: Any) -> Any:
-    """What cuDNN's backward returns, without data: torch has shapes for the forward only."""
-    _stride, _buffer, hx, cx, *_, mask = rest
-    wanted = [x, hx, cx]
-    gradients = [
-        torch.empty_like(t) if t is not None and asked else None for t, asked in zip(wanted, mask, strict=False)
-    ]
-    return (*gradients, [torch.empty_like(w) for w in weight] if mask[3] else [])
-
-
-def _sampled(x: Tensor, grid: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:2], *grid.shape[1:3]))
-
-
-def _gradients_of_sampled(x: Tensor, grid: Tensor, _gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(grid)
-
-
-def _gru_cell(gates: Tensor, _hidden: Tensor, state: Tensor, *_: Any) -> Any:
-    return torch.empty_like(state), gates.new_empty((state.shape[0], 5 * state.shape[1]))
-
-
-def _gradients_of_gru_cell(grad: Tensor, _workspace: Tensor, has_bias: bool) -> Any:
-    gates = [grad.new_empty((grad.shape[0], 3 * grad.shape[1])) for _ in range(2)]
-    biases = [grad.new_empty((3 * grad.shape[1],)) if has_bias else None for _ in range(2)]
-    return (*gates, torch.empty_like(grad), *biases)
-
-
-# Ops without a kernel for shapes: on the CPU torch runs the real ones on zeros instead.
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "_cudnn_rnn_backward": _gradients_of_recurrent,
-    "cudnn_grid_sampler": _sampled,
-    "cudnn_grid_sampler_backward": _gradients_of_sampled,
-    "_thnn_fused_gru_cell": _gru_cell,
-    "_thnn_fused_gru_cell_backward": _gradients_of_gru_cell,
-    "_fused_adam_.tensor_lr": _writes,
-    "_fused_adamw_.tensor_lr": _writes,
-    "_fused_adagrad_": _writes,
-    "_fused_adagrad_.tensor_lr": _writes,
-    "_fused_sgd_": _writes,
-    "_fused_sgd_.tensor_lr": _writes,
-}
