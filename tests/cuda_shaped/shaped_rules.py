@@ -80,10 +80,21 @@ def outcome(op, sample, mesh, placements, device):
             IndexError,
             AssertionError,
             NotImplementedError,
+            AttributeError,
+            UserWarning,  # an op without shapes that reads memory
         ) as error:
             return Outcome((type(error).__name__, str(error)[:200]), tuple(sent))
     described = tuple(
-        (str(t.dtype), tuple(t.shape), str(getattr(t, "placements", "")), t.device.type == device or not t.dim())
+        (str(t.dtype), tuple(t.shape), str(getattr(t, "placements", "")), is_held(t, mesh, device))
         for t in tensors_in(result)
     )
     return Outcome(described, tuple(sent), tuple(sorted({f"{w.op} {w.does}" for w in waits})))
+
+
+def is_held(tensor, mesh, device):
+    """Whether a result's part is on the device, and is what its spec says."""
+    if not isinstance(tensor, MeshTensor):
+        return tensor.device.type == device or not tensor.dim()
+    local = tensor.to_local()
+    held = local.shape, local.dtype, local.device.type
+    return held == (tensor._spec.local_shape(tuple(mesh.get_coordinate())), tensor.dtype, device)

@@ -34,6 +34,7 @@ OTHERWISE = {
     "aten._native_batch_norm_legit_no_training.default",
     "aten._scaled_mm.default",
     "aten._scaled_mm_v2.default",
+    "aten._thnn_fused_lstm_cell.default",  # on the CPU torch has no shapes for it without biases
 }
 NO_SHAPES = "NotImplementedError"  # an op whose results torch computes on zeros, which needs its kernel
 
@@ -83,9 +84,9 @@ def test_rules_of_kernels_that_cuda_has_alone():
 @pytest.mark.slow
 @pytest.mark.sample
 def test_some_samples_of_every_rule():
-    compare(list(all_rules())[::9], 1, (1,))
+    compare(list(all_rules())[::14], 1, (1,))
 
 
 @pytest.mark.slow
 def test_the_samples_of_every_rule():
-    compare(list(all_rules()), 3, (0, 1))
+    compare(list(all_rules()), 1, (0, 1))
