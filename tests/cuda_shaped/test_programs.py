@@ -5,7 +5,7 @@ a warm step never leaves the device.
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from shaped_programs import PROGRAMS, Language, distributed, ids, training
+from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, training
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -14,8 +14,10 @@ from shardwise.comm.events import observe
 from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import watching
 from shardwise.private_torch.fake import fake_tensors
+from shardwise.steps.planning import plan
 from shardwise.tools.rehearse import fake_ranks, rehearse
 
+ATTENTION = "aten._scaled_dot_product_cudnn_attention"
 EVERY_DAY = ("language scaled", "convolutions")
 # By program: ops that a card's choice makes, and ops that must not run in their place.
 KERNELS = {
@@ -100,6 +102,19 @@ def test_cpu_and_cuda_send_the_same_for_a_step_whose_layouts_are_given():
         rehearse(program, (8,), device=device)
     assert sent["cpu"] == sent["cuda"]
     assert sent["cuda"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_step_is_planned_with_the_kernels_of_a_card():
+    def program(mesh):
+        return distributed(Experts(), mesh), rows(mesh)
+
+    def attends(mesh):
+        return distributed(Language(key_heads=2).bfloat16(), mesh), ids(mesh)
+
+    assert plan(program, (2, 4), ("dp", "tp"), device="cuda").rehearsal.ops["aten._fused_adamw_.default"] == 1
+    assert plan(attends, (8,), ("dp",), device="cuda").rehearsal.ops[f"{ATTENTION}_backward.default"] == 2
 
 
 @pytest.mark.slow
