@@ -43,7 +43,9 @@ def LOG_SIGMOID(call: Call) -> Flow:
     """Any dim; what is kept for the backward pass follows, where it is not empty."""
     x, buffer = call.args["self"], call.outputs[1]
     names = labels(x.ndim)
-    return Flow([names], [names, names if buffer is not None and buffer.shape == x.shape else None])
+    if buffer is not None and buffer.shape == x.shape:
+        return Flow([names], [names, names])
+    return Flow([names], [names, None], reduce=dict.fromkeys(names, "R"))
 
 
 @rule_from([aten.log_sigmoid_backward.default, aten.log_sigmoid_backward.grad_input])
