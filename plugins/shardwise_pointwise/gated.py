@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Call, Flow, TensorMeta, labels, like, rule, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, einop, labels, like, rule, rule_from
 
 __all__ = ["RULES"]
 
@@ -52,8 +52,11 @@ def LOG_SIGMOID(call: Call) -> Flow:
 def LOG_SIGMOID_BACKWARD(call: Call) -> Flow:
     """Any dim; linear in the gradient."""
     x, buffer = call.args["self"], call.args["buffer"]
-    names = labels(x.ndim)
-    return Flow([names, names, names if buffer.shape == x.shape else None], [names], linear="grad_output")
+    if buffer.shape == (0,) != x.shape:
+        names = labels(x.ndim)
+        return Flow([names, names, None], [names], linear="grad_output")
+    plain = einop("... -> ...")(call)
+    return Flow(plain.inputs, plain.outputs, linear="grad_output")
 
 
 RULES = (GLU, GLU_BACKWARD, IS_IN, IS_IN_ONE, LOG_SIGMOID, LOG_SIGMOID_BACKWARD)
