@@ -45,7 +45,7 @@ def LOG_SIGMOID(call: Call) -> Flow:
     names = labels(x.ndim)
     if buffer is not None and buffer.shape == x.shape:
         return Flow([names], [names, names])
-    return Flow([names], [names, None], reduce=dict.fromkeys(names, "R"))
+    return Flow([names], [names, None], reduce={name: "R" for name in names if name})
 
 
 @rule_from([aten.log_sigmoid_backward.default, aten.log_sigmoid_backward.grad_input])
