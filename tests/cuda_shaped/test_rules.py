@@ -106,5 +106,6 @@ def test_some_samples_of_every_rule():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_samples_of_every_rule():
     compare(list(all_rules()), 1, (0, 1))
