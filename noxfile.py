@@ -55,6 +55,16 @@ def sample(session: nox.Session) -> None:
 
 
 @nox.session
+def gpu(session: nox.Session) -> None:
+    """What needs a CUDA device, on the one that is there or on several; it ends at once where torch finds none."""
+    # Without the constraints' torch, which may be built for CPUs alone.
+    session.install("-e", ".[test]")
+    found = "import sys, torch; sys.exit('torch finds no CUDA device') if not torch.cuda.is_available() else None"
+    session.run("python", "-c", found)
+    session.run("pytest", "-m", "cuda", "-n", "0", "tests", *session.posargs)
+
+
+@nox.session
 def zoo(session: nox.Session) -> None:
     """Models of other packages, trained on one device and on a mesh: a table, and a JSON line each in build/."""
     install(session, "test", "zoo")

@@ -93,6 +93,10 @@ class PlainTensorError(ShardingError):
     """A plain tensor and a MeshTensor are operands of one op."""
 
 
+class HostWaitError(ShardingError):
+    """An op left the device, or made the host wait for it, under :func:`shardwise.testing.on_device`."""
+
+
 # -- ops -------------------------------------------------------------------------------------------------------
 
 

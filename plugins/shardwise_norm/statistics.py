@@ -93,7 +93,8 @@ def normalised(local: LocalCall, *args: Any, **kwargs: Any) -> tuple[Tensor, ...
         running = [named[name] for name in RUNNING]
         mean, variance = (_read(local, name, named[name]).to(wide.dtype) for name in RUNNING)
         invstd = (variance + eps).rsqrt()
-        saved = [mean[:0], invstd[:0]]
+        first = local.outputs[1]
+        saved = [mean[:0], invstd[:0]] if first is None or first.shape == (0,) else [mean, invstd]
     result = (wide - _shape(x, mean)) * _shape(x, invstd)
     if weight is not None:
         result = result * _shape(x, weight)

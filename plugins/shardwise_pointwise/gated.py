@@ -1,10 +1,10 @@
-"""Rules for ops that are elementwise but for one operand or dim: gated linear units and membership tests."""
+"""Rules for ops that are elementwise but for one operand or dim: gated linear units, membership tests, log sigmoid."""
 
 from __future__ import annotations
 
 import torch
 
-from shardwise.rule import Flow, TensorMeta, like, rule, rule_from
+from shardwise.rule import Call, Flow, TensorMeta, einop, labels, like, rule, rule_from
 
 __all__ = ["RULES"]
 
@@ -29,4 +29,34 @@ IS_IN = rule(
 )
 IS_IN_ONE = rule([aten.isin.Tensor_Scalar, aten.isin.Tensor_Scalar_out], "... -> ...")
 
-RULES = (GLU, GLU_BACKWARD, IS_IN, IS_IN_ONE)
+
+def _kept(call: Call, device_type: str) -> list[TensorMeta | None]:
+    """On CUDA nothing is kept for the backward pass (aten/src/ATen/native/cuda/Activation.cpp)."""
+    result, buffer = call.outputs
+    if device_type != "cuda" or call.out_operands or buffer is None:
+        return [result, buffer]
+    return [result, TensorMeta.contiguous((0,), buffer.dtype)]
+
+
+@rule_from([aten.log_sigmoid_forward.default, aten.log_sigmoid_forward.output], results=_kept)
+def LOG_SIGMOID(call: Call) -> Flow:
+    """Any dim; what is kept for the backward pass follows, where it is not empty."""
+    x, buffer = call.args["self"], call.outputs[1]
+    names = labels(x.ndim)
+    if buffer is not None and buffer.shape == x.shape:
+        return Flow([names], [names, names])
+    return Flow([names], [names, None], reduce={name: "R" for name in names if name})
+
+
+@rule_from([aten.log_sigmoid_backward.default, aten.log_sigmoid_backward.grad_input])
+def LOG_SIGMOID_BACKWARD(call: Call) -> Flow:
+    """Any dim; linear in the gradient."""
+    x, buffer = call.args["self"], call.args["buffer"]
+    if buffer.shape == (0,) != x.shape:
+        names = labels(x.ndim)
+        return Flow([names, names, None], [names], linear="grad_output")
+    plain = einop("... -> ...")(call)
+    return Flow(plain.inputs, plain.outputs, linear="grad_output")
+
+
+RULES = (GLU, GLU_BACKWARD, IS_IN, IS_IN_ONE, LOG_SIGMOID, LOG_SIGMOID_BACKWARD)

@@ -11,6 +11,9 @@ from shardwise.rule import Call, LocalCall, TensorMeta, is_traced
 
 __all__ = ["by_one_number", "divide", "multiply"]
 
+# Bytes up to which a reduction of the parts costs less than to wait for the device: both are latency.
+_SMALL = 1 << 16
+
 
 def by_one_number(call: Call) -> bool:
     """Whether the result is linear in what is scaled, and there is one number to look at."""
@@ -22,10 +25,11 @@ def divide(local: LocalCall, x: torch.Tensor, by: Any, **named: Any) -> Any:
     """Divide the parts of a partial sum or average.
 
     By zero, the parts would give infinities of both signs where the whole gives one: reduce it first. What comes out is
-    infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is. A divisor that is a tensor
-    on an accelerator is waited for. A graph cannot look at it, and has both numerators.
+    infinite or NaN everywhere, so adding or averaging it over the ranks leaves it as it is. A graph cannot look at a
+    divisor that is a tensor, and has both numerators. So has a small tensor on an accelerator, where to look is to wait
+    for the device: a large one waits, since to reduce it takes longer.
     """
-    if isinstance(by, torch.Tensor) and is_traced(by):
+    if isinstance(by, torch.Tensor) and (is_traced(by) or (by.device.type != "cpu" and x.nbytes <= _SMALL)):
         parts = x.clone()
         numerator = torch.where(by == 0, _whole(local, x), parts)
         return local.call.op(x.copy_(numerator) if local.call.signature.args[0].written else numerator, by, **named)

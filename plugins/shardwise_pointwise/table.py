@@ -30,7 +30,7 @@ OPERATORS = "__and__ __or__ __xor__ __lshift__ __rshift__ __iand__ __ior__ __ixo
 COMPARISONS = "eq ne lt le gt ge isnan isinf isfinite isneginf isposinf"
 LOGIC = "logical_and logical_or logical_xor logical_not"
 ACTIVATIONS = """
-    celu elu selu hardshrink hardsigmoid hardswish leaky_relu log_sigmoid_forward mish _prelu_kernel silu softplus
+    celu elu selu hardshrink hardsigmoid hardswish leaky_relu mish _prelu_kernel silu softplus
     softshrink threshold _add_relu
 """
 SPECIAL = """
@@ -56,7 +56,7 @@ ADDITIVE = linear("self other") + affine("self", "other")
 BACKWARD = """
     sigmoid_backward tanh_backward threshold_backward hardtanh_backward hardsigmoid_backward
     hardswish_backward hardshrink_backward softshrink_backward leaky_relu_backward elu_backward softplus_backward
-    silu_backward mish_backward log_sigmoid_backward rrelu_with_noise_backward _prelu_kernel_backward
+    silu_backward mish_backward rrelu_with_noise_backward _prelu_kernel_backward
 """
 
 # x + w (y - x): linear in x and y together, affine in each. Affine in w, too, but from w = 1/2 on torch computes

@@ -37,6 +37,19 @@ CREATING = (
 )
 
 
+WHOLE_LAYERS = (
+    aten.grid_sampler.default,
+    aten.gru.data,
+    aten.gru.input,
+    aten.lstm.data,
+    aten.lstm.input,
+    aten.rnn_relu.data,
+    aten.rnn_relu.input,
+    aten.rnn_tanh.data,
+    aten.rnn_tanh.input,
+)
+
+
 def _mvlgamma(x: Tensor, p: int) -> Tensor:
     """The sum of ``lgamma(x + (1 - j) / 2)`` for j of 1 to p, plus ``p (p - 1) / 4 log pi``.
 
@@ -70,15 +83,24 @@ def _one_hot(x: Tensor, num_classes: int = -1) -> Tensor:
     return (x.unsqueeze(-1) == classes).to(torch.int64)
 
 
-def _lstm(*args: Any) -> Any:
-    """Without oneDNN, whose kernel for a whole layer hides the products that have rules."""
-    one_dnn: Any = torch.backends.mkldnn
-    if not one_dnn.enabled:
-        return NotImplemented
-    # Not an assignment to one_dnn.enabled, which torch refuses once its own testing tools are imported.
-    rest = {name: getattr(one_dnn, name) for name in ("deterministic", "allow_tf32", "fp32_precision")}
-    with one_dnn.flags(enabled=False, **rest):
-        return aten.lstm.input(*args) if isinstance(args[3], bool) else aten.lstm.data(*args)
+def _in_parts(op: Any) -> Callable[..., Any]:
+    """A recurrent layer or a sampling of a grid as the ops that have rules, whatever device it is on.
+
+    Without cuDNN, and of an LSTM without oneDNN: their kernels for a whole layer hide the products that have rules.
+    """
+
+    def run(*args: Any) -> Any:
+        one_dnn: Any = torch.backends.mkldnn
+        cudnn: Any = torch.backends.cudnn
+        if not one_dnn.enabled and not cudnn.enabled:
+            return NotImplemented
+        # Not an assignment to one_dnn.enabled, which torch refuses once its own testing tools are imported.
+        rest = {name: getattr(one_dnn, name) for name in ("deterministic", "allow_tf32", "fp32_precision")}
+        of_cudnn = {name: getattr(cudnn, name) for name in ("benchmark", "benchmark_limit", *rest)}
+        with one_dnn.flags(enabled=False, **rest), cudnn.flags(enabled=False, **of_cudnn):
+            return op(*args)
+
+    return run
 
 
 # -- sequences of several lengths ------------------------------------------------------------------------------------
@@ -170,8 +192,7 @@ INSTEAD: dict[Any, Callable[..., Any]] = {
     aten._pad_packed_sequence.default: _pad_packed_sequence,
     aten.ctc_loss.IntList: _ctc_loss,
     aten.ctc_loss.Tensor: _ctc_loss,
-    aten.lstm.data: _lstm,
-    aten.lstm.input: _lstm,
+    **{op: _in_parts(op) for op in WHOLE_LAYERS},
     aten.mvlgamma.default: _mvlgamma,
     aten.one_hot.default: _one_hot,
     aten.tensor_split.tensor_indices_or_sections: _tensor_split,

@@ -55,6 +55,14 @@ def test_by_op_names_what_needs_a_collective(run):
     assert "redistribute" in result.output
 
 
+def test_cuda_is_rehearsed_without_a_device(run):
+    content = json.loads(
+        run("train.py:step", "--mesh", "8x128", "--names", "dp,tp", "--json", "--device", "cuda").output
+    )
+    assert content["ops"]["aten._fused_adamw_.default"] == 1
+    assert {row["kind"] for row in content["collectives"]} == {"all_reduce"}
+
+
 def test_json_has_everything(run):
     content = json.loads(run("train.py:step", "--mesh", "2x4", "--names", "dp,tp", "--json", "--rank", "5").output)
     assert (content["mesh"], content["names"], content["coordinate"]) == ([2, 4], ["dp", "tp"], [1, 1])

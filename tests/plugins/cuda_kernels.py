@@ -85,6 +85,47 @@ def cudnn_backward(
     return backward(grad, q, k, v, bias, lse[..., 0], is_causal, scale)[:3]
 
 
+# -- recurrent cells: aten/src/ATen/native/cuda/RNN.cu ------------------------------------------------------------
+
+
+def biased(gates, *biases):
+    return sum((bias for bias in biases if bias is not None), gates)
+
+
+def lstm_cell(input_gates, hidden_gates, cx, input_bias=None, hidden_bias=None):
+    gates = biased(input_gates + hidden_gates, input_bias, hidden_bias).chunk(4, 1)
+    i, f, g, o = gates[0].sigmoid(), gates[1].sigmoid(), gates[2].tanh(), gates[3].sigmoid()
+    cy = f * cx + i * g
+    return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
+
+
+def lstm_cell_backward(grad_hy, grad_cy, cx, cy, workspace, has_bias):
+    i, f, g, o = workspace.chunk(4, 1)
+    of_hy = torch.zeros_like(cx) if grad_hy is None else grad_hy
+    of_cell = of_hy * o * (1 - cy.tanh() ** 2) + (0 if grad_cy is None else grad_cy)
+    of_o = of_hy * cy.tanh() * o * (1 - o)
+    of_gates = torch.cat([of_cell * g * i * (1 - i), of_cell * cx * f * (1 - f), of_cell * i * (1 - g * g), of_o], 1)
+    return of_gates, of_cell * f, of_gates.sum(0) if has_bias else None
+
+
+def gru_cell(input_gates, hidden_gates, hx, input_bias=None, hidden_bias=None):
+    (ir, iz, ic), (hr, hz, hc) = (
+        biased(gates, bias).chunk(3, 1) for gates, bias in ((input_gates, input_bias), (hidden_gates, hidden_bias))
+    )
+    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    n = (ic + r * hc).tanh()
+    return n + z * (hx - n), torch.cat([r, z, n, hx, hc], 1)
+
+
+def gru_cell_backward(grad_hy, workspace, has_bias):
+    r, z, n, hx, hc = workspace.chunk(5, 1)
+    of_n = grad_hy * (1 - z) * (1 - n * n)
+    of_z, of_r = grad_hy * (hx - n) * z * (1 - z), of_n * hc * r * (1 - r)
+    of_input, of_hidden = torch.cat([of_r, of_z, of_n], 1), torch.cat([of_r, of_z, of_n * r], 1)
+    of_biases = [x.sum(0) if has_bias else None for x in (of_input, of_hidden)]
+    return of_input, of_hidden, grad_hy * z, *of_biases
+
+
 def in_wide(op):
     """A kernel of ``op`` with the dtype of the result as last positional argument."""
 
@@ -102,6 +143,10 @@ KERNELS = {
     "_scaled_dot_product_efficient_attention_backward": efficient_backward,
     "_scaled_dot_product_cudnn_attention": cudnn,
     "_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
+    "_thnn_fused_lstm_cell": lstm_cell,
+    "_thnn_fused_lstm_cell_backward_impl": lstm_cell_backward,
+    "_thnn_fused_gru_cell": gru_cell,
+    "_thnn_fused_gru_cell_backward": gru_cell_backward,
     **{f"{name}.dtype": in_wide(getattr(aten, name).default) for name in ("mm", "bmm")},
 }
 

@@ -3,6 +3,7 @@
 import math
 from itertools import product
 
+import cuda_kernels
 import torch
 
 from shardwise.testing.samples import generic_samples
@@ -150,7 +151,46 @@ def fractions():
 FLOATS = [(F32, F32), (F64, F64)]
 OPERATORS = (aten.__lshift__, aten.__rshift__, aten.__ilshift__, aten.__irshift__)
 HALVES = (((5, 6), 1), ((6, 5), 0), ((2, 3, 4), -1), ((0, 4), 1), ((8,), 0))
+# (batch, width of the hidden state): even and uneven shards of the batch, and more ranks than sequences
+CELLS = [(8, 3), (5, 2), (1, 4)]
+
+
+def states(batch, width, *times):
+    """Tensors of ``batch`` rows, so many times as wide as the hidden state."""
+    return [made((batch, n * width), seed=seed) for seed, n in enumerate(times)]
+
+
+def biases(width, gates):
+    return [[None, None], [made((gates * width,), seed=5), made((gates * width,), seed=6)]]
+
+
+def lstm_backwards():
+    samples = []
+    for number, (batch, width) in enumerate([*CELLS, *CELLS]):
+        *gates, cx, grad_hy, grad_cy = states(batch, width, 4, 4, 1, 1, 1)
+        _, cy, workspace = cuda_kernels.lstm_cell(*gates, cx)
+        grads = ([grad_hy, grad_cy], [None, grad_cy], [grad_hy, None])[number % 3]
+        samples.append(((*grads, cx, cy, workspace, True), {}))
+    return samples
+
+
+def gru_backwards():
+    return [
+        ((states(*sizes, 1)[0].cos(), cuda_kernels.gru_cell(*states(*sizes, 3, 3, 1))[1], has_bias), {})
+        for sizes in CELLS
+        for has_bias in (True, False)
+    ]
+
+
 SAMPLES = {
+    aten._thnn_fused_lstm_cell.default: lambda: [
+        ((*states(b, w, 4, 4, 1), *of_gates), {}) for b, w in CELLS for of_gates in biases(w, 4)
+    ],
+    aten._thnn_fused_lstm_cell_backward_impl.default: lstm_backwards,
+    aten._thnn_fused_gru_cell.default: lambda: [
+        ((*states(b, w, 3, 3, 1), *of_gates), {}) for b, w in CELLS for of_gates in biases(w, 3)
+    ],
+    aten._thnn_fused_gru_cell_backward.default: gru_backwards,
     **{op: (lambda op=op: alphas(op)) for op in (aten.add.Tensor, aten.sub.Tensor)},
     **{
         op: (lambda op=op: mixed(op))

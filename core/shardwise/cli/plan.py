@@ -98,8 +98,6 @@ def step(  # noqa: PLR0913  # the options of the command
     buffers stay where it places them; with --fixed parameters, all parameters do. --out writes the plan, which
     distribute_module and shardwise rehearse take.
     """
-    import torch
-
     from shardwise.steps.factoring import cheapest_plan, plan_shapes
     from shardwise.steps.planning import plan as planned_by
 
@@ -107,8 +105,6 @@ def step(  # noqa: PLR0913  # the options of the command
         raise click.UsageError("--factor tries all shapes: give --mesh the number of ranks alone")
     words = (names or "dim0,dim1,dim2").split(",") if factor else _words("--names", names, mesh_shape)
     connections = (wires.split(",") if wires else None) if factor else _words("--wires", wires, mesh_shape)
-    if device == "cuda" and not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        raise click.UsageError("this torch is not built with cuda, so it does not know which kernels cuda takes")
     if loose and keep is None:
         raise click.UsageError("--loose is about the lines of a plan to keep: give --keep FILE too")
     if out is not None and not out.absolute().parent.is_dir():

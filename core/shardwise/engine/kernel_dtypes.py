@@ -22,6 +22,7 @@ from shardwise.kernel.schema import OpSchema
 from shardwise.kernel.signature import Kind, Op, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import hint
+from shardwise.private_torch.fake import has_cuda
 from shardwise.private_torch.ops import direct_call, draws
 
 __all__ = ["refuse_dtypes"]
@@ -90,7 +91,7 @@ def _may_ask(op: Op, values: Sequence[Any]) -> bool:
 
 
 def _has_kernels(device_type: str) -> bool:
-    return device_type == "cpu" or (device_type == "cuda" and torch.cuda.is_available())
+    return device_type == "cpu" or (device_type == "cuda" and has_cuda())
 
 
 def _dtypes(values: Sequence[Any]) -> Iterator[torch.dtype]:

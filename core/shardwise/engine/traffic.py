@@ -23,6 +23,7 @@ from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import memory_order
 from shardwise.planning.cost import KINDS
 from shardwise.planning.path import Path
+from shardwise.private_torch.fake import has_cuda
 from shardwise.rng.generator import preserved_state
 from shardwise.rule.lowering import LocalCall, MeshDims
 
@@ -93,7 +94,7 @@ def in_lowering(
     place = (0,) * schema.mesh.ndim if coordinate is None else coordinate
     local = LocalCall(call, operands, tuple(results), place, comm)
     # A rehearsal takes no numbers from the generators: ranks whose generators differ would draw different numbers.
-    on_cuda = schema.mesh.device_type == "cuda" and torch.cuda.is_available()
+    on_cuda = schema.mesh.device_type == "cuda" and has_cuda()
     devices = [torch.cuda.current_device()] if on_cuda else []
     try:
         with torch.random.fork_rng(devices), preserved_state():

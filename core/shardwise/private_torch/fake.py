@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -22,11 +22,27 @@ __all__ = [
     "fake_store",
     "fake_strides",
     "fake_tensors",
+    "has_cuda",
     "is_rehearsing",
     "is_unknowable",
     "rehearsing",
+    "replaced",
     "shape_needs_data",
+    "standing_in",
 ]
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """A context in which attributes of a module or a class have other values. Those that it lacks are left out."""
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name in before:
+            setattr(owner, name, values[name])
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -39,12 +55,41 @@ def fake_tensors() -> Iterator[None]:
     known = [getattr(import_module(name), "_foreach_supported_types", []) for name in FOREACH_MODULES]
     before = [list(types) for types in known]
     support_foreach(FakeTensor)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with (
+            mode,
+            replaced(torch.utils, swap_tensors=_swapping_under(mode)),
+            replaced(torch.amp.GradScaler, _maybe_opt_step=_step_with_finite_gradients),
+        ):
             yield
     finally:
         for types, old in zip(known, before, strict=True):
             types[:] = old
+
+
+def _step_with_finite_gradients(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
+    """The step of a scaler whose gradients are finite. It reads from the device whether they are, to skip a step, and
+    the number that stands for what data decides would skip each.
+    """
+    return optimizer.step(*args, **kwargs)
+
+
+def _swapping_under(mode: FakeTensorMode) -> Callable[[Any, Any], None]:
+    """``torch.utils.swap_tensors``, by which ``module.to(dtype)`` replaces a fake parameter.
+
+    It refuses tensors with weak references. The mode has some, to tensors that it made of others, and lives well
+    without.
+    """
+    swap: Callable[[Any, Any], None] = torch.utils.swap_tensors
+
+    def swap_forgotten(one: Any, other: Any) -> None:
+        memo = mode.fake_tensor_converter.meta_converter.tensor_memo
+        for key in [key for key, tensor in memo.items() if tensor is one or tensor is other]:
+            del memo[key]
+        swap(one, other)
+
+    return swap_forgotten
 
 
 def fake_strides(op: Any, arguments: Mapping[str, Any], device_type: str) -> list[tuple[int, ...] | None]:
@@ -73,9 +118,12 @@ def fake_store() -> Any:
 
 @define
 class _Process:
-    """Whether this process rehearses. It is not per thread, because backward runs in other threads."""
+    """Whether this process rehearses, and whether a stand-in answers for a CUDA device. It is not per thread, because
+    backward runs in other threads.
+    """
 
     is_rehearsing: bool = False
+    has_stand_in: bool = False
 
 
 _process = _Process()
@@ -97,6 +145,21 @@ def rehearsing() -> Iterator[None]:
 def is_rehearsing() -> bool:
     """Whether the program runs without data, on a mesh without other ranks."""
     return _process.is_rehearsing
+
+
+@contextmanager
+def standing_in() -> Iterator[None]:
+    """A context in which a stand-in answers for a CUDA device that is not there."""
+    before, _process.has_stand_in = _process.has_stand_in, True
+    try:
+        yield
+    finally:
+        _process.has_stand_in = before
+
+
+def has_cuda() -> bool:
+    """Whether there is a CUDA device with kernels. Where a stand-in answers, ``torch.cuda.is_available()`` says yes."""
+    return torch.cuda.is_available() and not _process.has_stand_in
 
 
 def is_unknowable(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from attrs import define, field
@@ -146,7 +147,8 @@ def next_draw(agree: Agree) -> Draw | None:
     A recomputation of a forward repeats the forward's draws. ``torch.utils.checkpoint`` resets torch's CPU generator
     for it, and each draw is stored under a number that this generator gave just before.
 
-    Raises :class:`TracingError` while a graph is traced, as the graph would draw the same numbers each time it runs.
+    Raises :class:`TracingError` while a graph is traced or captured, which would draw the same numbers each time it
+    runs.
     """
     chosen = mode()
     if chosen == "torch":
@@ -156,6 +158,13 @@ def next_draw(agree: Agree) -> Draw | None:
             asked="draw random numbers by their place in the global tensor",
             found="a graph is being traced, and would draw the same numbers each time it runs",
             do="Draw outside of compiled code, or let torch's generator draw: `with shardwise.random.using('torch')`.",
+        )
+    cuda: Any = torch.cuda
+    if cuda.is_initialized() and cuda.is_current_stream_capturing():
+        raise TracingError(
+            asked="draw random numbers by their place in the global tensor",
+            found="a CUDA graph is being captured, and would draw the same numbers each time it is replayed",
+            do="Let torch's generator draw, which a graph advances: `with shardwise.random.using('torch')`.",
         )
     tag = _number_of_torch()
     draw = _here.draws.get(tag) if in_backward() else None

@@ -15,7 +15,6 @@ from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
-import torch
 from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,6 +26,7 @@ from shardwise.errors import PlanError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import are_chosen, links_of, links_of_wires, use_links
+from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.fake import fake_tensors
 from shardwise.program.amounts import size_text
 from shardwise.program.collection import no_collection
@@ -172,7 +172,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
     try:
         with fake_ranks(math.prod(mesh_shape), 0), no_policies():
             mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=names)
-            with _wired(mesh, wires), fake_tensors(), torch.device(device):
+            with _wired(mesh, wires), fake_tensors(), as_on(device):
                 return _planned(program, mesh, name or _name_of(program), wires, request, say)
     finally:
         use_decisions(*before)

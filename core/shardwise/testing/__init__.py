@@ -12,6 +12,7 @@ from shardwise.testing.inference import InferenceError, Inferred, infer
 from shardwise.testing.isolated import IsolatedRegistry, isolated_registry
 from shardwise.testing.local_functions import LocalRefuted, LocalReport, check_local
 from shardwise.testing.meshes import mesh
+from shardwise.testing.on_device import HostWait, on_device
 from shardwise.testing.oracle import check_plugin, check_rule
 from shardwise.testing.pool import WorkerPool
 from shardwise.testing.report import Report, RuleRefuted
@@ -22,6 +23,7 @@ from shardwise.testing.worker import RankFailure
 
 __all__ = [
     "GradientRefuted",
+    "HostWait",
     "InferenceError",
     "Inferred",
     "IsolatedRegistry",
@@ -41,5 +43,6 @@ __all__ = [
     "isolated_registry",
     "made",
     "mesh",
+    "on_device",
     "samples_from_schema",
 ]

@@ -26,6 +26,7 @@ from shardwise.engine.decomposition import Decomposition, decompose, stand_ins
 from shardwise.errors import CallError, RuleConflictError
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import forward_traceback, in_backward, watching
 from shardwise.private_torch.fake import fake_tensors, is_unknowable
 from shardwise.private_torch.tracing import outside_modes
@@ -119,7 +120,7 @@ def cover(make: Callable[[], Callable[[], Any]], device: str = "cpu") -> Coverag
     with (
         fake_tensors(),
         torch.autograd.set_detect_anomaly(True, check_nan=False),
-        torch.device(device),
+        as_on(device),
         watch.installed(),
     ):
         program = make()

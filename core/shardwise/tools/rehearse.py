@@ -29,6 +29,7 @@ from shardwise.kernel import dispatcher
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
+from shardwise.private_torch.absent_card import as_on
 from shardwise.private_torch.dispatch import memory_of, watching
 from shardwise.private_torch.fake import fake_store, fake_tensors, is_unknowable, rehearsing
 from shardwise.program.step_plan import StepPlan
@@ -191,7 +192,7 @@ def _rehearsed(
 ) -> Rehearsal:
     with fake_ranks(math.prod(mesh_shape), rank):
         mesh = init_device_mesh(device, tuple(mesh_shape), mesh_dim_names=tuple(names))
-        with fake_tensors(), torch.device(device), watch.installed():
+        with fake_tensors(), as_on(device), watch.installed():
             return follow(program, mesh, watch)
 
 

@@ -1,7 +1,7 @@
 """Ranges and pieces: every score that the mask leaves is in exactly one piece."""
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from measure import contiguous_work
 
@@ -20,6 +20,7 @@ def positions(held):
     return [i for start, stop in held for i in range(start, stop)]
 
 
+@settings(deadline=None)
 @given(ranges(), ranges(), st.booleans())
 def test_pieces_cover_what_the_mask_leaves_once(queries, keys, causal):
     counted = torch.zeros(length(queries), length(keys), dtype=torch.int64)
@@ -41,11 +42,13 @@ def test_neighbours_are_one_piece():
     assert pieces(((0, 3),), ((0, 3),), causal=True) == (Piece((0, 3), (0, 3), causal=True),)
 
 
+@settings(deadline=None)
 @given(ranges(), ranges())
 def test_overlaps_are_the_shared_positions(some, others):
     assert positions(overlaps(some, others)) == sorted(set(positions(some)) & set(positions(others)))
 
 
+@settings(deadline=None)
 @given(st.integers(0, 5), st.integers(0, 40), st.integers(1, 6))
 def test_balanced_ranges_share_out_all_positions(start, size, ranks):
     found = balanced((start, start + size), ranks)
@@ -58,6 +61,7 @@ def work(found, *, causal=True):
     return [sum(area(pieces(queries, keys, causal=causal)) for keys in found) for queries in found]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_balanced_ranges_make_equal_work_of_whole_chunks_in_every_step(ranks, chunk):
     found = balanced((0, 2 * ranks * chunk), ranks)

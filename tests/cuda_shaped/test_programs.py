@@ -1,0 +1,137 @@
+"""Whole programs as on a mesh of CUDA devices, without one: which kernels run, in which dtypes, what is sent, and that
+a warm step never leaves the device.
+"""
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from shaped_programs import PROGRAMS, Experts, Language, distributed, ids, rows, training
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardwise as sw
+from shardwise.comm.events import observe
+from shardwise.private_torch.absent_card import as_on
+from shardwise.private_torch.dispatch import watching
+from shardwise.private_torch.fake import fake_tensors
+from shardwise.steps.planning import plan
+from shardwise.tools.rehearse import fake_ranks, rehearse
+
+ATTENTION = "aten._scaled_dot_product_cudnn_attention"
+EVERY_DAY = ("language scaled", "convolutions")
+# By program: ops that a card's choice makes, and ops that must not run in their place.
+KERNELS = {
+    "language": ("efficient_attention", "math for_cpu flash cudnn"),
+    "language bfloat16": ("cudnn_attention", "math for_cpu efficient"),
+    "language autocast": ("cudnn_attention", "math for_cpu efficient"),
+    "language scaled": ("cudnn_attention _amp_foreach _fused_adamw_", "math for_cpu efficient"),
+    "language scaled foreach": ("cudnn_attention _amp_foreach _foreach_lerp_", "math _fused_adamw_"),
+    "language dropout": ("efficient_attention native_dropout", "math for_cpu"),
+    "language recomputed": ("efficient_attention native_dropout", "math for_cpu"),
+    "language foreach": ("_foreach_addcdiv_", "_fused_adamw_"),
+    "language capturable": ("_foreach_addcdiv_", "_fused_adamw_"),
+    "language sgd": ("_foreach_add_", "_fused_sgd_"),
+    "language sgd fused": ("_fused_sgd_", "_foreach_add_"),
+    "convolutions": ("cudnn_batch_norm cudnn_batch_norm_backward convolution_backward", "native_batch_norm"),
+    "experts": ("topk bmm", ""),
+    "sampled": ("grid_sampler_2d grid_sampler_2d_backward", "cudnn_grid_sampler"),
+    "recurrent": ("addmm", "_cudnn_rnn mkldnn"),
+    "lstm": ("_thnn_fused_lstm_cell", "_cudnn_rnn mkldnn"),
+    "gru": ("_thnn_fused_gru_cell", "_cudnn_rnn mkldnn"),
+}
+
+
+def trained(name, shape):
+    waits = []
+    return rehearse(training(name, waits), shape, device="cuda"), waits
+
+
+def check(name, shape):
+    rehearsal, waits = trained(name, shape)
+    wanted, unwanted = KERNELS[name]
+    for word in wanted.split():
+        assert any(word in op for op in rehearsal.ops), f"{word} does not run, but {sorted(rehearsal.ops)}"
+    for word in unwanted.split():
+        assert not any(word in op for op in rehearsal.ops), f"{word} runs"
+    assert not waits, "\n".join(map(str, waits))
+    assert {use.kind for use in rehearsal.counts} <= {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+
+
+@pytest.mark.parametrize("name", EVERY_DAY)
+def test_a_program_runs_with_the_kernels_of_a_card_and_stays_on_it(name):
+    check(name, (8,))
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EVERY_DAY])
+def test_every_program_runs_with_the_kernels_of_a_card_and_stays_on_it(name):
+    check(name, (8, 128))
+
+
+def test_a_warm_step_runs_in_the_dtype_of_autocast():
+    dtypes = set()
+
+    def note(op, args, kwargs):
+        if "mm" in str(op) and not any(isinstance(a, sw.MeshTensor) for a in args):
+            dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor))
+        return NotImplemented if any(isinstance(a, sw.MeshTensor) for a in args) else op(*args, **kwargs)
+
+    def program(mesh):
+        model, x = distributed(Language(), mesh), ids(mesh)
+        with watching(note, lambda _: False), torch.autocast("cuda", torch.bfloat16):
+            model(x)
+
+    rehearse(program, (8,), device="cuda")
+    assert dtypes == {torch.bfloat16}
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_cpu_and_cuda_send_the_same_for_a_step_whose_layouts_are_given():
+    """Where only the batch is sharded, no choice depends on how fast the links are."""
+    sent = {}
+    for device in ("cpu", "cuda"):
+        events = sent[device] = []
+
+        def program(mesh, events=events):
+            model, x = distributed(Language(), mesh), ids(mesh)
+            with observe(lambda event: events.append((event.kind, event.mesh_dims, event.nbytes))):
+                model(x).backward()
+
+        rehearse(program, (8,), device=device)
+    assert sent["cpu"] == sent["cuda"]
+    assert sent["cuda"]
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_step_is_planned_with_the_kernels_of_a_card():
+    def program(mesh):
+        return distributed(Experts(), mesh), rows(mesh)
+
+    def attends(mesh):
+        return distributed(Language(key_heads=2).bfloat16(), mesh), ids(mesh)
+
+    assert plan(program, (2, 4), ("dp", "tp"), device="cuda").rehearsal.ops["aten._fused_adamw_.default"] == 1
+    assert plan(attends, (8,), ("dp",), device="cuda").rehearsal.ops[f"{ATTENTION}_backward.default"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_compiled_function_is_traced_to_the_kernels_of_a_card():
+    """A rehearsal watches by a mode, under which torch compiles nothing. So the ranks are made without one."""
+    graphs = []
+
+    def keep(graph, _inputs):
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    with fake_ranks(8, 0):
+        mesh = init_device_mesh("cuda", (8,))
+        with fake_tensors(), as_on("cuda"):
+            model, x = distributed(Language(), mesh), ids(mesh)
+            torch.compile(model, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(x).backward()
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert any("_scaled_dot_product_efficient_attention_backward" in name for name in names)
+    assert not any("_safe_softmax" in name for name in names)
