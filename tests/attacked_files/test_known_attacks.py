@@ -309,6 +309,8 @@ def one_rank_meets_damage(directory):
     return errors
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_damage_in_the_file_of_one_rank_is_an_error_of_all(ranks, tmp_path):
     errors = ranks.run(one_rank_meets_damage, tmp_path)
     assert all(of_rank == errors[0] for of_rank in errors)

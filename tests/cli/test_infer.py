@@ -184,6 +184,8 @@ def test_an_op_that_torch_always_runs_as_others_is_told_so():
     assert "torch always runs aten.linear.default as other ops, before shardwise sees it" in result.output
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_an_op_without_a_rule_that_runs_decomposed_is_told_so():
     with use_registry(Registry()):
         result = run("addmm", "--sample", "f32[4,5], f32[4,3], f32[3,5]")

@@ -63,6 +63,8 @@ def test_json_has_everything(run):
     assert {"at", "op", "phase", "to", "times", "why"} <= set(content["rests"][0])
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_bound_is_shown_beside_the_plan(run, folder):
     result = run("plan", "train_plan.py:step", *ON, "--prove", "--out", "proved.plan")
     assert result.exit_code == 0, result.output

@@ -302,6 +302,8 @@ def test_packed_pieces_come_back_in_whatever_order_they_lie():
 # -- groups and movers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_mesh_may_count_its_ranks_in_any_order(pool):
     def shuffled(kinds):
         from torch.distributed.device_mesh import DeviceMesh

@@ -40,7 +40,7 @@ def test_a_disabled_first_party_plugin_takes_exactly_its_ops():
     registry = Registry()
     load(discover(Settings(disabled=frozenset({"shardwise-matmul"}))), registry)
     own = {entry.op for entry in default_registry().ops(plugin="shardwise-matmul")}
-    assert {e.op for e in default_registry().ops()} - {e.op for e in registry.ops()} == own
+    assert {e.op for e in default_registry().ops() if e.op not in registry} == own
     with pytest.raises(NoRuleError, match=r"aten\.mm\.default"):
         registry.lookup(MM)
 

@@ -133,6 +133,8 @@ def unlimited():
     return sw.plan(*GPT)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_free_parameters_cost_no_more_than_placed_ones(unlimited):
     placed = sw.plan(*GPT, fixed=("parameters",), prove=True)
     assert 0 <= placed.gap < 0.2

@@ -509,6 +509,8 @@ def learned():
         return sent, decided.in_force.known, learning.rounds
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_step_whose_gradients_wait_is_learned(pool):
     sent, known, rounds = pool.run(learned)[0]
     assert known > 0

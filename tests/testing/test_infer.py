@@ -321,6 +321,8 @@ def test_an_op_that_writes_an_operand_and_returns_nothing():
     assert inferred.accepted
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_rounding_of_terms_that_cancel_refutes_no_row():
     """Among the values that the oracle draws, 2**16 and -2**16 meet in one sum."""
     x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in ((7, 8, 10), (8,)))

@@ -39,6 +39,8 @@ def told(folder):
     return probe([f"probed_{name}" for name in names], [folder])
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_what_comes_along(told, folder):
     assert told["probed_cheap"].pulled == ()
     assert told["probed_cheap"].file == str(folder / "probed_cheap.py")
@@ -49,6 +51,8 @@ def test_what_comes_along(told, folder):
     assert (told["probed_hook_raises"].error, told["probed_hook_raises"].hook_error) == ("", "OSError: no libacme.so")
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_what_is_stated_may_be(told, monkeypatch):
     monkeypatch.setattr("shardwise.testing.light.probe", lambda modules: {name: told[name] for name in modules})
     assert heavy_imports("probed_hooked", allowed=("probed_stated",)) == ["probed_heavy"]
