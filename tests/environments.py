@@ -14,6 +14,7 @@ import sysconfig
 import textwrap
 import venv
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,9 @@ class Environment:
         venv.create(self.folder, with_pip=False, symlinks=True)
         self.site = Path(sysconfig.get_path("purelib", vars={"base": str(self.folder), "platbase": str(self.folder)}))
         self.cwd.mkdir()
+        # pip must not exchange what is a link: it would exchange the package of the environment that the tests run in.
+        self.pins = self.folder / "pins.txt"
+        self.pins.write_text(f"torch=={version('torch')}\n")
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             # Neither shardwise, nor the hooks by which this environment may have it in editable form.
             if "shardwise" not in entry.name and entry.suffix != ".pth" and not (self.site / entry.name).exists():
@@ -112,7 +116,7 @@ class Environment:
         command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", "--quiet", "--no-index"]
         done = subprocess.run(
             [*command, "--no-compile", *map(str, wheels)],
-            env=clean_environ(),
+            env=clean_environ(PIP_CONSTRAINT=str(self.pins)),
             capture_output=True,
             text=True,
             check=False,
@@ -131,7 +135,7 @@ class Environment:
     def call(self, *command, cwd=None, timeout=200):
         """Run a command as a person does in it. What a build needs lies in the environment: nothing is downloaded."""
         settings = {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-        environ = self.environ(**settings)
+        environ = self.environ(PIP_CONSTRAINT=str(self.pins), **settings)
         return subprocess.run(
             command,
             cwd=cwd or self.cwd,

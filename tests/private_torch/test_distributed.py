@@ -79,6 +79,13 @@ def test_where_torch_makes_no_device_each_group_has_its_own(monkeypatch):
     assert dist.distributed_c10d.ProcessGroupGloo is before
 
 
+@pytest.mark.parametrize("interface", ["", "lo,lo", "none-of-this-name"])
+def test_where_there_is_no_such_interface_each_group_has_its_own_device(interface):
+    before = dist.distributed_c10d.ProcessGroupGloo
+    distributed.share_gloo_device(interface)
+    assert dist.distributed_c10d.ProcessGroupGloo is before
+
+
 def test_a_store_is_reachable_until_its_process_ends():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     there = dist.TCPStore("127.0.0.1", store.port, is_master=False)

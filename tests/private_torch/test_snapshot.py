@@ -1,5 +1,8 @@
 """The shelf ``private_torch.snapshot``: what a replaced op sends on reaches ``__torch_dispatch__`` in every release."""
 
+import traceback
+from contextlib import suppress
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +36,10 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def called_from():
+    return [frame.name for frame in traceback.extract_stack()]
+
+
 @pytest.fixture(params=[True, False], ids=["asked for", "as this torch is"])
 def replaced(request, monkeypatch):
     """``vander`` sent on by a kernel of ours."""
@@ -54,6 +61,15 @@ def test_a_subclass_is_reached(without_autograd):
     with torch.inference_mode(without_autograd):
         assert torch.vander(Wrapper(torch.tensor([1, 2])), 2).tolist() == [[1, 1], [2, 1]]
     assert seen
+
+
+@pytest.mark.parametrize("replaced", [True], indirect=True, ids=["asked for"])
+def test_it_is_taken_by_the_op_that_calls_back(replaced, monkeypatch):
+    taken = []
+    monkeypatch.setattr(Wrapper, "__torch_dispatch__", classmethod(lambda *_, **__: taken.append(called_from())))
+    with suppress(Exception):  # nothing is returned
+        torch.vander(Wrapper(torch.tensor([1, 2])), 2)
+    assert "_call_back" in taken[0]
 
 
 @pytest.mark.usefixtures("replaced")

@@ -6,6 +6,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -98,7 +99,7 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         def below(*args: Any, **kwargs: Any) -> Any:
-            return with_snapshot(lambda: op.redispatch(keys & after, *args, **kwargs), (*args, *kwargs.values()))
+            return with_snapshot(partial(op.redispatch, keys & after), args, kwargs)
 
         return run(below, args, kwargs)
 

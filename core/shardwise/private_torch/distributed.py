@@ -65,17 +65,17 @@ def default_store() -> Any | None:
 
 
 def share_gloo_device(interface: str) -> None:
-    """Let all gloo groups that this process makes from now on use one device, of a network interface ("" for any).
+    """Let all gloo groups that this process makes from now on use one device, of the network interface of this name.
 
     torch makes a device for each group, and the thread of each wakes a hundred times a second: with the groups of
     some dozens of meshes idle processes take a large part of a small machine. torch takes no options for gloo groups.
-    Nothing happens where torch cannot do it.
+    Nothing happens where torch cannot do it, or where there is no such interface: several names are none.
     """
     try:
         base: Any = dist.ProcessGroupGloo
         device = base.create_device(interface=interface)
         base._Options()._devices = [device]
-    except (AttributeError, RuntimeError):
+    except (AttributeError, RuntimeError, ValueError):
         return
 
     class GlooGroup(base):  # type: ignore[misc]

@@ -9,7 +9,7 @@ back has it taken, and what it calls back runs with the snapshot. From 2.13 on t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -33,21 +33,21 @@ class _Called(threading.local):
 _called = _Called()
 
 
-def with_snapshot(call: Callable[[], Any], operands: Iterable[Any]) -> Any:
-    """The result of ``call()``, which sends an op with these operands on to keys below the snapshot's."""
+def with_snapshot(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The result of ``call(*args, **kwargs)``, which sends an op on to keys below the snapshot's."""
     if not _NEEDED:
-        return call()
+        return call(*args, **kwargs)
     results: list[Any] = []
     errors: list[BaseException] = []
 
     def attempt() -> None:
         try:
-            results.append(call())
+            results.append(call(*args, **kwargs))
         except BaseException as error:  # noqa: BLE001  # C++ lies between here and the caller, who gets it as it is
             errors.append(error)
 
     _called.function = attempt
-    _calling_back().default(list(_tensors(operands)))
+    _calling_back().default(list(_tensors((*args, *kwargs.values()))))
     if errors:
         raise errors[0]
     return results[0]

@@ -161,9 +161,13 @@ class Recording:
             return
         if plan is None:
             return
-        of = self._facts.get(id(plan)) or self._learn_facts(plan)
+        of = self._facts.get(id(plan))
+        if of is None:
+            of = self._facts[id(plan)] = _Facts.of(plan)
         if of.op is not op:
             return
+        if of.mesh not in self.meshes:
+            self.meshes.append(of.mesh)
         operands = self._operands(of, args, kwargs)
         for i in of.written:
             if (t := operands[i]) is not None:
@@ -178,12 +182,6 @@ class Recording:
             if t is not None:
                 self._made_in[t] = module
         self._calls.append((number, plan, operands, results, "backward" if in_backward() else "forward", module))
-
-    def _learn_facts(self, plan: Plan) -> _Facts:
-        of = self._facts[id(plan)] = _Facts.of(plan)
-        if of.op is not None and of.mesh not in self.meshes:
-            self.meshes.append(of.mesh)
-        return of
 
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
