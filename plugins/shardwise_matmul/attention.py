@@ -15,9 +15,9 @@ import torch
 from attrs import evolve
 
 from shardwise.rule import Call, Facts, Flow, LocalCall, Row, Rows, TensorMeta, linear, rule_from
-from shardwise_matmul import work
+from shardwise_matmul import math_attention, work
 
-__all__ = ["RULES"]
+__all__ = ["COMPOSITES", "RULES"]
 
 aten = torch.ops.aten
 
@@ -36,10 +36,12 @@ _ARGUMENTS = {
     "grad_out_": _QUERY,
     "out": _QUERY,
     "logsumexp": _STATISTIC,
+    "weights": _BIAS,
 }
 _RESULTS = (_QUERY, _STATISTIC)  # and tensors that do not depend on the shard: lengths, seeds, debugging
 _RESULTS_OF_MATH = (_QUERY, _QUERY)  # the weights never broadcast
 _GRADIENTS = (_QUERY, _KEY, _KEY, _BIAS)
+_GRADIENTS_OF_MATH = _GRADIENTS[:3]
 
 # The memory-efficient kernel pads the query dim of its logsumexp to a multiple of this (kAlignLSE in its CUDA source).
 _BLOCK = 32
@@ -71,7 +73,9 @@ def _positions(call: Call, query: TensorMeta) -> _Label:
     return None if rest else (("q", blocks), ("w", _BLOCK))
 
 
-def _named(meta: TensorMeta | None, last: str, labels: Mapping[str, _Label]) -> list[_Label] | None:
+def _named(
+    meta: TensorMeta | None, last: str, labels: Mapping[str, _Label], *, gradient: bool = False
+) -> list[_Label] | None:
     """Labels of one tensor: its last dims as described, those before as batch dims from the right."""
     if meta is None:
         return None
@@ -81,8 +85,9 @@ def _named(meta: TensorMeta | None, last: str, labels: Mapping[str, _Label]) -> 
     words = words[-meta.ndim :]
     batch = [f"b{i}" for i in range(meta.ndim - len(words), 0, -1)]
     of_dims: list[_Label] = [*batch, *(labels[word] for word in words)]
-    # A size-1 dim of a mask is broadcast, and a logsumexp that the call does not need has no positions.
-    absent = (0, 1) if last == _BIAS else (0,)
+    # A size-1 dim of a mask is broadcast, and the gradient of a broadcast dim is a sum over all shards. A logsumexp
+    # that the call does not need has no positions.
+    absent = (0, 1) if last == _BIAS or gradient else (0,)
     return [None if n in absent else label for label, n in zip(of_dims, meta.shape, strict=True)]
 
 
@@ -100,10 +105,10 @@ def _flow(call: Call, described_results: Sequence[str], *, reduce: str, facts: F
     inputs = [None if last is None else _named(meta, last, labels) for meta, last in pairs]
     rest = [None] * (len(call.outputs) - len(described_results))
     results = zip(call.outputs, [*described_results, *rest], strict=False)
-    outputs = [None if last is None else _named(meta, last, labels) for meta, last in results]
+    outputs = [None if last is None else _named(meta, last, labels, gradient=reduce == "sum") for meta, last in results]
     names = {name for dims in inputs for label in dims or () for name in _factors(label)} - {"w", "r"}
     # Random numbers are drawn per element of the whole scores: with dropout nothing is sharded.
-    random = bool(call.args["dropout_p"])
+    random = bool(call.args.get("dropout_p"))
     return Flow(
         inputs,
         outputs,
@@ -127,7 +132,7 @@ def _rows(flow: Flow) -> Callable[[Call], Rows]:
 
 
 def _variants(call: Call, row: Row) -> Iterator[Row]:
-    if call.args["dropout_p"]:
+    if call.args.get("dropout_p"):
         # Only the whole row draws, and through the lowering: this chooses the random numbers.
         yield evolve(row, nonempty=(), lowered=True)
         return
@@ -219,4 +224,18 @@ def ATTENTION_BACKWARD(call: Call) -> Callable[[Call], Rows]:
     return _rows(_flow(call, _GRADIENTS, reduce="sum", facts=_LINEAR_BACKWARD))
 
 
-RULES = (ATTENTION, MATH, ATTENTION_BACKWARD)
+@rule_from(math_attention.FORWARD, lowering=_locally, work=work.attention)
+def MATH_AS_ONE(call: Call) -> Callable[[Call], Rows]:
+    """As the math form of torch: named dims ... h q e, ... h s e, ... h s v -> ... h q v, ... h q s."""
+    return _rows(_flow(call, _RESULTS_OF_MATH, reduce="R", facts=_LINEAR))
+
+
+@rule_from(math_attention.BACKWARD, lowering=_locally, work=work.attention_backward)
+def MATH_BACKWARD(call: Call) -> Callable[[Call], Rows]:
+    """As forward; gradients of keys and values of a sharded q are partial sums."""
+    return _rows(_flow(call, _GRADIENTS_OF_MATH, reduce="sum", facts=_LINEAR_BACKWARD))
+
+
+RULES = (ATTENTION, MATH, MATH_AS_ONE, ATTENTION_BACKWARD, MATH_BACKWARD)
+# What runs in place of torch's composite; where it declines, the composite makes a causal mask of its own.
+COMPOSITES = {math_attention.MATH: math_attention.one_op}

@@ -17,5 +17,7 @@ def shardwise_register(registry: Registrar) -> None:
 
     registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES)
     registry.add(*attention.RULES, *flex.RULES, *fused.RULES, *padding.RULES)
+    for op, instead in attention.COMPOSITES.items():
+        registry.add_composites(op, instead=instead)
     for operator, function in flex.HIGHER_ORDER.items():
         registry.add_higher_order(operator, function)

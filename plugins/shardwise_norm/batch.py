@@ -22,7 +22,8 @@ __all__ = ["RULES", "backward_rows", "forward_rows"]
 
 aten = torch.ops.aten
 
-PER_CHANNEL = frozenset({"weight", "bias", *RUNNING})
+PARAMETERS = ("weight", "bias", *RUNNING)
+PER_CHANNEL = frozenset(PARAMETERS)
 SAVED = frozenset({"save_mean", "save_invstd", "save_var"})
 
 
@@ -40,15 +41,19 @@ def _pooled(call: Call) -> list[str]:
 
 
 def _results(call: Call, device_type: str) -> list[TensorMeta | None]:
-    """On the CPU nothing is saved without training, and what is saved is in the parameters' dtype."""
+    """On the CPU nothing is saved without training, and what is saved is in the parameters' dtype. New running
+    statistics have that of the old ones.
+    """
     result, *saved = call.outputs
     if device_type != "cpu":
         return [result, *saved]
-    weight = call.args["weight"]
-    dtype = (call.args["input"] if weight is None else weight).dtype
+    parameters = (call.args.get(name) for name in PARAMETERS)
+    dtype = next((p for p in parameters if p is not None), call.args["input"]).dtype
     size = call.args["input"].shape[1] if is_training(call) else 0
     two = [None if s is None else TensorMeta.contiguous((size,), dtype) for s in saved[:2]]
-    return [result, *two, *saved[2:]]
+    running = [s for name in RUNNING if (s := call.args.get(name)) is not None] if returns_running(call) else []
+    back = [TensorMeta.contiguous(tuple(s.shape), s.dtype) for s in running]
+    return [result, *two, *saved[2 : len(saved) - len(back)], *back]
 
 
 def _gradients(call: Call, device_type: str) -> list[TensorMeta | None]:

@@ -19,7 +19,6 @@ __all__ = ["CREATING", "INSTEAD"]
 aten = torch.ops.aten
 
 CREATING = (
-    aten._scaled_dot_product_attention_math.default,
     aten.combinations.default,
     aten.istft.default,
     aten.linalg_matrix_power.default,

@@ -26,6 +26,7 @@ MORE = {
 }
 ONE_CALL = ["--calls", "1"]
 QUICKER = {
+    "bench_attention": ONE_CALL,
     "bench_cold": [*ONE_CALL, "--case-seconds", "0"],
     "bench_dispatch": ONE_CALL,
     "bench_growth": ["--calls", "200"],

@@ -75,3 +75,47 @@ def computes_as_torch_does(name, tensor, options, layout):
 @pytest.mark.parametrize(("name", "tensor", "options"), TAKEN)
 def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
     pool.run(computes_as_torch_does, name, tensor, options, layout)
+
+
+ROWS = torch.linspace(-1, 1, 32).view(8, 4)
+PER_CHANNEL = torch.ones(4)
+SEVERAL = {
+    "classes of 32 bits": lambda put: torch.nn.functional.nll_loss(put(ROWS), put(torch.arange(8).int() % 4)),
+    "a weight of float64": lambda put: torch.nn.functional.batch_norm(
+        put(ROWS), None, None, put(PER_CHANNEL.double()), put(PER_CHANNEL), training=True
+    ),
+    "integers in a batch": lambda put: torch.nn.functional.batch_norm(
+        put(ROWS.long()), put(PER_CHANNEL), put(PER_CHANNEL), training=False
+    ),
+}
+
+
+def refuses_several(name, layout):
+    m = mesh((4,))
+    with pytest.raises(REFUSALS):
+        SEVERAL[name](lambda t: t)
+    with pytest.raises(REFUSALS):
+        SEVERAL[name](lambda t: sw.distribute_tensor(t, m, layout if t.ndim > 1 else [Replicate()]))
+    assert sw.distribute_tensor(ROWS, m, layout).sum().item() == pytest.approx(ROWS.sum().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)]])
+@pytest.mark.parametrize("name", SEVERAL)
+def test_operands_of_several_dtypes_are_refused_as_on_one_device(pool, name, layout):
+    pool.run(refuses_several, name, layout)
+
+
+def saves_in_the_dtype_of_one_device(layout):
+    batch, statistics = ROWS.bfloat16(), [torch.zeros(4), torch.ones(4)]
+    expected = torch.ops.aten.native_batch_norm.default(batch, None, None, *statistics, True, 0.1, 1e-5)
+    parts = [
+        sw.distribute_tensor(t, mesh((4,)), p) for t, p in ((batch, layout), *((s, [Replicate()]) for s in statistics))
+    ]
+    found = torch.ops.aten.native_batch_norm.default(parts[0], None, None, *parts[1:], True, 0.1, 1e-5)
+    for ours, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.full_tensor(), one, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("layout", [[Shard(0)], [Shard(1)]])
+def test_saved_statistics_have_the_dtype_of_one_device(pool, layout):
+    pool.run(saves_in_the_dtype_of_one_device, layout)

@@ -7,6 +7,7 @@ import torch
 
 from shardwise.testing.values import made
 from shardwise_matmul import flex as flex_attention
+from shardwise_matmul import math_attention
 
 aten = torch.ops.aten
 F32, BF16, I64, C64 = torch.float32, torch.bfloat16, torch.int64, torch.complex64
@@ -288,6 +289,22 @@ def attention_math():
     return [*calls, *flat, ([made((5, 8)), made((6, 8), seed=1), made((6, 4), seed=2)], {})]
 
 
+def attention_math_as_one():
+    """The same calls as the op of the plugin takes them, and keys and values that are broadcast."""
+    broadcast = [made((2, 4, 8, 6)), made((1, 4, 5, 6), seed=1), made((2, 1, 5, 6), seed=2)]
+    defaults = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False}
+    calls = [*attention_math(), (broadcast, {})]
+    return [([*args, *(defaults | kwargs).values()], {}) for args, kwargs in calls]
+
+
+def attention_math_backward():
+    calls = []
+    for (q, k, v, mask, causal, scale, grouped), _ in attention_math_as_one():
+        out, weights = math_attention.FORWARD(q, k, v, mask, causal, scale, grouped)
+        calls.append(([made(out.shape, out.dtype, seed=9), q, k, v, weights, causal, scale], {}))
+    return calls
+
+
 def flash():
     return [([*operands(s), 0.0, causal], {}) for s in HEADS for causal in (False, True)]
 
@@ -392,6 +409,8 @@ UNSAMPLED = {
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU")
 }
 SAMPLES = {
+    math_attention.FORWARD: attention_math_as_one,
+    math_attention.BACKWARD: attention_math_backward,
     FLEX: flex,
     FLEX_BACKWARD: flex_backward,
     aten._transformer_encoder_layer_fwd.default: layers,

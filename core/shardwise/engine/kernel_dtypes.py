@@ -4,15 +4,19 @@ The meta device computes shapes for dtypes that the kernels of a device refuse. 
 return numbers where torch raises, and ranks with empty shards would go on where others raise. So the first call of an
 op with new dtypes runs the kernel once on a few elements, before anything is communicated.
 
-Not every kernel may be asked. Some trust their operands and read memory by what they find there (offsets, lengths,
-sizes): these take sizes as arguments, or integers beside floats. So only torch's own ops are asked, where all operands
-have one dtype and no argument is a size.
+Not every kernel may be asked. Some trust their operands and read memory by what they find there: they have operands
+for indices, offsets or lengths. Some take sizes as arguments, which must fit their operands. So only torch's own ops
+are asked, with integers beside other dtypes only where no operand's name is that of a place in memory, and where the
+arguments are numbers, flags, or the geometry of a window. A call with a window is asked with operands of its own
+shapes, if they are small.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -27,8 +31,11 @@ from shardwise.private_torch.ops import direct_call, draws
 
 __all__ = ["refuse_dtypes"]
 
-# The dtypes for which torch writes every kernel, and None for an operand that is absent: nobody needs to ask.
-_ALWAYS = frozenset({torch.float32, torch.float64, None})
+# The dtypes for which torch writes every kernel: where all operands have one of them, nobody needs to ask.
+_ALWAYS = frozenset({torch.float32, torch.float64})
+
+# What an operand has whose dtype is right: a value, an index.
+_OTHERS = (torch.float32, torch.int64)
 
 # Names of arguments in torch's schemas that are not sizes, offsets or counts, beside numbers and flags.
 _NO_SIZES = frozenset(
@@ -37,6 +44,7 @@ _NO_SIZES = frozenset(
         "dims",
         "axis",
         "dtype",
+        "input_dtype",
         "half_to_float",
         "correction",
         "unbiased",
@@ -44,8 +52,30 @@ _NO_SIZES = frozenset(
         "p",
         "rounding_mode",
         "approximate",
+        "reduction",
+        "ignore_index",
     )
 )
+
+# Names of arguments that say how a window moves over its operand; the shapes of the operands must fit them.
+_WINDOWS = frozenset(("kernel_size", "stride", "padding", "dilation", "output_padding", "groups"))
+# Parts of the names of operands that kernels read memory by.
+_PLACES = (
+    "indices",
+    "index",
+    "offs",
+    "length",
+    "pivot",
+    "bag",
+    "seed",
+    "sorter",
+    "cum_seq",
+    "repeats",
+    "reserve",
+    "sizes",
+)
+# Operands of more elements than this in all are too much for a question.
+_SMALL = 1 << 16
 
 # By op, device type and dtypes: what the kernel raises, or None. A handful per op, as long as the process.
 _known: dict[Any, Exception | None] = {}
@@ -54,10 +84,14 @@ _known: dict[Any, Exception | None] = {}
 def refuse_dtypes(schema: OpSchema) -> None:
     """Raise what the op's kernel raises for the dtypes of this call's operands, if it takes other dtypes."""
     dtypes = [None if spec is None else spec.dtype for spec in schema.specs]
-    if _ALWAYS.issuperset(dtypes):
+    there = {dtype for dtype in dtypes if dtype is not None}
+    mixed = len(there) > 1
+    if not mixed and there <= _ALWAYS:
         return
     named = tuple(v for v in schema.values if isinstance(v, (torch.dtype, bool)))
-    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named)
+    # What a window does with operands of several dtypes may depend on the algorithm that torch takes for their sizes.
+    sizes = tuple(schema.values) if mixed and _has_window(schema.op, schema.values) else ()
+    key = (schema.op, schema.mesh.device_type, freeze(dtypes), named, freeze(_metas(sizes)))
     if key not in _known:
         _known[key] = _refusal(schema.op, schema.mesh.device_type, schema.values)
     refusal = _known[key]
@@ -66,28 +100,60 @@ def refuse_dtypes(schema: OpSchema) -> None:
 
 
 def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | None:
-    """What the kernel raises on a few ones of each operand's dtype, if it raises nothing for float32 in place of one
-    operand's dtype or of all. If it raises then too, dtypes are not the reason.
+    """What the kernel raises on a few ones of each operand's dtype, if it raises nothing for another dtype in place of
+    one operand's or of all. If it raises then too, dtypes are not the reason.
     """
     if draws(op) or not _has_kernels(device_type) or not _may_ask(op, values):
         return None
     refusal = _raised(op, device_type, values, {})
     if refusal is None:
         return None
-    unusual = [i for i, dtype in enumerate(_dtypes(values)) if dtype not in _ALWAYS]
-    trials = [unusual, *([i] for i in unusual)]
-    runs_in_float = (_raised(op, device_type, values, dict.fromkeys(trial, torch.float32)) is None for trial in trials)
-    return refusal if any(runs_in_float) else None
+    dtypes = list(_dtypes(values))
+    trials = [dict.fromkeys(range(len(dtypes)), torch.float32)]
+    trials += [{i: other} for i in range(len(dtypes)) for other in _OTHERS]
+    return refusal if any(_raised(op, device_type, values, trial) is None for trial in trials) else None
 
 
 def _may_ask(op: Op, values: Sequence[Any]) -> bool:
     """Whether the op's kernel is safe on made-up operands."""
-    if op.namespace != "aten" or len(set(_dtypes(values))) != 1:
+    if op.namespace != "aten":
         return False
-    statics = (
-        (a, v) for a, v in zip(signature(op).args, values, strict=True) if a.kind in (Kind.BY_VALUE, Kind.BY_TYPE)
+    dtypes = set(_dtypes(values))
+    if len(dtypes) != 1 and not all(map(_is_inexact, dtypes)) and _reads_by_operands(op):
+        return False
+    known = _NO_SIZES | _WINDOWS if sum(_elements(values)) <= _SMALL else _NO_SIZES
+    return all(v is None or _is_no_size(v) or name in known for name, v in _statics(op, values))
+
+
+def _is_no_size(value: Any) -> bool:
+    return isinstance(value, (bool, float, complex)) or (
+        isinstance(value, (tuple, list)) and all(isinstance(part, bool) for part in value)
     )
-    return all(v is None or isinstance(v, (bool, float, complex)) or a.name in _NO_SIZES for a, v in statics)
+
+
+def _reads_by_operands(op: Op) -> bool:
+    return any(part in arg.name for arg in signature(op).tensor_args for part in _PLACES)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _has_window(op: Op, values: Sequence[Any]) -> bool:
+    return any(name in _WINDOWS and value is not None for name, value in _statics(op, values))
+
+
+def _metas(values: Any) -> Any:
+    """The values with shapes in place of specs."""
+    if isinstance(values, TensorSpec):
+        return tuple(int(hint(n)) for n in values.shape)
+    return tuple(map(_metas, values)) if isinstance(values, (tuple, list)) else values
+
+
+def _statics(op: Op, values: Sequence[Any]) -> list[tuple[str, Any]]:
+    """The arguments that are no tensors, with their names."""
+    arguments = zip(signature(op).args, values, strict=True)
+    return [(arg.name, value) for arg, value in arguments if arg.kind in (Kind.BY_VALUE, Kind.BY_TYPE)]
 
 
 def _has_kernels(device_type: str) -> bool:
@@ -96,21 +162,31 @@ def _has_kernels(device_type: str) -> bool:
 
 def _dtypes(values: Sequence[Any]) -> Iterator[torch.dtype]:
     """The dtypes of all tensor operands, in order."""
+    return (spec.dtype for spec in _specs(values))
+
+
+def _elements(values: Sequence[Any]) -> Iterator[int]:
+    """The numbers of elements of all tensor operands."""
+    return (math.prod(int(hint(n)) for n in spec.shape) for spec in _specs(values))
+
+
+def _specs(values: Sequence[Any]) -> Iterator[TensorSpec]:
     for value in values:
         if isinstance(value, TensorSpec):
-            yield value.dtype
+            yield value
         elif isinstance(value, (tuple, list)):
-            yield from _dtypes(value)
+            yield from _specs(value)
 
 
 def _raised(op: Op, device_type: str, values: Sequence[Any], instead: Mapping[int, torch.dtype]) -> Exception | None:
     """What the kernel raises. ``instead`` has other dtypes for the tensor operands of some numbers."""
-    numbers = iter(range(len(values) + sum(len(v) for v in values if isinstance(v, tuple))))
+    numbers = count()
+    # At most two elements a dim: sizes that are equal stay equal, and indices of ones stay in range.
+    most = math.inf if _has_window(op, values) else 2
 
     def stand_in(value: Any) -> Any:
         if isinstance(value, TensorSpec):
-            # At most two elements a dim: sizes that are equal stay equal, and indices of ones stay in range.
-            shape = [min(int(hint(n)), 2) for n in value.shape]
+            shape = [int(min(int(hint(n)), most)) for n in value.shape]
             return torch.ones(shape, dtype=instead.get(next(numbers), value.dtype), device=device_type)
         if isinstance(value, (tuple, list)):
             return [stand_in(part) for part in value]
