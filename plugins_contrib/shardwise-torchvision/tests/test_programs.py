@@ -254,3 +254,22 @@ def partial_features():
 
 def test_features_that_are_partial_sums_stay_so(pool):
     assert pool.run(partial_features) == [True] * 4
+
+
+def compiled():
+    whole, rois = made(5, 8, 8, 8), regions(7, 5, size=8.0)
+    loss = lambda x, boxes: ops.roi_align(x, boxes, 2, 1.0, 2).square().sum()
+    found = []
+    for layout in ([Shard(0)], [Shard(1)]):
+        torch._dynamo.reset()
+        expected, x = whole.clone().requires_grad_(), sw.distribute_tensor(whole, mesh((4,)), layout).requires_grad_()
+        value = torch.compile(loss, backend="aot_eager", fullgraph=True)(x, sw.distribute_tensor(rois, mesh((4,))))
+        value.backward()
+        one = loss(expected, rois)
+        one.backward()
+        found.append(same(([one.detach(), expected.grad], [value.detach(), x.grad])))
+    return found
+
+
+def test_pooling_compiles_by_pictures_and_by_channels(pool):
+    assert pool.run(compiled, timeout=240) == [[True, True]] * 4
