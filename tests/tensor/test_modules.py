@@ -121,6 +121,40 @@ def test_dtensors_are_told_what_to_do(two_ranks):
     two_ranks.run(dtensors)
 
 
+class Scaled(torch.Tensor):
+    """As quantised weights are: a tensor made of values and a scale."""
+
+    @staticmethod
+    def __new__(cls, values, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values, scale):
+        self.values_, self.scale = values, scale
+
+    def __tensor_flatten__(self):
+        return ["values_", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].values_, args[0].scale)
+
+
+def quantised_weight():
+    layer = nn.Linear(4, 6)
+    weight = Scaled(torch.ones(6, 4, dtype=torch.int8), torch.ones(6, 1))
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    match = (
+        r"place 'weight' of shape \(6, 4\): it is a Scaled, which is made of other tensors \(values_, scale\).*torchao"
+    )
+    with pytest.raises(LayoutError, match=match):
+        sw.distribute_module(layer, on_two(), {"weight": Shard(0)})
+
+
+def test_a_weight_that_is_made_of_other_tensors_is_refused(two_ranks):
+    two_ranks.run(quantised_weight)
+
+
 # -- optimizers and state dicts --------------------------------------------------------------------------------------
 
 

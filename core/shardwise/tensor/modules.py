@@ -15,7 +15,7 @@ from shardwise.comm.layout_agreement import agree_on_plan
 from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import PlanError, PlanFitError, PlanFitWarning
+from shardwise.errors import LayoutError, PlanError, PlanFitError, PlanFitWarning
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -60,8 +60,9 @@ def distribute_module(
     (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
     passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
-    Raises :class:`PlacementError` for a pattern that matches nothing, and a
-    :class:`PlanError` for a plan that cannot be read or is for another mesh or module.
+    Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
+    of other tensors (a quantised weight), and a :class:`PlanError` for a plan that cannot be read or is for another
+    mesh or module.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -131,6 +132,21 @@ def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _refuse_made_of_others(name: str, tensor: Any) -> None:
+    """Raise :class:`LayoutError` for a tensor that has others inside, as libraries make for quantised weights."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        inside = ", ".join(tensor.__tensor_flatten__()[0])
+        raise LayoutError(
+            asked=f"place {name!r} of shape {tuple(tensor.shape)}",
+            found=f"it is a {type(tensor).__name__}, which is made of other tensors ({inside}), and placements say how "
+            "one tensor is divided",
+            do="Place the tensors that it is made of. For models that torchao has quantised, "
+            "shardwise_torchao.distribute_module does that (shardwise plugins search torchao); or place the model "
+            "first, and quantise it then.",
+            name=name,
+        )
+
+
 def _replace_tensors(
     module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
 ) -> None:
@@ -146,6 +162,7 @@ def _replace_tensors(
                 continue
             if id(tensor) not in by_id:
                 refuse_dtensor(tensor, f"place {name!r}")
+                _refuse_made_of_others(name, tensor)
                 places = placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
