@@ -14,7 +14,7 @@ from shardwise_pointwise.addition import ADDED_ONCE, add_once
 from shardwise_pointwise.elementwise import elementwise, elementwise_of
 from shardwise_pointwise.scaling import by_one_number, divide, multiply
 
-__all__ = ["LATE", "RULES"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 
@@ -70,9 +70,6 @@ WHERE: tuple[str | Facts, ...] = (
     moves("self other"),
     *(row for kind in UNMOVED for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
 )
-
-# Ops that torch registers when it compiles: an optimizer's addcmul with a tensor for its factor is traced as one.
-LATE = ("prims::fma",)
 
 RULES = (
     elementwise(f"{POWERS} {LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),

@@ -6,7 +6,7 @@ import warnings
 
 from shardwise.checkpoint.folder import Checkpoint, rules_of
 from shardwise.discovery.process import is_filled, statuses
-from shardwise.errors import RulesWarning
+from shardwise.errors import PluginLoadError, RulesWarning
 
 __all__ = ["rules_in_force", "warn_of_other_rules"]
 
@@ -19,7 +19,14 @@ def rules_in_force() -> dict[str, str]:
         return {}
     from shardwise.discovery.frozen_rules import freeze
 
-    return {plugin.name: plugin.short for plugin in freeze(statuses()).plugins}
+    rules: dict[str, str] = {}
+    for status in statuses():
+        origin = status.plugin.origin
+        try:
+            rules |= {plugin.name: plugin.short for plugin in freeze([status]).plugins}
+        except PluginLoadError as error:  # a module of rules that this program did not need
+            rules[origin.plugin] = f"{origin.distribution} {origin.version}, {error.found}"
+    return rules
 
 
 def warn_of_other_rules(checkpoint: Checkpoint) -> None:

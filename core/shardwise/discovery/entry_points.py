@@ -64,7 +64,7 @@ def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
 
 
 class _Distribution:
-    """What is read of a distribution, once: it may have many plugins, and importlib reads its files at each question."""
+    """What is read of a distribution, once: it may have many plugins, and importlib reads files at each question."""
 
     def __init__(self, read: Distribution) -> None:
         self._read = read
@@ -94,8 +94,9 @@ Copy = tuple[_Distribution, EntryPoint]
 def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     """The entry points with their copies: installed ones in the order of the path, then stale metadata.
 
-    Metadata of an old checkout may come before a real installation on the path. A folder may also be on the path twice. A family of shardwise may be there twice, too: as a distribution of
-    its own, whose files are imported, and in a checkout's distribution of everything.
+    Metadata of an old checkout may come before a real installation on the path. A folder may also be on the path
+    twice. A family of shardwise may be there twice, too: as a distribution of its own, whose files are imported, and in
+    a checkout's distribution of everything.
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
     for read in distributions():

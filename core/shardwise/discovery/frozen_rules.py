@@ -30,6 +30,7 @@ __all__ = [
     "as_refused",
     "check_installed",
     "check_loaded",
+    "digest_of_package",
     "freeze",
     "read_lock",
 ]
@@ -121,7 +122,12 @@ def digest_of_rules(entries: Iterable[Entry]) -> str:
 
 def digest_of_code(plugin: InstalledPlugin) -> str:
     """A digest of the source files of a plugin's package, which is not imported; "none" where there are none."""
-    root = _package_of(plugin.entry.module)
+    return digest_of_package(plugin.entry.module)
+
+
+def digest_of_package(module: str) -> str:
+    """The same of the package that a module is in, or of the module."""
+    root = _package_of(module)
     if root is None:
         return "none"
     files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
