@@ -16,7 +16,19 @@ from shardwise.errors import RuleError
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import draws, is_view_in_place, overload_of, schema_of
 
-__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
+__all__ = [
+    "Arg",
+    "ByType",
+    "Call",
+    "Kind",
+    "Op",
+    "Result",
+    "Signature",
+    "as_op",
+    "is_of_tensors",
+    "op_name",
+    "signature",
+]
 
 Op = OpOverload
 
@@ -161,6 +173,16 @@ def signature(op: Op) -> Signature:
     if known is None:
         known = _signatures[id(op)] = op, _read(op)
     return known[1]
+
+
+def is_of_tensors(op: Op) -> bool:
+    """Whether an op takes tensors, none in a list, and returns tensors, none in a list.
+
+    A fraction of :func:`signature`, for rules that pick from many overloads those that they are for.
+    """
+    schema = schema_of(op)
+    taken = {kind for a in schema.arguments if (kind := _kind(str(a.type))) in (Kind.TENSOR, Kind.TENSORS)}
+    return taken == {Kind.TENSOR} and all(_kind(str(r.type)) is Kind.TENSOR for r in schema.returns)
 
 
 def _read(op: Op) -> Signature:
