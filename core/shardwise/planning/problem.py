@@ -45,9 +45,7 @@ class Table:
         partial = [(1 << s, other) for s, other in enumerate(reductions) if other]
         #: Per row, the rows that it excludes, as bits: their reductions do not commute on some tensor.
         self.barred = tuple(
-            sum(bit for bit, other in partial if any(other.get(i, kind) != kind for i, kind in one.items()))
-            if one
-            else 0
+            sum(bit for bit, other in partial if one and any(other.get(i, kind) != kind for i, kind in one.items()))
             for one in reductions
         )
         apart = [(1 << s, row) for s, row in enumerate(rows) if row.apart]
