@@ -6,7 +6,7 @@ import warnings
 
 from shardwise.checkpoint.folder import Checkpoint, rules_of
 from shardwise.discovery.process import is_filled, statuses
-from shardwise.errors import PluginLoadError, RulesWarning
+from shardwise.errors import RulesWarning
 
 __all__ = ["rules_in_force", "warn_of_other_rules"]
 
@@ -17,16 +17,9 @@ def rules_in_force() -> dict[str, str]:
     """By plugin its distribution, version and digest; empty in a process that has looked up no rule."""
     if not is_filled():
         return {}
-    from shardwise.discovery.frozen_rules import freeze
+    from shardwise.discovery.frozen_rules import in_short
 
-    rules: dict[str, str] = {}
-    for status in statuses():
-        origin = status.plugin.origin
-        try:
-            rules |= {plugin.name: plugin.short for plugin in freeze([status]).plugins}
-        except PluginLoadError as error:  # a module of rules that this program did not need
-            rules[origin.plugin] = f"{origin.distribution} {origin.version}, {error.found}"
-    return rules
+    return {status.plugin.origin.plugin: in_short(status) for status in statuses() if status.status == "loaded"}
 
 
 def warn_of_other_rules(checkpoint: Checkpoint) -> None:

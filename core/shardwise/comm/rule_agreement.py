@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.groups import backend_of, carrying_device, process_group_of
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.waiting_ranks import explained
-from shardwise.discovery.frozen_rules import digest_of_package
+from shardwise.discovery.frozen_rules import digests_of_modules
 from shardwise.discovery.process import default_registry
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel.first_party import core_version
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
@@ -159,13 +160,10 @@ def summary(registry: Registry, *, whole: bool = False) -> Summary:
 
 def _code(registry: Registry) -> dict[str, str]:
     """By plugin, digests of the packages that have its modules of rules."""
-    packages: dict[Origin, set[str]] = {}
+    modules: dict[Origin, list[RuleModule]] = {}
     for module in registry.modules:
-        packages.setdefault(module.origin, set()).add(module.name.rpartition(".")[0] or module.name)
-    return {
-        f"modules of {origin.plugin}": f"{origin}: {', '.join(map(digest_of_package, sorted(names)))}"
-        for origin, names in packages.items()
-    }
+        modules.setdefault(module.origin, []).append(module)
+    return {f"modules of {o.plugin}": f"{o}: {', '.join(digests_of_modules(own))}" for o, own in modules.items()}
 
 
 # -- comparing -------------------------------------------------------------------------------------------------------
