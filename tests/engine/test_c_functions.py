@@ -29,6 +29,8 @@ CALLS = {
     "a view": (aten.view.default, (X, [2, 8]), {}),
     "a 0-dim tensor": (aten.mul.Tensor, (X, X[1, 1]), {}),
     "indices": (aten.index.Tensor, (X, [INDEX]), {}),
+    "lists in place": (aten._foreach_mul_.Tensor, ([X.clone(), X.clone()], X[1, 1]), {}),
+    "a tensor like another": (aten.ones_like.default, (X,), {"pin_memory": False}),
     "a backward op": (aten.threshold_backward.default, (X, X, 0), {}),
 }
 

@@ -77,14 +77,11 @@ def _candidates(op: Op) -> tuple[Callable[..., Any], ...]:
     return tuple(f for f in named if isinstance(f, (BuiltinFunctionType, MethodDescriptorType)))
 
 
-_UNKNOWN = object()
-
-
 class _Trial:
     """Arguments on the meta device, on which the functions in question are called.
 
-    The op itself runs once, or not at all where its results are known: what matters is that it is reached. Python's
-    references are the meta kernels of many ops, and slower than all the rest of planning a call.
+    Where its results are known the op itself does not run: what matters is that it is reached. Python's references are
+    the meta kernels of many ops, and slower than all the rest of planning a call.
     """
 
     def __init__(
@@ -94,7 +91,7 @@ class _Trial:
         self._tensors: dict[int, Any] = {}
         self._args = [self._stand_in(v) for v in args]
         self._kwargs = {name: self._stand_in(v) for name, v in kwargs.items()}
-        self._result = _UNKNOWN if results is None else self._made(results)
+        self._results = results if results is not None and self._can_be_made(results) else None
 
     def effect(self, call: Callable[..., Any]) -> list[tuple[Any, Any]] | None:
         """The ops that a call runs, with a description of their arguments; ``None`` when it raises."""
@@ -105,11 +102,7 @@ class _Trial:
         return [(op, tuple(_described((a, k), self._tensors))) for op, a, k in ops]
 
     def _run(self, op: Op, args: Any, kwargs: Any) -> Any:
-        if op is not self._op:
-            return op(*args, **kwargs)
-        if self._result is _UNKNOWN:
-            self._result = op(*args, **kwargs)
-        return self._result
+        return op(*args, **kwargs) if op is not self._op or self._results is None else self._made(self._results)
 
     def _stand_in(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, TensorMeta)):
@@ -119,18 +112,26 @@ class _Trial:
             return tensor
         return [self._stand_in(v) for v in value] if isinstance(value, (list, tuple)) else value
 
+    def _can_be_made(self, metas: Sequence[TensorMeta | None]) -> bool:
+        results = signature(self._op).results
+        if len(results) == 1 and results[0].is_list:
+            return not results[0].written
+        return len(results) == len(metas) and all(r.is_tensor and not r.is_list for r in results)
+
     def _made(self, metas: Sequence[TensorMeta | None]) -> Any:
-        """The results of the op: what it writes is the argument itself."""
-        described = signature(self._op)
+        """The results of the op. What it writes is the argument itself. All else is made anew at each call, for a C
+        function that makes a tensor detaches one that somebody else has, too.
+        """
+        results = signature(self._op).results
+        if not results:
+            return None
         tensors = [None if meta is None else meta.to_meta_tensor() for meta in metas]
-        if len(described.results) == 1 and described.results[0].is_list:
+        if results[0].is_list:
             return tensors
-        if len(described.results) != len(tensors) or any(r.is_list or not r.is_tensor for r in described.results):
-            return _UNKNOWN
-        values = described.bind(self._args, self._kwargs)
+        values = signature(self._op).bind(self._args, self._kwargs)
         made = [
             values[r.alias] if r.alias is not None and (r.written or r.reseats) else t
-            for r, t in zip(described.results, tensors, strict=True)
+            for r, t in zip(results, tensors, strict=True)
         ]
         return made[0] if len(made) == 1 else tuple(made)
 
