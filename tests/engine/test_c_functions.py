@@ -30,6 +30,7 @@ CALLS = {
     "a 0-dim tensor": (aten.mul.Tensor, (X, X[1, 1]), {}),
     "indices": (aten.index.Tensor, (X, [INDEX]), {}),
     "lists in place": (aten._foreach_mul_.Tensor, ([X.clone(), X.clone()], X[1, 1]), {}),
+    "another view of itself": (aten.squeeze_.dims, (X[:, None], [1]), {}),
     "a tensor like another": (aten.ones_like.default, (X,), {"pin_memory": False}),
     "a backward op": (aten.threshold_backward.default, (X, X, 0), {}),
 }

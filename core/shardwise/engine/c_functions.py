@@ -78,7 +78,7 @@ def _candidates(op: Op) -> tuple[Callable[..., Any], ...]:
 
 
 class _Trial:
-    """Arguments on the meta device, on which the functions in question are called.
+    """A call on the meta device, with tensors of its own for each of the functions in question.
 
     Where its results are known the op itself does not run: what matters is that it is reached. Python's references are
     the meta kernels of many ops, and slower than all the rest of planning a call.
@@ -88,15 +88,19 @@ class _Trial:
         self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[TensorMeta | None] | None
     ) -> None:
         self._op = op
-        self._tensors: dict[int, Any] = {}
-        self._args = [self._stand_in(v) for v in args]
-        self._kwargs = {name: self._stand_in(v) for name, v in kwargs.items()}
+        self._call = args, kwargs
         self._results = results if results is not None and self._can_be_made(results) else None
+        self._tensors: dict[int, Any] = {}
+        self._values: list[Any] = []
 
     def effect(self, call: Callable[..., Any]) -> list[tuple[Any, Any]] | None:
         """The ops that a call runs, with a description of their arguments; ``None`` when it raises."""
+        self._tensors = {}
+        args, kwargs = self._call
+        args, kwargs = [self._stand_in(v) for v in args], {name: self._stand_in(v) for name, v in kwargs.items()}
+        self._values = signature(self._op).bind(args, kwargs)
         try:
-            ops = recorded_ops(call, self._args, self._kwargs, self._run)
+            ops = recorded_ops(call, args, kwargs, self._run)
         except Exception:  # noqa: BLE001  # a candidate that raises, whatever it raises, is not the op
             return None
         return [(op, tuple(_described((a, k), self._tensors))) for op, a, k in ops]
@@ -128,9 +132,8 @@ class _Trial:
         tensors = [None if meta is None else meta.to_meta_tensor() for meta in metas]
         if results[0].is_list:
             return tensors
-        values = signature(self._op).bind(self._args, self._kwargs)
         made = [
-            values[r.alias] if r.alias is not None and (r.written or r.reseats) else t
+            self._values[r.alias] if r.alias is not None and (r.written or r.reseats) else t
             for r, t in zip(results, tensors, strict=True)
         ]
         return made[0] if len(made) == 1 else tuple(made)
