@@ -45,6 +45,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
@@ -156,13 +157,11 @@ def read_settings(environ: Mapping[str, str] | None = None, folder: Path | None 
 
 def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     """The nearest pyproject.toml with a table for shardwise, from ``folder`` upwards."""
-    import tomllib  # only here: `import shardwise` reads no file
-
     for path in (parent / "pyproject.toml" for parent in (folder, *folder.parents)):
         if not path.is_file():
             continue
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("shardwise")
+            table = _table(path.read_text(encoding="utf-8"))
         except OSError:
             continue
         except ValueError as error:
@@ -175,6 +174,16 @@ def _pyproject(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
                 raise _refusal(str(path), "tool.shardwise is not a table", "Write [tool.shardwise] and keys under it.")
             return path, table
     return None, {}
+
+
+@lru_cache(maxsize=8)
+def _table(text: str) -> Any:
+    """What a pyproject.toml has for shardwise; None without. A process asks some ten times, and parsing takes long."""
+    if "shardwise" not in text:
+        return None
+    import tomllib  # only here: `import shardwise` reads no file
+
+    return tomllib.loads(text).get("tool", {}).get("shardwise")
 
 
 def _names(where: str, value: Any) -> frozenset[str]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_conv import convolution, grid, planes, shuffle, unpooling
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_conv.index import MODULES
 
-    registry.add(*convolution.RULES, *planes.RULES, *grid.RULES, *shuffle.RULES, *unpooling.RULES)
+    registry.add_modules(MODULES)

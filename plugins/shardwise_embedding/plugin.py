@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_embedding import bags, tables
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_embedding.index import MODULES
 
-    registry.add(*tables.RULES, *bags.RULES)
+    registry.add_modules(MODULES)

@@ -10,7 +10,7 @@ import torch
 from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
 from shardwise_linalg.batches import ops
 
-__all__ = ["COMPARED", "RULES"]
+__all__ = ["RULES"]
 
 # If the call names no method, torch computes Euclidean distances of more rows than this by a matrix product, which is
 # less exact (aten/src/ATen/native/Distance.cpp).
@@ -52,6 +52,4 @@ def CROSS(self: TensorMeta, other: TensorMeta, dim: int) -> Flow:
     return like(self, whole=[dim], linear=("self", "other"))
 
 
-# An infinite norm of differences is the largest.
-COMPARED = ops("_cdist_forward.default _pdist_forward.default")
 RULES = (CDIST, EUCLIDEAN, CDIST_BACKWARD, PDIST, PDIST_BACKWARD, CROSS)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_linalg import distances, factors, least_squares, solvers, spectra
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_linalg.compared import COMPARED
+    from shardwise_linalg.index import MODULES
 
-    registry.add(*factors.RULES, *spectra.RULES, *solvers.RULES, *least_squares.RULES, *distances.RULES)
-    registry.add_compared(*distances.COMPARED)
+    registry.add_modules(MODULES)
+    registry.add_compared(*COMPARED)

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_loss import alignment, elementwise, likelihood, margins, projected, softmax
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_loss.index import MODULES
 
-    registry.add(*softmax.RULES, *likelihood.RULES, *elementwise.RULES, *margins.RULES)
-    registry.add(*alignment.RULES, *projected.RULES)
+    registry.add_modules(MODULES)

@@ -17,7 +17,7 @@ from attrs import evolve
 from shardwise.rule import Call, Facts, Flow, LocalCall, Row, Rows, TensorMeta, linear, rule_from
 from shardwise_matmul import math_attention, work
 
-__all__ = ["COMPOSITES", "RULES"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 
@@ -237,5 +237,3 @@ def MATH_BACKWARD(call: Call) -> Callable[[Call], Rows]:
 
 
 RULES = (ATTENTION, MATH, MATH_AS_ONE, ATTENTION_BACKWARD, MATH_BACKWARD)
-# What runs in place of torch's composite; where it declines, the composite makes a causal mask of its own.
-COMPOSITES = {math_attention.MATH: math_attention.one_op}

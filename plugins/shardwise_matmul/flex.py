@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.errors import NoStrategyError
 from shardwise.rule import Call, Flow, LocalCall, TensorMeta, rule_from
 
-__all__ = ["HIGHER_ORDER", "RULES"]
+__all__ = ["RULES", "attention", "attention_backward"]
 
 FORWARD = torch.ops.higher_order.flex_attention
 BACKWARD = torch.ops.higher_order.flex_attention_backward
@@ -180,7 +180,7 @@ class _Parts:
         return cls(functions, captured, blocks, block)
 
 
-def _attention(  # noqa: PLR0913, PLR0917  # the operator's own arguments
+def attention(  # noqa: PLR0913, PLR0917  # the operator's own arguments
     call: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -192,6 +192,7 @@ def _attention(  # noqa: PLR0913, PLR0917  # the operator's own arguments
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Any:
+    """What runs in place of the operator: its arguments, on a mesh."""
     _check_size(block_mask, query)
     parts = _Parts.of(score_mod, None, block_mask, kernel_options, score_mod_other_buffers, mask_mod_other_buffers)
     key, value = (_for_batch(t, query) for t in (key, value))
@@ -201,7 +202,7 @@ def _attention(  # noqa: PLR0913, PLR0917  # the operator's own arguments
         )
 
 
-def _attention_backward(  # noqa: PLR0913, PLR0917  # the operator's own arguments
+def attention_backward(  # noqa: PLR0913, PLR0917  # the operator's own arguments
     call: Callable[..., Any],
     query: Tensor,
     key: Tensor,
@@ -218,6 +219,7 @@ def _attention_backward(  # noqa: PLR0913, PLR0917  # the operator's own argumen
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Any:
+    """What runs in place of the operator's backward: its arguments, on a mesh."""
     _check_size(block_mask, query)
     parts = _Parts.of(
         fw_graph, joint_graph, block_mask, kernel_options, score_mod_other_buffers, mask_mod_other_buffers
@@ -262,9 +264,6 @@ def _check_size(mask: tuple[Any, ...], query: Tensor) -> None:
 def _for_batch(tensor: Tensor, query: Tensor) -> Tensor:
     """Keys or values of one batch element serve every query."""
     return tensor.expand(query.shape[0], -1, -1, -1) if tensor.shape[0] == 1 != query.shape[0] else tensor
-
-
-HIGHER_ORDER: dict[Any, Callable[..., Any]] = {FORWARD: _attention, BACKWARD: _attention_backward}
 
 
 # -- on local tensors ------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_matmul import attention, flex, fused, grouped, padding, products, scaled, sums
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_matmul.composites import COMPOSITES
+    from shardwise_matmul.higher_order import HIGHER_ORDER
+    from shardwise_matmul.index import MODULES
 
-    registry.add(*products.RULES, *sums.RULES, *grouped.RULES, *scaled.RULES)
-    registry.add(*attention.RULES, *flex.RULES, *fused.RULES, *padding.RULES)
-    for op, instead in attention.COMPOSITES.items():
+    registry.add_modules(MODULES)
+    for op, instead in COMPOSITES.items():
         registry.add_composites(op, instead=instead)
-    for operator, function in flex.HIGHER_ORDER.items():
+    for operator, function in HIGHER_ORDER.items():
         registry.add_higher_order(operator, function)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_norm import batch, cudnn, group, layer, weight
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_norm.index import MODULES
 
-    registry.add(*layer.RULES, *group.RULES, *batch.RULES, *cudnn.RULES, *weight.RULES)
+    registry.add_modules(MODULES)

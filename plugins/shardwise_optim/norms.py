@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardwise.rule import Call, Flow, LocalCall, Lowering, Rows, Rule, TensorMeta, labels, rule_from
 
-__all__ = ["COMPARED", "RULES"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 Elementwise = Callable[[Tensor], Tensor]
@@ -179,5 +179,4 @@ def _power_sums() -> tuple[Rule, ...]:
     return (POWER_SUM,)
 
 
-COMPARED = (aten._foreach_norm.Scalar, aten._foreach_max.default)
 RULES = (NORM, NORM_INTO, MAX, MAX_INTO, *_power_sums())

@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the foreach, fused and loss scaling rules."""
-    from shardwise_optim import foreach, fused, norms, scaling, steps
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_optim import steps
+    from shardwise_optim.compared import COMPARED
+    from shardwise_optim.index import MODULES
 
-    registry.add(*foreach.RULES, *fused.RULES, *norms.RULES, *scaling.RULES)
-    registry.add_compared(*norms.COMPARED)
+    registry.add_modules(MODULES)
+    registry.add_compared(*COMPARED)
     registry.add_optimizers(*steps.ELEMENTWISE)

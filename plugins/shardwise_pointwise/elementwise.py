@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Call, Facts, Flow, Kind, Lowering, Op, Partial, Row, Rows, Rule, einop, rule_from, signature
+from shardwise.rule import Call, Facts, Flow, Lowering, Op, Partial, Row, Rows, Rule, einop, is_of_tensors, rule_from
 from shardwise_pointwise.resolving import RESOLVED, resolve
 
 __all__ = ["PartialRows", "elementwise", "elementwise_of", "overloads"]
@@ -87,17 +87,7 @@ def overloads(name: str) -> Iterator[Op]:
     """The overloads of an ATen op and of its in-place form that take and return plain tensors."""
     for packet in (getattr(aten, name, None), getattr(aten, f"{name}_", None)):
         if packet is not None:
-            yield from (op for tag in packet.overloads() if _is_of_tensors(op := getattr(packet, tag)))
-
-
-def _is_of_tensors(op: Op) -> bool:
-    described = signature(op)
-    tensors = described.tensor_args
-    return (
-        bool(tensors)
-        and all(a.kind is Kind.TENSOR for a in tensors)
-        and all(r.is_tensor and not r.is_list for r in described.results)
-    )
+            yield from (op for tag in packet.overloads() if is_of_tensors(op := getattr(packet, tag)))
 
 
 # -- which rows --------------------------------------------------------------------------------------------------

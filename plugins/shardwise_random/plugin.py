@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register dropout and the draws."""
-    from shardwise_random import categories, draws, dropout, leaky, parameters
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_random.index import MODULES
 
-    for family in (draws, parameters, categories, dropout, leaky):
-        registry.add(*family.RULES)
+    registry.add_modules(MODULES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardwise.rule import Call, Flow, TensorMeta, dim_of, labels, like, replaced, rule, rule_from
 from shardwise_reduce.dims import ops, reduced_dims, result_labels
 
-__all__ = ["COMPARED", "RULES"]
+__all__ = ["RULES"]
 
 
 @rule_from(
@@ -39,5 +39,4 @@ def HASH(call: Call) -> Flow:
 WHOLE = rule(ops("median.default median.out nanmedian.default nanmedian.out trace.default trace.out"), "R -> R")
 DISTANCE = rule(ops("dist.default dist.out"), "R, R -> R")
 
-COMPARED = ops("median.default nanmedian.default")
 RULES = (ORDER, renorm, HASH, WHOLE, DISTANCE)

@@ -9,7 +9,7 @@ import torch
 from shardwise.rule import Call, Flow, LocalCall, Lowering, Op, Rule, labels, rule_from
 from shardwise_reduce.dims import ops, reduced_dims, reduction, result_labels
 
-__all__ = ["COMPARED", "RULES", "least", "most"]
+__all__ = ["RULES", "least", "most"]
 
 
 def least(dtype: torch.dtype) -> float | int | bool:
@@ -94,4 +94,3 @@ def aminmax(call: Call) -> Flow:
 
 
 RULES = (AMAX, AMIN, ANY, ALL, aminmax)
-COMPARED = ops("max.default min.default amax.default amin.default aminmax.default")

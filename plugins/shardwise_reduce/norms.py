@@ -10,7 +10,7 @@ import torch
 from shardwise.rule import Call, Flow, LocalCall, rule_from
 from shardwise_reduce.dims import accumulator, into, ops, reduced_dims, reduction, split_mesh_dims
 
-__all__ = ["COMPARED", "RULES"]
+__all__ = ["RULES"]
 
 
 def joined_norm(local: LocalCall, x: torch.Tensor, p: float, dims: tuple[int, ...]) -> torch.Tensor:
@@ -82,8 +82,3 @@ def logsumexp(call: Call) -> Flow:
 
 
 RULES = (norm, logsumexp)
-# An infinite norm is a maximum.
-COMPARED = ops(
-    "linalg_vector_norm.default norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dim_dtype norm.ScalarOpt_dtype "
-    "dist.default"
-)

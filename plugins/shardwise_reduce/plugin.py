@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_reduce import along, extremes, largest, moments, norms, positions, scans, sums
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_reduce.compared import COMPARED
+    from shardwise_reduce.index import MODULES
 
-    modules = (sums, extremes, moments, norms, positions, along, scans, largest)
-    registry.add(*(rule for module in modules for rule in module.RULES))
-    registry.add_compared(*extremes.COMPARED, *norms.COMPARED, *along.COMPARED)
+    registry.add_modules(MODULES)
+    registry.add_compared(*COMPARED)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_spectral import transforms
+    """Register the modules of rules, each imported when an op of its own is first seen."""
+    from shardwise_spectral.index import MODULES
 
-    registry.add(*transforms.RULES)
+    registry.add_modules(MODULES)

@@ -12,27 +12,13 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of all families."""
-    from shardwise_tensor import (
-        composites,
-        copying,
-        counting,
-        creating,
-        gathering,
-        indexing,
-        joining,
-        masking,
-        putting,
-        rearranging,
-        scattering,
-        segments,
-        slicing,
-    )
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_tensor import composites
+    from shardwise_tensor.compared import COMPARED
+    from shardwise_tensor.index import MODULES
 
-    moving = (copying, creating, slicing, joining, rearranging, masking, gathering, scattering, indexing, putting)
-    for family in (*moving, counting, segments):
-        registry.add(*family.RULES)
-    registry.add_compared(*scattering.COMPARED, *segments.COMPARED)
+    registry.add_modules(MODULES)
+    registry.add_compared(*COMPARED)
     registry.add_composites(*composites.CREATING)
     for op, function in composites.INSTEAD.items():
         registry.add_composites(op, instead=function)

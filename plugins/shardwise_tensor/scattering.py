@@ -23,7 +23,7 @@ from shardwise.rule import (
 )
 from shardwise_tensor.owning import look_up, on_spare
 
-__all__ = ["ADDED", "COMPARED", "RULES"]
+__all__ = ["ADDED", "RULES"]
 
 aten = torch.ops.aten
 
@@ -220,11 +220,4 @@ def PUT() -> Flow:
     return Flow([None], [None])
 
 
-# The gradient of a largest or smallest value goes to the elements that equal it.
-COMPARED = (
-    aten.scatter_reduce.two,
-    aten.scatter_reduce_.two,
-    aten.index_reduce.default,
-    aten.index_reduce_.default,
-)
 RULES = (SCATTER, SCATTER_VALUE, SCATTER_ADD, SCATTER_REDUCE, INDEX_ADD, INDEX_WRITE, INDEX_FILL, PUT)

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.rule import Call, Flow, Labels, TensorMeta, dim_of, rule_from
 
-__all__ = ["COMPARED", "RULES"]
+__all__ = ["RULES"]
 
 aten = torch.ops.aten
 
@@ -31,5 +31,4 @@ def SEGMENT_REDUCE_BACKWARD(
     return Flow([names, names, names, *[None] * (len(call.operands) - 3)], [names])
 
 
-COMPARED = (aten.segment_reduce.default,)
 RULES = (SEGMENT_REDUCE, SEGMENT_REDUCE_BACKWARD)

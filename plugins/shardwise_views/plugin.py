@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 @hookimpl
 def shardwise_register(registry: Registrar) -> None:
-    """Register the rules of this plugin."""
-    from shardwise_views import axes, memory, reinterpret, shapes, strided, undo
+    """Register the modules of rules, imported when an op of theirs is first seen, and what else is said of ops."""
+    from shardwise_views import undo
+    from shardwise_views.index import MODULES
 
-    registry.add(*shapes.RULES, *axes.RULES, *reinterpret.RULES, *strided.RULES, *memory.RULES)
+    registry.add_modules(MODULES)
     for op, function in undo.UNDO.items():
         registry.add_view(op, undo=function)

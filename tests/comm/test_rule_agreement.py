@@ -1,5 +1,10 @@
 """Ranks agree on their rules where a mesh is first used. Different installations are tested in tests/installed."""
 
+import importlib
+import sys
+from functools import partial
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +53,41 @@ def alike(_):
     return registry_of("1")
 
 
+def by_module(folder, rank):
+    """The plugin registers a module of rules, whose files are those of this rank; it is imported on some ranks."""
+    sys.path.insert(0, str(Path(folder) / f"{rank % 2}"))
+    importlib.invalidate_caches()
+    registrar = Registrar(Origin("acme", "acme", "1"))
+    registrar.add_modules({Path(folder).name: "aten::mm"})
+    registry = Registry()
+    registry.accept(registrar)
+    if rank == 2:
+        registry.lookup(torch.ops.aten.mm.default)
+    return registry
+
+
+def refusal_by_module(folder):
+    try:
+        return refusal(partial(by_module, folder))
+    finally:
+        sys.path.pop(0)
+        sys.modules.pop(Path(folder).name, None)
+
+
+MODULE = """
+import torch
+from shardwise.rule import rule
+RULES = [rule(torch.ops.aten.mm.default, "{notation}")]
+"""
+
+
+def write(folder, *texts):
+    for number, text in enumerate(texts):
+        (folder / f"{number}").mkdir()
+        (folder / f"{number}" / f"{folder.name}.py").write_text(text)
+    return str(folder)
+
+
 def many(rank):
     registry = registry_of("1")
     for i in range(12):
@@ -65,6 +105,31 @@ def test_a_rule_that_reads_otherwise_in_one_version_differs(pool):
     (differences,) = set(pool.run(refusal, by_notation))
     (line,) = differences
     assert line.startswith("rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m n, R -> m n on ranks 1, 3")
+
+
+def test_a_module_of_rules_that_reads_otherwise_on_a_rank_differs_by_its_rules(pool, tmp_path):
+    folder = write(tmp_path, MODULE.format(notation="R, R -> R"), MODULE.format(notation="m n, R -> m n"))
+    (differences,) = set(pool.run(refusal_by_module, folder))
+    assert differences == (
+        "rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, acme 1: m n, R -> m n on ranks 1, 3",
+    )
+
+
+def test_a_module_that_cannot_be_imported_on_a_rank_differs_and_the_cause_is_named(pool, tmp_path):
+    folder = write(tmp_path, MODULE.format(notation="R, R -> R"), "import no_such_library")
+    (differences,) = set(pool.run(refusal_by_module, folder))
+    cause = "cannot be had: ModuleNotFoundError: No module named 'no_such_library' on ranks 1, 3"
+    assert differences == (f"rule aten.mm.default: acme 1: R, R -> R on ranks 0, 2, {cause}",)
+
+
+def test_a_module_with_other_words_and_the_same_rules_is_no_difference(pool, tmp_path):
+    text = MODULE.format(notation="R, R -> R")
+    assert pool.run(refusal_by_module, write(tmp_path, text, f"{text}# a comment\n")) == [()] * 4
+
+
+def test_a_module_that_only_some_ranks_have_imported_is_no_difference(pool, tmp_path):
+    text = MODULE.format(notation="R, R -> R")
+    assert pool.run(refusal_by_module, write(tmp_path, text, text)) == [()] * 4
 
 
 def test_equal_ranks_go_on(pool):

@@ -7,6 +7,9 @@ import torch
 
 from shardwise.engine import c_functions as bindings
 from shardwise.engine.c_functions import binding
+from shardwise.kernel.signature import signature
+from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.planning.results import output_metas
 from shardwise.private_torch.dispatch import recorded_ops
 from shardwise.private_torch.ops import direct_call
 
@@ -26,6 +29,9 @@ CALLS = {
     "a view": (aten.view.default, (X, [2, 8]), {}),
     "a 0-dim tensor": (aten.mul.Tensor, (X, X[1, 1]), {}),
     "indices": (aten.index.Tensor, (X, [INDEX]), {}),
+    "lists in place": (aten._foreach_mul_.Tensor, ([X.clone(), X.clone()], X[1, 1]), {}),
+    "another view of itself": (aten.squeeze_.dims, (X[:, None], [1]), {}),
+    "a tensor like another": (aten.ones_like.default, (X,), {"pin_memory": False}),
     "a backward op": (aten.threshold_backward.default, (X, X, 0), {}),
 }
 
@@ -90,3 +96,26 @@ def test_a_candidate_is_never_tried_on_the_tensors_themselves():
     before = X.clone()
     bindings._find(aten.zero_.default, (X,), {})
     assert torch.equal(X, before)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_where_the_results_are_known_the_binding_is_the_same_and_the_op_does_not_run(case, monkeypatch):
+    op, args, kwargs = CALLS[case]
+    results = output_metas(op, signature(op).bind(*_each(args, kwargs, lambda t: TensorMeta.of(t).to_meta_tensor())))
+    calls = {"unknown": (args, kwargs, None), "known": (*_each(args, kwargs, TensorMeta.of), results)}
+    found, ran = {}, {}
+    for name, call in calls.items():
+        monkeypatch.setattr(bindings, "_known", {})
+        ops = recorded_ops(lambda call=call, name=name: found.update({name: binding(op, *call)}), (), {})
+        ran[name] = op in [one for one, _, _ in ops]
+    assert found["known"] is found["unknown"]
+    assert ran == {"unknown": True, "known": False}
+
+
+def _each(args, kwargs, change):
+    def of(value):
+        if isinstance(value, torch.Tensor):
+            return change(value)
+        return [of(v) for v in value] if isinstance(value, list) else value
+
+    return [of(v) for v in args], {name: of(v) for name, v in kwargs.items()}

@@ -1,10 +1,11 @@
 """Which distributions are known to have an op: what ships with shardwise, held up to date, and the directory."""
 
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from known_ops import text
+from known_ops import indices, stems_of, text
 
 from shardwise.discovery.process import default_registry
 from shardwise.errors import NoRuleError
@@ -22,6 +23,20 @@ def test_every_op_of_the_families_is_known_and_by_its_own():
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written with the newest torch that is tested")
 def test_the_table_is_up_to_date():
     assert OPS.read_text() == text(), "run nox -s known_ops"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_index_of_a_family_has_the_ops_of_its_modules_and_every_module(family):
+    package = family.replace("-", "_")
+    index = {name: set(stems.split()) for name, stems in import_module(f"{package}.index").MODULES.items()}
+    stems = stems_of(package)
+    assert stems.keys() <= index.keys(), "run nox -s known_ops"
+    assert all(stems[name] <= index[name] for name in stems), "run nox -s known_ops"
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written with the newest torch that is tested")
+def test_the_indices_are_up_to_date():
+    assert [path for path, text in indices() if path.read_text() != text] == [], "run nox -s known_ops"
 
 
 def test_the_families_are_those_of_the_checkout():

@@ -8,10 +8,10 @@ from described import rows_of
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.testing import mesh
-from shardwise_pointwise import gated, table
+from shardwise_pointwise import activations, arithmetic, comparisons, functions, gated, special
 
 aten = torch.ops.aten
-RULES = (*table.RULES, *gated.RULES)
+RULES = (*(r for m in (arithmetic, functions, comparisons, activations, special) for r in m.RULES), *gated.RULES)
 OPS = {op: rule for rule in RULES for op in rule.ops}
 
 

@@ -17,9 +17,9 @@ def rules_in_force() -> dict[str, str]:
     """By plugin its distribution, version and digest; empty in a process that has looked up no rule."""
     if not is_filled():
         return {}
-    from shardwise.discovery.frozen_rules import freeze
+    from shardwise.discovery.frozen_rules import in_short
 
-    return {plugin.name: plugin.short for plugin in freeze(statuses()).plugins}
+    return {status.plugin.origin.plugin: in_short(status) for status in statuses() if status.status == "loaded"}
 
 
 def warn_of_other_rules(checkpoint: Checkpoint) -> None:

@@ -196,7 +196,7 @@ def _import_all(plugins: Sequence[InstalledPlugin], writing: int, out: IO[bytes]
             warnings.simplefilter("ignore")
             # What it raises is found again where it is loaded, with its traceback.
             with suppress(Exception):
-                load([plugin], Registry(), strict=False)
+                load([plugin], Registry(), strict=False, whole=True)
         if os.getpid() != mine:  # a plugin has forked, and this is the other one
             os._exit(0)
         with suppress(Exception):

@@ -53,6 +53,7 @@ def plugin_states(*, heed_lock: bool = True) -> PluginStates:
             else:
                 registry = default_registry()
                 loaded = statuses()
+                registry.read_modules()  # a program finds what is wrong with one at the first op of it
             refusal = None
         except ShardingError as error:
             refusal = error
@@ -142,7 +143,7 @@ def load_each(plugins: Iterable[InstalledPlugin], registry: Registry, seen: Seen
             continue
         try:
             with _without_warnings():
-                outcome += load([one], registry, strict=False)
+                outcome += load([one], registry, strict=False, whole=True)
         except PluginLoadError as error:
             trace = "".join(traceback.format_exception(error.__cause__ or error))
             registry.reject(Failure(one.origin, error.found, trace))

@@ -55,8 +55,7 @@ def register(subject: PluginToCheck) -> tuple[Registry, list[Finding]]:
             )
             findings.append(Finding("hook", FAILED, f"{entry.name}: {error.found}", do))
             continue
-        later = sum(1 for _ in registry.later())
-        rules = len(registry.rules(entry.name)) + later
+        rules = len(registry.rules(entry.name)) + len(registry.see_all())
         hooks = [name for name, given in (("links", registry.links), ("observers", registry.observers)) if given]
         if rules or hooks or registry.optimizers:
             findings.append(

@@ -32,6 +32,7 @@ def rules(*, pattern: str, plugin: str | None, as_json: bool, markdown: bool) ->
     arguments (local_args), a choice per position of tensor lists (zip_lists).
     """
     registry = default_registry()
+    registry.read_modules()
     if markdown:
         _entries(registry, pattern, plugin)
         click.echo(rule_table(registry, pattern, plugin), nl=False)

@@ -19,11 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.groups import backend_of, carrying_device, process_group_of
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.waiting_ranks import explained
+from shardwise.discovery.frozen_rules import digests_of_modules
 from shardwise.discovery.process import default_registry
 from shardwise.errors import RankDisagreementError
 from shardwise.kernel.first_party import core_version
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.precedence import Origin
+from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import op_name
 from shardwise.kernel.world import PerWorld
@@ -66,12 +68,16 @@ def agree_on_rules(mesh: Mesh) -> None:
         # A mesh may be first used under tracing, where a tensor made here would not be real.
         with outside_modes():
             failure: Exception | None = None
+            registry: Registry | None = None
             try:
-                own = summary(default_registry())
+                registry = default_registry()
+                own = summary(registry)
             except Exception as error:  # noqa: BLE001  # warnings that a program made errors, too
                 # This rank must not raise yet: the others would wait for it.
                 failure, own = error, {"failure": {"loading its plugins": f"{type(error).__name__}: {error}"}}
-            summaries = different_summaries(mesh, own)
+            summaries = different_summaries(
+                mesh, own, lambda: own if registry is None else summary(registry, whole=True)
+            )
             if failure is not None:
                 raise failure
             if summaries is not None:
@@ -109,13 +115,21 @@ def forget() -> None:
     _meshes.clear()
 
 
-def summary(registry: Registry) -> Summary:
-    """The facts that decide a rank's look-ups: versions, plugins that are loaded or failed, the rule of each op."""
-    rules = {}
+def summary(registry: Registry, *, whole: bool = False) -> Summary:
+    """The facts that decide a rank's look-ups: versions, plugins that are loaded or failed, the rule of each op.
+
+    It is the same whatever ops a rank has seen. For the modules of rules that are imported when an op of theirs is
+    seen, a digest of their files stands; if ``whole``, their rules do.
+    """
+    rules: dict[str, str] = {}
     later: dict[str, list[Origin]] = {}
     for name, origin in registry.later():
         later.setdefault(name, []).append(origin)
-    for op in {entry.op for entry in registry.ops()}:
+    if whole:
+        rules |= {name: f"cannot be had: {why}" for name, why in registry.see_all().items() if name not in later}
+    else:
+        rules |= _code(registry)
+    for op in {entry.op for entry in registry.ops()} if whole else registry.early():
         name = op_name(op)
         if all(entry.origin in later.get(name, ()) for entry in registry.find(op)):
             continue  # got when the op was first seen, which another rank may not have done yet
@@ -144,11 +158,24 @@ def summary(registry: Registry) -> Summary:
     }
 
 
+def _code(registry: Registry) -> dict[str, str]:
+    """By plugin, digests of the packages that have its modules of rules."""
+    modules: dict[Origin, list[RuleModule]] = {}
+    for module in registry.modules:
+        modules.setdefault(module.origin, []).append(module)
+    return {f"modules of {o.plugin}": f"{o}: {', '.join(digests_of_modules(own))}" for o, own in modules.items()}
+
+
 # -- comparing -------------------------------------------------------------------------------------------------------
 
 
-def different_summaries(mesh: DeviceMesh, own: Summary) -> dict[int, Summary] | None:
-    """The summaries of all ranks of a mesh, by global rank; ``None`` when all are equal."""
+def different_summaries(
+    mesh: DeviceMesh, own: Summary, whole: Callable[[], Summary] | None = None
+) -> dict[int, Summary] | None:
+    """The summaries of all ranks of a mesh, by global rank; ``None`` when all are equal.
+
+    ``whole`` makes the summary that is compared where ``own`` differs: the one that says more and costs more.
+    """
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
     numbers = [int.from_bytes(digest[i : i + 7], "big") for i in (0, 7, 14)]
     # One reduction for both: the minimum of the negatives is the negative of the maximum.
@@ -161,12 +188,14 @@ def different_summaries(mesh: DeviceMesh, own: Summary) -> dict[int, Summary] | 
     least, most = extremes.cpu().view(2, -1)
     if torch.equal(least, -most):
         return None
-    summaries: dict[int, Summary] = {dist.get_rank(): own}
+    summaries: dict[int, Summary] = {dist.get_rank(): own if whole is None else whole()}
     for m in range(mesh.ndim):
         parts: list[Any] = [None] * mesh.size(m)
         with explained(process_group_of(mesh, m)):
             dist.all_gather_object(parts, summaries, group=process_group_of(mesh, m))
         summaries = {rank: one for part in parts for rank, one in part.items()}
+    if whole is not None and all(one == summaries[dist.get_rank()] for one in summaries.values()):
+        return None
     return dict(sorted(summaries.items()))
 
 

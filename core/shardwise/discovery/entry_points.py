@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from importlib.metadata import Distribution, EntryPoint, distributions
 
 from attrs import evolve, frozen
@@ -45,13 +46,13 @@ def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
     settings = read_settings() if settings is None else settings
     plugins = []
     for (dist, entry), *others in _copies().values():
-        origin, folder = Origin(entry.name, normalised(dist.name), dist.version), _location(dist)
+        origin = Origin(entry.name, normalised(dist.name), dist.version)
         hides = [
-            f"{d.name} {d.version} in {_location(d)}"
+            f"{d.name} {d.version} in {d.folder}"
             for d, _ in others
-            if (normalised(d.name), _location(d)) != (origin.distribution, folder)
+            if (normalised(d.name), d.folder) != (origin.distribution, dist.folder)
         ]
-        plugin = InstalledPlugin(origin, entry, "ready", location=folder, hides=tuple(hides))
+        plugin = InstalledPlugin(origin, entry, "ready", location=dist.folder, hides=tuple(hides))
         status, reason = _status(settings, plugin, dist)
         plugins.append(evolve(plugin, status=status, reason=reason))
     plugins.sort(key=lambda p: (p.origin.plugin, p.origin.distribution, p.entry.group))
@@ -62,37 +63,56 @@ def discover(settings: Settings | None = None) -> list[InstalledPlugin]:
     return plugins
 
 
-Copy = tuple[Distribution, EntryPoint]
+class _Distribution:
+    """What is read of a distribution, once: it may have many plugins, and importlib reads files at each question."""
+
+    def __init__(self, read: Distribution) -> None:
+        self._read = read
+        metadata = read.metadata
+        self.name, self.version = metadata["Name"], metadata["Version"]
+
+    @cached_property
+    def is_installation(self) -> bool:
+        """Whether it was installed: metadata of an old checkout has no RECORD (PEP 376)."""
+        return self._read.read_text("RECORD") is not None
+
+    @cached_property
+    def folder(self) -> str:
+        from pathlib import Path
+
+        return str(Path(str(self._read.locate_file(""))).resolve())
+
+    @cached_property
+    def version_clash(self) -> str:
+        """Why its own requirement on shardwise or its core does not hold; empty if it does."""
+        return _version_clash(self._read.requires or ())
+
+
+Copy = tuple[_Distribution, EntryPoint]
 
 
 def _copies() -> dict[tuple[str, str, str], list[Copy]]:
     """The entry points with their copies: installed ones in the order of the path, then stale metadata.
 
-    Metadata of an old checkout may come before a real installation on the path. Only an installation has PEP 376's
-    RECORD. A folder may also be on the path twice. A family of shardwise may be there twice, too: as a distribution of
-    its own, whose files are imported, and in a checkout's distribution of everything.
+    Metadata of an old checkout may come before a real installation on the path. A folder may also be on the path
+    twice. A family of shardwise may be there twice, too: as a distribution of its own, whose files are imported, and in
+    a checkout's distribution of everything.
     """
     by_name: dict[tuple[str, str, str], list[Copy]] = {}
-    for dist in distributions():
-        entries = [entry for entry in dist.entry_points if entry.group.startswith(_FAMILY)]
+    for read in distributions():
+        entries = [entry for entry in read.entry_points if entry.group.startswith(_FAMILY)]
         # A broken distribution may have no name. To parse metadata takes long, so only that of plugins is parsed.
-        if entries and dist.metadata["Name"]:
+        if entries and (dist := _Distribution(read)).name:
+            name = normalised(dist.name)
             for entry in entries:
-                name = normalised(dist.name)
                 owner = PROJECT if is_first_party(name) and entry.name in FAMILIES else name
                 by_name.setdefault((entry.group, owner, entry.name), []).append((dist, entry))
     for copies in by_name.values():
-        copies.sort(key=lambda copy: (copy[0].read_text("RECORD") is None, normalised(copy[0].name) == PROJECT))
+        copies.sort(key=lambda copy: (not copy[0].is_installation, normalised(copy[0].name) == PROJECT))
     return by_name
 
 
-def _location(dist: Distribution) -> str:
-    from pathlib import Path
-
-    return str(Path(str(dist.locate_file(""))).resolve())
-
-
-def _status(settings: Settings, plugin: InstalledPlugin, dist: Distribution) -> tuple[str, str]:
+def _status(settings: Settings, plugin: InstalledPlugin, dist: _Distribution) -> tuple[str, str]:
     """The status of a plugin and the reason."""
     origin, group = plugin.origin, plugin.entry.group
     if any(origin.is_called(name) for name in settings.disabled):
@@ -105,7 +125,7 @@ def _status(settings: Settings, plugin: InstalledPlugin, dist: Distribution) -> 
     if group != GROUP:
         newer = "this shardwise" if _major(group) > _major(GROUP) else "the plugin"
         return "needs upgrade", f"it registers under {group}, this shardwise reads {GROUP}: upgrade {newer}"
-    clash = _version_clash(dist)
+    clash = dist.version_clash
     return ("refused", clash) if clash else ("ready", "")
 
 
@@ -145,22 +165,31 @@ def _advice(name: str, origins: Iterable[Origin]) -> str:
     return f"The nearest is {near[0]}. {listed}" if near else listed
 
 
-def _version_clash(dist: Distribution) -> str:
-    """Why the distribution's own requirement on shardwise or its core does not hold; empty if it does."""
-    # Imported here: `import shardwise` does not need `packaging`.
+def _version_clash(requires: Iterable[str]) -> str:
+    """Which of a distribution's requirements on shardwise or its core does not hold, and why; empty if all do."""
+    # A requirement begins with its name. Few begin with this one, and the families of a release pin their core.
+    ours = [line.strip() for line in requires if normalised(line.strip()).startswith(PROJECT)]
+    if not ours:
+        return ""
+    have = core_version()
+    for line in ours:
+        if line not in (f"{PROJECT}=={have}", f"{CORE}=={have}") and (clash := _clash(line, have)):
+            return clash
+    return ""
+
+
+def _clash(line: str, have: str) -> str:
+    """Why a requirement on something whose name begins with that of shardwise does not hold; empty if it does."""
+    # Imported here: `import shardwise` does not need `packaging`, whose import takes as long as finding all plugins.
     from packaging.requirements import InvalidRequirement, Requirement
 
-    for line in dist.requires or ():
-        try:
-            need = Requirement(line)
-        except InvalidRequirement as error:
-            if normalised(line.strip()).startswith(PROJECT):
-                return f"its requirement {line!r} cannot be read: {error}"
-            continue
-        name = normalised(need.name)
-        if name not in (PROJECT, CORE) or (need.marker and not need.marker.evaluate({"extra": ""})):
-            continue
-        have = core_version()
-        if not need.specifier.contains(have, prereleases=True):
-            return f"it needs {name}{need.specifier} and {have} is installed"
-    return ""
+    try:
+        need = Requirement(line)
+    except InvalidRequirement as error:
+        return f"its requirement {line!r} cannot be read: {error}"
+    name = normalised(need.name)
+    if name not in (PROJECT, CORE) or (need.marker and not need.marker.evaluate({"extra": ""})):
+        return ""
+    if need.specifier.contains(have, prereleases=True):
+        return ""
+    return f"it needs {name}{need.specifier} and {have} is installed"

@@ -22,6 +22,7 @@ from shardwise.errors import LockError
 from shardwise.kernel.first_party import core_version
 from shardwise.kernel.foreign_files import read_text, reason, short
 from shardwise.kernel.precedence import Entry
+from shardwise.kernel.registrar import RuleModule
 from shardwise.kernel.signature import op_name
 
 __all__ = [
@@ -30,11 +31,16 @@ __all__ = [
     "as_refused",
     "check_installed",
     "check_loaded",
+    "digests_of_modules",
     "freeze",
+    "in_short",
     "read_lock",
 ]
 
 VERSION = 1
+NO_FILES = "none"
+"""The digest of a package whose source files are not there."""
+
 _HEAD = """\
 # The rules that a program may load. SHARDWISE_LOCK, or `lock` in [tool.shardwise], names this file, and anything else
 # is refused. `shardwise plugins freeze --out FILE` writes it again.
@@ -56,12 +62,6 @@ class FrozenPlugin:
     def origin(self) -> tuple[str, str]:
         """What tells plugins apart."""
         return (self.name, self.distribution)
-
-    @property
-    def short(self) -> str:
-        """The version and a digest of both digests."""
-        both = hashlib.sha256(f"{self.rules} {self.code}".encode()).hexdigest()
-        return f"{self.distribution} {self.version} {both[:16]}"
 
 
 @frozen
@@ -109,6 +109,32 @@ def _freeze_plugin(status: Status) -> FrozenPlugin:
     return FrozenPlugin(origin.plugin, origin.distribution, origin.version, status.ops, *digests)
 
 
+def in_short(status: Status) -> str:
+    """The version of a loaded plugin and a digest of its rules, for the modules that it has not imported of their code.
+
+    No module is imported for it: most programs need few, and all of them take longer than a checkpoint.
+    """
+    origin, registrar = status.plugin.origin, status.registrar
+    assert registrar is not None, f"{origin} is {status.status}"
+    own, code = status.plugin.entry.module.rpartition(".")[0], digest_of_code(status.plugin)
+    others = [m for m in registrar.modules if code == NO_FILES or m.name.rpartition(".")[0] != own]
+    digests = (digest_of_rules(registrar.entries), code, *digests_of_modules(others))
+    together = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+    return f"{origin.distribution} {origin.version} {together[:16]}"
+
+
+def digests_of_modules(modules: Iterable[RuleModule]) -> list[str]:
+    """Digests of the packages that have modules of rules; of their rules, where a package has no source files."""
+    by_package: dict[str, list[RuleModule]] = {}
+    for module in modules:
+        by_package.setdefault(module.name.rpartition(".")[0] or module.name, []).append(module)
+    digests = []
+    for name, of_package in sorted(by_package.items()):
+        code = digest_of_package(name)
+        digests.append(code if code != NO_FILES else digest_of_rules(e for m in of_package for e in m.all_entries()))
+    return digests
+
+
 def digest_of_rules(entries: Iterable[Entry]) -> str:
     """A digest of what rules say: ops, notation, and what else they were made with."""
     lines = sorted(
@@ -121,9 +147,14 @@ def digest_of_rules(entries: Iterable[Entry]) -> str:
 
 def digest_of_code(plugin: InstalledPlugin) -> str:
     """A digest of the source files of a plugin's package, which is not imported; "none" where there are none."""
-    root = _package_of(plugin.entry.module)
+    return digest_of_package(plugin.entry.module)
+
+
+def digest_of_package(module: str) -> str:
+    """The same of the package that a module is in, or of the module."""
+    root = _package_of(module)
     if root is None:
-        return "none"
+        return NO_FILES
     files = sorted(root.rglob("*.py")) if root.is_dir() else [root]
     named = [(path.relative_to(root.parent).as_posix(), path) for path in files if path.is_file()]
     return _digest(part for name, path in named for part in (name.encode(), _source(path)))

@@ -35,25 +35,41 @@ class Status:
     plugin: InstalledPlugin
     status: str
     reason: str = ""
-    ops: int = 0
     traceback: str = ""
-    entries: tuple[Entry, ...] = field(default=(), repr=False)
+    registrar: Registrar | None = field(default=None, repr=False, eq=False)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The plugin's rules but for those by the names of ops. Imports its modules, and raises what they raise."""
+        if self.registrar is None:
+            return ()
+        late = (entry for module in self.registrar.modules for entry in module.all_entries())
+        return (*self.registrar.entries, *late)
+
+    @property
+    def ops(self) -> int:
+        """How many ops have rules of the plugin. Imports its modules, as ``entries`` does."""
+        return len(self.entries) + (0 if self.registrar is None else len(self.registrar.later))
 
 
 # -- loading -----------------------------------------------------------------------------------------------------
 
 
-def load(plugins: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None) -> list[Status]:
+def load(
+    plugins: Iterable[InstalledPlugin], registry: Registry, *, strict: bool | None = None, whole: bool = False
+) -> list[Status]:
     """Import and register the plugins that are ready. A failure of a third party becomes a warning and a status.
 
-    Raises :class:`PluginLoadError` for a failure of a first-party plugin and, if ``strict`` (default: the setting), for
-    any problem.
+    Modules of rules that a plugin registers by name are imported when an op of theirs is seen; now, if ``whole``, and
+    if ``strict`` (default: the setting). Raises :class:`PluginLoadError` for a failure of a first-party plugin and, if
+    ``strict``, for any problem.
     """
     strict = read_settings().strict if strict is None else strict
+    whole = whole or strict
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     plugins = list(plugins)
-    return [_load_one(manager, plugin, plugins, registry, strict=strict) for plugin in plugins]
+    return [_load_one(manager, plugin, plugins, registry, strict=strict, whole=whole) for plugin in plugins]
 
 
 def _load_one(
@@ -63,6 +79,7 @@ def _load_one(
     registry: Registry,
     *,
     strict: bool,
+    whole: bool,
 ) -> Status:
     if plugin.status != "ready":
         if strict and plugin.status != "blocked":
@@ -72,15 +89,15 @@ def _load_one(
     registrar = Registrar(plugin.origin)
     try:
         _register(manager, plugin, registrar)
-        _check_replaced(registrar, plugins)
+        late = [entry for module in registrar.modules if whole for entry in module.read.values()]
+        _check_replaced(registrar, late, plugins)
     except KeyboardInterrupt:  # of a person, who waits too long
         raise
     # A third party may raise anything or call sys.exit(). Both are reported.
     except BaseException as error:  # noqa: BLE001
         return _failed(plugin, error, registry, strict=strict)
     registry.accept(registrar)
-    ops = len(registrar.entries) + len(registrar.later)
-    return Status(plugin, "loaded", ops=ops, entries=tuple(registrar.entries))
+    return Status(plugin, "loaded", registrar=registrar)
 
 
 def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar: Registrar) -> None:
@@ -103,9 +120,10 @@ def _register(manager: pluggy.PluginManager, plugin: InstalledPlugin, registrar:
         raise
 
 
-def _check_replaced(registrar: Registrar, plugins: Sequence[InstalledPlugin]) -> None:
+def _check_replaced(registrar: Registrar, late: Sequence[Entry], plugins: Sequence[InstalledPlugin]) -> None:
     """Raise :class:`RuleError` for a rule that replaces those of a name that nobody has."""
-    named = {e.replaces: (op_name(e.op), e.rule.source) for e in registrar.entries if e.replaces is not None}
+    entries = (*registrar.entries, *late)
+    named = {e.replaces: (op_name(e.op), e.rule.source) for e in entries if e.replaces is not None}
     named |= {late.replaces: (op, str(late.rule)) for op, late in registrar.later.items() if late.replaces is not None}
     for name, (op, source) in named.items():
         if any(plugin.origin.is_called(name) for plugin in plugins) or name in known_names():

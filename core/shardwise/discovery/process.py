@@ -86,7 +86,7 @@ def _load_plugins(settings: Settings) -> None:
             from shardwise.discovery.frozen_rules import check_installed, check_loaded
 
             check_installed(settings.lock, plugins)
-        outcomes = load(plugins, registry, strict=settings.strict)
+        outcomes = load(plugins, registry, strict=settings.strict, whole=settings.lock is not None)
         if settings.lock is not None:
             check_loaded(settings.lock, outcomes)
         if settings.strict:

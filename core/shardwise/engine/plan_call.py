@@ -77,7 +77,7 @@ def plan_call(
         return None
     plan = _plan(cls, described, moved, values)
     if plan.call is direct_call(op):
-        plan.run_by(_local_binding(cls, plan, args, kwargs))
+        plan.run_by(_local_binding(cls, plan, args, kwargs, described.metas if described.is_known else None))
     plan.kept = KeptOperands.of(plan)
     return put_in_order(results_apart(plan))
 
@@ -148,13 +148,18 @@ def describe_call(
 _LIKE_SYMBOLS: dict[type, Any] = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 
 
-def _local_binding(cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
-    """The C function for the plan's op on arguments of the types that the handler passes."""
+def _local_binding(
+    cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any], metas: Sequence[TensorMeta | None] | None
+) -> Callable[..., Any]:
+    """The C function for the plan's op on arguments of the types that the handler passes.
 
-    def local(value: Any) -> Any:
+    The whole call stands for the local one: its arguments have the same types, and its results are known.
+    """
+
+    def meta(value: Any) -> Any:
         if isinstance(value, cls):
-            return value._local_tensor  # type: ignore[attr-defined]
-        return list(map(local, value)) if isinstance(value, (list, tuple)) else value
+            return value._spec.tensor_meta  # type: ignore[attr-defined]
+        return list(map(meta, value)) if isinstance(value, (list, tuple)) else value
 
     schema = plan.schema
     if plan.full:
@@ -164,7 +169,7 @@ def _local_binding(cls: type, plan: Plan, args: Sequence[Any], kwargs: Mapping[s
             named = zip(schema.signature.args, values, strict=True)
             values = [next(replaced) if a.name in schema.info.by_value else v for a, v in named]
         args, kwargs = signature(schema.op).unbind(values)
-    return binding(schema.op, list(map(local, args)), {name: local(v) for name, v in kwargs.items()})
+    return binding(schema.op, list(map(meta, args)), {name: meta(v) for name, v in kwargs.items()}, metas)
 
 
 def common_mesh(cls: Any, op: Op, values: Sequence[Any]) -> Mesh:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardwise.kernel.signature import Op, as_op, op_name
 from shardwise.private_torch.ops import HigherOrderOperator, OpLike
 from shardwise.settings import normalised
 
-__all__ = ["Instead", "Later", "LinkSupplier", "Observer", "Registrar"]
+__all__ = ["Instead", "Later", "LinkSupplier", "Observer", "Registrar", "RuleModule", "stem_of"]
 
 Observer = Callable[[Any], None]
 Instead = Callable[..., Any] | None
@@ -48,15 +49,65 @@ class Later:
         except KeyboardInterrupt:  # of a person, who waits too long
             raise
         except BaseException as error:  # a library that is imported may raise anything
-            raise PluginLoadError(
-                asked=f"get the rule of {op_name(op)} from the plugin {self.origin}",
-                found=f"{type(error).__name__}: {error}",
-                do=f"Reinstall {self.origin.distribution}, or disable the plugin with "
-                f"SHARDWISE_DISABLE_PLUGINS={self.origin.plugin}.",
-                plugin=self.origin.plugin,
-                distribution=self.origin.distribution,
-            ) from error
+            raise _cannot(f"get the rule of {op_name(op)} from the plugin {self.origin}", self.origin, error) from error
         return own
+
+
+def stem_of(name: str) -> str:
+    """``aten::add`` for ``aten::add.Tensor``, ``aten::add.out`` and ``aten::add_.Tensor``."""
+    name = name.partition(".")[0]
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+class RuleModule:
+    """A module whose ``RULES`` are rules for the ops of some stems (see :func:`stem_of`), imported when one is seen."""
+
+    def __init__(self, origin: Origin, name: str, stems: Sequence[str]) -> None:
+        self.origin = origin
+        self.name = name
+        self.stems = tuple(stems)
+
+    @cached_property
+    def read(self) -> Mapping[Op, Entry]:
+        """The rules by op. Raises what the module raises, and :class:`RuleError` for a rule of another stem's op."""
+        registrar = Registrar(self.origin)
+        registrar.add(*import_module(self.name).RULES)
+        for entry in registrar.entries:
+            name = entry.op.name()  # type: ignore[no-untyped-call]
+            if stem_of(name) not in self.stems:
+                raise RuleError(
+                    asked=f"register {op_name(entry.op)} of {self.origin}",
+                    found=f"{self.name}.RULES has a rule for it, at {entry.rule.source}, and the names that the module "
+                    "is registered for do not have it",
+                    do=f"Register the module for {stem_of(name)}, too.",
+                    op=op_name(entry.op),
+                )
+        return {entry.op: entry for entry in registrar.entries}
+
+    def all_entries(self) -> list[Entry]:
+        """The rules. Raises :class:`PluginLoadError` if the module cannot be imported or its rules are refused."""
+        try:
+            return list(self.read.values())
+        except KeyboardInterrupt:  # of a person, who waits too long
+            raise
+        except BaseException as error:
+            raise _cannot(f"load {self.name} of the plugin {self.origin}", self.origin, error) from error
+
+    def entries(self, op: Op) -> list[Entry]:
+        """The rule of an op, if the module has one. Raises as :meth:`all_entries` does."""
+        self.all_entries()
+        entry = self.read.get(op)
+        return [] if entry is None else [entry]
+
+
+def _cannot(asked: str, origin: Origin, error: BaseException) -> PluginLoadError:
+    return PluginLoadError(
+        asked=asked,
+        found=f"{type(error).__name__}: {error}",
+        do=f"Reinstall {origin.distribution}, or disable the plugin with SHARDWISE_DISABLE_PLUGINS={origin.plugin}.",
+        plugin=origin.plugin,
+        distribution=origin.distribution,
+    )
 
 
 class Registrar:
@@ -74,10 +125,12 @@ class Registrar:
         self.links: list[LinkSupplier] = []
         #: By the name of an op (``acme::swish``), the rule that is imported or made when the op is first seen.
         self.later: dict[str, Later] = {}
+        #: Modules of rules that are imported when an op of theirs is first seen.
+        self.modules: list[RuleModule] = []
 
     @property
     def entries(self) -> list[Entry]:
-        """The registered rules, in order."""
+        """The rules that were registered as values, in order."""
         return list(self._by_op.values())
 
     def add(self, *rules: AnyRule, replaces: str | None = None) -> None:
@@ -134,6 +187,26 @@ class Registrar:
         if name in self.later or name in {op.name() for op in self._by_op}:  # type: ignore[no-untyped-call]
             raise RuleError(asked=asked, found="the plugin has two rules for it", do="Keep one.", op=name)
         self.later[name] = Later(self.origin, rule, None if replaces is None else normalised(replaces))
+
+    def add_modules(self, modules: Mapping[str, str]) -> None:
+        """Register the rules of modules, each imported when an op of its own is first seen.
+
+        A key is the name of a module; its ``RULES`` are what :meth:`add` takes. The value has the names of its ops
+        between blanks, without overloads and without the underscore of what writes in place: ``"aten::add"`` is for
+        ``aten.add.Tensor`` and ``aten.add_.Tensor``. Ops that this version of torch lacks may be among them, and
+        several modules may have overloads of one name. Raises :class:`RuleError` for a value that is not such names. A
+        rule for an op that the names do not have is refused when the module is imported.
+        """
+        for module, names in modules.items():
+            asked = f"register the module {module} of {self.origin}"
+            stems = names.split()
+            for name in stems:
+                if not re.fullmatch(r"\w+::\w+", name) or stem_of(name) != name:
+                    do = 'Write it as in "acme::mix", without an overload.'
+                    raise RuleError(asked=asked, found=f"{name!r} is not the name of an op", do=do, op=name)
+            if not stems:
+                raise RuleError(asked=asked, found="no op is named", do="Name its ops, or leave the module out.")
+            self.modules.append(RuleModule(self.origin, module, stems))
 
     def add_optimizers(self, *classes: Any) -> None:
         """Name optimizers whose step treats each element by itself. It may then run on local shards.

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from shardwise.errors import NoRuleError, PluginLoadError, RuleConflictError
 from shardwise.kernel.precedence import Entry, Origin, Resolution, prefer_settings, resolve
-from shardwise.kernel.registrar import Instead, Later, LinkSupplier, Observer, Registrar
+from shardwise.kernel.registrar import Instead, Later, LinkSupplier, Observer, Registrar, RuleModule, stem_of
 from shardwise.kernel.rule import AnyRule
 from shardwise.kernel.signature import Op, op_name
 from shardwise.private_torch.ops import op_named
@@ -64,7 +64,9 @@ class Registry:
         self._overrides: dict[Op, list[Entry]] = {}
         self._resolutions: dict[Op, Resolution] = {}
         self._later: dict[str, list[Later]] = {}
-        self._seen: set[str] = set()  # of those, what was seen
+        self._by_stem: dict[str, list[RuleModule]] = {}
+        self.modules: list[RuleModule] = []
+        self._seen: dict[Op, tuple[Entry, ...]] = {}  # what of these two was got, by the ops that were asked for
         self.optimizers: set[type[torch.optim.Optimizer]] = set()
         self.composites: dict[Op, Instead] = {}
         self.higher_order: dict[Any, Callable[..., Any]] = {}
@@ -90,6 +92,11 @@ class Registry:
         self.links += [(registrar.origin, supplier) for supplier in registrar.links]
         for name, later in registrar.later.items():
             self._later.setdefault(name, []).append(later)
+        for module in registrar.modules:
+            self.modules.append(module)
+            for stem in module.stems:
+                self._by_stem.setdefault(stem, []).append(module)
+        self._seen.clear()
         for entry in registrar.entries:
             self._entries.setdefault(entry.op, []).append(entry)
         self.changed()
@@ -161,56 +168,99 @@ class Registry:
         """
         resolution = self._resolutions.get(op)
         if resolution is None:
-            self._see(op)
-            overrides, entries = self._overrides.get(op, ()), self._entries.get(op, ())
+            overrides, entries = self._overrides.get(op, ()), (*self._entries.get(op, ()), *self._see(op))
             resolution = self._resolutions[op] = resolve(op, overrides, entries, self.prefer)
         return resolution
 
-    def _see(self, op: Op) -> None:
-        """Get the rules of an op that is seen for the first time."""
-        if not self._later or (name := op.name()) not in self._later or name in self._seen:  # type: ignore[no-untyped-call]
-            return
-        entries = [entry for later in self._later[name] for entry in later.entries(op)]
-        self._entries.setdefault(op, []).extend(entries)
-        self._seen.add(name)
+    def _see(self, op: Op) -> tuple[Entry, ...]:
+        """The rules of an op that are got when it is first seen."""
+        seen = self._seen.get(op)
+        if seen is None:
+            name: str = op.name()  # type: ignore[no-untyped-call]
+            entries: list[Entry] = []
+            for later in (*self._later.get(name, ()), *self._by_stem.get(stem_of(name), ())):
+                entries += later.entries(op)
+            self._refuse_two(op, (*self._entries.get(op, ()), *entries))
+            # Two threads may see an op at the same time, for a backward pass has its own: the first one's are kept.
+            seen = self._seen.setdefault(op, tuple(entries))
+        return seen
+
+    def _refuse_two(self, op: Op, entries: Sequence[Entry]) -> None:
+        """Raise :class:`PluginLoadError` if a plugin has two rules for an op, which modules show only here."""
+        by_origin: dict[Origin, Entry] = {}
+        for entry in entries:
+            origin, other = entry.origin, by_origin.setdefault(entry.origin, entry)
+            if other is not entry:
+                raise PluginLoadError(
+                    asked=f"get the rule of {op_name(op)} from the plugin {origin}",
+                    found=f"the plugin has two rules for it: {other.rule.source} and {entry.rule.source}",
+                    do="Keep one.",
+                    plugin=origin.plugin,
+                    distribution=origin.distribution,
+                )
 
     def later(self) -> Iterator[tuple[str, Origin]]:
-        """The full names of the ops whose rules are got when the op is first seen, seen or not, and their plugins."""
+        """The full names of the ops whose rules were registered by name, seen or not, and their plugins."""
         for name, rules in sorted(self._later.items()):
             yield from ((_full(name), later.origin) for later in rules)
+
+    def early(self) -> set[Op]:
+        """The ops that have a rule which was registered as a value; nothing is imported."""
+        return {*self._entries, *self._overrides}
+
+    def read_modules(self) -> None:
+        """Import all modules of rules. Raises :class:`PluginLoadError` for the first that cannot be."""
+        for module in self.modules:
+            module.all_entries()
 
     def see_all(self) -> dict[str, str]:
         """Get the rules of all ops that exist by now; returns, by the full names of the others, why theirs are not
         there.
         """
-        absent = {}
-        for name in sorted(self._later.keys() - self._seen):
-            op = op_named(name)
-            if op is None:
-                absent[_full(name)] = NO_LIBRARY
-                continue
+        absent: dict[str, str] = {}
+        for name in sorted(self._later):
+            absent |= {_full(name): why for why in self._try(op_named(name))}
+        for module in self.modules:
             try:
-                self._see(op)
+                ops = [entry.op for entry in module.all_entries()]
             except PluginLoadError as error:
-                absent[_full(name)] = error.found
+                absent |= dict.fromkeys(map(_full, module.stems), error.found)
+                continue
+            for op in ops:
+                absent |= {op_name(op): why for why in self._try(op)}
         return absent
 
+    def _try(self, op: Op | None) -> Iterator[str]:
+        """See an op; why that is not possible, if it is not."""
+        if op is None:
+            yield NO_LIBRARY
+            return
+        try:
+            self._see(op)
+        except PluginLoadError as error:
+            yield error.found
+
     def conflicts(self) -> list[Resolution]:
-        """The ops whose rules conflict, sorted by name."""
-        resolutions = (self.resolve(op) for op in self._entries)
-        return sorted((r for r in resolutions if r.winner is None), key=lambda r: op_name(r.op))
+        """The ops whose rules conflict, sorted by name. Gets all rules."""
+        self.see_all()
+        resolutions = (self.resolve(op) for op in {*self._entries, *self._seen})
+        return sorted((r for r in resolutions if r.winner is None and r.losers), key=lambda r: op_name(r.op))
 
     def find(self, op: Op) -> list[Entry]:
         """All rules for an op, overrides first."""
-        self._see(op)
-        return self._overrides.get(op, [])[::-1] + self._entries.get(op, [])
+        seen = self._see(op)
+        return [*self._overrides.get(op, ())[::-1], *self._entries.get(op, ()), *seen]
 
     def __contains__(self, op: Op) -> bool:
         return bool(self.find(op))
 
     def ops(self, pattern: str = "*", plugin: str | None = None) -> Iterator[Entry]:
-        """All entries by op name, filtered by a shell pattern on the name (with or without ``aten.``) and by plugin."""
-        entries = [e for op in {*self._entries, *self._overrides} for e in self.find(op)]
+        """All entries by op name, filtered by a shell pattern on the name (with or without ``aten.``) and by plugin.
+
+        Gets all rules; those that cannot be had are left out (:meth:`see_all` names them).
+        """
+        self.see_all()
+        entries = [e for op in {*self._entries, *self._overrides, *self._seen} for e in self.find(op)]
         for entry in sorted(entries, key=lambda e: (op_name(e.op), e.origin.plugin)):
             name = op_name(entry.op)
             named = fnmatchcase(name, pattern) or fnmatchcase(name, f"*{pattern}*")

@@ -61,7 +61,7 @@ class OpSchema:
         """From arguments as in a call of the op, with specs in place of tensors."""
         return cls(op, tuple(signature(op).bind(args, kwargs)), RuntimeSchemaInfo.of(op, static))
 
-    @property
+    @cached_property
     def signature(self) -> Signature:
         return signature(self.op)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -16,7 +16,19 @@ from shardwise.errors import RuleError
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.ops import draws, is_view_in_place, overload_of, schema_of
 
-__all__ = ["Arg", "ByType", "Call", "Kind", "Op", "Result", "Signature", "as_op", "op_name", "signature"]
+__all__ = [
+    "Arg",
+    "ByType",
+    "Call",
+    "Kind",
+    "Op",
+    "Result",
+    "Signature",
+    "as_op",
+    "is_of_tensors",
+    "op_name",
+    "signature",
+]
 
 Op = OpOverload
 
@@ -135,6 +147,7 @@ class Signature:
 _BY_TYPE = ("number", "Scalar", "float", "List[number]", "List[float]", "Generator")
 
 
+@cache
 def _kind(type_text: str) -> Kind:
     core = type_text.removeprefix("Optional[").removesuffix("]") if type_text.startswith("Optional[") else type_text
     if core == "Tensor":
@@ -162,28 +175,39 @@ def signature(op: Op) -> Signature:
     return known[1]
 
 
-def _read(op: Op) -> Signature:
+def is_of_tensors(op: Op) -> bool:
+    """Whether an op takes tensors, none in a list, and returns tensors, none in a list.
+
+    A fraction of :func:`signature`, for rules that pick from many overloads those that they are for.
+    """
     schema = schema_of(op)
+    taken = {kind for a in schema.arguments if (kind := _kind(str(a.type))) in (Kind.TENSOR, Kind.TENSORS)}
+    return taken == {Kind.TENSOR} and all(_kind(str(r.type)) is Kind.TENSOR for r in schema.returns)
+
+
+def _read(op: Op) -> Signature:
+    # Attributes of a schema are made anew at each access, so each is asked for once.
+    schema = schema_of(op)
+    text, arguments, returns = str(schema), schema.arguments, schema.returns
+    aliases_of = [a.alias_info for a in arguments]
     reseats = is_view_in_place(op)
-    sizes = set(_SIZE.findall(str(schema)))
-    returned = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
+    sizes = set(_SIZE.findall(text)) if "SymInt" in text else ()
+    returned = {label for r in returns if (alias := r.alias_info) for label in alias.before_set}
     args = []
-    for a in schema.arguments:
-        kind, alias = _kind(str(a.type)), a.alias_info
+    for a, alias in zip(arguments, aliases_of, strict=True):
+        name, type_text = a.name, str(a.type)
+        kind, is_out, has_default = _kind(type_text), a.is_out, a.has_default_value()
         # A written keyword-only argument may be a state that the op updates: then the op does not return it. ATen's
         # lists of `out=` tensors are results, though their ops return nothing.
-        is_result = a.is_out and (kind is Kind.TENSORS or not returned.isdisjoint(alias.before_set))
-        default = a.default_value if a.has_default_value() else None
+        is_result = is_out and (kind is Kind.TENSORS or not returned.isdisjoint(alias.before_set))
+        default = a.default_value if has_default else None
         written = bool(alias and alias.is_write) and not reseats
-        is_list = "List[" in str(a.type)
-        is_size = a.name in sizes
-        args.append(
-            Arg(a.name, kind, a.kwarg_only, is_result, written, is_list, a.has_default_value(), default, is_size)
-        )
-    aliases = {label: i for i, a in enumerate(schema.arguments) if a.alias_info for label in a.alias_info.before_set}
-    in_lists = _LIST_ALIAS.findall(str(schema).rpartition("->")[2])
+        is_list = "List[" in type_text
+        args.append(Arg(name, kind, a.kwarg_only, is_result, written, is_list, has_default, default, name in sizes))
+    aliases = {label: i for i, alias in enumerate(aliases_of) if alias for label in alias.before_set}
+    in_lists = _LIST_ALIAS.findall(text.rpartition("->")[2])
     results = []
-    for r in schema.returns:
+    for r in returns:
         kind, alias = _kind(str(r.type)), r.alias_info
         labels = in_lists if kind is Kind.TENSORS else sorted(alias.before_set) if alias else []
         results.append(

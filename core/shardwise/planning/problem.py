@@ -41,31 +41,28 @@ class Table:
                 codes.append(None if p is None else encode(p) + (ndim or 0) if from_end else encode(p))
             inputs.append(tuple(codes))
         self.inputs = tuple(inputs)
-        reductions = [[_reduction_class(p) for p in (*row.inputs, *row.outputs)] for row in rows]
+        reductions = [_reductions((*row.inputs, *row.outputs)) for row in rows]
+        partial = [(1 << s, other) for s, other in enumerate(reductions) if other]
         #: Per row, the rows that it excludes, as bits: their reductions do not commute on some tensor.
         self.barred = tuple(
-            sum(
-                1 << s
-                for s, other in enumerate(reductions)
-                if any(a != b for a, b in zip(one, other, strict=True) if a >= 0 <= b)
-            )
+            sum(bit for bit, other in partial if one and any(other.get(i, kind) != kind for i, kind in one.items()))
             for one in reductions
         )
+        apart = [(1 << s, row) for s, row in enumerate(rows) if row.apart]
+        lowered = [(1 << s, row) for s, row in enumerate(rows) if row.lowered] if apart else []
         #: Per row, the rows that it excludes, as bits: one runs a lowering that may ask where shards of the other are.
         self.apart = tuple(
-            sum(1 << s for s, two in enumerate(rows) if (one.apart and two.lowered) or (one.lowered and two.apart))
-            for one in rows
+            sum({bit for bit, _ in (lowered if row.apart else ())} | {bit for bit, _ in (apart if row.lowered else ())})
+            for row in rows
         )
         #: Whether the legality of a choice depends on sizes.
         self.divides = any(row.divides or row.nonempty for row in rows)
 
 
-def _reduction_class(placement: Placement | None) -> int:
-    """A number for reductions that commute with each other; -1 for a placement that is not partial."""
-    code = 0 if placement is None else encode(placement)
-    if code >= 0:
-        return -1
-    return 0 if reduction_of(code) in LINEAR else -code
+def _reductions(placements: Sequence[Placement | None]) -> dict[int, int]:
+    """By the index of a tensor that is partial, a number that reductions share which commute with each other."""
+    codes = ((i, encode(p)) for i, p in enumerate(placements) if p is not None)
+    return {i: 0 if reduction_of(code) in LINEAR else -code for i, code in codes if code < 0}
 
 
 @lru_cache(maxsize=512)

@@ -136,18 +136,25 @@ new_wrapper: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", _port
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
     """Records each op that reaches the dispatcher, with its arguments. Documented, in a module with a private name."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[tuple[Any, Any, Any]] = []
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.ops.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
-def recorded_ops(call: Callable[..., Any], args: Any, kwargs: Any) -> list[tuple[Any, Any, Any]]:
-    """The ops that a function calls on plain tensors, each with its arguments."""
-    recorder = _Recorder()
+def _as_it_is(op: OpOverload, args: Any, kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def recorded_ops(
+    call: Callable[..., Any], args: Any, kwargs: Any, run: Callable[..., Any] = _as_it_is
+) -> list[tuple[Any, Any, Any]]:
+    """The ops that a function calls on plain tensors, each with its arguments; ``run(op, args, kwargs)`` runs one."""
+    recorder = _Recorder(run)
     with torch.no_grad(), recorder:
         call(*args, **kwargs)
     return recorder.ops

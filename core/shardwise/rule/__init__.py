@@ -16,7 +16,7 @@ from shardwise.kernel.placements import (
 from shardwise.kernel.reductions import REDUCE_OPS, neutral
 from shardwise.kernel.rule import FullMeshRule, Row, Rows, Rule
 from shardwise.kernel.schema import OpSchema, OpStrategy, PlacementStrategy, RuntimeSchemaInfo
-from shardwise.kernel.signature import ByType, Call, Kind, Op, signature
+from shardwise.kernel.signature import ByType, Call, Kind, Op, is_of_tensors, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.symbols import chunk, common_factor
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -87,6 +87,7 @@ __all__ = [
     "shard",
     "show",
     "show_all",
+    "is_of_tensors",
     "signature",
     "strides_of_kernel",
     "tensor_if",

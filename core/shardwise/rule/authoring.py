@@ -254,6 +254,8 @@ def _as_ops(ops: OpLike | Iterable[OpLike]) -> tuple[Op, ...]:
 
 def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
     names = frozenset(static)
+    if not names:  # to read the schemas of all ops is most of what making a rule costs
+        return names
     for op in ops:
         known = {a.name: a.kind for a in signature(op).args}
         for name in sorted(names):
@@ -279,6 +281,8 @@ def _checked_static(ops: Sequence[Op], static: Iterable[str]) -> frozenset[str]:
 
 def _checked_writes(ops: Sequence[Op], writes: Iterable[str]) -> frozenset[str]:
     names = frozenset(writes)
+    if not names:
+        return names
     known = {a.name for op in ops for a in signature(op).tensor_args}
     for name in sorted(names - known):
         raise RuleArgumentError(

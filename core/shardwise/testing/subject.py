@@ -69,7 +69,7 @@ def _installed(name: str) -> Subject:
     registry = Registry()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the error says the same
-        (status,) = load([plugin], registry)
+        (status,) = load([plugin], registry, whole=True)
     if status.status != "loaded":
         raise _load_error(
             name, f"it is {status.status}: {status.reason}", f"`shardwise plugins show {name}` says more."

@@ -1,0 +1,56 @@
+"""Sums, products, quotients, powers and choices of numbers, by the partial tensors that pass through them.
+
+A partial row stands in the modules of this plugin only if it is exact for every finite value. Sums and averages pass
+linear ops, averages also affine ones. Maxima and minima pass an op that never falls on the whole real line and returns
+NaN for NaN; an op that never rises swaps the two. The modules are apart because each is imported at the first op of it:
+most programs add and multiply, few have a Bessel function.
+"""
+
+from __future__ import annotations
+
+from shardwise.rule import UNMOVED, Facts, affine, decreasing, linear, monotone, moves
+from shardwise_pointwise.addition import ADDED_ONCE, add_once
+from shardwise_pointwise.elementwise import elementwise
+from shardwise_pointwise.scaling import by_one_number, divide, multiply
+
+__all__ = ["RULES"]
+
+# x + y and x - y, where `alpha` may have either sign: only the first operand is sure to rise.
+ADDITIVE = linear("self other") + affine("self", "other")
+
+# x + w (y - x): linear in x and y together, affine in each. Affine in w, too, but from w = 1/2 on torch computes
+# y - (y - x) (1 - w), which for infinite x or y is infinite where the other is NaN, and parts of w are on either side.
+LERP = linear("self end") + affine("self", "end")
+# x + v y z: linear in x with one of y and z, affine in each of the three.
+ADDCMUL = linear("self tensor1", "self tensor2") + affine("self", "tensor1", "tensor2")
+# A whole value may stand beside one that is partial under avg, max or min, since equal pieces reduce to themselves. No
+# fact says that, so these rows are written out.
+WHERE: tuple[str | Facts, ...] = (
+    moves("self other"),
+    *(row for kind in UNMOVED for row in (f"R, {kind}, R -> {kind}", f"R, R, {kind} -> {kind}")),
+)
+
+RULES = (
+    elementwise("pow float_power square rsqrt reciprocal exp2 hypot"),
+    # torch's composites run it in place on sums that they have just computed.
+    elementwise("sqrt", resolves=True),
+    elementwise("clamp clip clamp_min clamp_max", monotone("self"), resolves=True),
+    elementwise("neg", linear("self"), decreasing("self")),
+    elementwise("positive conj_physical _conj_physical", linear("self")),
+    elementwise("add sub", ADDITIVE, monotone("self"), lowering=(ADDED_ONCE, add_once)),
+    elementwise("rsub", ADDITIVE, monotone("other"), lowering=(ADDED_ONCE, add_once)),
+    elementwise(
+        "mul",
+        partial={2: (linear("other"), "product, product -> product")},
+        lowering=(dict.fromkeys((1, 2), (linear("self"),)), multiply),
+        lowered_when=by_one_number,
+    ),
+    elementwise("div true_divide", when=by_one_number, lowering=(dict.fromkeys((1, 2), (linear("self"),)), divide)),
+    elementwise("maximum", partial={2: ["max, max -> max", monotone("self"), monotone("other")]}),
+    elementwise("minimum", partial={2: ["min, min -> min", monotone("self"), monotone("other")]}),
+    elementwise("lerp", LERP),
+    elementwise("addcmul", ADDCMUL),
+    # x + v y / z: if z is zero, an infinity is added. An average passes it on; parts of y would have both signs.
+    elementwise("addcdiv", affine("self")),
+    elementwise("where", partial={3: WHERE}),
+)

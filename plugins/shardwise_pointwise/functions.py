@@ -1,0 +1,31 @@
+"""Functions of one number or two: logarithms, angles and steps.
+
+A logarithm passes no partial tensor: the smaller value of another rank may be negative.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rule import linear, monotone
+from shardwise_pointwise.elementwise import elementwise, elementwise_of
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+# -- no partial tensor passes ------------------------------------------------------------------------------------
+
+LOGARITHMS = "log log2 log10 log1p logaddexp logaddexp2 logit xlogy logit_backward"
+ANGLES = "sin cos tan asin acos cosh acosh atanh atan2 angle sinc polar complex"
+STEPS = "abs sgn sign signbit frac frexp fmod remainder floor_divide heaviside copysign nextafter nan_to_num"
+EXTREMES = "fmax fmin"  # they leave NaN out, which a partial maximum returns
+
+RULES = (
+    elementwise(f"{LOGARITHMS} {ANGLES} {STEPS} {EXTREMES}"),
+    elementwise("exp expm1 sinh asinh tanh atan erf sigmoid", monotone("self")),
+    elementwise("ceil floor trunc round", monotone("self")),
+    elementwise("deg2rad rad2deg", linear("self"), monotone("self")),
+    # By name, since ATen lists an overload of ldexp that it lacks.
+    elementwise_of([aten.ldexp.Tensor, aten.ldexp.out, aten.ldexp_.default], partial={2: (linear("self"),)}),
+)
