@@ -36,6 +36,8 @@ ADAPTERS = {
     "embedding": {"target_modules": ["embed_tokens", "o_proj"]},
     "embedding dora": {"target_modules": ["embed_tokens", "o_proj"], "use_dora": True},
     "saved module": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "parameters": {"target_modules": [], "target_parameters": ["model.layers.0.self_attn.q_proj.weight"]},
+    "tokens": {"target_modules": ["v_proj"], "trainable_token_indices": [3, 4]},
     "gpt2": {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
 }
 
@@ -61,14 +63,14 @@ def plan_for(name):
     return GPT2_PLAN if is_gpt2(name) else LLAMA_PLAN
 
 
-def config(name="lora", **changes):
+def lora(name="lora", **changes):
     return peft.LoraConfig(**{**WITHOUT_ZEROS, **ADAPTERS[name], **changes})
 
 
 def adapted(model, name="lora", **changes):
     """With the adapters that one device draws."""
     torch.manual_seed(5)
-    return peft.get_peft_model(model, config(name, **changes), autocast_adapter_dtype=False)
+    return peft.get_peft_model(model, lora(name, **changes), autocast_adapter_dtype=False)
 
 
 def two_by_two():

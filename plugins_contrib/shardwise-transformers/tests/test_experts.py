@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from architectures import batch, compare, make, step
 
+import shardwise as sw
 import shardwise_transformers as st
+from architectures import batch, compare, make, step
 from shardwise.comm.events import observe
 from shardwise.testing import mesh as mesh_of
 
@@ -21,11 +22,13 @@ def test_by_the_batched_implementation_of_transformers(ranks):
         assert gap < 1e-12, where
 
 
-def sent(how, local_experts):
+def sent(local_experts):
     """Bytes that a rank sends in one layer's step, where the experts are most of the weights."""
     sizes = {"num_hidden_layers": 1, "intermediate_size": 1024, "num_local_experts": 8}
-    mesh = mesh_of((4,), (how,))
-    model = st.distribute(make("Mixtral", **sizes), mesh, local_experts=local_experts)
+    mesh = mesh_of((4,), ("ep",))
+    model = sw.distribute_module(make("Mixtral", **sizes), mesh, st.expert_parallel(make("Mixtral", **sizes)))
+    if local_experts:
+        st.run_experts_locally(model, mesh)
     events = []
     with observe(events.append):
         step(model, st.place_batch(batch(), mesh))
@@ -34,21 +37,21 @@ def sent(how, local_experts):
 
 
 def test_no_weights_are_sent(ranks):
-    for bytes_sent, weights in ranks.run(sent, "ep", True):
+    for bytes_sent, weights in ranks.run(sent, True):
         assert bytes_sent < weights / 10
-    for bytes_sent, weights in ranks.run(sent, "ep", False):
+    for bytes_sent, weights in ranks.run(sent, False):
         assert bytes_sent > weights / 10  # what the function above would see
 
 
-def placed_names(how):
-    mesh = mesh_of((4,), (how,))
-    model = st.distribute(make("Mixtral"), mesh, local_experts=False)
+def placed_names():
+    mesh = mesh_of((4,), ("ep",))
+    model = sw.distribute_module(make("Mixtral"), mesh, st.expert_parallel(make("Mixtral")))
     return st.run_experts_locally(model, mesh), st.run_experts_locally(model, mesh)
 
 
 def test_which_experts_are_local(ranks):
     names = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
-    for first, second in ranks.run(placed_names, "ep"):
+    for first, second in ranks.run(placed_names):
         assert first == names
         assert second == []  # once is enough
 

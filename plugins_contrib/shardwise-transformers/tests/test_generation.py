@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from architectures import make
 
 import shardwise_transformers as st
+from architectures import make
 from shardwise.testing import mesh as mesh_of
 
 WAYS = {

@@ -1,10 +1,10 @@
 """The plans of models as patterns of placements, and what is refused."""
 
 import pytest
-from architectures import CAUSAL, make
 from torch import nn
 
 import shardwise_transformers as st
+from architectures import CAUSAL, make
 from shardwise import Replicate, Shard
 from shardwise.tensor.patterns import check_patterns
 from shardwise_transformers.names import generic, patterns_for
@@ -69,7 +69,7 @@ def test_a_plan_of_the_program():
 
 
 def test_a_style_of_the_program():
-    styles = {"inputs": lambda name, ndim: Shard(1) if ndim == 2 else Replicate()}
+    styles = {"inputs": lambda _, ndim: Shard(1) if ndim == 2 else Replicate()}
     plan = st.tensor_parallel(make("Qwen2"), plan={"model.layers.*.self_attn.q_proj": "inputs"}, styles=styles)
     assert plan == {"model.layers.*.self_attn.q_proj.weight": {"tp": Shard(1)}}
 
@@ -103,7 +103,7 @@ def test_a_mesh_without_the_dims(pool):
 
         with pytest.raises(st.ModelPlanError, match="the mesh has the dims dp"):
             st.distribute(nn.Linear(2, 2), mesh_of((4,), ("dp",)))
-        with pytest.raises(st.ModelPlanError, match="'data'.*the mesh has the dims dp"):
+        with pytest.raises(st.ModelPlanError, match=r"'data'.*the mesh has the dims dp"):
             st.place_batch({}, mesh_of((4,), ("dp",)), "data")
 
     pool.run(refused)

@@ -6,12 +6,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from architectures import CAUSAL, InFloat64, batch, make, step
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwise as sw
 import shardwise_transformers as st
+from architectures import CAUSAL, InFloat64, batch, make, step
 from shardwise import Partial, Replicate, Shard
 from shardwise.testing import mesh as mesh_of
 
@@ -40,7 +40,7 @@ def linear_and_embedding_layers(model):
 
 
 def random_partition(model, seed):
-    chance, partition = random.Random(seed), {}
+    chance, partition = random.Random(seed), {}  # noqa: S311  # chance, no secret
     for name, module in linear_and_embedding_layers(model).items():
         place = chance.choice([None, Shard(0), Shard(1)])
         if place is not None:

@@ -41,5 +41,3 @@ def load(model: nn.Module, folder: str | os.PathLike[str], **options: Any) -> Pe
 
 def _whole(tensor: Any) -> Any:
     return tensor.full_tensor().detach() if isinstance(tensor, MeshTensor) else tensor
-
-

@@ -16,7 +16,7 @@ table's rows as inputs and its features as outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from attrs import frozen
@@ -80,5 +80,3 @@ def _moved(place: Placement, dim: int, to: int) -> Placement:
     if isinstance(place, _StridedShard) and place.dim == dim:
         return _StridedShard(to, split_factor=place.split_factor)
     return Shard(to) if place == Shard(dim) else Replicate()
-
-

@@ -52,7 +52,8 @@ def distribute(
         if not any(fnmatchcase(base, pattern) for base in names.values()):
             raise AdapterPlanError(
                 asked=f"place the tensors {pattern!r} of a {type(model).__name__}",
-                found=f"no tensor of the base model has such a name; there are {', '.join(sorted(set(names.values())))}",
+                found="no tensor of the base model has such a name; there are "
+                f"{', '.join(sorted(set(names.values())))}",
                 do="Write the names that the model has without adapters.",
                 pattern=pattern,
             )

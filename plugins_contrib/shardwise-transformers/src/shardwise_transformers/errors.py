@@ -8,7 +8,7 @@ __all__ = ["ModelPlanError", "PlacementStyleError", "StyleError"]
 
 
 class ModelPlanError(ShardingError):
-    """A model has no plan, or its plan does not fit it: an entry that names nothing, tied parameters placed in two ways."""
+    """A model has no plan, or a plan does not fit the model or the mesh."""
 
 
 class StyleError(ModelPlanError):

@@ -48,9 +48,9 @@ def run_experts_locally(model: nn.Module, mesh: DeviceMesh) -> list[str]:
 
 @frozen
 class _Layout:
-    """How the tensors of an experts module lie: the mesh dims that cut experts, and those that cut inside of them."""
+    """The tensors of an experts module, and how they lie: the mesh dims that cut experts, and inside of experts."""
 
-    placements: dict[str, tuple[Placement, ...]]
+    names: tuple[str, ...]
     by_experts: tuple[int, ...]
     inside: tuple[int, ...]
 
@@ -58,13 +58,14 @@ class _Layout:
 def _layout(module: nn.Module, mesh: DeviceMesh) -> _Layout | None:
     """``None`` for another module, for experts that are whole and for those that lie in a way that adds nothing up."""
     own = dict(module.named_parameters(recurse=False))
-    if not hasattr(module, "_is_expert_parallel") or not own or any(True for _ in module.children() if _has_tensors(_)):
+    if not hasattr(module, "_is_expert_parallel") or not own or any(_has_tensors(child) for child in module.children()):
         return None
-    if not all(isinstance(p, MeshTensor) and p.device_mesh == mesh for p in own.values()):
+    placements = {name: _placements(p, mesh) for name, p in own.items()}
+    if None in placements.values():
         return None
     by_experts, inside = [], []
     for dim in range(mesh.ndim):
-        places = {name: p.placements[dim] for name, p in own.items()}  # type: ignore[union-attr]
+        places = {name: all_dims[dim] for name, all_dims in placements.items() if all_dims is not None}
         if all(place == Replicate() for place in places.values()):
             continue
         if all(place == Shard(0) for place in places.values()):
@@ -75,7 +76,11 @@ def _layout(module: nn.Module, mesh: DeviceMesh) -> _Layout | None:
             return None
     if not by_experts and not inside:
         return None
-    return _Layout({name: p.placements for name, p in own.items()}, tuple(by_experts), tuple(inside))
+    return _Layout(tuple(own), tuple(by_experts), tuple(inside))
+
+
+def _placements(tensor: torch.Tensor, mesh: DeviceMesh) -> tuple[Placement, ...] | None:
+    return tensor.placements if isinstance(tensor, MeshTensor) and tensor.device_mesh == mesh else None
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -86,7 +91,7 @@ def _is_cut_inside(module: nn.Module, places: dict[str, Placement]) -> bool:
     """The first product's outputs are cut, gate and up alike, and the second's inputs; a bias would be added twice."""
     outputs, inputs = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
     if getattr(module, "has_gate", True):
-        first = {"gate_up_proj": _StridedShard(outputs, split_factor=PACKED)}
+        first: dict[str, Placement] = {"gate_up_proj": _StridedShard(outputs, split_factor=PACKED)}
         if not getattr(module, "is_concatenated", True):
             return False
     else:
@@ -104,12 +109,13 @@ class _LocalExperts:
         self._calls: dict[tuple[Placement, ...], Callable[..., Any]] = {}
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
-        if not isinstance(hidden, MeshTensor):
-            return self._whole(hidden, chosen, weights)
         tensors = dict(self._module.named_parameters(recurse=False))
+        # An adapter's layer has its own tensors in place of these (torch's parametrizations).
+        if not isinstance(hidden, MeshTensor) or tuple(tensors) != self._layout.names:
+            return self._whole(hidden, chosen, weights)
         tokens = self._tokens(hidden)
         if tokens not in self._calls:
-            self._calls[tokens] = self._call(tokens, hidden.device_mesh, tuple(tensors))
+            self._calls[tokens] = self._call(tokens, hidden.device_mesh)
         return self._calls[tokens](hidden, chosen, weights, *tensors.values())
 
     def _tokens(self, hidden: MeshTensor) -> tuple[Placement, ...]:
@@ -120,17 +126,16 @@ class _LocalExperts:
             for dim, place in enumerate(hidden.placements)
         )
 
-    def _call(self, tokens: tuple[Placement, ...], mesh: DeviceMesh, names: tuple[str, ...]) -> Callable[..., Any]:
-        cut = {*self._layout.by_experts, *self._layout.inside}
-        added = tuple(Partial() if dim in cut else place for dim, place in enumerate(tokens))
-        inputs = (tokens, tokens, tokens, *(self._layout.placements[name] for name in names))
-
+    def _call(self, tokens: tuple[Placement, ...], mesh: DeviceMesh) -> Callable[..., Any]:
         def experts_of_rank(
             hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *tensors: torch.Tensor
         ) -> Any:
-            return self._run(mesh, hidden, chosen, weights, dict(zip(names, tensors, strict=True)))
+            return self._run(mesh, hidden, chosen, weights, dict(zip(self._layout.names, tensors, strict=True)))
 
-        return sw.local(experts_of_rank, inputs=inputs, outputs=added)
+        cut = {*self._layout.by_experts, *self._layout.inside}
+        added = tuple(Partial() if dim in cut else place for dim, place in enumerate(tokens))
+        as_they_lie = [p.placements for p in self._module.parameters(recurse=False) if isinstance(p, MeshTensor)]
+        return sw.local(experts_of_rank, inputs=(tokens, tokens, tokens, *as_they_lie), outputs=added)
 
     def _run(
         self,

@@ -40,9 +40,7 @@ def patterns_for(wanted: Mapping[str, T], default: T) -> dict[str, T]:
         if any(wanted[name] != value for name in fitting):
             del patterns[pattern]
     exact = {
-        _literal(name): value
-        for name, value in wanted.items()
-        if value != default and _pattern(name) not in patterns
+        _literal(name): value for name, value in wanted.items() if value != default and _pattern(name) not in patterns
     }
     return exact | _without_covered(patterns, wanted)
 

@@ -30,16 +30,14 @@ def distribute(
     tp_plan: Plan | None = None,
     ep_plan: Plan | None = None,
     styles: Mapping[str, Place] | None = None,
-    local_experts: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Place a model by its own plans, in place; returns it.
 
     Its ``tp_plan`` is for the mesh dim ``tp`` and its ``ep_plan`` for ``ep``; a plan whose mesh dim the mesh does not
     have is not used. Both may be one mesh dim: there, what the ``ep_plan`` names is placed by it alone, as in
-    transformers. Along every other mesh dim parameters are whole: it is for the batch, see :func:`place_batch`. With
-    ``local_experts`` each rank runs the experts, or the parts of experts, that it has, and the results are added up;
-    without, the weights of an expert are sent to where they are used.
+    transformers. Along every other mesh dim parameters are whole: it is for the batch, see :func:`place_batch`. Each
+    rank runs the experts, or the parts of experts, that it has (:func:`run_experts_locally`).
 
     ``tp_plan``, ``ep_plan`` and ``styles`` are as in :func:`tensor_parallel`, ``src_data_rank`` is that of
     :func:`shardwise.distribute_module`. Raises :class:`ModelPlanError` where the mesh has neither dim and where the
@@ -63,8 +61,7 @@ def distribute(
     sw.distribute_module(model, mesh, partition, src_data_rank=src_data_rank)
     if tp in dims:
         shard_sequences(model, plan_of(model, "tp_plan") if tp_plan is None else tp_plan, tp)
-    if local_experts:
-        run_experts_locally(model, mesh)
+    run_experts_locally(model, mesh)
     return model
 
 

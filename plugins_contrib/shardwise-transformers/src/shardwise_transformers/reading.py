@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardwise import Placement, Replicate
 from torch import nn
 
+from shardwise import Placement, Replicate
 from shardwise_transformers.errors import ModelPlanError, StyleError
 from shardwise_transformers.names import entry_for, generic, patterns_for
 from shardwise_transformers.styles import PLACES, Place
@@ -52,7 +52,7 @@ def plan_of(model: nn.Module, kind: str) -> dict[str, str]:
     raise ModelPlanError(
         asked=f"read the {kind} of a {type(model).__name__}",
         found="it has none",
-        do=f"Give one, plan={{'model.layers.*.mlp.up_proj': 'colwise', ...}}, or place the model by patterns with "
+        do="Give one, plan={'model.layers.*.mlp.up_proj': 'colwise', ...}, or place the model by patterns with "
         "shardwise.distribute_module.",
         kind=kind,
     )
@@ -80,7 +80,7 @@ def placements_by_name(
 def placements_by_entry(
     model: nn.Module, kind: str, entries: Plan, styles: Mapping[str, Place] | None
 ) -> dict[str, Placement]:
-    """The placement of every parameter by the entries of a plan. Tied ones have that of the first name with an entry."""
+    """The placement of every parameter by the entries of a plan; tied ones follow the first name with an entry."""
     known = {**PLACES, **(styles or {})}
     names = dict(model.named_parameters(remove_duplicate=False))
     places: dict[int, Placement] = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import NoReturn
 
 from torch import nn
 
@@ -28,8 +27,8 @@ def to_tp_plan(model: nn.Module, partition: Partition | None = None, mesh_dim: s
     """The ``tp_plan`` that says how parameters lie along one mesh dim.
 
     Without ``partition``, a plan for :func:`shardwise.distribute_module` by the names of mesh dims, these are the
-    placements that the model has. An entry that the model's own plan has and these placements do not is ``"replicate"``,
-    because transformers adds a plan to the model's own one.
+    placements that the model has. A layer that the model's own plan cuts and these placements do not is
+    ``"replicate"``, because transformers adds a plan to the model's own one.
 
     Raises :class:`PlacementStyleError` for a parameter whose placement no style says, and :class:`ModelPlanError` for a
     model that is not placed on a mesh with this dim.
@@ -116,16 +115,16 @@ def _said_alone(
         return {key: "embedding_rowwise" if own["weight"] == Shard(0) else "embedding_colwise"}
     if kind == "ep_plan" and hasattr(module, "num_experts") and set(own.values()) == {Shard(0)}:
         return {**{f"{key}.{parameter}": "grouped_gemm" for parameter in own}, key: "ep_dispatch_experts"}
-    _refuse(name, places[name], module, own, kind)
+    raise _refusal(name, places[name], module, own, kind)
 
 
-def _refuse(
+def _refusal(
     name: str, place: Placement, module: nn.Module, own: Mapping[str, Placement], kind: str
-) -> NoReturn:
+) -> PlacementStyleError:
     kept = "" if len(own) == 1 else f", among {', '.join(f'{key}: {value}' for key, value in own.items())}"
     is_experts = kind == "tp_plan" and hasattr(module, "num_experts") and place == Shard(0)
     experts = " Whole experts on each rank are for to_ep_plan." if is_experts else ""
-    raise PlacementStyleError(
+    return PlacementStyleError(
         asked=f"write the placement {place} of {name!r} in a {kind}",
         found=f"no style says it of a {type(module).__name__}{kept}",
         do="A linear layer is cut by outputs (weight and bias Shard(0)) or by inputs (weight Shard(1), bias whole), an "
