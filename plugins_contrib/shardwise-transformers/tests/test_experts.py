@@ -71,3 +71,43 @@ def by_features(model, mesh):
 def test_experts_that_lie_in_another_way(ranks):
     for gap, where in ranks.run(lambda: compare("Mixtral", "tp", placed_by=by_features), timeout=120):
         assert gap < 1e-12, where
+
+
+def adapted(model, mesh):
+    """An adapter puts a parametrization in place of a tensor that was placed; the experts then run on whole tensors."""
+    st.distribute(model, mesh)
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    return model
+
+
+def losses(how):
+    mesh = mesh_of((4,), (how,))
+    with torch.no_grad():
+        expected, actual = (
+            model(**st.place_batch(batch(), mesh)).loss.full_tensor()
+            for model in (st.distribute(make("Mixtral"), mesh), adapted(make("Mixtral"), mesh))
+        )
+    return float(expected), float(actual)
+
+
+@pytest.mark.parametrize("how", ["ep", "tp"])
+def test_experts_whose_tensors_are_parametrized(ranks, how):
+    for expected, actual in ranks.run(losses, how, timeout=120):
+        assert actual == pytest.approx(expected, rel=1e-6)
+
+
+def on_one_dim(model, mesh):
+    return st.distribute(model, mesh, ep="tp")
+
+
+def test_both_plans_on_one_mesh_dim(ranks):
+    for gap, where in ranks.run(lambda: compare("Mixtral", "tp", placed_by=on_one_dim), timeout=120):
+        assert gap < 1e-12, where
+
+    def placements():
+        experts = on_one_dim(make("Mixtral"), mesh_of((4,), ("tp",))).model.layers[0].mlp.experts
+        return [str(p.placements[0]) for p in experts.parameters()]
+
+    assert ranks.run(placements)[0] == ["S(0)", "S(0)"]

@@ -22,9 +22,9 @@ from typing import Any
 from attrs import frozen
 from peft.tuners.lora import LoraLayer
 from torch import nn
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardwise import Placement, Replicate, Shard
+from shardwise import Placement, Replicate
+from shardwise.kernel.placements import shard_dim, split_factor, strided_shard
 
 __all__ = ["adapter_places", "adapter_weights"]
 
@@ -77,6 +77,4 @@ def _dims(layer: Any) -> _Dims | None:
 
 def _moved(place: Placement, dim: int, to: int) -> Placement:
     """The same cut of another tensor's dim; whole where it is another dim that is cut."""
-    if isinstance(place, _StridedShard) and place.dim == dim:
-        return _StridedShard(to, split_factor=place.split_factor)
-    return Shard(to) if place == Shard(dim) else Replicate()
+    return strided_shard(to, split_factor(place)) if shard_dim(place) == dim else Replicate()

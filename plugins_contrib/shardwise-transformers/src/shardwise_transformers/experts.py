@@ -26,10 +26,10 @@ import torch
 from attrs import frozen
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardwise as sw
 from shardwise import MeshTensor, Partial, Placement, Replicate, Shard
+from shardwise.kernel.placements import strided_shard
 from shardwise_transformers.styles import PACKED
 
 __all__ = ["run_experts_locally"]
@@ -91,7 +91,7 @@ def _is_cut_inside(module: nn.Module, places: dict[str, Placement]) -> bool:
     """The first product's outputs are cut, gate and up alike, and the second's inputs; a bias would be added twice."""
     outputs, inputs = (2, 1) if getattr(module, "is_transposed", False) else (1, 2)
     if getattr(module, "has_gate", True):
-        first: dict[str, Placement] = {"gate_up_proj": _StridedShard(outputs, split_factor=PACKED)}
+        first: dict[str, Placement] = {"gate_up_proj": strided_shard(outputs, PACKED)}
         if not getattr(module, "is_concatenated", True):
             return False
     else:

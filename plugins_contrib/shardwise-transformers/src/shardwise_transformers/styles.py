@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
-
-from shardwise import Replicate, Shard
+from shardwise import Placement, Replicate, Shard
+from shardwise.kernel.placements import strided_shard
 
 __all__ = ["COLWISE", "PLACES", "ROWWISE", "Place", "replicated"]
 
@@ -38,12 +37,12 @@ def _rowwise(name: str, ndim: int) -> Placement:
 
 
 def _packed_colwise(_name: str, ndim: int) -> Placement:
-    return _StridedShard(_output_dim(ndim), split_factor=PACKED)
+    return strided_shard(_output_dim(ndim), PACKED)
 
 
 def _packed_rowwise(_name: str, ndim: int) -> Placement:
     """Experts that keep [expert, in, out] say rowwise and mean their last dim, the outputs."""
-    return Replicate() if ndim == 1 else _StridedShard(ndim - 1, split_factor=PACKED)
+    return Replicate() if ndim == 1 else strided_shard(ndim - 1, PACKED)
 
 
 def _dim(dim: int) -> Place:
