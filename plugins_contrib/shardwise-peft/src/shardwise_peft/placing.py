@@ -100,7 +100,7 @@ def _wanted(model: nn.Module) -> dict[str, tuple[Placement, ...]]:
 
 def _base_name(name: str) -> str:
     """The name of a tensor in the model without adapters."""
-    name = re.sub(r"\.modules_to_save\.[^.]+\.|\.(base_layer|original_module)\.", ".", name)
+    name = re.sub(r"\.modules_to_save\.[^.]+\.|\.(token_adapter\.)?(base_layer|original_module)\.", ".", name)
     return name.removeprefix("base_model.model.")
 
 
