@@ -10,7 +10,7 @@ import shardwise_peft as sp
 from adapted import LLAMA_PLAN, ROW, adapted, base, ids, loss_of, placed_base, two_by_two
 from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
-from shardwise.errors import PlacementError
+from shardwise.errors import LayoutError, PlacementError
 from shardwise.testing import mesh as mesh_of
 
 WHOLE, CUT_0, CUT_1 = (Replicate(), Replicate()), (Replicate(), Shard(0)), (Replicate(), Shard(1))
@@ -109,3 +109,20 @@ def refusals():
 
 def test_what_is_refused(ranks):
     ranks.run(refusals, timeout=120)
+
+
+def decomposed(kind):
+    """Initialisations that take the base weight apart, in float32, which they need."""
+    tokens = ids(two_by_two())
+    expected = adapted(base().float(), init_lora_weights=kind)(input_ids=ids(), labels=ids()).loss
+    model = sp.distribute(adapted(base().float(), init_lora_weights=kind), two_by_two(), LLAMA_PLAN)
+    assert sp.misplaced(model) == {}
+    torch.testing.assert_close(model(input_ids=tokens, labels=tokens).loss.full_tensor(), expected)
+    placed = sw.distribute_module(base().float(), two_by_two(), LLAMA_PLAN)
+    with pytest.raises(LayoutError, match="plain tensor"):
+        adapted(placed, init_lora_weights=kind)
+
+
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_initialisations_that_decompose_want_the_adapters_first(ranks, kind):
+    ranks.run(decomposed, kind, timeout=120)

@@ -14,8 +14,8 @@ WAYS = {
     "without a cache": {"use_cache": False},
     "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.8},
 }
-# Attention of Gemma2 is eager: in float64 its mask overflows the float32 of its softmax where a padded row sees nothing,
-# on one device as well, so that its tokens say nothing.
+# Attention of Gemma2 is eager: in float64 its mask overflows the float32 of its softmax where a padded row sees
+# nothing, on one device as well, so that its tokens say nothing.
 MODELS = {"Llama": ("dp", "tp"), "Mixtral": ("ep", "tp"), "Qwen3": ("dp", "tp"), "Phi3": ("dp", "tp")}
 
 
