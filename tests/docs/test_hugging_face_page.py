@@ -1,7 +1,11 @@
 """The page on a model of transformers: its program, where the package is."""
 
+import sys
+
 import pytest
 from zoo_packages import installed, recipes_of
+
+PACKAGE = "plugins_contrib/shardwise-transformers/src"
 
 
 @pytest.mark.slow
@@ -11,9 +15,11 @@ def test_its_program_runs(docs, pool):
         pytest.skip("needs the extra shardwise[zoo]")
     page = docs.ROOT / "docs" / "cookbook" / "hugging-face.md"
     (program,) = [block.text for block in docs.blocks(page) if block.how == "on 4 ranks"]
-    pool.run(run_program, program, timeout=240)  # the import alone may take a minute on a busy machine
+    # The import alone may take a minute on a busy machine.
+    pool.run(run_program, program, str(docs.ROOT / PACKAGE), timeout=240)
 
 
-def run_program(text):
+def run_program(text, package):
+    sys.path.insert(0, package)  # a checkout has it without installing it
     recipes_of("transformers")  # which imports it, also beside a torchvision whose kernels do not load
     exec(compile(text, "page", "exec"), {"__name__": "page"})  # noqa: S102  # the text under test
