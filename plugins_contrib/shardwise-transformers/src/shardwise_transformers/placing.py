@@ -14,6 +14,7 @@ from shardwise import MeshTensor, Placement, Replicate, Shard
 from shardwise_transformers.errors import ModelPlanError
 from shardwise_transformers.experts import run_experts_locally
 from shardwise_transformers.names import entry_for, patterns_for
+from shardwise_transformers.order import agree_on_order
 from shardwise_transformers.reading import Plan, placements_by_name, plan_of
 from shardwise_transformers.sequences import shard_sequences
 from shardwise_transformers.styles import Place
@@ -117,7 +118,10 @@ def generate(
 
     Every rank must call this, with the same prompts and options, and gets the same tokens. Tensors among the options
     (``attention_mask``) are placed as the prompts. What ``return_dict_in_generate`` returns is passed on as it is.
+    Raises :class:`ModelPlanError` on every rank where ranks would make the masks of a model with several kinds of
+    layers in another order.
     """
+    agree_on_order(model, mesh)
     tensors = {key: value for key, value in options.items() if isinstance(value, torch.Tensor)}
     placed = place_batch({"input_ids": input_ids, **tensors}, mesh, over)
     with sw.on(mesh):
