@@ -49,14 +49,16 @@ def catalogue():
     matmul = oracle_rules.samples_file("shardwise-matmul")
     # Torch runs no vmap, by which a CPU computes these, in what its dispatcher calls. A program calls them through the
     # operator of higher order, as in tests/plugins/test_flex.py.
-    flex = {matmul.FLEX, matmul.FLEX_BACKWARD}
+    inner = {matmul.FLEX, matmul.FLEX_BACKWARD}
+    # A function of autograd calls these, and gives their gradients, as in tests/plugins/test_math_attention.py.
+    inner |= {matmul.math_attention.FORWARD, matmul.math_attention.BACKWARD}
     only_here = {_overload(name) for name in cuda_kernels.KERNELS}
     catalogue = Catalogue()
     for plugin in oracle_rules.first_party():
         rules, error = oracle_rules.rules_of(plugin)
         assert error is None
         samples = oracle_rules.declared(plugin.origin.plugin, "SAMPLES")
-        catalogue.add(rules, samples, without={*WRONG_ON_ONE_DEVICE, *OF_EIGHT_BITS, *only_here, *flex})
+        catalogue.add(rules, samples, without={*WRONG_ON_ONE_DEVICE, *OF_EIGHT_BITS, *only_here, *inner})
     return catalogue
 
 

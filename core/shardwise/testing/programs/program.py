@@ -246,8 +246,12 @@ def _names_in(value: Any) -> Iterator[int]:
 
 
 def op_called(name: str) -> Op:
-    """The overload of a name such as ``aten.add.Tensor``; plugins are loaded, since they may define it."""
-    default_registry()
+    """The overload of a name such as ``aten.add.Tensor``. Plugins are loaded, since they may define it, or what they
+    import.
+    """
+    registry = default_registry()
     namespace, base, overload = name.split(".")
+    if not hasattr(getattr(torch.ops, namespace), base):
+        registry.read_modules()
     op: Op = getattr(getattr(getattr(torch.ops, namespace), base), overload)
     return op
