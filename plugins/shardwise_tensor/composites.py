@@ -56,6 +56,8 @@ def _mvlgamma(x: Tensor, p: int) -> Tensor:
     """
     if p < 1:
         raise RuntimeError("p has to be greater than or equal to 1")
+    if x.dtype == torch.bool:
+        raise RuntimeError("The input tensor may not be a boolean tensor.")
     terms = [torch.lgamma(x + (1 - j) / 2) for j in range(1, p + 1)]
     return sum(terms[1:], start=terms[0]) + p * (p - 1) / 4 * math.log(math.pi)
 

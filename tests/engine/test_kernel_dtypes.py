@@ -36,10 +36,13 @@ TAKEN = [
     ("any", INTEGERS, {"dim": 1}),
     ("var", INTEGERS.to(torch.complex128), {"dim": 1}),
     ("topk", INTEGERS, {"k": 2, "dim": 1}),
+    ("bytes", torch.arange(96, dtype=torch.uint8).reshape(4, 24), {"dtype": torch.int32}),
 ]
 
 
 def call(name, tensor, options):
+    if name == "bytes":
+        return tensor.view(**options)
     function = getattr(torch, name, None) or getattr(torch.nn.functional, name)
     return function(tensor, tensor, **options) if name == "cosine_similarity" else function(tensor, **options)
 
@@ -80,6 +83,7 @@ def test_what_a_kernel_takes_is_computed(pool, name, tensor, options, layout):
 ROWS = torch.linspace(-1, 1, 32).view(8, 4)
 PER_CHANNEL = torch.ones(4)
 SEVERAL = {
+    "rows by 32 bits": lambda put: torch.index_copy(put(ROWS), 0, put(torch.arange(8).int()), put(ROWS)),
     "classes of 32 bits": lambda put: torch.nn.functional.nll_loss(put(ROWS), put(torch.arange(8).int() % 4)),
     "a weight of float64": lambda put: torch.nn.functional.batch_norm(
         put(ROWS), None, None, put(PER_CHANNEL.double()), put(PER_CHANNEL), training=True

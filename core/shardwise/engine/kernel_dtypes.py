@@ -54,15 +54,17 @@ _NO_SIZES = frozenset(
         "approximate",
         "reduction",
         "ignore_index",
+        "alpha",
+        "value",
+        "reduce",
     )
 )
 
 # Names of arguments that say how a window moves over its operand; the shapes of the operands must fit them.
 _WINDOWS = frozenset(("kernel_size", "stride", "padding", "dilation", "output_padding", "groups"))
-# Parts of the names of operands that kernels read memory by.
+# Parts of the names of operands that kernels read memory by. An "index" is checked against the size of its dim.
 _PLACES = (
     "indices",
-    "index",
     "offs",
     "length",
     "pivot",
@@ -116,13 +118,20 @@ def _refusal(op: Op, device_type: str, values: Sequence[Any]) -> Exception | Non
 
 def _may_ask(op: Op, values: Sequence[Any]) -> bool:
     """Whether the op's kernel is safe on made-up operands."""
-    if op.namespace != "aten":
+    if op.namespace != "aten" or _is_view(op):
         return False
     dtypes = set(_dtypes(values))
     if len(dtypes) != 1 and not all(map(_is_inexact, dtypes)) and _reads_by_operands(op):
         return False
     known = _NO_SIZES | _WINDOWS if sum(_elements(values)) <= _SMALL else _NO_SIZES
     return all(v is None or _is_no_size(v) or name in known for name, v in _statics(op, values))
+
+
+def _is_view(op: Op) -> bool:
+    """A view takes any dtype, and its sizes matter: of eight bytes as two integers."""
+    return torch.Tag.view_copy in op.tags or any(
+        result.alias is not None and not result.written for result in signature(op).results
+    )
 
 
 def _is_no_size(value: Any) -> bool:
