@@ -89,7 +89,7 @@ def _needs_parts(mask: Tensor | None, dtype: torch.dtype) -> bool:
 # -- on local tensors ------------------------------------------------------------------------------------------------
 
 
-def _forward(  # the arguments of the op
+def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -106,7 +106,7 @@ def _forward(  # the arguments of the op
     return result if result.dtype == dtype else result.to(dtype), weights
 
 
-def _backward(  # the arguments of the op
+def _backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -118,13 +118,16 @@ def _backward(  # the arguments of the op
     dtype = query.dtype
     if dtype in _HALF:
         grad, query, key, value = grad.float(), query.float(), key.float(), value.float()
-    # As torch does: half of the scale goes to either factor, so that no product is out of range.
-    root = math.sqrt(query.shape[-1] ** -0.5 if scale is None else scale)
+    # As torch does: the root of the scale goes to either factor, so that no product is out of range, and its sign to
+    # the queries.
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else scale
+    root = math.sqrt(abs(scale))
+    signed = math.copysign(root, scale)
     keys, values = (_as_many_heads(t, query) for t in (key, value))
     by_value = weights.transpose(-2, -1) @ grad
     by_scores = torch.ops.aten._softmax_backward_data(grad @ values.transpose(-2, -1), weights, -1, weights.dtype)
-    by_query = (by_scores @ (keys * root)) * root
-    by_key = ((query * root).transpose(-2, -1) @ by_scores).transpose(-2, -1) * root
+    by_query = (by_scores @ (keys * root)) * signed
+    by_key = ((query * signed).transpose(-2, -1) @ by_scores).transpose(-2, -1) * root
     gradients = (_of_heads(by_query, query), _of_heads(by_key, key), _of_heads(by_value, value))
     return gradients if dtype == query.dtype else tuple(t.to(dtype) for t in gradients)  # type: ignore[return-value]
 

@@ -35,7 +35,7 @@ LAYOUTS = {
     "S(0)": lambda t: [Shard(0)] if t.ndim else [Replicate()],
     "S(-1)": lambda t: [Shard(t.ndim - 1)] if t.ndim else [Replicate()],
 }
-# Ops in one fork: a crash loses the rest of them.
+# Ops in one fork. After a crash the rest of them go on in another one.
 TOGETHER = 4
 # Operands of a list whose dtypes are changed one by one.
 ONE_BY_ONE = 4
@@ -119,7 +119,7 @@ def jobs():
 
 
 def in_a_fork(some, mesh):
-    """Print the differences of some ops; and the op in which the process ended, if it did."""
+    """Print the differences of some ops, and the op in which the process ended, if it did. Returns how many ran."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -131,14 +131,20 @@ def in_a_fork(some, mesh):
                 out.writelines(json.dumps(line) + "\n" for line in differences(op, given, mesh))
         os._exit(0)
     os.close(write)
-    begun = None
+    begun = []
     with os.fdopen(read) as lines:
         for line in lines:
-            begun = json.loads(line).get("begins", begun)
-            if "begins" not in line[:12]:
+            name = json.loads(line).get("begins")
+            if name is None:
                 print(line, end="", flush=True)
+            else:
+                begun.append(name)
     if os.waitpid(child, 0)[1]:
-        print(json.dumps({"op": begun, "dtypes": "", "layout": "", "one": "", "mesh": "the process ended"}), flush=True)
+        print(
+            json.dumps({"op": begun[-1], "dtypes": "", "layout": "", "one": "", "mesh": "the process ended"}),
+            flush=True,
+        )
+    return len(begun)
 
 
 def main(part, parts):
@@ -146,9 +152,9 @@ def main(part, parts):
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     mesh = init_device_mesh("cpu", (4,))
-    mine = list(jobs())[part::parts]
-    for start in range(0, len(mine), TOGETHER):
-        in_a_fork(mine[start : start + TOGETHER], mesh)
+    left = list(jobs())[part::parts]
+    while left:
+        left = left[in_a_fork(left[:TOGETHER], mesh) :]
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ def attention_math_as_one():
     """The same calls as the op of the plugin takes them, and keys and values that are broadcast."""
     broadcast = [made((2, 4, 8, 6)), made((1, 4, 5, 6), seed=1), made((2, 1, 5, 6), seed=2)]
     defaults = {"attn_mask": None, "is_causal": False, "scale": None, "enable_gqa": False}
-    calls = [*attention_math(), (broadcast, {})]
+    calls = [*attention_math(), (broadcast, {}), (list(operands(HEADS[0])), {"scale": -0.5})]
     return [([*args, *(defaults | kwargs).values()], {}) for args, kwargs in calls]
 
 

@@ -73,6 +73,7 @@ CALLS = {
     "plain": (4, torch.float64, {}),
     "causal": (4, torch.float64, {"is_causal": True}),
     "scaled": (4, torch.float64, {"scale": 0.7}),
+    "scaled below zero": (4, torch.float64, {"scale": -0.7}),
     "mask": (4, torch.float64, {"attn_mask": MASK}),
     "bias": (4, torch.float64, {"attn_mask": MASK.double()}),
     "a row without keys": (4, torch.float64, {"attn_mask": MASK & (torch.arange(8) != 2)[:, None]}),
