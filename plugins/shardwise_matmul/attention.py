@@ -176,6 +176,15 @@ def _local_lengths(local: LocalCall) -> Mapping[str, Any]:
     return {"max_q": local.local_shape(query)[-2]} if "max_q" in local.call.args else {}
 
 
+def _results(call: Call, device_type: str) -> list[TensorMeta | None]:  # one op is the CPU's
+    """The CPU's kernel sums in the dtype of the query, or in float32; torch 2.11 says float32 for every query."""
+    result, *rest = call.outputs
+    if call.op is not aten._scaled_dot_product_flash_attention_for_cpu.default or rest[0] is None:
+        return [result, *rest]
+    wide = call.args["query"].dtype is torch.float64
+    return [result, evolve(rest[0], dtype=torch.float64 if wide else torch.float32)]
+
+
 # -- rules -------------------------------------------------------------------------------------------------------
 
 # Linear in the values, and the gradients in the incoming one; the weights do not depend on the values.
@@ -192,6 +201,7 @@ _LINEAR_BACKWARD = linear("grad_out|grad_out_")
     ],
     static=("dropout_p",),
     lowering=_seeded,
+    results=_results,
     work=work.attention,
 )
 def ATTENTION(call: Call) -> Callable[[Call], Rows]:

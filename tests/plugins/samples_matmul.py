@@ -270,6 +270,7 @@ def attention_for_cpu():
     calls = [(list(operands(s)), {"attn_mask": mask}) for s in HEADS for mask in masks(s)]
     calls += [([*operands(s)], {"is_causal": True}) for s in HEADS]
     calls += [(list(operands(HEADS[0], BF16)), {"scale": 0.5}), (list(turned_heads(HEADS[1])), {})]
+    calls.append((list(operands(HEADS[0], torch.float64)), {}))
     return calls
 
 
