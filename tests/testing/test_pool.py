@@ -1,5 +1,6 @@
 """The worker pool: results by rank, errors with every rank's traceback, and no process left behind."""
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -170,6 +171,17 @@ def alone():
     """One worker, where the other ranks do not matter."""
     with WorkerPool(1, start_method="forkserver") as pool:
         yield pool
+
+
+def test_a_crash_of_native_code_shows_where_python_was(alone):
+    def read_nowhere():
+        ctypes.string_at(8)
+
+    with pytest.raises(WorkerError, match="rank 0 died: its process was killed by SIGSEGV") as caught:
+        alone.run(read_nowhere)
+    assert " in read_nowhere\n" in caught.value.errors[0].traceback
+    assert " in read_nowhere\n" in str(caught.value)
+    assert alone.run(dist.get_rank) == [0]
 
 
 @pytest.mark.slow

@@ -236,7 +236,13 @@ def _answer_of(worker: Worker) -> Answer:
         message = f"its process ended with exit code {code}"
     else:
         message = f"its process was killed by {signal.Signals(-code).name}"
-    return Answer(failure=RankFailure(worker.rank, "died", message))
+    return Answer(failure=RankFailure(worker.rank, "died", message, _last_stack(worker.stack_path, message)))
+
+
+def _last_stack(path: Path, message: str) -> str:
+    """The message and where Python was when native code crashed; empty where the process wrote nothing."""
+    text = path.read_text().partition("\nExtension modules:")[0] if path.exists() else ""
+    return f"{message}\n{text}" if text else ""
 
 
 def _read_stack(path: Path) -> str:

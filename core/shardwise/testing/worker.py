@@ -77,6 +77,7 @@ def serve(seat: Seat, connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(seat.stack_path, "w") as stacks:  # noqa: PTH123 - faulthandler wants the plain file object
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.enable(file=stacks, all_threads=True)  # for a crash of native code
         connection.send_bytes(pickle.dumps(_attempt(seat.rank, lambda: _join_group(seat))))
         while (payload := _receive(connection)) is not None:
             connection.send_bytes(pickle.dumps(_attempt(seat.rank, _call(payload))))
