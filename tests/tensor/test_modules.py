@@ -155,6 +155,20 @@ def test_a_weight_that_is_made_of_other_tensors_is_refused(two_ranks):
     two_ranks.run(quantised_weight)
 
 
+def lazy_layers():
+    model = nn.Sequential(nn.Linear(4, 6), nn.LazyLinear(2))
+    with pytest.raises(LayoutError, match=r"place '1.weight': it belongs to a lazy module.*Run the module once"):
+        sw.distribute_module(model, on_two())
+    assert type(model[0].weight) is nn.Parameter, "nothing is placed by halves"
+    model(torch.ones(1, 4))
+    sw.distribute_module(model, on_two())
+    assert isinstance(model[1].weight, MeshTensor)
+
+
+def test_a_lazy_module_runs_once_before_it_is_placed(two_ranks):
+    two_ranks.run(lazy_layers)
+
+
 # -- optimizers and state dicts --------------------------------------------------------------------------------------
 
 

@@ -61,8 +61,8 @@ def distribute_module(
     passes, send by themselves: ``"forbid"``, for example, or ``sw.communication("warn", over="tp")``.
 
     Raises :class:`PlacementError` for a pattern that matches nothing, :class:`LayoutError` for a parameter that is made
-    of other tensors (a quantised weight), and a :class:`PlanError` for a plan that cannot be read or is for another
-    mesh or module.
+    of other tensors (a quantised weight) or has no shape yet (that of a lazy module), and a :class:`PlanError` for a
+    plan that cannot be read or is for another mesh or module.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
@@ -132,6 +132,25 @@ def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+def _refuse_what_cannot_be_placed(module: nn.Module) -> None:
+    """Before anything is replaced: raise for a tensor that placements say nothing about."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not isinstance(tensor, MeshTensor):
+            _refuse_uninitialized(name, tensor)
+            refuse_dtensor(tensor, f"place {name!r}")
+            _refuse_made_of_others(name, tensor)
+
+
+def _refuse_uninitialized(name: str, tensor: Any) -> None:
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        raise LayoutError(
+            asked=f"place {name!r}",
+            found="it belongs to a lazy module and has no shape before the module's first forward",
+            do="Run the module once on a whole batch, as on one device, and distribute it then.",
+            name=name,
+        )
+
+
 def _refuse_made_of_others(name: str, tensor: Any) -> None:
     """Raise :class:`LayoutError` for a tensor that has others inside, as libraries make for quantised weights."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -150,6 +169,7 @@ def _refuse_made_of_others(name: str, tensor: Any) -> None:
 def _replace_tensors(
     module: nn.Module, mesh: DeviceMesh, patterns: Mapping[str, Places], src_data_rank: int | None
 ) -> None:
+    _refuse_what_cannot_be_placed(module)
     by_id: dict[int, MeshTensor] = {}
     placed_here: set[int] = set()
     for prefix, submodule in module.named_modules(remove_duplicate=False):
@@ -161,8 +181,6 @@ def _replace_tensors(
                     check_placed(name, tensor, mesh, patterns)
                 continue
             if id(tensor) not in by_id:
-                refuse_dtensor(tensor, f"place {name!r}")
-                _refuse_made_of_others(name, tensor)
                 places = placements_for(name, tensor, mesh, patterns)
                 by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
