@@ -172,6 +172,8 @@ def load_on_two(directory):
     return run.steps(3, 3)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_four_ranks_to_two_and_to_one(pool, tmp_path):
     went_on = pool.run(save_run, tmp_path, (4,), TENSOR_PARALLEL, {"fused": True})[0]
     single = Run(fused=True)
@@ -720,6 +722,8 @@ def resumed(directory, mesh_shape=(2,), layout=("tp",), learns=True):
     return taken, losses, after_one
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_resumed_run_goes_on_by_the_decisions_of_its_checkpoint(two_ranks, tmp_path):
     first, rest = two_ranks.run(learned_and_saved, tmp_path)[0]
     (kept,) = tmp_path.glob("step-*/decisions.json")

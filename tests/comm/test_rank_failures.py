@@ -272,7 +272,9 @@ print(x.sum().full_tensor())
 """
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=SAMPLE), 1])
+@pytest.mark.slow
+@pytest.mark.sample
+@pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_that_nobody_catches_ends_the_other_process(failing: int) -> None:
     """Rank 0 has the store: it must not end before the other has read why."""
     with socket.create_server(("127.0.0.1", 0)) as server:

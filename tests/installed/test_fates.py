@@ -48,6 +48,8 @@ def fates(zoo):
     return zoo.answer(ASKED)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_plugin_that_pip_installed_is_live(fates):
     assert fates["acme"]["acme-kernels"] == ["loaded", ""]
 

@@ -96,6 +96,8 @@ def moves(draw):
     return mesh, wires, TensorMeta.contiguous(shape, torch.float32), src, dst
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 @given(moves())
 def test_no_path_is_cheaper_than_a_cheap_move(case):
     mesh, wires, meta, src, dst = case

@@ -226,6 +226,8 @@ def moved_whole(x, w, count):
 EVEN, UNEVEN = [(8, 12, 16), (12, 16, 8)], [(11, 15, 19), (15, 19, 11)]
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_every_redistribution_is_compiled_once_for_sizes_that_change(two_ranks):
     assert two_ranks.run(all_ways_from, "R", UNEVEN, timeout=240) == [[1, 1]] * 2
 

@@ -408,6 +408,8 @@ def test_an_operand_that_happens_not_to_matter(y):
     assert "[R, S(0)] -> [R]" not in {str(f) for f in inferred.findings}
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_zeros_prove_nothing():
     inferred = infer(aten.mm.default, [((torch.zeros(8, 5), torch.zeros(5, 7)), {})])
     assert inferred.rule.text == "m k, k n -> m n"
