@@ -166,6 +166,24 @@ def test_partial_leaves_have_exactly_their_value(pool, kind):
     assert not verdict.counts["unsteady"]
 
 
+def test_what_a_failed_solver_leaves_is_not_compared(pool):
+    # A is singular: one device has infinities, and the parts of a pending operand infinities of either sign.
+    singular = torch.tensor([[6.0, -0.0, 0.0]] * 3, dtype=torch.float64)
+    lines = (
+        Leaf(0, singular, (Replicate(),)),
+        drawn(1, (3, 3), torch.float64, (Partial("avg"),)),
+        Call(
+            (2, 3, 4, 5), "aten._linalg_solve_ex.default", (Value(0), Value(1)), {"left": True, "check_errors": False}
+        ),
+        Call((6,), "aten.neg.default", (Value(2),)),
+        Call((7,), "aten.neg.default", (Value(5),)),
+    )
+    verdict = check_program(Program((4,), lines), pool)
+    assert not verdict.wrong, verdict.wrong
+    # Compared are the two leaves, the pivots and what the solver says, which is an operand of the last line.
+    assert verdict.counts["values compared"] == 5
+
+
 def test_gradients_are_compared(pool):
     program = Program((4,), TANH.lines, backward=((2, (Shard(0),)),), grad=True)
     assert check_program(program, pool).counts["gradients compared"] == 1

@@ -65,7 +65,7 @@ class Arg:
 
 @frozen
 class Result:
-    """One return of an op schema.
+    """One return of an op schema; ``name`` is empty where the schema has none.
 
     ``alias`` is the index of the argument whose memory it shares, if any. ``reseats`` says that the argument itself
     becomes this view of it, as in ``x.t_()``: no element is written.
@@ -76,6 +76,7 @@ class Result:
     alias: int | None
     written: bool
     reseats: bool = False
+    name: str = ""
 
 
 @frozen(eq=False)
@@ -217,6 +218,7 @@ def _read(op: Op) -> Signature:
                 alias=aliases.get(labels[0]) if labels else None,
                 written=bool(alias and alias.is_write) and not reseats,
                 reseats=reseats,
+                name=r.name or "",
             )
         )
     return Signature(op_name(op), tuple(args), tuple(results), draws(op))

@@ -99,7 +99,10 @@ class Machine:
             written += [n for n, was in before.items() if not has_values_of(self.values[n], was)]
             memory = {memory_of(self.values[name]) for name in written}
             changed = [name for name, value in self.values.items() if memory_of(value) in memory]
-            return self._after(operands, [*(n for n in line.names if n in self.values), *changed], others, loose=loose)
+            names = [*(n for n in line.names if n in self.values), *changed]
+            if not loose and has_failed(op, tensors):
+                self._loose.update(self.memory(n) for n in names if self.values[n].dtype != torch.int32)
+            return self._after(operands, names, others, loose=loose)
 
     def _after(self, before: Sequence[int], names: Sequence[int], others: tuple[Any, ...], *, loose: bool) -> After:
         results = dict.fromkeys(names)
@@ -161,6 +164,17 @@ def quietly() -> Iterator[None]:
 def decided_by_chance(op: Op) -> bool:
     """Whether the op draws random numbers, or returns memory that nobody wrote."""
     return torch.Tag.nondeterministic_seeded in op.tags or str(op).split(".")[1].startswith(_UNDEFINED)
+
+
+def has_failed(op: Op, results: Sequence[Tensor | None]) -> bool:
+    """Whether a call of linear algebra says by its result ``info`` that it failed. Torch leaves what it has come to in
+    the other results, and says of none that it means anything; integers, such as pivots, are compared all the same.
+    """
+    of = signature(op).results
+    if len(of) != len(results):
+        return False
+    said = (value for result, value in zip(of, results, strict=True) if result.name in {"info", "infos"})
+    return any(bool((value != 0).any()) for value in said if value is not None)
 
 
 def flows(value: Tensor) -> bool:
