@@ -3,6 +3,7 @@
 # ruff: noqa: ARG005  # a fake and a backward take what the op takes
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -36,6 +37,15 @@ RULE = rule(twice, "... -> ...")
 )
 def test_an_op_comes_back_as_itself(op):
     assert pickle.loads(dumps_by_value(op)) is op
+
+
+@pytest.mark.parametrize("constant", [torch.channels_last, torch.contiguous_format, torch.strided, torch.sparse_csr])
+def test_constants_of_torch_are_found_in_torch(constant, monkeypatch):
+    # pickle takes the first module that has a `torch` with such a constant.
+    monkeypatch.setattr(sys, "modules", {__name__: sys.modules[__name__], **sys.modules})
+    sent = dumps_by_value({"memory_format": [constant]})
+    assert __name__.encode() not in sent
+    assert pickle.loads(sent) == {"memory_format": [constant]}
 
 
 def use_twice(op):

@@ -1,7 +1,9 @@
 """Pickle for worker processes: functions of test modules by value, and ops by their names.
 
 Torch's ops cannot be pickled as they are, so their names are sent. For an op of ``torch.library.custom_op`` the worker
-first imports the module that defines it. If no module can be imported, the worker defines the op again.
+first imports the module that defines it. If no module can be imported, the worker defines the op again. Memory formats
+and layouts are sent by name, too: torch calls a format ``torch.channels_last``, and pickle would look for that in every
+module that imports torch, and could find it in a test module, which a worker has not got.
 """
 
 from __future__ import annotations
@@ -98,7 +100,14 @@ def _reduce_custom_op(definition: Any) -> Reduced:
     return _defined_again, (parts,)
 
 
+def _reduce_constant(constant: Any) -> Reduced:
+    """A constant of torch that calls itself ``torch.<name>``."""
+    return getattr, (torch, str(constant).removeprefix("torch."))
+
+
 _REDUCERS: dict[type, Callable[[Any], Reduced]] = {
+    torch.memory_format: _reduce_constant,
+    torch.layout: _reduce_constant,
     OpOverload: _reduce_overload,
     OpOverloadPacket: _reduce_packet,
     CustomOpDef: _reduce_custom_op,
