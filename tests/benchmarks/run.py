@@ -29,6 +29,7 @@ QUICKER = {
     "bench_attention": ONE_CALL,
     "bench_cold": [*ONE_CALL, "--case-seconds", "0"],
     "bench_dispatch": ONE_CALL,
+    "bench_floor": ONE_CALL,
     "bench_growth": ["--calls", "200"],
     "bench_import": ONE_CALL,
     "bench_learn": [*ONE_CALL, "--layers", "1", "--width", "32", "--context", "16"],

@@ -29,6 +29,10 @@ TIMEOUT = 45.0
 _NUDGE = 1e-6
 
 
+# The reductions that add the parts.
+_ADDED = {"sum", "avg"}
+
+
 @define(eq=False)
 class Verdict:
     """The result of a program. ``wrong`` says what is wrong, or is empty. ``at`` is the number of that line, or
@@ -74,6 +78,7 @@ class _Judge:
     held: dict[int, Tensor] = field(factory=dict)
     unsteady: bool = False
     turned: set[int] = field(factory=set)
+    pending: set[int] = field(factory=set)
     metas: dict[int, TensorMeta] = field(factory=dict)
 
     def all(self) -> None:
@@ -115,6 +120,11 @@ class _Judge:
             if str(outcome.others) != str(after.others):
                 wrong = wrong or f"rank {rank} answers {outcome.others}, one device {after.others}"
         wrong = wrong or self._compare_values(line, after, here)
+        if wrong and self.pending.intersection(operands_of(line) if isinstance(line, Call) else ()):
+            # Parts of both signs times an infinite factor add up to NaN (docs/rules.md).
+            wrong = self._compare_values(line, after, here, infinities=False)
+            self.unsteady = self.unsteady or not wrong
+            self.verdict.counts["infinities"] += not wrong
         if wrong and self._is_unsteady(line, here):
             self.verdict.counts["unsteady"] += 1
             self.unsteady, wrong = True, ""
@@ -125,23 +135,27 @@ class _Judge:
                 self.held[name] = first.local
             else:
                 spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, first.meta)
+                (self.pending.add if _ADDED & {*spec.reductions.values()} else self.pending.discard)(name)
                 self.held[name] = assemble({at: part.local for at, part in parts.items()}, spec)
         return wrong
 
-    def _compare_values(self, line: Line, after: After, here: Sequence[LineOutcome]) -> str:
+    def _compare_values(self, line: Line, after: After, here: Sequence[LineOutcome], *, infinities: bool = True) -> str:
         for name, expected in after.values.items():
             if not all(name in o.values for o in here):
                 if any(name in o.values for o in here) or name in self.held or name in line.names:
                     return f"value {name} is missing on some rank"
                 continue  # the result of a call that was refused
             loose = self.unsteady or name in after.loose
-            wrong = self._difference([o.values[name] for o in here], expected, after.tolerance, loose=loose)
+            held = [o.values[name] for o in here]
+            wrong = self._difference(held, expected, after.tolerance, loose=loose, infinities=infinities)
             wrong = wrong or self._compare_order(line, name, here[0].values[name], expected)
             if wrong:
                 return f"value {name}: {wrong}"
         return ""
 
-    def _difference(self, held: Sequence[Held], expected: Tensor, tolerance: float, *, loose: bool) -> str:
+    def _difference(
+        self, held: Sequence[Held], expected: Tensor, tolerance: float, *, loose: bool, infinities: bool = True
+    ) -> str:
         """How the ranks' parts of one value differ from one device's; empty if they do not. Counts the comparison."""
         first = held[0]
         if first.meta is None:
@@ -153,7 +167,7 @@ class _Judge:
             return f"it is {meta}, on one device {TensorMeta.of(expected)}"
         spec = TensorSpec(AbstractMesh(self.program.mesh_shape), first.placements, meta)
         locals_ = {at: h.local for at, h in zip(self._coordinates(), held, strict=True)}
-        wrong = difference(locals_, spec, expected, tolerance, values=not loose)
+        wrong = difference(locals_, spec, expected, tolerance, values=not loose, infinities=infinities)
         self.verdict.counts["values compared"] += not loose
         return f"{spec}: {wrong}" if wrong else ""
 
