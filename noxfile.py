@@ -9,7 +9,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
-# The releases of torch that the tests run with; cli/environment.py names the first and the last.
+# The releases of torch that the tests run with; private_torch/parts.py names the first and the last.
 TORCH = ["2.11", "2.12", "2.13"]
 CONTRIB = sorted(path.parent.name for path in (ROOT / "plugins_contrib").glob("shardwise-*/pyproject.toml"))
 

@@ -239,19 +239,20 @@ def in_a_hook(call: Callable[[], Any]) -> Callable[[], None]:
     return run
 
 
-def formulas() -> list[int]:
-    """Sizes that are computed outside a graph that is made."""
-    from torch.fx.experimental.proxy_tensor import make_fx
+def written() -> Any:
+    """What a graph writes of a formula that is neither a sum, a product nor a power: which torch needs it differs."""
+    from sympy import Function
 
     from shardwise.private_torch import tracing
 
-    def program(x: torch.Tensor) -> list[torch.Tensor]:
-        with tracing.outside_modes():
-            sizes = x.shape[0] ** 2, (x.shape[0] ** 2 + 1) // 2
-        tracing.make_known(sizes)
-        return [x.new_zeros(n) for n in sizes]
+    return tracing._written(Function("rounded")(), SimpleNamespace(sympy_expr_tracker={}))
 
-    return [len(y) for y in make_fx(program, tracing_mode="symbolic")(torch.ones(6))(torch.ones(4))]
+
+def noted() -> Any:
+    """What a graph notes of a sum."""
+    from shardwise.private_torch import tracing
+
+    return tracing._noted(None, int.__add__, 1, 2)
 
 
 def scaled() -> None:
@@ -459,8 +460,8 @@ ERRORS = [
     Case(("torch.serialization._get_layout",), shelf("saved", "layout_named")),
     Case(("torch.testing._internal.distributed.fake_pg.FakeStore",), shelf("fake", "fake_store")),
     Case(("torch.amp.GradScaler._maybe_opt_step",), scaled),
-    Case((f"{FX}._sym_register",), formulas, take=hide),
-    Case((f"{FX}._sympy_handlers",), formulas, take=hide),
+    Case((f"{FX}._sym_register",), noted, take=hide),
+    Case((f"{FX}._sympy_handlers",), written, take=hide),
     *(
         Case((f"torch.{n}",), shelf("tracing", short, 0), take=hide)
         for n, short in (

@@ -12,6 +12,8 @@ import taken_away
 import torch
 from taken_away import COMPILED_FALLBACKS, ERROR_OF_TORCH, ERRORS, FALLBACKS, untouched
 
+from shardwise.private_torch.parts import ALSO_RUN, TESTED_TORCH
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="copies of a process cannot share its CUDA device")
 
 
@@ -54,7 +56,7 @@ def assert_names(outcome, part):
 def test_what_nothing_works_without_is_missed_at_import(outcomes, name):
     assert_names(outcomes[name], name)
     assert outcomes[name]["message"].startswith("use shardwise: ")
-    assert "shardwise doctor says which" in outcomes[name]["message"]
+    assert f"Use a newer shardwise, or torch {TESTED_TORCH[0]} to {ALSO_RUN[-1]}." in outcomes[name]["message"]
 
 
 @pytest.mark.parametrize("case", FALLBACKS, ids=first_name)

@@ -15,9 +15,14 @@ import torch
 
 from shardwise.errors import TorchPartError
 
-__all__ = ["find_part", "missing_parts", "torch_part", "refuse", "require"]
+__all__ = ["ALSO_RUN", "TESTED_TORCH", "find_part", "missing_parts", "refuse", "require", "torch_part"]
 
-TO_DO = "Use a newer shardwise, or a torch that it is tested with: shardwise doctor says which."
+TESTED_TORCH = ("2.11", "2.13")
+"""The oldest and the newest release of torch that the tests run with."""
+ALSO_RUN = ("2.14", "2.15")
+"""Newer releases that the everyday tests were run with once."""
+
+TO_DO = f"Use a newer shardwise, or torch {TESTED_TORCH[0]} to {ALSO_RUN[-1]}."
 
 
 def find_part(name: str) -> Any | None:
