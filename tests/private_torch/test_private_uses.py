@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from itertools import chain
 
@@ -113,4 +112,3 @@ def test_the_table_names_each_part_once():
     cases = [*FALLBACKS, *COMPILED_FALLBACKS, *ERRORS, ERROR_OF_TORCH]
     names = list(chain(taken_away.required(), *(case.names for case in cases)))
     assert sorted(names) == sorted(set(names))
-    assert ast.parse(inspect.getsource(taken_away))  # it is a script, too
