@@ -9,7 +9,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 
 ROOT = Path(__file__).parent
-# The releases of torch that the tests run with; cli/environment.py names the first and the last.
+# The releases of torch that the tests run with; private_torch/parts.py names the first and the last.
 TORCH = ["2.11", "2.12", "2.13"]
 CONTRIB = sorted(path.parent.name for path in (ROOT / "plugins_contrib").glob("shardwise-*/pyproject.toml"))
 
@@ -26,18 +26,36 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+def pins_without_torch(session: nox.Session) -> str:
+    """A file of the tested versions of everything but torch and what it brings along, which differs by release."""
+    pins = Path(session.create_tmp()) / "constraints.txt"
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins.write_text(
+        "\n".join(line for line in lines if not line.startswith(("torch", "setuptools==", "nvidia", "triton")))
+    )
+    return str(pins)
+
+
 @nox.session
 @nox.parametrize("version", TORCH, ids=TORCH)
 def torch(session: nox.Session, version: str) -> None:
     """The everyday tests with one release of torch, and the tested versions of everything else."""
-    pins = Path(session.create_tmp()) / "constraints.txt"
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
-    # What torch brings along differs between its releases.
-    pins.write_text(
-        "\n".join(line for line in lines if not line.startswith(("torch", "setuptools==", "nvidia", "triton")))
-    )
-    session.install("-c", str(pins), f"torch=={version}.*", "-e", ".[test]")
+    session.install("-c", pins_without_torch(session), f"torch=={version}.*", "-e", ".[test]")
     session.run("pytest", *session.posargs)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The tests of torch's private parts, then the everyday tests, with the newest torch that the index has."""
+    pins = pins_without_torch(session)
+    # By itself: with --pre for all, everything that is not pinned would be a pre-release, too.
+    session.install("--pre", "-c", pins, "--upgrade", "torch")
+    session.install("-c", pins, "-e", ".[test]")
+    version = str(session.run("python", "-c", "import torch; print(torch.__version__)", silent=True)).strip()
+    session.log(f"The newest torch here is {version}.")
+    session.run("pytest", "-n", "0", "tests/private_torch", "-m", "slow or not slow")
+    session.run("pytest", *session.posargs)
+    session.log(f"These ran with torch {version}.")
 
 
 @nox.session

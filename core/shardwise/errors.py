@@ -222,6 +222,15 @@ class RulesWarning(UserWarning):
     """A checkpoint was saved by a program with other rules."""
 
 
+# -- torch ------------------------------------------------------------------------------------------------------
+
+
+class TorchPartError(ShardingError):
+    """The installed torch lacks a part that is not public and that shardwise uses: ``part`` names it, ``torch`` the
+    version.
+    """
+
+
 # -- processes -------------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from
+from shardwise.rule import Flow, LocalCall, TensorMeta, like, rule, rule_from, signature
 from shardwise_linalg.batches import ops
 
 __all__ = ["RULES"]
@@ -30,7 +30,7 @@ CDIST = rule(ops("_cdist_forward.default _cdist_forward.out"), "... p _, ... r _
 EUCLIDEAN = rule(ops("_euclidean_dist.default _euclidean_dist.out"), "... p _, ... r _ -> ... p r")
 # "grad", and "grad_output" from torch 2.14 on.
 GRAD, PDIST_GRAD = (
-    op.default._schema.arguments[0].name for op in (torch.ops.aten._cdist_backward, torch.ops.aten._pdist_backward)
+    signature(op.default).args[0].name for op in (torch.ops.aten._cdist_backward, torch.ops.aten._pdist_backward)
 )
 CDIST_BACKWARD = rule(
     ops("_cdist_backward.default _cdist_backward.out"),

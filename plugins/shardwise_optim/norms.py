@@ -89,7 +89,7 @@ def _of_shards(
     some = list(tensors) if all(counts) else [t for t, does_count in zip(tensors, counts, strict=True) if does_count]
     if dtype is None and all(t.dtype.itemsize < torch.float32.itemsize for t in some):
         dtype = torch.float32  # so that half precision is rounded once, at the end
-    norms = list(torch._foreach_norm(some, order, dtype)) if some else []
+    norms = list(aten._foreach_norm.Scalar(some, order, dtype)) if some else []
     if len(norms) == len(tensors):
         return norms
     left, neutral = iter(norms), math.inf if order < 0 else 0.0

@@ -115,7 +115,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
     """
     lengths = torch.tensor(lengths.tolist(), dtype=torch.int64)
     steps = _count(x.shape[0] * x.shape[1]).view(x.shape[:2])
-    packed, batch_sizes = torch._VF._pack_padded_sequence(steps, lengths, batch_first)
+    packed, batch_sizes = aten._pack_padded_sequence(steps, lengths, batch_first)
     return x.flatten(0, 1).index_select(0, _on_mesh_of(x, packed)), batch_sizes
 
 

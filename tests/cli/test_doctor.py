@@ -59,7 +59,8 @@ def test_warnings_fail_when_strict(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("version", "result"), [("2.10.1", "failed"), ("2.11.0", "ok"), ("2.13.1+cpu", "ok"), ("2.14.0", "warning")]
+    ("version", "result"),
+    [("2.10.1", "failed"), ("2.11.0", "ok"), ("2.13.1+cpu", "ok"), ("2.15.0", "ok"), ("2.16.0", "warning")],
 )
 def test_the_version_of_torch(monkeypatch, version, result):
     monkeypatch.setattr(torch, "__version__", version)

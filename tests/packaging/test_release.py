@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ready import faults
 
-from shardwise.cli.environment import TESTED_TORCH
+from shardwise.private_torch.parts import TESTED_TORCH
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = ROOT / ".github" / "workflows"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.errors import MeshMismatchError
+from shardwise.errors import MeshMismatchError, TorchPartError
 from shardwise.private_torch import distributed
 
 
@@ -132,7 +132,10 @@ def test_functions_on_state_dicts_are_wrapped_when_their_module_comes(monkeypatc
     name = f"state_dicts_{comes}"
     (tmp_path / f"{name}.py").write_text("def gather(): return 'gathered'\n")
     monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f"user_{name}.py").write_text("def get_state_dict(): return 'shards'\n")
     monkeypatch.setattr(distributed, "_STATE_DICTS", name)
+    monkeypatch.setattr(distributed, "_USERS", f"user_{name}")
+    monkeypatch.setattr(distributed, "_FUNCTIONS", {n: f"{name}.{n}" for n in ("gather", "gone")})
     if comes == "before":
         importlib.import_module(name)
     finders = list(sys.meta_path)
@@ -143,4 +146,6 @@ def test_functions_on_state_dicts_are_wrapped_when_their_module_comes(monkeypatc
         }
     )
     assert importlib.import_module(name).gather() == "gathered and wrapped"
+    with pytest.raises(TorchPartError, match=rf"gather or load a state dict: torch \S+ has no {name}.gone"):
+        importlib.import_module(f"user_{name}").get_state_dict()
     assert sys.meta_path == finders, "nothing is left behind"

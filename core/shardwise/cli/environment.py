@@ -15,11 +15,9 @@ from packaging.version import Version
 
 from shardwise.cli.findings import FAILED, OK, WARNING, Finding
 from shardwise.kernel.first_party import core_distribution
+from shardwise.private_torch.parts import ALSO_RUN, TESTED_TORCH
 
-__all__ = ["CHECKS", "TESTED_TORCH"]
-
-TESTED_TORCH = ("2.11", "2.13")
-"""The oldest and the newest release of torch that the tests run with."""
+__all__ = ["CHECKS"]
 
 # A name that cannot be resolved may keep gloo busy for longer than a person waits.
 _PATIENCE = 20.0
@@ -45,9 +43,9 @@ def _machine() -> Iterator[Finding]:
 
 
 def _torch() -> Iterator[Finding]:
-    oldest, newest = map(Version, TESTED_TORCH)
+    oldest, newest = Version(TESTED_TORCH[0]), Version(ALSO_RUN[-1])
     have = Version(torch.__version__)
-    tested = f"tested with {oldest} to {newest}"
+    tested = f"tested with {' to '.join(TESTED_TORCH)}, run once with {' and '.join(ALSO_RUN)}"
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "for CPU"
     if have.release[:2] < oldest.release:
         yield Finding("torch", FAILED, f"{have} {built}; {tested}", f'Run pip install "torch>={oldest}".')

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
 
 import torch
-from torch._ops import OpOverloadPacket
 
 from shardwise.errors import CallError
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Op, op_name
-from shardwise.private_torch.ops import schema_of
+from shardwise.private_torch.ops import OpOverloadPacket, schema_of
 
 __all__ = ["find_ops", "one_of", "ops_named"]
 

@@ -21,7 +21,8 @@ from attrs import define, field, frozen
 from shardwise.errors import SettingsError, TracingError
 from shardwise.kernel.dispatcher import drop_plans
 from shardwise.kernel.mesh import Mesh
-from shardwise.private_torch.dispatch import in_backward, next_node_number, number_of_running_node
+from shardwise.private_torch.autograd_nodes import running_node, sequence_number
+from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.tracing import constant_in_graphs, graph_that_is_made
 from shardwise.settings import read_settings
 
@@ -207,7 +208,7 @@ class _InForce:
             self.is_on = True
             drop_plans()
         self.stack, self.then = stack, InForceThen(stack)
-        number = next_node_number()
+        number = sequence_number()
         if self._starts and self._starts[-1] >= number:
             self._stacks[-1] = stack
             return
@@ -247,7 +248,7 @@ def policies_now() -> tuple[Stack, bool]:
     traced = _of_graphs.get(graph) if _of_graphs and (graph := graph_that_is_made()) is not None else ()
     if not in_backward():
         return (*in_force.stack, *(traced or ())), False
-    number = number_of_running_node()
+    number = running_node()
     then = in_force.stack if number is None else in_force.at_node(number)
     return (*then, *(traced or ())), True
 

@@ -12,7 +12,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from shardwise.comm.agreement import raise_unless_equal
 from shardwise.comm.events import Event, emit, is_observed
@@ -29,6 +28,7 @@ from shardwise.planning.path import Step, shortest_path
 from shardwise.private_torch.dispatch import base_of, memory_of
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_recorded
+from shardwise.private_torch.trees import tree_map_only
 from shardwise.settings import read_settings
 
 __all__ = [

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch._ops import OpOverload
 
 from shardwise.errors import RuleError
 from shardwise.kernel.tensor_meta import TensorMeta
-from shardwise.private_torch.ops import draws, is_view_in_place, overload_of, schema_of
+from shardwise.private_torch.ops import OpOverload, draws, is_view_in_place, overload_of, schema_of
 
 __all__ = [
     "Arg",

@@ -1,1 +1,48 @@
 """Torch API that is not public, one module per subject. Each use says why the public API is not enough."""
+
+from shardwise.private_torch.parts import require
+
+# Without one of these nothing works. The other parts have a fallback, or an error where they are needed: `parts`.
+REQUIRED = (
+    "torch._C.DisableTorchFunction",
+    "torch._C.DisableTorchFunctionSubclass",
+    "torch._C.DispatchKey.CompositeExplicitAutograd",
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    "torch._C.DispatchKey.PythonDispatcher",
+    "torch._C.DispatchKey.PythonTLSSnapshot",
+    "torch._C._DisablePythonDispatcher",
+    "torch._C._TorchDispatchModeKey.PROXY",
+    "torch._C._current_graph_task_id",
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    "torch._C._dispatch_keyset_full_after",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "torch._C._get_dispatch_mode",
+    "torch._C._len_torch_dispatch_stack",
+    "torch._guards.TracingContext.try_get",
+    "torch._guards.detect_fake_mode",
+    "torch._library.custom_ops.CustomOpDef",
+    "torch._library.custom_ops.OPDEFS.get",
+    "torch._ops.HigherOrderOperator",
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
+    "torch._subclasses.fake_tensor.DataDependentOutputException",
+    "torch._subclasses.fake_tensor.DynamicOutputShapeException",
+    "torch._subclasses.fake_tensor.FakeTensor",
+    "torch._subclasses.fake_tensor.FakeTensorMode",
+    "torch._subclasses.fake_tensor.in_kernel_invocation_manager",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "torch.Tensor._base",
+    "torch.Tensor._make_wrapper_subclass",
+    "torch.Tensor._version",
+    "torch.UntypedStorage._cdata",
+    "torch.ops.aten.neg.default._schema",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._pytree.tree_flatten",
+    "torch.utils._pytree.tree_leaves",
+    "torch.utils._pytree.tree_map",
+    "torch.utils._pytree.tree_map_only",
+    "torch.utils._pytree.tree_structure",
+    "torch.utils._pytree.tree_unflatten",
+)
+require(REQUIRED, "use shardwise")

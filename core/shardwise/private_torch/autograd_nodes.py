@@ -7,27 +7,47 @@ from typing import Any
 
 import torch
 
+from shardwise.private_torch.parts import find_part, refuse, torch_part
+
 __all__ = ["at_end_of_backward", "backward_number", "running_node", "sequence_number"]
 
 _FOREVER = 1 << 62  # nodes that accumulate in leaves have the largest number of 64 bits
 
+_next_number: Callable[[], int] | None = find_part("torch._C._autograd._get_sequence_nr")
+_current_node: Callable[[], Any] = torch_part(
+    "torch._C._current_autograd_node", "tell which node of a backward pass runs"
+)
+# As torch's own data parallelism does.
+_queue_callback: Callable[[Callable[[], None]], None] = torch_part(
+    "torch.autograd.Variable._execution_engine.queue_callback", "wait for the end of a backward pass"
+)
 
-def sequence_number() -> int | None:
+
+def sequence_number() -> int:
     """The number that the next node of this thread gets: nodes are numbered in the order of the forward calls.
 
-    None where torch does not say it. Autograd runs later nodes first by these numbers; nothing public reads them.
+    Autograd runs later nodes first by these numbers; nothing public reads them. Without torch's function a node is made
+    and asked, and takes a number.
     """
-    read = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return None if read is None else int(read())
+    if _next_number is not None:
+        return int(_next_number())
+    with torch.inference_mode(False), torch.enable_grad():
+        return _number_of(torch.zeros((), requires_grad=True).abs().grad_fn) + 1
 
 
 def running_node() -> int | None:
     """The number of the node that autograd runs in this thread; None without one, and while a leaf accumulates."""
-    node: Any = torch._C._current_autograd_node()
+    node = _current_node()
     if node is None:
         return None
-    number = int(node._sequence_nr())
+    number = _number_of(node)
     return number if 0 <= number < _FOREVER else None
+
+
+def _number_of(node: Any) -> int:
+    if not hasattr(node, "_sequence_nr"):
+        refuse("torch.autograd.graph.Node._sequence_nr", "tell which forward call a node of a backward pass is of")
+    return int(node._sequence_nr())
 
 
 def backward_number() -> int:
@@ -36,6 +56,5 @@ def backward_number() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback()`` when the backward pass that runs now has ended, as torch's own data parallelism does."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
+    """Call ``callback()`` when the backward pass that runs now has ended."""
+    _queue_callback(callback)

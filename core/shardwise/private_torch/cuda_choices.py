@@ -16,6 +16,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from shardwise.private_torch.ops import kernel_at
+
 __all__ = ["Card", "HOPPER", "choosing_for"]
 
 aten = torch.ops.aten
@@ -80,7 +82,7 @@ def _for_cuda(op: Any, choose: Callable[..., Any], before: Callable[..., Any] | 
 
 def _as_elsewhere(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Torch's own kernel of a composite op."""
-    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return kernel_at(op, torch._C.DispatchKey.CompositeImplicitAutograd)(*args, **kwargs)
 
 
 # -- attention: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, attention.cpp ------------------------------------

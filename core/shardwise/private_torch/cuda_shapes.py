@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch.utils._pytree import tree_map_only
 
 from shardwise.private_torch.fake import replaced
+from shardwise.private_torch.trees import tree_map_only
 
 __all__ = ["shaping"]
 

@@ -7,14 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.errors import TorchPartError
 from shardwise.private_torch.ops import custom_op_of, qualified_name
+from shardwise.private_torch.parts import find_part, refuse, torch_part
 from shardwise.private_torch.snapshot import with_snapshot
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "leaf_to_accumulate",
     "leave_out_of_graphs",
     "memory_of",
+    "name_of_running_node",
     "new_wrapper",
     "put_above_autograd",
     "put_before_dispatch",
@@ -53,9 +55,8 @@ def put_before_dispatch(op: OpOverload, cls: type, handler: Callable[..., Any]) 
     library = torch.library.Library(op.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
     if custom_op_of(op) is None:
         torch.library.register_torch_dispatch(op, cls, handler, lib=library)
-    elif hasattr(library, "_register_torch_dispatch_rule"):
-        register: Any = library._register_torch_dispatch_rule
-        register(qualified_name(op).partition("::")[2], cls, handler)
+    elif (register := find_part("torch.library.Library._register_torch_dispatch_rule")) is not None:
+        register(library, qualified_name(op).partition("::")[2], cls, handler)
     return library
 
 
@@ -64,11 +65,12 @@ def leave_out_of_graphs(function: Callable[..., Any]) -> None:
 
     Between two graphs of a compiled function dynamo would compile them: it sees them as calls of the program.
     """
-    frames: Any = torch._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):  # an older torch: slower, and ranks may compile other graphs
-        return
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    # Without it: slower, and ranks may compile other graphs.
+    set_strategy = find_part("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+    skip = find_part("torch._C._dynamo.eval_frame._FrameAction.SKIP")
+    strategy = find_part("torch._C._dynamo.eval_frame._FrameExecStrategy")
+    if set_strategy is not None and skip is not None and strategy is not None:
+        set_strategy(function.__code__, strategy(skip, skip))
 
 
 def put_before_mode(op: OpOverload, cls: type, mode: type[OpMode], handler: Callable[..., Any]) -> Any:
@@ -108,8 +110,17 @@ def put_above_autograd(op: OpOverload, run: Callable[..., Any]) -> torch.library
     return library
 
 
-# Turns __torch_function__ off for a tensor subclass. Torch documents this private name.
-disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+def _portable_disabled_torch_function(
+    _cls: type, function: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None
+) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **(kwargs or {}))
+
+
+# Turns __torch_function__ off for a tensor subclass. Torch documents this private name. The fallback costs a frame.
+disabled_torch_function: Any = getattr(
+    torch._C, "_disabled_torch_function_impl", classmethod(_portable_disabled_torch_function)
+)
 
 
 def _portable_wrapper(cls: type, local: torch.Tensor, spec: Any, requires_grad: bool = False) -> Any:
@@ -214,13 +225,15 @@ def forward_traceback() -> list[str]:
 
     Anomaly detection prints this stack when it finds an anomaly. The node that holds it is not public.
     """
-    # The stub wrongly says that the dict is a method.
-    node: Any = torch._C._current_autograd_node()
+    node = _current_node()
     return [] if node is None else list(node.metadata.get("traceback_", ()))
 
 
 # By name: torch.optim deletes the names of its own modules.
-FOREACH_MODULES = ("torch.utils._foreach_utils", "torch.optim.optimizer")
+FOREACH_TYPES = (
+    "torch.utils._foreach_utils._foreach_supported_types",
+    "torch.optim.optimizer._foreach_supported_types",
+)
 
 
 def support_foreach(cls: type) -> None:
@@ -228,8 +241,7 @@ def support_foreach(cls: type) -> None:
 
     There is no public API for this. If the lists are missing, users must pass ``foreach=True``.
     """
-    for name in FOREACH_MODULES:
-        types = getattr(import_module(name), "_foreach_supported_types", None)
+    for types in map(find_part, FOREACH_TYPES):
         if types is not None and cls not in types:
             types.append(cls)
 
@@ -239,28 +251,18 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def next_node_number() -> int:
-    """The number of the next node that autograd makes in this thread. Numbers only grow. Torch's profiler shows them,
-    and its functions that read them have private names.
-    """
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def number_of_running_node() -> int | None:
-    """In a backward pass: the number that the running node got when the forward pass made it; None for a node that has
-    none, as that which accumulates the gradient of a leaf.
-    """
-    node: Any = torch._C._current_autograd_node()
-    number = None if node is None else int(node._sequence_nr())
-    return None if number is None or number >= _NO_NUMBER else number
-
-
-_NO_NUMBER = 1 << 63
+# The stub wrongly says that a node's dict is a method.
+_current_node: Callable[[], Any] = torch_part(
+    "torch._C._current_autograd_node", "tell which node of a backward pass runs"
+)
+_will_run: Callable[[Any], bool] = torch_part(
+    "torch._C._will_engine_execute_node", "tell whether a backward pass accumulates in a leaf"
+)
 
 
 def name_of_running_node() -> str:
     """In a backward pass: the name of the running node, such as ``MmBackward0``; else nothing."""
-    node: Any = torch._C._current_autograd_node()
+    node = _current_node()
     return "" if node is None else str(node.name())
 
 
@@ -270,25 +272,36 @@ def leaf_to_accumulate() -> Any:
     ``torch.autograd.grad`` returns the gradient and accumulates nothing. A hook cannot refer to its leaf by itself:
     ``swap_tensors`` refuses a tensor with weak references, and a strong one would be a cycle.
     """
-    node = torch._C._current_autograd_node()
+    node = _current_node()
     leaf = getattr(node, "variable", None)
     try:
-        return leaf if leaf is not None and torch._C._will_engine_execute_node(node) else None
+        return leaf if leaf is not None and _will_run(node) else None
+    except TorchPartError:
+        raise
     except RuntimeError:  # torch says by an error that this is autograd.grad
         return None
 
 
 def is_batched(tensor: Any) -> bool:
     """Whether a tensor is one of ``vmap``'s, which hides the tensors that it holds. No public function says so."""
-    functorch = torch._C._functorch
-    return isinstance(tensor, torch.Tensor) and (
-        functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor)
-    )
+    return isinstance(tensor, torch.Tensor) and (_is_batched(tensor) or _is_batched_as_before(tensor))
+
+
+_is_batched: Callable[[Any], bool] = torch_part(
+    "torch._C._functorch.is_batchedtensor", "tell tensors of vmap from others"
+)
+# Those of the older vmap, which autograd still uses. A torch without the function is one without such tensors.
+_is_batched_as_before: Callable[[Any], bool] = find_part("torch._C._functorch.is_legacy_batchedtensor") or (
+    lambda _tensor: False
+)
 
 
 def is_zero_tensor(value: Any) -> bool:
     """Whether a value is a tensor without memory that stands for zeros, as forward-mode differentiation makes them."""
-    return isinstance(value, torch.Tensor) and bool(value._is_zerotensor())
+    return isinstance(value, torch.Tensor) and bool(_is_zeros(value))
+
+
+_is_zeros: Callable[[Any], bool] = torch_part("torch.Tensor._is_zerotensor", "tell tangents that are zero from others")
 
 
 def hide_items(cls: type) -> None:
@@ -333,11 +346,14 @@ def swap_parameter(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> 
     """Replace a parameter by a tensor. A module refuses the assignment, and removing a parameter and adding it again
     changes the order of ``parameters()``.
     """
-    module._parameters[name] = tensor  # type: ignore[assignment]
+    parameters = vars(module).get("_parameters")
+    if parameters is None:
+        refuse("torch.nn.Module._parameters", f"replace the parameter {name}")
+    parameters[name] = tensor
 
 
 # Torch's own `.data`, below what `guard_memory` puts in front of it.
-_DATA: Any = torch._C.TensorBase.data
+_DATA: Any = torch.Tensor.data
 get_data: Callable[[Any], Any] = _DATA.__get__
 set_data: Callable[[Any, Any], None] = _DATA.__set__
 

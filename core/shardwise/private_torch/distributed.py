@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from shardwise.errors import MeshMismatchError
+from shardwise.private_torch.parts import find_part, missing_parts, refuse, torch_part
 
 __all__ = [
     "current_mesh",
@@ -38,13 +39,17 @@ __all__ = [
 
 def current_mesh() -> DeviceMesh:
     """The mesh of the innermost ``with mesh:``. The context manager is public, but its stack is not."""
+    asked, do = "make a MeshTensor without naming a mesh", "Pass device_mesh=, or enter one: `with mesh:`."
+    current = find_part("torch.distributed.device_mesh._mesh_resources.get_current_mesh")
+    if current is None:
+        refuse("torch.distributed.device_mesh._mesh_resources.get_current_mesh", asked, "Pass device_mesh=.")
     try:
-        mesh: DeviceMesh = device_mesh._mesh_resources.get_current_mesh()
-    except (AttributeError, RuntimeError) as error:
+        mesh: DeviceMesh = current()
+    except RuntimeError as error:
         raise MeshMismatchError(
-            asked="make a MeshTensor without naming a mesh",
+            asked=asked,
             found="no mesh is in force here",
-            do="Pass device_mesh=, or enter one: `with mesh:`.",
+            do=do,
         ) from error
     return mesh
 
@@ -53,11 +58,13 @@ def default_store() -> Any | None:
     """The store of the default process group, by a connection of its own: a call that blocks does not hold it up.
 
     None where there is no other rank that could read it. The store can be handed to ``init_process_group`` but not be
-    asked for.
+    asked for. The fallback is that of the default group: the same store, with a prefix before each key.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1 or "fake" in str(dist.get_backend()):
         return None
-    store: Any = distributed_c10d._get_default_store()
+    get = find_part("torch.distributed.distributed_c10d._get_default_store")
+    world: Any = dist.group.WORLD
+    store: Any = world.get_group_store() if get is None else get()
     try:
         return store.clone()
     except (AttributeError, RuntimeError):  # a store in memory has no connections
@@ -74,7 +81,8 @@ def share_gloo_device(interface: str) -> None:
     try:
         base: Any = dist.ProcessGroupGloo
         device = base.create_device(interface=interface)
-        base._Options()._devices = [device]
+        trial = base._Options()
+        trial._devices, trial._threads, trial._timeout = [device], trial._threads, trial._timeout
     except (AttributeError, RuntimeError, ValueError):
         return
 
@@ -100,7 +108,10 @@ def new_local_group(ranks: Sequence[int], name: str) -> Any:
     and ranks with another number would wait for each other for ever.
     """
     names: Any = distributed_c10d
-    before = names._process_group_name
+    before = getattr(names, "_process_group_name", None)
+    if before is None:
+        missing = "torch.distributed.distributed_c10d._process_group_name"
+        refuse(missing, f"make a process group of the ranks {sorted(ranks)} without the other ranks")
     names._process_group_name = lambda ranks, use_hashed_name: name  # noqa: ARG005  # torch passes them by name
     try:
         return dist.new_group(sorted(ranks), use_local_synchronization=True)
@@ -122,25 +133,42 @@ def is_reachable(store: Any) -> bool:
 
 
 def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
-    """Wrap the functions with which ``torch.distributed.checkpoint.state_dict`` gathers and distributes tensors.
+    """Wrap the functions by which torch gathers, distributes and broadcasts the tensors of state dicts.
 
-    They handle only DTensor and ShardedTensor, by name. A function that is missing is skipped. Their module imports
-    dozens of others, so it is not imported for this. If nothing has imported it yet, it
-    is changed right after its first import.
+    ``wrappers`` has ``gather``, ``distribute`` and ``broadcast``. Torch's functions handle only DTensor and
+    ShardedTensor, by name. Where one is missing, the functions of ``torch.distributed.checkpoint.state_dict`` raise
+    :class:`TorchPartError` instead. Their modules import dozens of others, so they are not imported for this: what has
+    not been imported yet is changed right after its first import.
     """
-    if _STATE_DICTS in sys.modules:
-        _wrap(sys.modules[_STATE_DICTS], wrappers)
+    _once_imported(_STATE_DICTS, lambda module: _wrap(module, wrappers))
+    _once_imported(_USERS, lambda module: _refuse(module, wrappers))
+
+
+def _once_imported(name: str, call: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        call(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Import(_STATE_DICTS, lambda module: _wrap(module, wrappers)))
+        sys.meta_path.insert(0, _Import(name, call))
 
 
 _STATE_DICTS = "torch.distributed._state_dict_utils"
+_USERS = "torch.distributed.checkpoint.state_dict"
+_FUNCTIONS = {
+    "gather": "torch.distributed._state_dict_utils._gather_state_dict",
+    "distribute": "torch.distributed._state_dict_utils._distribute_state_dict",
+    "broadcast": "torch.distributed._state_dict_utils._broadcast_state_dict",
+}
+_PUBLIC = {
+    *("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"),
+    *("set_state_dict", "set_model_state_dict", "set_optimizer_state_dict"),
+}
 
 
 def _wrap(owner: ModuleType, wrappers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> None:
     # It copies the names when it is imported, which may be before or after this.
-    user = sys.modules.get("torch.distributed.checkpoint.state_dict")
-    for name, wrap in wrappers.items():
+    user = sys.modules.get(_USERS)
+    for short, wrap in wrappers.items():
+        name = _FUNCTIONS[short].rpartition(".")[2]
         original = getattr(owner, name, None)
         if original is None:
             continue
@@ -148,6 +176,13 @@ def _wrap(owner: ModuleType, wrappers: Mapping[str, Callable[[Callable[..., Any]
         for module in (owner, user):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
+
+
+def _refuse(users: ModuleType, names: Iterable[str]) -> None:
+    """Have the public functions raise if one of these is missing: they would take shards for whole tensors."""
+    for missing in missing_parts(_FUNCTIONS[name] for name in names):
+        for public in _PUBLIC.intersection(vars(users)):
+            setattr(users, public, torch_part(missing, "gather or load a state dict"))
 
 
 @frozen(eq=False)
@@ -176,8 +211,14 @@ class _Import(MetaPathFinder):
 
 # Collectives as ops of a graph. The public functional collectives wait at once only in eager mode, and take a group in
 # forms that a backend does not take. Each result is waited for where it is used.
-_functional = torch.ops._c10d_functional
+_functional: Any = torch.ops._c10d_functional
 _numbers = count(1)
+
+
+def _graph_op(name: str) -> Any:
+    if not hasattr(_functional, name):
+        refuse(f"torch.ops._c10d_functional.{name}", "put a collective into a graph")
+    return getattr(_functional, name)
 
 
 @contextmanager
@@ -212,25 +253,25 @@ def _unmerged(tensor: torch.Tensor) -> torch.Tensor:
 @_in_its_pass()
 def graph_all_gather(piece: torch.Tensor, size: int, group: Any) -> torch.Tensor:
     """The flat pieces of a process group's ranks, concatenated."""
-    gathered = _functional.all_gather_into_tensor(_unmerged(piece), size, group.group_name)
-    return _functional.wait_tensor(gathered)  # type: ignore[no-any-return]
+    gathered = _graph_op("all_gather_into_tensor")(_unmerged(piece), size, group.group_name)
+    return _graph_op("wait_tensor")(gathered)  # type: ignore[no-any-return]
 
 
 @_in_its_pass()
 def graph_all_reduce(tensor: torch.Tensor, kind: str, group: Any) -> torch.Tensor:
     """The reduction of a tensor over a process group, in new memory."""
-    return _functional.wait_tensor(_functional.all_reduce(_unmerged(tensor), kind, group.group_name))  # type: ignore[no-any-return]
+    return _graph_op("wait_tensor")(_graph_op("all_reduce")(_unmerged(tensor), kind, group.group_name))  # type: ignore[no-any-return]
 
 
 @_in_its_pass()
 def graph_reduce_scatter(pieces: torch.Tensor, kind: str, size: int, group: Any) -> torch.Tensor:
     """The reduction over a process group, of which this rank gets its share of dim 0: 1 / ``size`` of it."""
-    reduced = _functional.reduce_scatter_tensor(_unmerged(pieces), kind, size, group.group_name)
-    return _functional.wait_tensor(reduced)  # type: ignore[no-any-return]
+    reduced = _graph_op("reduce_scatter_tensor")(_unmerged(pieces), kind, size, group.group_name)
+    return _graph_op("wait_tensor")(reduced)  # type: ignore[no-any-return]
 
 
 @_in_its_pass()
 def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
     """Exchange flat pieces within a process group: ``sent`` and ``received`` hold a length per rank."""
-    exchanged = _functional.all_to_all_single(_unmerged(flat), list(received), list(sent), group.group_name)
-    return _functional.wait_tensor(exchanged)  # type: ignore[no-any-return]
+    exchanged = _graph_op("all_to_all_single")(_unmerged(flat), list(received), list(sent), group.group_name)
+    return _graph_op("wait_tensor")(exchanged)  # type: ignore[no-any-return]

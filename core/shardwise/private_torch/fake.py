@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from shardwise.private_torch.dispatch import FOREACH_MODULES, support_foreach
+from shardwise.private_torch.dispatch import FOREACH_TYPES, support_foreach
+from shardwise.private_torch.parts import find_part, torch_part
 
 __all__ = [
     "fake_store",
@@ -52,7 +52,7 @@ def fake_tensors() -> Iterator[None]:
     The public alternative, the meta device, runs other kernels than a real device: no fused attention, and no fused or
     foreach optimizer.
     """
-    known = [getattr(import_module(name), "_foreach_supported_types", []) for name in FOREACH_MODULES]
+    known = [types for types in map(find_part, FOREACH_TYPES) if types is not None]
     before = [list(types) for types in known]
     support_foreach(FakeTensor)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -60,12 +60,19 @@ def fake_tensors() -> Iterator[None]:
         with (
             mode,
             replaced(torch.utils, swap_tensors=_swapping_under(mode)),
-            replaced(torch.amp.GradScaler, _maybe_opt_step=_step_with_finite_gradients),
+            replaced(torch.amp.GradScaler, **_scaler_methods()),
         ):
             yield
     finally:
         for types, old in zip(known, before, strict=True):
             types[:] = old
+
+
+def _scaler_methods() -> dict[str, Any]:
+    """What replaces methods of a scaler of gradients."""
+    if find_part("torch.amp.GradScaler._maybe_opt_step") is not None:
+        return {"_maybe_opt_step": _step_with_finite_gradients}
+    return {"step": torch_part("torch.amp.GradScaler._maybe_opt_step", "take a step of a GradScaler without data")}
 
 
 def _step_with_finite_gradients(_scaler: Any, optimizer: Any, _state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +120,7 @@ def fake_strides(op: Any, arguments: Mapping[str, Any], device_type: str) -> lis
 
 def fake_store() -> Any:
     """The store of a process group that has only this rank. Torch keeps it among its own tests."""
-    return import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
+    return torch_part("torch.testing._internal.distributed.fake_pg.FakeStore", "run without the other ranks")()
 
 
 @define

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
+from functools import partial
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch._library.custom_ops import OPDEFS, CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+
+from shardwise.private_torch.parts import find_part, refuse
 
 __all__ = [
     "CustomOpDef",
@@ -56,7 +58,7 @@ def overload_of(op: Any) -> Any | None:
     returns to its overload.
     """
     if isinstance(op, CustomOpDef):
-        return op._opoverload
+        return _attribute(op, "torch._library.custom_ops.CustomOpDef._opoverload", "find the overload of a custom op")
     if isinstance(op, OpOverloadPacket):
         names = op.overloads()  # type: ignore[no-untyped-call]
         return getattr(op, names[0]) if len(names) == 1 else None
@@ -69,6 +71,8 @@ def for_class(op: Any, cls: type[torch.Tensor], function: Callable[..., Any]) ->
     Such an operator does not ask ``__torch_dispatch__``. Neither its class nor its method ``py_impl`` is documented. A
     class is registered once.
     """
+    if not hasattr(op, "py_impl"):
+        refuse("torch._ops.HigherOrderOperator.py_impl", f"run {op} on tensors of a mesh")
     op.py_impl(cls)(function)
 
 
@@ -126,17 +130,37 @@ class CustomOpParts:
 
 def parts_of(definition: Any) -> CustomOpParts:
     """The functions that are registered for a custom op. ``torch.library`` takes them, but does not return them."""
-    kernel = definition._init_fn
+    purpose = "send a custom op to another process"
+    kernel, name, schema, kernels, fake, backward, setup = (_attribute(definition, n, purpose) for n in _PARTS)
+    arguments = schema_of(overload_of(definition)).arguments
     return CustomOpParts(
-        definition._qualname,
-        definition._schema,
-        tuple(a.name for a in definition._opoverload._schema.arguments if a.alias_info and a.alias_info.is_write),
+        name,
+        schema,
+        tuple(a.name for a in arguments if a.alias_info and a.alias_info.is_write),
         kernel.__module__,
-        kernel if set(definition._backend_fns) == {None} else None,
-        definition._abstract_fn,
-        definition._backward_fn,
-        definition._setup_context_fn,
+        kernel if set(kernels) == {None} else None,
+        fake,
+        backward,
+        setup,
     )
+
+
+_PARTS = (
+    "torch._library.custom_ops.CustomOpDef._init_fn",
+    "torch._library.custom_ops.CustomOpDef._qualname",
+    "torch._library.custom_ops.CustomOpDef._schema",
+    "torch._library.custom_ops.CustomOpDef._backend_fns",
+    "torch._library.custom_ops.CustomOpDef._abstract_fn",
+    "torch._library.custom_ops.CustomOpDef._backward_fn",
+    "torch._library.custom_ops.CustomOpDef._setup_context_fn",
+)
+
+
+def _attribute(definition: Any, name: str, to: str) -> Any:
+    attribute = name.rpartition(".")[2]
+    if not hasattr(definition, attribute):
+        refuse(name, to)
+    return getattr(definition, attribute)
 
 
 def make_custom_op(parts: CustomOpParts) -> Any:
@@ -172,7 +196,7 @@ def direct_call(op: Any) -> Callable[..., Any]:
 
 def binding_namespaces() -> tuple[Any, ...]:
     """Namespaces with the C functions behind ops: the public ones, and those that Python code hides."""
-    hidden = (getattr(torch._C, name, None) for name in ("_VariableFunctions", "TensorBase", "_nn"))
+    hidden = map(find_part, ("torch._C._VariableFunctions", "torch._C.TensorBase", "torch._C._nn"))
     return torch, torch.Tensor, torch.nn.functional, torch.special, torch.linalg, torch.fft, *hidden
 
 
@@ -193,7 +217,9 @@ def python_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     Compilers decompose by this table. Its functions end in primitive ops, and each of those has an attribute for the
     function that it stands for. Neither is public.
     """
-    table: Any = import_module("torch._decomp").decomposition_table
+    table = find_part("torch._decomp.decomposition_table")
+    if table is None:
+        refuse("torch._decomp.decomposition_table", f"decompose {op}, which has no rule")
     return table.get(op) or (getattr(op, "impl_aten", None) if op.namespace == "prims" else None)
 
 
@@ -209,9 +235,16 @@ def composite_kernel(op: OpOverload) -> Callable[..., Any] | None:
     def run(*args: Any, **kwargs: Any) -> Any:
         # A mode for functions, as the context of a device is one, would call the op itself instead.
         with torch._C.DisableTorchFunction():
-            return op._op_dk(key, *args, **kwargs)
+            return kernel_at(op, key)(*args, **kwargs)
 
     return run
+
+
+def kernel_at(op: Any, key: Any) -> Callable[..., Any]:
+    """The kernel of an op for one key of the dispatcher."""
+    if not hasattr(op, "_op_dk"):
+        refuse("torch._ops.OpOverload._op_dk", f"run {op} by other ops")
+    return partial(op._op_dk, key)
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:

@@ -6,7 +6,11 @@ from functools import cache
 
 from torch.distributed.tensor import placement_types
 
+from shardwise.private_torch.parts import require
+
 __all__ = ["StridedShard", "strided_shard"]
+
+require(["torch.distributed.tensor.placement_types._StridedShard"], "use shardwise")
 
 #: ``_StridedShard(dim, split_factor=f)``: the dim is split into ``f`` pieces, and each piece over the mesh dim.
 StridedShard = placement_types._StridedShard

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from typing import Any
 
@@ -16,7 +16,9 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
 
+from shardwise.errors import TorchPartError
 from shardwise.private_torch.fake import is_rehearsing
+from shardwise.private_torch.parts import find_part, torch_part
 
 __all__ = [
     "NoNumberError",
@@ -182,7 +184,9 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
 
     Only the form with a message stays in a graph. The other form is removed as dead code.
     """
-    torch._assert_async(condition, message)
+    # The function is a binding of the op.
+    assert_async = find_part("torch._assert_async") or torch.ops.aten._assert_async.msg
+    assert_async(condition, message)
 
 
 @contextmanager
@@ -221,11 +225,10 @@ def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     # Imported here, because loading it takes time.
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
-    inner = torch._from_functional_tensor(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
+    inner = _of_functional(tensor.elem) if isinstance(tensor, FunctionalTensor) else tensor
     # A number that autograd keeps for the backward pass may be traced without being functional.
-    if isinstance(tensor, FunctionalTensor) or torch._is_functional_tensor(tensor):
-        sync: Any = torch._sync  # type: ignore[attr-defined]
-        sync(tensor)
+    if isinstance(tensor, FunctionalTensor) or _is_functional(tensor):
+        _sync(tensor)
     slot = get_proxy_slot(inner, tracer, None)
     if slot is None:
         return True
@@ -243,6 +246,15 @@ def may_vary_between_ranks(tensor: torch.Tensor) -> bool:
     return False
 
 
+_of_functional: Callable[[Any], Any]
+_is_functional: Callable[[Any], bool]
+_sync: Callable[[Any], None]
+_of_functional, _is_functional, _sync = (
+    torch_part(name, "tell whether a value of a compiled graph is the same on all ranks")
+    for name in ("torch._from_functional_tensor", "torch._is_functional_tensor", "torch._sync")
+)
+
+
 def constant_in_graphs(function: Callable[..., None]) -> Callable[..., None]:
     """Have dynamo call a function while it makes a graph, and leave it out of the graph.
 
@@ -256,7 +268,7 @@ def graph_that_is_made() -> Any:
     """An object that stands for the graph that ``torch.compile`` makes now, forward and backward; None if it makes
     none. Torch has its own state there, and no public name for it.
     """
-    return torch._guards.TracingContext.try_get()
+    return TracingContext.try_get()
 
 
 def make_known(sizes: Iterable[Any]) -> None:
@@ -273,17 +285,22 @@ def make_known(sizes: Iterable[Any]) -> None:
 
     for size in sizes:
         if isinstance(size, torch.SymInt):
-            with suppress(Exception):  # torch reports a formula that it cannot write where the size is used
+            try:
                 slot = get_proxy_slot(size, tracer, None)
                 if slot is None:
                     slot = get_proxy_slot(_written(size.node.expr, tracer), tracer)
                 set_proxy_slot(size, tracer, slot)
+            except TorchPartError:
+                raise
+            except Exception:  # noqa: BLE001, S112  # torch reports a formula that it cannot write where the size is used
+                continue
+
+
+_WRITING = "write the size of a shard into a compiled graph"
 
 
 def _written(formula: Any, tracer: Any) -> Any:
     """A size with this formula, in the graph. Torch writes no powers, and equal sizes are one symbol: ``s0**2``."""
-    from torch.fx.experimental.proxy_tensor import _sympy_handlers
-
     known = tracer.sympy_expr_tracker.get(formula)
     if known is not None:
         return known.value
@@ -293,17 +310,16 @@ def _written(formula: Any, tracer: Any) -> Any:
     if formula.is_Pow:
         parts = parts[:1] * parts[1]
     if not (formula.is_Pow or formula.is_Mul or formula.is_Add):
-        return _noted(tracer, _sympy_handlers()[formula.func], *parts)
+        functions = torch_part("torch.fx.experimental.proxy_tensor._sympy_handlers", _WRITING)()
+        return _noted(tracer, functions[formula.func], *parts)
     join = operator.add if formula.is_Add else operator.mul
     return reduce(partial(_noted, tracer, join), parts)
 
 
 def _noted(tracer: Any, function: Callable[..., Any], *operands: Any) -> Any:
     """Compute with sizes outside the modes, and note in the graph how."""
-    from torch.fx.experimental.proxy_tensor import _sym_register
-
     result = function(*operands)
-    note: Any = _sym_register
+    note = torch_part("torch.fx.experimental.proxy_tensor._sym_register", _WRITING)
     note(tracer, function, operands, result)
     return result
 
@@ -326,9 +342,10 @@ def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:
     """A backend of ``torch.compile`` that calls ``see`` with each graph, forward and backward, and runs it unchanged.
     Torch documents how to write such a backend, with modules that are not public.
     """
-    # Imported here, because loading them takes time.
+    # Imported here, because loading it takes time.
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
-    from torch._dynamo.backends.common import aot_autograd
+
+    aot_autograd = torch_part("torch._dynamo.backends.common.aot_autograd", "show the graphs of a compiled program")
 
     def keep(graph: Any, _: Any) -> Any:
         see(graph)

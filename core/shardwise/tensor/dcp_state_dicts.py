@@ -25,10 +25,10 @@ def install() -> None:
     """Make torch's functions on state dicts accept MeshTensors."""
     wrap_state_dict_functions(
         {
-            "_gather_state_dict": _gathering,
+            "gather": _gathering,
             # From the first rank, because torch gives every rank the first rank's values here.
-            "_distribute_state_dict": partial(_spreading, source=0),
-            "_broadcast_state_dict": _spreading,
+            "distribute": partial(_spreading, source=0),
+            "broadcast": _spreading,
         }
     )
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from attrs import field, frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
 from shardwise.comm.rank_failures import tell
 from shardwise.errors import LocalPlacementError, LocalResultError, MeshMismatchError, TracingError
 from shardwise.kernel.placements import Placement, shard_dim, show_all
 from shardwise.kernel.world import PerWorld
+from shardwise.private_torch import trees as pytree
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import is_traced
 from shardwise.tensor import autograd

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalPlacementError
 from shardwise.kernel.placements import REPLICATE, Placement, Replicate, check_placements, show_all
 from shardwise.kernel.plurals import counted
+from shardwise.private_torch import trees as pytree
 
 __all__ = ["AS_IT_LIES", "layout_of_leaf", "layouts_in", "mesh_dims", "normal", "of_arguments", "spread"]
 

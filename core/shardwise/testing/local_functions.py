@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import LocalPlacementError, LocalResultError, ShardingError
 from shardwise.kernel.mesh import AbstractMesh, coordinates
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements, partial, shard, show_all
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
+from shardwise.private_torch import trees as pytree
 from shardwise.tensor.local_function import Border, LocalFunction
 from shardwise.tensor.local_gradients import counted, dual, refuse_without_gradient
 from shardwise.tensor.local_places import AS_IT_LIES, normal, spread

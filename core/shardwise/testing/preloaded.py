@@ -2,12 +2,11 @@
 
 from contextlib import suppress
 
-# The first op of each process imports torch._dynamo, and its first compilation the rest: that takes a second.
-import torch._dynamo.backends.debugging
-import torch._inductor.compile_fx  # noqa: F401
-
-import shardwise.testing.worker  # noqa: F401
+import shardwise.testing.worker
 from shardwise.discovery.process import default_registry
+
+with suppress(ImportError):  # where torch has its compiler elsewhere, each worker imports it
+    import shardwise.private_torch.compilers  # noqa: F401
 
 # A worker that asks for its registry then gets the error itself.
 with suppress(Exception):

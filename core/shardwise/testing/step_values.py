@@ -20,7 +20,6 @@ from attrs import define, field, frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils import _pytree as pytree
 
 from shardwise.comm.redistribute import runner
 from shardwise.engine.decided import use_decisions
@@ -31,6 +30,7 @@ from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.view_copies import fresh
+from shardwise.private_torch import trees as pytree
 from shardwise.program.step_plan import read_plan
 from shardwise.rng.generator import manual_seed, preserved_state
 from shardwise.tensor.mesh_tensor import MeshTensor

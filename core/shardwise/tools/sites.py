@@ -166,7 +166,7 @@ class Sites:
         """Note the line of an op that was just dispatched, for what its backward will send."""
         if torch.is_grad_enabled() and backward_number() == -1 and threading.get_ident() == self._thread:
             number = sequence_number()
-            if number is not None and (not self._borders or number > self._borders[-1]):
+            if not self._borders or number > self._borders[-1]:
                 self._note(self._place(_read_stack(inspect.currentframe())))
 
     # -- modules -------------------------------------------------------------------------------------------------
