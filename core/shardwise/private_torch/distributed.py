@@ -23,6 +23,7 @@ from torch.fx import traceback
 from shardwise.errors import MeshMismatchError
 
 __all__ = [
+    "calls_of",
     "current_mesh",
     "default_store",
     "graph_all_gather",
@@ -106,6 +107,14 @@ def new_local_group(ranks: Sequence[int], name: str) -> Any:
         return dist.new_group(sorted(ranks), use_local_synchronization=True)
     finally:
         names._process_group_name = before
+
+
+def calls_of(process_group: Any) -> int:
+    """How many calls this rank has issued over a process group; 0 where the backend does not count them."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def is_reachable(store: Any) -> bool:
