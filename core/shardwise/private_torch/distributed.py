@@ -5,22 +5,19 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from contextlib import contextmanager
 from itertools import count
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from shardwise.errors import MeshMismatchError
+from shardwise.private_torch.imports import when_imported
 
 __all__ = [
     "calls_of",
@@ -137,10 +134,7 @@ def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any
     dozens of others, so it is not imported for this. If nothing has imported it yet, it
     is changed right after its first import.
     """
-    if _STATE_DICTS in sys.modules:
-        _wrap(sys.modules[_STATE_DICTS], wrappers)
-    else:
-        sys.meta_path.insert(0, _Import(_STATE_DICTS, lambda module: _wrap(module, wrappers)))
+    when_imported(_STATE_DICTS, lambda module: _wrap(module, wrappers))
 
 
 _STATE_DICTS = "torch.distributed._state_dict_utils"
@@ -157,30 +151,6 @@ def _wrap(owner: ModuleType, wrappers: Mapping[str, Callable[[Callable[..., Any]
         for module in (owner, user):
             if getattr(module, name, None) is original:
                 setattr(module, name, wrapped)
-
-
-@frozen(eq=False)
-class _Import(MetaPathFinder):
-    """An entry of ``sys.meta_path`` that calls a function with one module, after the module's first import."""
-
-    name: str
-    call: Callable[[ModuleType], None]
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # Python's
-        if name != self.name:
-            return None
-        with suppress(ValueError):  # another thread was here first
-            sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_call(module: ModuleType) -> None:
-                load(module)
-                self.call(module)
-
-            spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
-        return spec
 
 
 # Collectives as ops of a graph. The public functional collectives wait at once only in eager mode, and take a group in
