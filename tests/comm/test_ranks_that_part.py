@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -249,6 +252,27 @@ def slow_once() -> float:
     total = sharded().sum()
     if is_alone():
         time.sleep(2.6)
+    return float(total.item())
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_rank_that_gets_no_time_is_waited_for(four: WorkerPool) -> None:
+    """It has written that it waits for rank 0, which has come meanwhile and waits for it elsewhere."""
+    assert four.run(stopped_in_a_call_of_torch, timeout=60) == [8.0 * 8] * 4
+
+
+def stopped_in_a_call_of_torch() -> float:
+    total = sharded().sum()
+    processes: list[int] = [0] * 4
+    dist.all_gather_object(processes, os.getpid())
+    group = dist.new_group([0, ALONE])
+    if dist.get_rank() == 0:
+        time.sleep(1.8)  # the other one writes what it waits for
+        os.kill(processes[ALONE], signal.SIGSTOP)
+        threading.Timer(6.0, os.kill, (processes[ALONE], signal.SIGCONT)).start()
+    if dist.get_rank() in (0, ALONE):
+        dist.broadcast(torch.ones(1), 0, group)
     return float(total.item())
 
 

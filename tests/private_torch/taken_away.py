@@ -275,6 +275,19 @@ def gathered() -> None:
     get_model_state_dict(torch.nn.Linear(2, 2))
 
 
+def recorded() -> list[float]:
+    """A graph of a function of tensors on a mesh."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import shardwise as sw
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = sw.distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (1,)), [sw.Shard(0)])
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(lambda x: x * 2)(x)(x + 1).full_tensor().tolist()
+
+
 def custom_op(missing: str) -> Callable[[], Any]:
     """What the shelf does with a custom op that lacks an attribute."""
 
@@ -336,6 +349,9 @@ def nothing(*_: str) -> None:
 C, FX, C10D = "torch._C", "torch.fx.experimental.proxy_tensor", "torch.distributed.distributed_c10d"
 CUSTOM = "torch._library.custom_ops.CustomOpDef"
 
+# Names without an underscore of what torch does not document. The scan of the source does not see them.
+UNDOCUMENTED = tuple(f"{FX}.{name}" for name in ("proxy_call", "track_tensor", "has_proxy_slot"))
+
 TRAINED, COMPILED = partial(on_two_ranks, trained), partial(on_two_ranks, compiled)
 
 HALF_USED = partial(on_two_ranks, half_used)
@@ -361,6 +377,7 @@ FALLBACKS = [
     Case((f"{C}._autograd._get_sequence_nr",), numbered),
     Case((f"{C}._functorch.is_legacy_batchedtensor",), told_by_vmap),
     Case(("torch._assert_async",), asserted),
+    Case(("._get_sequence_number_for_group",), TRAINED, take=lambda _: forget("distributed", "calls_of", lambda _: 0)),
     Case(("torch.cuda._exchange_device", "torch.cuda._maybe_exchange_device"), on_a_card),
     Case(
         ("torch.cuda._initialized", "torch.cuda._lazy_call", "torch.cuda._lazy_init", "._lazy_init"),
@@ -460,6 +477,7 @@ ERRORS = [
     Case(("torch.serialization._get_layout",), shelf("saved", "layout_named")),
     Case(("torch.testing._internal.distributed.fake_pg.FakeStore",), shelf("fake", "fake_store")),
     Case(("torch.amp.GradScaler._maybe_opt_step",), scaled),
+    *(Case((name,), recorded, take=hide) for name in UNDOCUMENTED),
     Case((f"{FX}._sym_register",), noted, take=hide),
     Case((f"{FX}._sympy_handlers",), written, take=hide),
     *(

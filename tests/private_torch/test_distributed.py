@@ -57,6 +57,19 @@ def test_some_ranks_make_a_group_under_a_name_of_their_own(pool):
     )
 
 
+def calls_over_a_group():
+    group = dist.new_group([0, 1, 2, 3])
+    before = distributed.calls_of(group)
+    dist.all_reduce(torch.ones(()), group=group)
+    dist.barrier(group)
+    return before, distributed.calls_of(group)
+
+
+def test_calls_over_a_group_are_counted(pool):
+    assert distributed.calls_of(None) == 0, "nothing that counts"
+    assert pool.run(calls_over_a_group) == [(0, 2)] * 4
+
+
 def threads_of_a_mesh():
     def threads():
         return len(list(Path("/proc/self/task").iterdir()))

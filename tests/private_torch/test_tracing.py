@@ -171,3 +171,35 @@ def test_the_graph_that_is_made_is_one_object_for_forward_and_backward():
     torch.compile(lambda x: x * 2, backend=backend)(torch.ones(2))
     assert seen[0] is not None
     assert tracing.graph_that_is_made() is None
+
+
+class Whole(torch.Tensor):
+    """A tensor class of which a graph may record ops whole."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return cls(func(*(t.inner if isinstance(t, cls) else t for t in args)))
+
+
+def test_make_fx_takes_tensors_of_a_class_as_constants(monkeypatch):
+    from torch.fx.experimental import proxy_tensor
+
+    monkeypatch.setattr(proxy_tensor, "proxy_call", proxy_tensor.proxy_call)
+    constant, one, two = Whole(torch.full((2,), 3.0)), Whole(torch.ones(2)), Whole(torch.full((2,), 2.0))
+    baked = make_fx(lambda x: constant.neg() * x)(one)
+    assert baked(two).inner.tolist() == [-3.0, -3.0], "torch takes this by itself now: record_constants is not needed"
+    refused = []
+    tracing.record_constants(Whole, refused.append)
+    graph = make_fx(lambda x: constant.neg() * x)(one)
+    assert graph(two).inner.tolist() == [-6.0, -6.0]
+    assert not refused

@@ -84,3 +84,36 @@ def refuses_the_part(name):
 def test_the_part_of_a_tensor_in_the_graph(two_ranks, name):
     """It would be a constant of the graph."""
     two_ranks.run(refuses_the_part, name)
+
+
+def takes_constants_whole():
+    m = mesh((2,))
+    x, other, weight = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1, 2))
+
+    def program(x):
+        return (weight.cos() * x).cumsum(0)
+
+    graph = make_fx(program)(x)
+    torch.testing.assert_close(graph(other).full_tensor(), program(other).full_tensor(), rtol=1e-12, atol=0)
+
+    tangent = distribute_tensor(numbers(3), m, [Shard(0)])
+    result, derivative = torch.func.linearize(program, x)
+    expected = torch.func.jvp(program, (x,), (tangent,))
+    for actual, wanted in zip((result, derivative(tangent)), expected, strict=True):
+        torch.testing.assert_close(actual.full_tensor(), wanted.full_tensor(), rtol=1e-12, atol=0)
+
+
+def test_a_tensor_from_elsewhere_is_a_constant(two_ranks):
+    """The graph takes its input for what it is, and not the number that the input had in the trace."""
+    two_ranks.run(takes_constants_whole)
+
+
+def refuses_what_has_graph_values_inside():
+    m = mesh((2,))
+    x, weight = (distribute_tensor(numbers(seed), m, [Shard(0)]) for seed in (0, 1))
+    with pytest.raises(TracingError, match="and of this tensor ops on its part"):
+        make_fx(lambda x: weight.redistribute(placements=[Replicate()]) * x)(x)
+
+
+def test_a_tensor_with_graph_values_inside_is_refused(two_ranks):
+    two_ranks.run(refuses_what_has_graph_values_inside)

@@ -94,7 +94,8 @@ def _ranks(value: Sequence[int]) -> tuple[int, ...]:
 class Wait:
     """What a thread waits for: a collective of shardwise, a comparison before one, or a call of torch.distributed.
 
-    ``group`` is the name of its log and ``number`` its number there (0 for a call of torch); ``text`` says what it is.
+    ``group`` is the name of its process group. ``number`` is its number in the log of that group, for a call of torch
+    its number among all calls over that group. ``text`` says what it is.
     """
 
     kind: str

@@ -1,8 +1,9 @@
 """Ranks that wait for each other, or for too long: who waits where is in the store, and every rank ends with that.
 
 A rank that has waited for a second writes what for. Where it waits longer it reads what the ranks that it misses wait
-for. Ranks that wait for each other in a circle cannot go on, and give up as soon as that has been seen twice. A rank
-that is missing and does not wait may still come, so such a wait ends by a limit (the setting ``wait-limit``).
+for. Ranks that wait for each other in a circle cannot go on, and give up as soon as each of them has said so again: a
+rank that gets no time on a busy machine may seem to wait for what is over. A rank that is missing and does not wait may
+still come, so such a wait ends by a limit (the setting ``wait-limit``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ __all__ = ["circle", "look_at_waits"]
 
 _SHOWN = 1.0  # seconds after which a rank writes what it waits for
 _STANDS = 2.0  # seconds after which it reads what others wait for
+_AGAIN = 2  # looks of every rank of a circle after it was first seen; a second or more apart
 _ASKS = 10.0  # seconds after which it asks the others what they do, if the limit is not shorter
 
 
@@ -36,11 +38,15 @@ def _waits(values: Iterable[Any]) -> list[Wait]:
 
 @define
 class Waiting:
-    """What one rank waits for, and how many collectives it has issued by group. ``serial`` changes with the waits."""
+    """What one rank waits for, and how many collectives it has issued by group. ``serial`` changes with the waits.
+
+    ``looks`` counts how often the rank has looked since, and still waited.
+    """
 
     serial: int
     waits: list[Wait] = field(converter=_waits)
     counts: dict[str, int]
+    looks: int = 0
 
     def misses(self, others: Mapping[int, Waiting], rank: int) -> set[int]:
         """The waiting ranks among ``others`` that have not come to what this ``rank`` waits for."""
@@ -66,7 +72,8 @@ class _Looks:
     serial: int = 0
     written: list[Wait] = field(factory=list)
     next_at: float = 0.0
-    seen: dict[int, int] = field(factory=dict)  # the ranks of a circle and their serials, at the last look
+    looks: int = 0  # since the waits began
+    seen: dict[int, Waiting] = field(factory=dict)  # the ranks of a circle, when it was first seen
     asked: int = 0
     has_asked: bool = False
 
@@ -86,19 +93,15 @@ def look_at_waits(world: World, now: float) -> None:
     standing = [(since, wait) for _, since, wait in world.waits.values() if wait is not None and now - since >= _SHOWN]
     waits = [wait for _, wait in standing]
     if waits != looks.written:
-        looks.serial, looks.written, looks.seen, looks.next_at, looks.has_asked = (
-            looks.serial + 1,
-            waits,
-            {},
-            0.0,
-            False,
-        )
-        world.store.set(f"{world.prefix}/waits/{world.rank}", json.dumps(asdict(_own(world, looks))) if waits else "")
+        _looks[world.prefix] = looks = _Looks(looks.serial + 1, waits, asked=looks.asked)
+        _write(world, looks)
     if not waits:
         return
     longest = now - min(since for since, _ in standing)
     if longest >= _STANDS and now >= looks.next_at:
         looks.next_at = now + max(1.0, longest / 4)
+        looks.looks += 1
+        _write(world, looks)
         _look_for_circle(world, looks)
     if world.failure is None and longest >= min(_ASKS, _limit() / 2) and not looks.has_asked:
         looks.has_asked = True
@@ -107,8 +110,14 @@ def look_at_waits(world: World, now: float) -> None:
         _give_up_waiting(world, looks, min(standing, key=lambda pair: pair[0])[1], longest)
 
 
+def _write(world: World, looks: _Looks) -> None:
+    text = json.dumps(asdict(_own(world, looks))) if looks.written else ""
+    world.store.set(f"{world.prefix}/waits/{world.rank}", text)
+
+
 def _own(world: World, looks: _Looks) -> Waiting:
-    return Waiting(looks.serial, looks.written, {log.name: log.count for log in world.logs.values()})
+    counts = {log.name: log.count for log in world.logs.values()}
+    return Waiting(looks.serial, looks.written, counts, looks.looks)
 
 
 def _read(world: World, rank: int) -> Waiting | None:
@@ -125,13 +134,14 @@ def _look_for_circle(world: World, looks: _Looks) -> None:
         found = {rank: waits for rank in sorted(reached) if (waits := _read(world, rank)) is not None}
         waiting |= found
         missing = set(found)
-    ranks = circle(waiting, world.rank)
-    serials = {rank: waiting[rank].serial for rank in ranks}
-    if ranks and serials == looks.seen:
+    ring = {rank: waiting[rank] for rank in circle(waiting, world.rank)}
+    before = looks.seen
+    if {rank: one.serial for rank, one in ring.items()} != {rank: one.serial for rank, one in before.items()}:
+        looks.seen = ring
+    elif ring and all(one.looks >= before[rank].looks + _AGAIN for rank, one in ring.items()):
         # Ranks that wait as they should, for one of the circle, say where the others ought to be.
         says = {rank: f"waits in {waiting[rank].waits[0].text}" for rank in sorted(waiting)}
         _give_up(world, RankDisagreementError.__name__, "ranks wait for each other", says)
-    looks.seen = serials
 
 
 def circle(waiting: Mapping[int, Waiting], rank: int) -> set[int]:

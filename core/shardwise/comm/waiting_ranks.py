@@ -14,13 +14,18 @@ from types import FrameType
 from typing import Any
 from weakref import ref
 
+import torch.distributed as dist
+
 from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Wait, World, current_world, ranks_of
 from shardwise.comm.standstill import look_at_waits
 from shardwise.errors import ShardingError
+from shardwise.private_torch.distributed import calls_of
 
 __all__ = ["PATIENCE", "explained", "failure_behind", "look_for_failures"]
+
+_NEAR = 3  # frames in which a call of torch.distributed has its process group
 
 PATIENCE = 2.0
 """Seconds for which the note of a rank that may have caught its error must stand before others stop waiting."""
@@ -131,7 +136,20 @@ def _wait(world: World, thread: int, frame: FrameType, awaited: Sequence[int] | 
     if frame.f_code.co_filename != _TORCHS:
         return None
     ranks = tuple(range(world.size) if awaited is None else awaited)
-    return Wait("torch", repr(ranks), 0, ranks, f"torch.distributed.{frame.f_code.co_name}{line}")
+    group = _group_of(frame)
+    text = f"torch.distributed.{frame.f_code.co_name}{line}"
+    return Wait("torch", str(group.group_name), calls_of(group), ranks, text)
+
+
+def _group_of(frame: FrameType) -> Any:
+    """The process group of the call of torch.distributed that a thread waits in."""
+    at: FrameType | None = frame
+    for _ in range(_NEAR):
+        if at is not None:
+            if at.f_locals.get("group") is not None:
+                return at.f_locals["group"]
+            at = at.f_back
+    return dist.group.WORLD
 
 
 def _look(world: World, now: float) -> None:
@@ -158,7 +176,7 @@ def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
     """What a thread waits for, to be compared with what it waits for later, and the ranks; ``None`` for any rank."""
     place: Any = (id(frame), frame.f_lasti)
     at: FrameType | None = frame
-    for _ in range(3):
+    for _ in range(_NEAR):
         if at is None:
             break
         waiter: Any = at.f_locals.get("self")
@@ -167,6 +185,7 @@ def _waited_for(frame: FrameType) -> tuple[Any, Sequence[int] | None]:
         if at.f_locals.get("awaited") is not None:  # it looks again and again, so its instruction changes
             return (id(at), at.f_locals.get("key")), at.f_locals["awaited"]
         if at.f_locals.get("group") is not None:
-            return place, ranks_of(at.f_locals["group"])
+            # The frames of two calls may have one address.
+            return (*place, calls_of(at.f_locals["group"])), ranks_of(at.f_locals["group"])
         at = at.f_back
-    return place, None
+    return (*place, calls_of(dist.group.WORLD)), None

@@ -5,25 +5,23 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
+from contextlib import contextmanager
 from itertools import count
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
 
 from shardwise.errors import MeshMismatchError
+from shardwise.private_torch.imports import when_imported
 from shardwise.private_torch.parts import find_part, missing_parts, refuse, torch_part
 
 __all__ = [
+    "calls_of",
     "current_mesh",
     "default_store",
     "graph_all_gather",
@@ -119,6 +117,14 @@ def new_local_group(ranks: Sequence[int], name: str) -> Any:
         names._process_group_name = before
 
 
+def calls_of(process_group: Any) -> int:
+    """How many calls this rank has issued over a process group; 0 where the backend does not count them."""
+    try:
+        return int(process_group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return 0
+
+
 def is_reachable(store: Any) -> bool:
     """Whether the process that has a store still runs. A call of a store that is gone writes a long warning."""
     while hasattr(store, "underlying_store"):
@@ -140,15 +146,8 @@ def wrap_state_dict_functions(wrappers: Mapping[str, Callable[[Callable[..., Any
     :class:`TorchPartError` instead. Their modules import dozens of others, so they are not imported for this: what has
     not been imported yet is changed right after its first import.
     """
-    _once_imported(_STATE_DICTS, lambda module: _wrap(module, wrappers))
-    _once_imported(_USERS, lambda module: _refuse(module, wrappers))
-
-
-def _once_imported(name: str, call: Callable[[ModuleType], None]) -> None:
-    if name in sys.modules:
-        call(sys.modules[name])
-    else:
-        sys.meta_path.insert(0, _Import(name, call))
+    when_imported(_STATE_DICTS, lambda module: _wrap(module, wrappers))
+    when_imported(_USERS, lambda module: _refuse(module, wrappers))
 
 
 _STATE_DICTS = "torch.distributed._state_dict_utils"
@@ -183,30 +182,6 @@ def _refuse(users: ModuleType, names: Iterable[str]) -> None:
     for missing in missing_parts(_FUNCTIONS[name] for name in names):
         for public in _PUBLIC.intersection(vars(users)):
             setattr(users, public, torch_part(missing, "gather or load a state dict"))
-
-
-@frozen(eq=False)
-class _Import(MetaPathFinder):
-    """An entry of ``sys.meta_path`` that calls a function with one module, after the module's first import."""
-
-    name: str
-    call: Callable[[ModuleType], None]
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002  # Python's
-        if name != self.name:
-            return None
-        with suppress(ValueError):  # another thread was here first
-            sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            load = spec.loader.exec_module
-
-            def load_and_call(module: ModuleType) -> None:
-                load(module)
-                self.call(module)
-
-            spec.loader.exec_module = load_and_call  # type: ignore[method-assign]
-        return spec
 
 
 # Collectives as ops of a graph. The public functional collectives wait at once only in eager mode, and take a group in

@@ -6,7 +6,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, reduce
+from functools import partial, reduce, wraps
 from typing import Any
 
 import torch
@@ -15,10 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manag
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import symbolic_shapes
 from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves
 
 from shardwise.errors import TorchPartError
 from shardwise.private_torch.fake import is_rehearsing
-from shardwise.private_torch.parts import find_part, torch_part
+from shardwise.private_torch.imports import when_imported
+from shardwise.private_torch.parts import find_part, missing_parts, torch_part
 
 __all__ = [
     "NoNumberError",
@@ -38,6 +40,7 @@ __all__ = [
     "make_known",
     "may_vary_between_ranks",
     "outside_modes",
+    "record_constants",
     "recording_mode",
     "retraced",
     "same_symbol",
@@ -88,6 +91,59 @@ def is_recorded_whole(tensor: torch.Tensor) -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
 
     return get_proxy_slot(tensor, mode.tracer, None) is not None
+
+
+def record_constants(cls: type, refuse: Callable[[Any], None]) -> None:
+    """Have ``make_fx`` take tensors of a class that meet values of its graph as constants of the graph, whole.
+
+    Torch would hand such an op to the class, whose ops on what is inside the values are unknown to the graph: it would
+    return the numbers of the trace for every input. ``refuse(tensor)`` raises for a tensor with graph values inside,
+    which is no constant. Where torch lacks a part that this needs, ``make_fx`` raises :class:`TorchPartError` for
+    tensors of the class.
+    """
+    when_imported("torch.fx.experimental.proxy_tensor", lambda module: _record_constants(module, cls, refuse))
+
+
+_OF_GRAPHS = tuple(f"torch.fx.experimental.proxy_tensor.{n}" for n in ("proxy_call", "track_tensor", "has_proxy_slot"))
+
+
+def _record_constants(module: Any, cls: type, refuse: Callable[[Any], None]) -> None:
+    for missing in missing_parts(_OF_GRAPHS):
+        module.make_fx = _refusing(module.make_fx, cls, torch_part(missing, "record MeshTensors with make_fx"))
+        return
+    original = module.proxy_call
+
+    def proxy_call(mode: Any, op: Any, pre_dispatch: bool, args: Any, kwargs: Any) -> Any:
+        tracer = mode.tracer
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)]
+        constants = [t for t in operands if not module.has_proxy_slot(t, tracer)]
+        if constants and (len(constants) < len(operands) or any(isinstance(t, cls) for t in tracer.tensor_tracker)):
+            for tensor in constants:
+                if any(module.has_proxy_slot(getattr(tensor, name), tracer) for name in _inside(tensor)):
+                    refuse(tensor)
+                proxy = tracer.proxy(tracer.create_arg(tensor))
+                module.track_tensor(tensor, proxy, constant=None, tracer=tracer)
+        return original(mode, op, pre_dispatch, args, kwargs)
+
+    module.proxy_call = proxy_call
+
+
+def _refusing(make_fx: Any, cls: type, refuse: Callable[[], Any]) -> Any:
+    @wraps(make_fx)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        trace = make_fx(*args, **kwargs)
+
+        def checked(*inputs: Any) -> Any:
+            return refuse() if any(isinstance(t, cls) for t in tree_leaves(inputs)) else trace(*inputs)
+
+        return checked
+
+    return refusing
+
+
+def _inside(tensor: Any) -> Sequence[str]:
+    names: Sequence[str] = tensor.__tensor_flatten__()[0]
+    return names
 
 
 def is_layout_only(tensor: torch.Tensor) -> bool:

@@ -49,6 +49,7 @@ __all__ = [
     "on_mesh",
     "redistribute",
     "reduce_later",
+    "refuse_as_constant",
     "to_local",
 ]
 
@@ -215,6 +216,16 @@ def _refuse_in_a_graph(tensor: Any, asked: str) -> None:
             found="make_fx records ops on the whole tensor here, and its graph cannot reach the part",
             do="Use torch.compile, or let make_fx trace a function of local tensors that calls from_local.",
         )
+
+
+def refuse_as_constant(tensor: Any) -> None:
+    """Raise :class:`TracingError` for a tensor of which ``make_fx`` knows the part, among those that it knows whole."""
+    raise TracingError(
+        asked=f"run an op on {tensor._spec} and on inputs of a graph of make_fx",
+        found="make_fx records ops on the whole inputs here, and of this tensor ops on its part",
+        do="Let make_fx trace a function of MeshTensors that makes none from local tensors and moves none that it has "
+        "from elsewhere, or a function of local tensors that calls from_local.",
+    )
 
 
 class _FromLocal(torch.autograd.Function):

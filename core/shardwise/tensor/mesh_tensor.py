@@ -35,7 +35,13 @@ from shardwise.private_torch.dispatch import (
     new_wrapper,
     support_foreach,
 )
-from shardwise.private_torch.tracing import is_compiled_now, is_traced, make_known, take_plain_tangents
+from shardwise.private_torch.tracing import (
+    is_compiled_now,
+    is_traced,
+    make_known,
+    record_constants,
+    take_plain_tangents,
+)
 from shardwise.tensor import autograd, dcp_chunks, leaf_grads, memory_access, open_sizes
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
@@ -477,6 +483,7 @@ hide_items(MeshTensor)
 leave_out_of_graphs(MeshTensor.__torch_dispatch__)
 leave_out_of_graphs(MeshTensor.__tensor_flatten__)
 leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
+record_constants(MeshTensor, autograd.refuse_as_constant)
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 start(MeshTensor, PlanningEngine(MeshTensor))
