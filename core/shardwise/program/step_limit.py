@@ -69,8 +69,8 @@ class PricedSearch:
         of all bytes of the limit, is a bound.
         """
         tried = [min(self._tried, key=lambda one: one.price)]
-        if limit is not None:
-            tried += [one for one in self._around(limit) if one is not None] if self._within(limit) else []
+        if limit is not None and self._within(limit):
+            tried += [one for one in self._around(limit) if one is not None and one not in tried]
         return max(self._bound_at(one, limit or 0, work) for one in tried)
 
     def _bound_at(self, tried: _Tried, limit: int, work: WorkTable) -> int:
