@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from attrs import define, field, frozen
 
-from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitWarning, PlanMeshError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitError, PlanFitWarning, PlanMeshError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
 from shardwise.program.cheap_moves import Floats
@@ -164,18 +164,22 @@ class PlanSearch:
         return starts
 
     def _of_recipe(self, name: str, recipe: PlanFile, whole: Assignment) -> Assignment:
-        """The best plan with the parameters of a recipe."""
+        """The best plan with the parameters of a recipe, and with those of its moves that give no reason."""
         problem = self._problem
         places = {t: recipe.placements_of(self.graph.tensors[t].name) for t in problem.free}
         start = self._placed(whole, {t: known[1] for t, known in places.items() if known is not None})
         problem.pinned = frozenset(t for t, known in places.items() if known is not None)
         try:
-            best = PricedSearch(problem, [start]).best(self._limit)
-        except (NoPlanError, MemoryPlanError):
+            held = start.copy()
+            hold_lines(problem, held, recipe, self.graph.mesh.mesh_dim_names or ())
+            best = PricedSearch(problem, [held]).best(self._limit)
+        except (NoPlanError, MemoryPlanError, PlanFitError):
             self.recipe_seconds[name] = None
             return start
         finally:
             problem.pinned = frozenset()
+            problem.held_rests.clear()
+            problem.held_rows.clear()
         self.recipe_seconds[name] = best.cost / NANOSECONDS
         return best
 
