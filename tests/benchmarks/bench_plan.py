@@ -1,10 +1,10 @@
 """Plans of whole steps beside the recipes of experts: what they cost by the cost model, and how long they take to make.
 
-Run it with ``python tests/benchmarks/bench_plan.py [--only NAME]... [--large] [--prove] [--json FILE]``. Each program is
-planned with nothing placed but its batch, from the recipes in ``plans`` and without them. The plan is never dearer than
-a recipe: that is asserted. Long contexts need the plugin of ``plugins_contrib/shardwise-ring-attention``, and are left
-out without it. ``--prove`` gives the gap as well. ``--large`` adds 7 billion parameters on 8x16x8 with a limit, and 405
-billion on 16x16x8x8. Seconds are of one core; memory is that of a rank from the second step on.
+Run it with ``python tests/benchmarks/bench_plan.py [--only NAME]... [--large] [--prove] [--json FILE]``. Each program
+is planned with nothing placed but its batch, from the recipes in ``plans`` and without them. The plan is never dearer
+than a recipe: that is asserted. Long contexts need the plugin of ``plugins_contrib/shardwise-ring-attention``, and are
+left out without it. ``--prove`` gives the gap as well. ``--large`` adds 7 billion parameters on 8x16x8 with a limit,
+and 405 billion on 16x16x8x8. Seconds are of one core; memory is that of a rank from the second step on.
 """
 
 import resource

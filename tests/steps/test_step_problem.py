@@ -23,7 +23,7 @@ from shardwise.engine.shutdown import let_go
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
-from shardwise.program import joint_bound
+from shardwise.program import joint_bound, step_solution
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.step_bound import step_bound
 from shardwise.program.step_memory import StepMemory
@@ -422,3 +422,37 @@ def test_exchanged_mesh_dims_are_found():
             assert exchanged(free, turned, 0, 1).is_same(start)
         with_exchanges = solve_step(free, [free.as_recorded()], exchanges=True)
         assert with_exchanges.cost <= solve_step(free, [free.as_recorded()]).cost
+
+
+# -- costs that are searched for when a solution has them --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_a_solution_is_the_same_where_only_its_own_moves_are_searched_for(seed, monkeypatch):
+    with fake_mesh(2, 2, 2) as mesh:
+        found, searched = [], []
+        for most in (3, 2):
+            monkeypatch.setattr(step_solution, "_SEARCHED", most)
+            _, problem, _, _ = recorded(chain(mesh, seed))
+            starts = [problem.as_recorded(), problem.as_replicated()]
+            best = solve_step(problem, starts)
+            assert best.cost == problem.cost(best)
+            found.append(best.cost)
+            searched.append(len(problem._moves))
+        assert found[0] == found[1]
+        assert searched[1] < searched[0]
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+def test_no_move_costs_less_than_is_known_without_a_search(seed):
+    with fake_mesh(2, 4, 2) as mesh:
+        _, problem, _, _ = recorded(chain(mesh, seed))
+        layouts = list(product([Replicate(), Shard(0), Shard(1), sw.Partial()], repeat=3))
+        draw = random.Random(seed)  # noqa: S311  # no secret
+        for t in sorted(problem.resting):
+            for _ in range(60):
+                src, dst = draw.choice(layouts), draw.choice(layouts)
+                least, is_exact = problem.least_move(t, src, dst)
+                cost = problem.move(t, src, dst)
+                assert least == cost if is_exact else least <= cost
+                assert problem.least_move(t, src, dst) == (cost, True)

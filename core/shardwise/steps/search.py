@@ -12,13 +12,13 @@ from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitError, PlanFit
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
 from shardwise.program.cheap_moves import Floats
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.plan_file import Layout, PlanFile, layout_text
 from shardwise.program.step_graph import Places, StepGraph
 from shardwise.program.step_holds import hold_lines
 from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
-from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.solving import Solved, with_decisions
