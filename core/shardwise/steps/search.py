@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 from attrs import define, field, frozen
 
@@ -14,6 +15,7 @@ from shardwise.program.amounts import size_text
 from shardwise.program.cheap_moves import Floats
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.plan_file import Layout, PlanFile, layout_text
+from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_graph import Places, StepGraph
 from shardwise.program.step_holds import hold_lines
 from shardwise.program.step_limit import PricedSearch
@@ -71,6 +73,7 @@ class PlanSearch:
     #: Seconds of the best plan with the placements of each recipe; None where it does not fit.
     recipe_seconds: dict[str, float | None] = field(factory=dict, init=False)
     _problem: StepProblem = field(init=False)
+    _short: ShortProblem | None = field(init=False)
     _costs: WorkCosts = field(init=False)
     _as_recorded: Assignment = field(init=False)
     #: The same, or whole tensors where it has rows that a plan may not take.
@@ -86,11 +89,12 @@ class PlanSearch:
         self._costs = WorkCosts(graph)
         free = frozenset(self._parameters() if self.request.frees_parameters else ())
         self._problem = StepProblem(graph, self._costs, free, memory)
+        self._short = ShortProblem.of(self._problem, partial(_problem_of, free, state))
         self._as_recorded = self._problem.as_recorded()
         self._first = self._problem.as_replicated() if self._problem.has_lost else self._as_recorded
         self._limit = self.request.memory
         starts = self._first_starts() if self.request.keep is None else self._kept(self.request.keep)
-        self._priced = PricedSearch(self._problem, starts, self._lean if free else None)
+        self._priced = PricedSearch(self._problem, starts, self._lean if free else None, self._short)
 
     def _parameters(self) -> list[int]:
         """The leaves with a gradient that ``distribute_module`` has named, and that nothing writes."""
@@ -172,7 +176,7 @@ class PlanSearch:
         try:
             held = start.copy()
             hold_lines(problem, held, recipe, self.graph.mesh.mesh_dim_names or ())
-            best = PricedSearch(problem, [held]).best(self._limit)
+            best = PricedSearch(problem, [held], short=self._short).best(self._limit)
         except (NoPlanError, MemoryPlanError, PlanFitError):
             self.recipe_seconds[name] = None
             return start
@@ -240,3 +244,9 @@ class PlanSearch:
         return {
             self.graph.tensors[t].name: layout_text(names, solved.best.rests[t]) for t in sorted(self._problem.free)
         }
+
+
+def _problem_of(free: frozenset[int], state: Fraction, graph: StepGraph) -> StepProblem:
+    """The problem of a part of a step, with the free parameters that it has."""
+    used = {t for call in graph.calls for t in call.operands}
+    return StepProblem(graph, WorkCosts(graph), free & used, StepMemory(graph, state))
