@@ -25,7 +25,9 @@ from shardwise.program.step_parts import Factor
 
 __all__ = ["joint_bound"]
 
-_ROUNDS = 150
+_ROUNDS, _WORK = 150, 6_000_000_000
+"""Rounds at most, and entries of tables that they go through together: minutes, on four mesh dims."""
+
 _PATIENCE, _GAIN = 15, 1e-5
 """Rounds in vain, with less than this part of the cost gained and no move found to be dearer, that are the last. A
 bound that is this close to the cost is close enough.
@@ -52,7 +54,7 @@ def joint_bound(step: StepFactors, enough: int) -> int | None:
     messages = tables.messages()
     best = at_last_gain = -math.inf
     idle = 0
-    for k in range(_ROUNDS):
+    for k in range(max(1, min(_ROUNDS, _WORK // max(1, tables.entries_of_a_round)))):
         messages.sweep()
         best = max(best, messages.bound())
         if best >= enough * (1 - _GAIN):
@@ -103,6 +105,12 @@ class _JointTables:
         """Whether the tables are not too large."""
         entries = sum(math.prod(pair.counts[0]) * math.prod(pair.counts[1]) for pair in self._pairs.values())
         return entries <= _MOST_ENTRIES and all(math.prod(of) <= _MOST_STATES for of in self.step.sizes)
+
+    @property
+    def entries_of_a_round(self) -> int:
+        """The entries of the tables of all pairs of classes."""
+        sizes = {kind: math.prod(pair.counts[0]) * math.prod(pair.counts[1]) for kind, pair in self._pairs.items()}
+        return sum(sizes[kind] for kind, *_ in self._graph.counts)
 
     def messages(self) -> Messages:
         graph, calls = self._graph, len(self.step.problem.graph.calls)
