@@ -37,9 +37,9 @@ from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine.decided import use_decisions
 from shardwise.kernel.tags import DEPTH, call_digest
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.decisions import Decisions
-from shardwise.program.step_problem import NANOSECONDS, StepProblem
+from shardwise.program.step_problem import StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from shardwise.kernel.placements import REPLICATE, Partial, Placement, is_strided, shard_dim
 from shardwise.planning.cost import StepCosts
+from shardwise.program.cost_graph import NANOSECONDS
 from shardwise.program.step_graph import Places
-from shardwise.program.step_problem import NANOSECONDS
 
 __all__ = ["KINDS", "SAFE", "CheapMoves", "Floats", "kind_of_move"]
 

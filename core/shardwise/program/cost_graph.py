@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from shardwise.program.errors import CostGraphError
 
-__all__ = ["FORBIDDEN", "CostGraph", "Costs"]
+__all__ = ["FORBIDDEN", "NANOSECONDS", "CostGraph", "Costs"]
 
 Costs: TypeAlias = NDArray[np.int64]
+
+NANOSECONDS = 1e9  # of a second: costs are counted in them
 
 FORBIDDEN = 1 << 50
 """The cost of what is not legal: 13 days in nanoseconds. 8,191 such costs add up without an overflow."""

@@ -10,10 +10,10 @@ from attrs import define, evolve
 from shardwise.kernel.placements import REPLICATE, show
 from shardwise.kernel.signature import op_name
 from shardwise.program.amounts import milliseconds
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.plan_file import Line, starred
 from shardwise.program.step_graph import Places
-from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import Assignment, StepProblem
 
 __all__ = ["lines_of", "place_of_line"]
 

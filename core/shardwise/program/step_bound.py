@@ -1,7 +1,9 @@
 """A lower bound on the cost of a step: no plan can be cheaper.
 
-On one mesh dim the exact solution is its own bound. On several, the joint costs are split into parts, one per mesh dim,
-that together never exceed them; each mesh dim is then solved by itself, and the sum of the least costs is a bound.
+On one mesh dim the exact solution is its own bound. On several it comes from the states of all mesh dims together
+(:mod:`shardwise.program.joint_bound`). Where their tables are too large, on five mesh dims for instance, the joint
+costs are split into parts, one per mesh dim, that together never exceed them; each mesh dim is then solved by itself,
+and the sum of the least costs is a bound.
 
 What is split is one *factor* after the other: the work of a call, or a move of a tensor. Its parts are exact at first
 for a given assignment, the reference: there they add up to the factor's cost. Elsewhere they are lowered until no
@@ -27,6 +29,7 @@ from shardwise.program.cheap_moves import Floats
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph
 from shardwise.program.elimination import eliminate
 from shardwise.program.errors import MissingSolverError, TableLimitError
+from shardwise.program.joint_bound import joint_bound
 from shardwise.program.relaxation import lower_bound
 from shardwise.program.step_factors import StepFactors, WorkTable
 from shardwise.program.step_parts import Factor
@@ -54,7 +57,9 @@ def step_bound(problem: StepProblem, reference: Assignment, work: WorkTable) -> 
     if problem.graph.mesh.ndim == 1:
         # What the mesh dim's own problem costs beside the others is all there is.
         return _least(MeshDimProblem(problem, reference, 0).cost_graph())
-    return _Ascent(StepFactors(problem, reference, work), reference.cost).bound()
+    step = StepFactors(problem, reference, work)
+    joint = joint_bound(step, reference.cost)
+    return _Ascent(step, reference.cost).bound() if joint is None else joint
 
 
 @define(eq=False)

@@ -74,7 +74,7 @@ class StepFactors:
     def __attrs_post_init__(self) -> None:
         problem, graph = self.problem, self.problem.graph
         self._moves = CheapMoves(step_costs(tuple(graph.mesh.shape), links_of(graph.mesh)))
-        self.sizes = [tuple(len(self._rows(place, m)) for m in self._dims) for place in range(len(graph.calls))]
+        self.sizes = [tuple(len(self.rows_of(place, m)) for m in self._dims) for place in range(len(graph.calls))]
         self._rests = {}
         for t in sorted(problem.resting):
             states = tuple(self._states(t, m) for m in self._dims)
@@ -110,7 +110,7 @@ class StepFactors:
 
     # -- states --------------------------------------------------------------------------------------------------
 
-    def _rows(self, place: int, m: int) -> tuple[int, ...]:
+    def rows_of(self, place: int, m: int) -> tuple[int, ...]:
         choices, only = self.problem.choices[place], self.problem.held_rows.get(place)
         legal = choices.legal[m]
         return legal if only is None else tuple(r for r in legal if r in only[m])
@@ -138,7 +138,7 @@ class StepFactors:
         key = ("placements", id(choices), self.problem.held_rows.get(place), k, m, made)
         known = self._known.get(key)
         if known is None:
-            rows = [choices.rows[r] for r in self._rows(place, m)]
+            rows = [choices.rows[r] for r in self.rows_of(place, m)]
             each = tuple(placed((row.outputs if made else row.inputs)[k]) for row in rows)
             known = self._known[key] = self.problem.slices.interned(each)
         result: tuple[Placement, ...] = known
@@ -193,7 +193,7 @@ class StepFactors:
         key = ("work", id(choices), tuple(at), problem.held_rows.get(place))
         known = self._known.get(key)
         if known is None:
-            rows = [self._rows(place, m) for m in self._dims]
+            rows = [self.rows_of(place, m) for m in self._dims]
             index = tuple(of.index(r) for of, r in zip(rows, at, strict=True))
             table = self.work(place, rows)
             if table.size <= _MOST_COMBINATIONS:

@@ -63,10 +63,10 @@ def _hold_results(problem: StepProblem, start: Assignment, place: int, to: dict[
 
 def _hold_operands(problem: StepProblem, start: Assignment, place: int, line: Line, to: dict[int, Placement]) -> bool:
     operands = [i for i, name in enumerate(problem.operand_names(place)) if name == line.operand]
-    choices = problem.choices[place]
+    choices, held = problem.choices[place], problem.held_rows.get(place)  # by lines of other operands
 
     def fitting(m: int) -> Iterator[int]:
-        for r in choices.legal[m]:
+        for r in choices.legal[m] if held is None else sorted(held[m]):
             if m not in to or all(choices.rows[r].inputs[i] == to[m] for i in operands):
                 yield r
 

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 from shardwise.errors import MemoryPlanError
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_bound import WorkTable, step_bound
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
@@ -41,7 +42,10 @@ class PricedSearch:
     starts: Sequence[Assignment]
     #: Starts that keep little; for prices at which nothing else does.
     lean: Callable[[], Assignment] | None = None
+    #: The same step with fewer layers, on which prices are tried; the best assignment is improved on the whole one.
+    short: ShortProblem | None = None
     _tried: list[_Tried] = field(factory=list)
+    _done: list[_Tried] = field(factory=list)
 
     def best(self, limit: int | None = None) -> Assignment:
         """The cheapest assignment found in which a rank keeps at most ``limit`` bytes.
@@ -51,7 +55,7 @@ class PricedSearch:
         if not self._tried:
             self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
         if limit is None:
-            return self._tried[0].found
+            return self._improved(self._tried[0], None).found
         if not self._within(limit):
             self._raise_price(limit)
         for _ in range(_HALVINGS):
@@ -60,7 +64,18 @@ class PricedSearch:
                 break
             middle = Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5)
             self._try(middle, [low.found])
-        return min(self._within(limit), key=lambda tried: tried.found.cost).found
+        return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
+
+    def _improved(self, tried: _Tried, limit: int | None) -> _Tried:
+        """The best of a shortened step, improved on the whole one, where that keeps the limit."""
+        if self.short is None or tried in self._done:
+            return tried
+        better = self._solved_at(tried.price, lambda starts: solve_step(self.problem, starts), [tried.found])
+        keeps = limit is None or better.nbytes <= limit
+        best = better if keeps and better.found.cost < tried.found.cost else tried
+        self._tried[self._tried.index(tried)] = best
+        self._done.append(best)
+        return best
 
     def bound(self, limit: int | None, work: WorkTable) -> int:
         """Nanoseconds that no assignment undercuts in which a rank keeps at most ``limit`` bytes.
@@ -69,8 +84,8 @@ class PricedSearch:
         of all bytes of the limit, is a bound.
         """
         tried = [min(self._tried, key=lambda one: one.price)]
-        if limit is not None:
-            tried += [one for one in self._around(limit) if one is not None] if self._within(limit) else []
+        if limit is not None and self._within(limit):
+            tried += [one for one in self._around(limit) if one is not None and one not in tried]
         return max(self._bound_at(one, limit or 0, work) for one in tried)
 
     def _bound_at(self, tried: _Tried, limit: int, work: WorkTable) -> int:
@@ -110,19 +125,28 @@ class PricedSearch:
         raise _too_little(problem, min(self._tried, key=lambda tried: tried.nbytes), limit)
 
     def _try(self, price: Fraction, starts: Sequence[Assignment], *, exchanges: bool = False) -> _Tried:
+        def solved(priced: Sequence[Assignment]) -> Assignment:
+            found = None if self.short is None else self.short.solved(priced, exchanges=exchanges)
+            return solve_step(self.problem, priced, exchanges=exchanges) if found is None else found
+
+        self._tried.append(self._solved_at(price, solved, starts))
+        return self._tried[-1]
+
+    def _solved_at(
+        self, price: Fraction, solved: Callable[[Sequence[Assignment]], Assignment], starts: Sequence[Assignment]
+    ) -> _Tried:
         problem = self.problem
         problem.price = price
         try:
             priced = [start.copy() for start in starts]
             for start in priced:
                 start.cost = problem.cost(start)
-            found = solve_step(problem, priced, exchanges=exchanges)
+            found = solved(priced)
         finally:
             problem.price = Fraction(0)
         found = found.copy()
         found.cost = problem.cost(found)
-        self._tried.append(_Tried(price, found, problem.nbytes(found)))
-        return self._tried[-1]
+        return _Tried(price, found, problem.nbytes(found))
 
 
 def _too_little(problem: StepProblem, least: _Tried, limit: int) -> MemoryPlanError:

@@ -23,11 +23,12 @@ from shardwise.kernel.placements import Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Kind
 from shardwise.kernel.spec import TensorSpec
-from shardwise.planning.cost import Links, links_of
+from shardwise.planning.cost import Links, links_of, step_costs
 from shardwise.planning.layout_graph import LayoutGraph, encode, graph_of
 from shardwise.planning.path import path_cost
 from shardwise.planning.path_search import Search
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cheap_moves import CheapMoves
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, is_whole, rows_that_ran
@@ -35,7 +36,6 @@ from shardwise.program.step_slices import Slices, placed
 
 __all__ = ["Assignment", "StepProblem"]
 
-NANOSECONDS = 1e9
 _MOVE = 1
 """Added to each move: among equals the plan with fewer collectives wins."""
 
@@ -85,6 +85,7 @@ class StepProblem:
     _own: dict[Any, int] = field(factory=dict, init=False)
     _places: dict[int, int] = field(init=False)
     _links: Links = field(init=False)
+    _cheap_moves: CheapMoves | None = field(default=None, init=False)
     #: Graphs of layouts that keep their edges while the step is solved.
     _searched: dict[int, LayoutGraph] = field(factory=dict, init=False)
 
@@ -203,6 +204,18 @@ class StepProblem:
             cost = FORBIDDEN if math.isinf(seconds) else round(seconds * NANOSECONDS) + _MOVE
             self._moves[key] = cost
         return cost
+
+    def least_move(self, tensor: int, src: Places, dst: Places) -> tuple[int, bool]:
+        """Nanoseconds that a move costs at least, found without a search for its path, and whether it costs that."""
+        spec = self.graph.tensors[tensor].spec
+        known = 0 if src == dst else self._moves.get((spec.tensor_meta, src, dst))
+        if known is not None:
+            return known, True
+        if _strides_anew(src, dst) or is_strided(src):
+            return self.move(tensor, src, dst), True
+        if self._cheap_moves is None:
+            self._cheap_moves = CheapMoves(step_costs(tuple(self.graph.mesh.shape), self._links))
+        return int(self._cheap_moves.seconds(spec.tensor_meta.nbytes, src, dst) * NANOSECONDS), False
 
     def _path_cost(self, spec: TensorSpec, src: Places, dst: Places) -> float:
         shape = spec.mesh_shape

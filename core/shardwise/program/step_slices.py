@@ -81,6 +81,8 @@ class Slices:
     _placements: dict[tuple[Placement, ...], tuple[Placement, ...]] = field(factory=dict)
     _layouts: dict[tuple[Places, ...], Layouts] = field(factory=dict)
     _known: dict[Any, Any] = field(factory=dict)
+    #: The moves of matrices that are not exact everywhere, by the identity of the matrix, which is kept.
+    _open: dict[int, tuple[int, Layouts, Layouts]] = field(factory=dict)
     _metas: dict[Any, int] = field(factory=dict)
     _meta_of: list[int] = field(factory=list)
 
@@ -144,8 +146,16 @@ class Slices:
         result: Costs = known
         return result
 
-    def moves(self, t: int, sources: Layouts, targets: Layouts, *, must_stay: bool = False) -> Costs:
-        """The cost of a move of a tensor, by source and target."""
+    def moves(
+        self, t: int, sources: Layouts, targets: Layouts, *, must_stay: bool = False, exact: bool = True
+    ) -> Costs:
+        """The cost of a move of a tensor, by source and target.
+
+        If not ``exact``, it is what a move costs at least, until :meth:`settle` is asked for a place: on many mesh dims
+        there are far more moves than a solution looks at, and the search for the path of each takes a while.
+        """
+        if not exact and not must_stay:
+            return self._open_moves(t, sources, targets)
         key = (self._meta(t), must_stay, id(sources), id(targets))
         known = self._known.get(key)
         if known is None:
@@ -159,6 +169,28 @@ class Slices:
             self._known[key] = known
         result: Costs = known
         return result
+
+    def _open_moves(self, t: int, sources: Layouts, targets: Layouts) -> Costs:
+        key = ("open", self._meta(t), id(sources), id(targets))
+        known = self._known.get(key)
+        if known is None:
+            least = self._problem.least_move
+            each = [[least(t, a, b) for b in targets.each] for a in sources.each]
+            known = self._known[key] = np.array([[cost for cost, _ in row] for row in each], np.int64)
+            if not all(settled for row in each for _, settled in row):
+                self._open[id(known)] = t, sources, targets
+        result: Costs = known
+        return result
+
+    def settle(self, costs: Costs, source: int, target: int) -> bool:
+        """Put in what a move costs exactly; whether that is more than it was."""
+        moved = self._open.get(id(costs))
+        if moved is None:
+            return False
+        t, sources, targets = moved
+        before = int(costs[source, target])
+        costs[source, target] = self._problem.move(t, sources.each[source], targets.each[target])
+        return int(costs[source, target]) > before
 
     def _meta(self, t: int) -> int:
         """A number for the meta of a tensor: equal ones have the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -22,6 +22,12 @@ __all__ = ["MeshDimProblem", "solve_step"]
 _MOST_ENTRIES = 500_000
 """Entries of the largest table of an exact solution. Chains of layers need less. A U-Net, whose skips keep many tensors
 alive, would need 3e7 and five times as long for the same cost; beyond the limit variables are fixed in turns.
+"""
+
+
+_SEARCHED = 2
+"""Mesh dims up to which every move is searched for. On more, only those that a solution has: there are many more, and
+each has more paths.
 """
 
 
@@ -98,6 +104,7 @@ class MeshDimProblem:
     #: Per tensor that rests, in order, the placements that are its states.
     states: dict[int, tuple[Placement, ...]] = field(init=False)
     _rests: dict[int, Layouts] = field(init=False)
+    _exact: bool = field(default=True, init=False)
     _unary: list[Costs] = field(factory=list, init=False)
     _pairs: list[tuple[int, int, Costs]] = field(factory=list, init=False)
 
@@ -109,10 +116,14 @@ class MeshDimProblem:
 
     def improved(self) -> Assignment:
         """The best assignment that differs on this mesh dim alone; never worse than the held one."""
-        graph, m = self.cost_graph(), self.m
+        exact = self.problem.graph.mesh.ndim <= _SEARCHED
+        graph, m = self.cost_graph(exact=exact), self.m
         start = [call.rows.index(held[m]) for call, held in zip(self.calls, self.held.rows, strict=True)]
         start += [states.index(self.held.rests[t][m]) for t, states in self.states.items()]
+        self._settle(graph, start)
         solved, cost, _ = solve(graph, _MOST_ENTRIES, start)
+        while self._settle(graph, solved):
+            solved, cost, _ = solve(graph, _MOST_ENTRIES, start)
         better = self.held.copy()
         for chosen, call, state in zip(better.rows, self.calls, solved, strict=False):
             chosen[m] = call.rows[state]
@@ -125,8 +136,16 @@ class MeshDimProblem:
             better.cost += cost - before
         return better
 
-    def cost_graph(self) -> CostGraph:
-        """The costs of all states and of all pairs of states."""
+    def _settle(self, graph: CostGraph, states: Sequence[int]) -> bool:
+        """Make the costs of states exact; whether they were less. What is the cheapest of all with such costs, exact
+        itself, is so with exact ones.
+        """
+        raised = [self.problem.slices.settle(costs, states[u], states[v]) for u, v, costs in graph.pairs]
+        return any(raised)
+
+    def cost_graph(self, *, exact: bool = True) -> CostGraph:
+        """The costs of all states and of all pairs of states; if not ``exact``, those of moves are the least."""
+        self._exact = exact
         problem = self.problem
         self._pairs = []
         self._unary = [problem.slices.own_costs(place, call) for place, call in enumerate(self.calls)]
@@ -172,16 +191,17 @@ class MeshDimProblem:
         targets = self.calls[place].layouts(i, made=False)
         maker = problem.maker(t)
         if t in variables:
-            self._pairs.append((variables[t], place, self._moves(t, self._rests[t], targets, place, i)))
+            self._pairs.append((variables[t], place, self._moves(t, self._rests[t], targets, place, i, self._exact)))
         elif maker is None:
             source = problem.slices.only(problem.made(self.held, t))
             self._unary[place] = self._unary[place] + self._moves(t, source, targets, place, i)[0]
         else:
             sources = self.calls[maker[0]].layouts(maker[1], made=True)
-            self._pairs.append((maker[0], place, self._moves(t, sources, targets, place, i)))
+            self._pairs.append((maker[0], place, self._moves(t, sources, targets, place, i, self._exact)))
 
-    def _moves(self, t: int, sources: Layouts, targets: Layouts, place: int, i: int) -> Costs:
-        return self.problem.slices.moves(t, sources, targets, must_stay=self.problem.must_stay(place, i))
+    def _moves(self, t: int, sources: Layouts, targets: Layouts, place: int, i: int, exact: bool = True) -> Costs:
+        must_stay = self.problem.must_stay(place, i)
+        return self.problem.slices.moves(t, sources, targets, must_stay=must_stay, exact=exact)
 
     def _join_result(self, place: int, k: int, t: int, variables: dict[int, int]) -> None:
         """Add the costs of a result: to where it rests, or straight to its sinks."""
@@ -190,11 +210,11 @@ class MeshDimProblem:
         at, source = made, place
         if t in variables:
             at, source = self._rests[t], variables[t]
-            self._pairs.append((place, source, slices.moves(t, made, at)))
+            self._pairs.append((place, source, slices.moves(t, made, at, exact=self._exact)))
         elif t in self.problem.graph.ends or self.problem.has_price(t):
             self._unary[place] = self._unary[place] + slices.end_costs(t, made)
         for leaf, shared_by in self.problem.free_leaves(t):
-            costs = slices.moves(t, at, self._rests[leaf])
+            costs = slices.moves(t, at, self._rests[leaf], exact=self._exact or shared_by != 1)
             shared = costs if shared_by == 1 else np.where(costs >= FORBIDDEN, costs, costs // shared_by)
             self._pairs.append((source, variables[leaf], shared))
 

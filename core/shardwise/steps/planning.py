@@ -142,7 +142,7 @@ def plan(  # noqa: PLR0913  # keyword-only options of one value
 
     - ``memory``: a limit on the bytes that are alive on a rank at any time, from the second step on;
     - ``recipes``: plan files for mesh dims of the same names. The plan costs no more than the best that can be made of
-      the placements of their parameters;
+      the placements of their parameters, and of their moves without a reason;
     - ``keep``: a plan file, as a rule an earlier plan that was edited. Parameters lie as it says, and its moves without
       a reason are made;
     - ``loose``: a line to keep that fits nothing is a :class:`PlanFitWarning`, not an error;

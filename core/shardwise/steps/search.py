@@ -5,20 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 
 from attrs import define, field, frozen
 
-from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitWarning, PlanMeshError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanFitError, PlanFitWarning, PlanMeshError
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.program.amounts import size_text
 from shardwise.program.cheap_moves import Floats
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.plan_file import Layout, PlanFile, layout_text
+from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_graph import Places, StepGraph
 from shardwise.program.step_holds import hold_lines
 from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
-from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.solving import Solved, with_decisions
@@ -71,6 +73,7 @@ class PlanSearch:
     #: Seconds of the best plan with the placements of each recipe; None where it does not fit.
     recipe_seconds: dict[str, float | None] = field(factory=dict, init=False)
     _problem: StepProblem = field(init=False)
+    _short: ShortProblem | None = field(init=False)
     _costs: WorkCosts = field(init=False)
     _as_recorded: Assignment = field(init=False)
     #: The same, or whole tensors where it has rows that a plan may not take.
@@ -86,11 +89,12 @@ class PlanSearch:
         self._costs = WorkCosts(graph)
         free = frozenset(self._parameters() if self.request.frees_parameters else ())
         self._problem = StepProblem(graph, self._costs, free, memory)
+        self._short = ShortProblem.of(self._problem, partial(_problem_of, free, state))
         self._as_recorded = self._problem.as_recorded()
         self._first = self._problem.as_replicated() if self._problem.has_lost else self._as_recorded
         self._limit = self.request.memory
         starts = self._first_starts() if self.request.keep is None else self._kept(self.request.keep)
-        self._priced = PricedSearch(self._problem, starts, self._lean if free else None)
+        self._priced = PricedSearch(self._problem, starts, self._lean if free else None, self._short)
 
     def _parameters(self) -> list[int]:
         """The leaves with a gradient that ``distribute_module`` has named, and that nothing writes."""
@@ -164,18 +168,22 @@ class PlanSearch:
         return starts
 
     def _of_recipe(self, name: str, recipe: PlanFile, whole: Assignment) -> Assignment:
-        """The best plan with the parameters of a recipe."""
+        """The best plan with the parameters of a recipe, and with those of its moves that give no reason."""
         problem = self._problem
         places = {t: recipe.placements_of(self.graph.tensors[t].name) for t in problem.free}
         start = self._placed(whole, {t: known[1] for t, known in places.items() if known is not None})
         problem.pinned = frozenset(t for t, known in places.items() if known is not None)
         try:
-            best = PricedSearch(problem, [start]).best(self._limit)
-        except (NoPlanError, MemoryPlanError):
+            held = start.copy()
+            hold_lines(problem, held, recipe, self.graph.mesh.mesh_dim_names or ())
+            best = PricedSearch(problem, [held], short=self._short).best(self._limit)
+        except (NoPlanError, MemoryPlanError, PlanFitError):
             self.recipe_seconds[name] = None
             return start
         finally:
             problem.pinned = frozenset()
+            problem.held_rests.clear()
+            problem.held_rows.clear()
         self.recipe_seconds[name] = best.cost / NANOSECONDS
         return best
 
@@ -236,3 +244,9 @@ class PlanSearch:
         return {
             self.graph.tensors[t].name: layout_text(names, solved.best.rests[t]) for t in sorted(self._problem.free)
         }
+
+
+def _problem_of(free: frozenset[int], state: Fraction, graph: StepGraph) -> StepProblem:
+    """The problem of a part of a step, with the free parameters that it has."""
+    used = {t for call in graph.calls for t in call.operands}
+    return StepProblem(graph, WorkCosts(graph), free & used, StepMemory(graph, state))

@@ -6,12 +6,12 @@ from attrs import frozen
 
 from shardwise.kernel.tags import DEPTH
 from shardwise.program.collection import no_collection
-from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.replay import replayed
 from shardwise.program.step_graph import StepGraph
-from shardwise.program.step_problem import NANOSECONDS, Assignment, StepProblem
+from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
 

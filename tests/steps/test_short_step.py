@@ -1,0 +1,111 @@
+"""A step of many layers is solved with some of them, and no worse than with all."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as sw
+from shardwise import Replicate, Shard
+from shardwise.program import short_step
+from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.short_step import shortened
+from shardwise.program.step_problem import StepProblem
+from shardwise.steps.costs import WorkCosts
+from shardwise.steps.recording import Recording
+
+WIDTH, LAYERS = 64, 14
+
+
+@contextmanager
+def fake_mesh(*shape):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=torch.Size(shape).numel())
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=("pod", "dp", "tp")[-len(shape) :])
+    finally:
+        dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, inner, bias=False), nn.Linear(inner, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Stack(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, inner))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def step(mesh, inner=(4 * WIDTH,) * LAYERS):
+    model = Stack(inner)
+    sw.distribute_module(model, mesh, src_data_rank=None)
+    return model, sw.zeros((64, WIDTH), device_mesh=mesh, placements=[Shard(0), *[Replicate()] * (mesh.ndim - 1)])
+
+
+def recorded(mesh, inner=(4 * WIDTH,) * LAYERS):
+    model, x = step(mesh, inner)
+    recording = Recording()
+    recording.name_modules(model)
+    with recording.running():
+        model(x).backward()
+    return recording.graph()
+
+
+def test_a_short_step_has_the_first_and_the_last_layers():
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh)
+        short = shortened(graph)
+        named = {t.name for t in graph.tensors for call in short.graph.calls if t.number in call.operands and t.name}
+        kept = {int(name.split(".")[1]) for name in named}
+        assert kept == {0, 1, 2, LAYERS - 3, LAYERS - 2, LAYERS - 1}
+        assert {call.number for call in short.graph.calls} == {graph.calls[place].number for place in short.places}
+        made = {t for call in short.graph.calls for t in call.results}
+        inputs = {t.number for t in graph.tensors if t.maker is None}
+        assert {t for call in short.graph.calls for t in call.operands if t is not None} <= made | inputs
+
+
+def test_an_assignment_of_a_short_step_is_one_of_all_layers():
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh)
+        short = shortened(graph)
+        whole, part = (StepProblem(of, WorkCosts(of)) for of in (graph, short.graph))
+        start = whole.as_replicated()
+        again = short.whole(short.part_of(start, part.resting), start)
+        assert again.is_same(start)
+        assert whole.cost(again) == start.cost < FORBIDDEN
+
+
+@pytest.mark.parametrize("inner", [(4 * WIDTH,) * 4, (*[4 * WIDTH] * 6, 2 * WIDTH, *[4 * WIDTH] * 6)])
+def test_few_layers_and_such_that_differ_are_solved_as_they_are(inner):
+    with fake_mesh(2, 2) as mesh:
+        assert shortened(recorded(mesh, inner)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_a_plan_by_a_short_step_costs_no_more(monkeypatch):
+    limits = (None, 3 << 20)
+    short = [sw.plan(partial(step), (2, 2), ("dp", "tp"), memory=limit) for limit in limits]
+    monkeypatch.setattr(short_step, "_LEAST_LAYERS", 1000)
+    for limit, made in zip(limits, short, strict=True):
+        whole = sw.plan(partial(step), (2, 2), ("dp", "tp"), memory=limit)
+        assert made.cost <= 1.001 * whole.cost
+        assert made.differences == ()
