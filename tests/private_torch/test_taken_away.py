@@ -14,7 +14,11 @@ from taken_away import COMPILED_FALLBACKS, ERROR_OF_TORCH, ERRORS, FALLBACKS, un
 
 from shardwise.private_torch.parts import ALSO_RUN, TESTED_TORCH
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="copies of a process cannot share its CUDA device")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.sample,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="copies of a process cannot share its CUDA device"),
+]
 
 
 def run(which):
@@ -64,8 +68,6 @@ def test_a_program_has_the_same_numbers_without(outcomes, case):
     assert_same(outcomes, case)
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 @pytest.mark.parametrize("case", COMPILED_FALLBACKS, ids=first_name)
 def test_a_compiled_program_has_the_same_numbers_without(compiled, case):
     assert_same(compiled, case)
@@ -86,7 +88,5 @@ def test_an_error_names_the_part_where_it_is_needed(outcomes, case):
     assert_names(outcomes[case.names[0]], case.names[0])
 
 
-@pytest.mark.slow
-@pytest.mark.sample
 def test_torch_says_it_where_it_does_not_ask(compiled):
     assert "Expected a MeshTensor tangent but got a plain Tensor" in compiled[ERROR_OF_TORCH.names[0]]["message"]
