@@ -75,6 +75,14 @@ EXPERTS = (4, 256, 0, 64, 8)
 LONG = (2, 512, 4, 131_072, 1)
 SEVEN_BILLION = (32, 4288, 32, 4096, 128)
 CLUSTER = ("infiniband", "nvlink", "infiniband")
+
+
+def seven_billion_within(gib):
+    """The step of 7 billion parameters, which may also shard its batch, in so many GiB a rank."""
+    name, mesh = f"7 billion, 8x16x8, {gib} GiB", ((8, 16, 8), ("pod", "tp", "dp"))
+    return Case(name, *mesh, SEVEN_BILLION, (), CLUSTER, f"{gib}GiB", large=True, gap=0.03)
+
+
 CASES = (
     Case("GPT, 4 layers, (4,)", (4,), ("tp",), SMALL),
     Case("GPT, 4 layers, 2x2", (2, 2), ("dp", "tp"), SMALL, ("dp",)),
@@ -83,28 +91,7 @@ CASES = (
     Case("long context, 2 layers, (8,)", (8,), ("cp",), LONG, along=("cp",)),
     Case("long context, 2 layers, 2x4", (2, 4), ("cp", "tp"), LONG, along=("cp",)),
     Case("7 billion, 8x16x8", (8, 16, 8), ("pod", "tp", "dp"), SEVEN_BILLION, ("pod", "dp"), CLUSTER, gap=0.03),
-    Case(
-        "7 billion, 8x16x8, 64 GiB",
-        (8, 16, 8),
-        ("pod", "tp", "dp"),
-        SEVEN_BILLION,
-        (),
-        CLUSTER,
-        "64GiB",
-        large=True,
-        gap=0.03,
-    ),
-    Case(
-        "7 billion, 8x16x8, 16 GiB",
-        (8, 16, 8),
-        ("pod", "tp", "dp"),
-        SEVEN_BILLION,
-        (),
-        CLUSTER,
-        "16GiB",
-        large=True,
-        gap=0.03,
-    ),
+    *(seven_billion_within(gib) for gib in (64, 16)),
     Case(
         "405 billion, 16x16x8x8",
         (16, 16, 8, 8),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_meshes import fake_mesh
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise import Replicate, Shard
@@ -22,15 +19,6 @@ from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
 
 WIDTH, LAYERS = 64, 14
-
-
-@contextmanager
-def fake_mesh(*shape):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=torch.Size(shape).numel())
-    try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=("pod", "dp", "tp")[-len(shape) :])
-    finally:
-        dist.destroy_process_group()
 
 
 class Block(nn.Module):

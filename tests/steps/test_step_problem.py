@@ -2,24 +2,20 @@
 
 import random
 from collections import Counter
-from contextlib import contextmanager
 from fractions import Fraction
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
+from fake_meshes import fake_mesh
 from test_training import MLP, TENSOR, Transformer, floats, ids
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shared_moves import keeping_moves
-from shardwise.engine.shutdown import let_go
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
@@ -35,17 +31,6 @@ from shardwise.steps.recording import Recording
 from shardwise.steps.sent import sent_by
 from shardwise.tools.explain import explain
 from shardwise.tools.rehearse import RankWatch
-
-
-@contextmanager
-def fake_mesh(*shape):
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=torch.Size(shape).numel())
-    try:
-        yield init_device_mesh("cpu", shape, mesh_dim_names=("pod", "dp", "tp")[-len(shape) :])
-    finally:
-        use_decisions(None)
-        let_go()
-        dist.destroy_process_group()
 
 
 def observed(run):

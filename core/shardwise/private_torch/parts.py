@@ -1,6 +1,6 @@
 """Parts of torch by their names, for what a torch may lack.
 
-``tests/private_torch/private_uses.py`` lists every part that is not public, with what happens where it is gone: another
+``tests/private_torch/taken_away.py`` lists every part that is not public, with what happens where it is gone: another
 way to the same numbers, or a :class:`TorchPartError`, at import where nothing works without the part, else where it is
 needed.
 """

@@ -240,9 +240,11 @@ def assert_when_run(condition: torch.Tensor, message: str) -> None:
 
     Only the form with a message stays in a graph. The other form is removed as dead code.
     """
-    # The function is a binding of the op.
-    assert_async = find_part("torch._assert_async") or torch.ops.aten._assert_async.msg
-    assert_async(condition, message)
+    _assert_async(condition, message)
+
+
+# The function is a binding of the op.
+_assert_async: Callable[[torch.Tensor, str], Any] = find_part("torch._assert_async") or torch.ops.aten._assert_async.msg
 
 
 @contextmanager
