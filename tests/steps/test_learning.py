@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from fake_meshes import fake_mesh
 from test_training import DP_TP, MLP, MLP_CASES, SAMPLE, TIGHT, TRANSFORMER_CASES, ConvNet, Transformer, floats, ids
 from torch import nn
 from torch.nn import functional
@@ -18,6 +19,7 @@ from shardwise.engine import decided
 from shardwise.errors import NoPlanError, RankDisagreementError
 from shardwise.kernel.recording import recording
 from shardwise.steps import learning
+from shardwise.tensor import optimizer_step as stepping
 from shardwise.testing import mesh
 
 STEPS = 5
@@ -303,3 +305,15 @@ def test_a_program_without_an_optimizer_is_not_recorded_for_ever(two_ranks):
         assert recorder is None
         assert messages == ["10 calls without an optimizer's step: the program is not learned"]
         assert y.shape == (2, 4)
+
+
+def test_the_optimizer_of_a_recorded_step_runs_on_local_tensors():
+    with fake_mesh(2) as m:
+        model = sw.distribute_module(nn.Linear(4, 8), m, {"weight": [Shard(0)]})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with sw.learn() as learned_here:
+            model(sw.distribute_tensor(torch.ones(2, 4), m)).sum().backward()
+            assert learned_here.records
+            optimizer.step()
+            assert learned_here.learned is not None
+    assert stepping._TWIN in optimizer.__dict__

@@ -92,7 +92,7 @@ def dispatch(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> A
         if recording.checks is not None:
             handle = recording.checks(handle, op)
         if recording.recorder is not None:
-            handle = _recorded(handle, recording.recorder)
+            handle = partial(_handle_and_tell, handle, recording.recorder.called)
     elif is_composite(op):
         # Under inference mode torch does not decompose composite ops; their parts have the rules.
         handle = _decompose
@@ -139,14 +139,20 @@ def is_observed() -> bool:
 
 def listen(callback: Callable[[Plan], None]) -> None:
     """Call ``callback(plan)`` at each dispatch from now on."""
-    # A hit calls no observer. So while one listens, every call is a miss.
+    _miss_every_call()
+    _state.observers.append(callback)
+
+
+def _miss_every_call() -> None:
+    """Make every plan cold: a hit tells nobody of its plan, so while somebody listens every call is a miss."""
     for store in _state.stores:
         store.retire()
-    _state.observers.append(callback)
 
 
 def _tell_of_call(plan: Plan, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> None:
     """Tell observers of the plan that runs a call. A call on kept tensors comes here again, with its own plan."""
+    if recording.recorder is not None:
+        recording.recorder.plan = plan  # that of the call on kept tensors comes last
     if _state.observers and (plan.kept is None or plan.kept.arguments(args, kwargs) is None):
         tell_observers(plan)
 
@@ -174,6 +180,7 @@ def at_next_dispatch(callback: Callable[[], None]) -> None:
 def record(recorder: Recorder) -> Iterator[None]:
     """Tell a recorder of each call of an op with a rule while the context lasts. There is one recorder at a time."""
     assert recording.recorder is None, "a program is recorded already"
+    _miss_every_call()
     recording.recorder = recorder
     _replace_handlers()
     try:
@@ -202,16 +209,22 @@ def _replace_handlers() -> None:
     _state.under_modes.clear()
 
 
-def _recorded(handle: Handler, recorder: Recorder) -> Handler:
-    def handle_and_tell(
-        cls: Any, op: Op, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = handle(cls, op, types, args, kwargs)
-        recorder.called(op, args, kwargs, result)
-        return result
+def _handle_and_tell(
+    handle: Handler,
+    tell: Callable[[Op, Sequence[Any], Mapping[str, Any] | None, Any], None],
+    cls: Any,
+    op: Op,
+    types: Any,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """A handler's call, of which a recorder is told."""
+    result = handle(cls, op, types, args, kwargs)
+    tell(op, args, kwargs, result)
+    return result
 
-    leave_out_of_graphs(handle_and_tell)
-    return handle_and_tell
+
+leave_out_of_graphs(_handle_and_tell)
 
 
 # -- handlers ----------------------------------------------------------------------------------------------------
@@ -301,8 +314,8 @@ def rules_version() -> int:
 class _PlanStore:
     """The plans of one handler by key. A plan that was not used during a whole generation is dropped.
 
-    The handler reads ``hot``. While an observer listens ``hot`` stays empty, so that each call reaches :meth:`miss`.
-    A plan that says what it sends is never hot: policies judge each of its calls.
+    The handler reads ``hot``. While an observer or a recorder listens ``hot`` stays empty, so that each call reaches
+    :meth:`miss`. A plan that says what it sends is never hot: policies judge each of its calls.
     ``apart`` has the plans that a key alone does not decide, with the default dtype in their keys: each of their calls
     reaches :meth:`miss`.
     """
@@ -335,6 +348,8 @@ class _PlanStore:
         plan = started.engine.plan_symbolic(started.engine.registry().lookup(self.op), self.info, args, kwargs or {})
         if plan.sends is not None:
             started.engine.judge(plan, args, kwargs)
+        if recording.recorder is not None:
+            recording.recorder.plan = None
         tell_observers(plan)
         return plan
 
@@ -364,7 +379,7 @@ class _PlanStore:
                     started.engine.judge(plan, args, kwargs)
                 _tell_of_call(plan, args, kwargs)
                 return plan
-        if _state.observers or plan.sends is not None:
+        if _state.observers or recording.recorder is not None or plan.sends is not None:
             if len(self.cold) >= PLANS_PER_OP:
                 self.cold.clear()
             self.cold[key] = plan

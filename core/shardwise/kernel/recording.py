@@ -14,6 +14,9 @@ __all__ = ["Recorder", "recording"]
 class Recorder(Protocol):
     """What records a program. Tensors are those of the tensor class; it must not keep them."""
 
+    #: The plan of the call that runs now: the dispatcher sets it before. None for a call on symbols for sizes.
+    plan: Any
+
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
 

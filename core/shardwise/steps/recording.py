@@ -11,7 +11,7 @@ from attrs import define, evolve, field, frozen
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from shardwise.kernel.dispatcher import observe, record
+from shardwise.kernel.dispatcher import record
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.plan import Plan
@@ -23,7 +23,7 @@ from shardwise.private_torch.dispatch import in_backward, leaf_to_accumulate
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph, TensorNode
 from shardwise.program.step_rows import in_whole
 from shardwise.tensor.mesh_tensor import MeshTensor
-from shardwise.tensor.names import name_of, tag_by_name
+from shardwise.tensor.names import NAME, tag_by_name
 
 __all__ = ["Recording"]
 
@@ -36,8 +36,7 @@ class _Facts:
     """What all calls by a plan have in common: most of a step's calls have a plan that an earlier one had."""
 
     plan: Plan  # keeps its id
-    #: None for a call that is not recorded: one on symbols for sizes.
-    op: Op | None
+    op: Op
     mesh: Any
     is_open: bool
     is_view: bool
@@ -51,8 +50,6 @@ class _Facts:
     @classmethod
     def of(cls, plan: Plan) -> _Facts:
         schema = plan.schema
-        if schema.is_symbolic:
-            return cls(plan, None, None, False, False, (), (), ())
         starts, declared = schema.starts, schema.signature.results
         is_open = (
             isinstance(plan.entry.rule, Rule)
@@ -82,16 +79,14 @@ class Recording:
     leaves: list[Any] = field(factory=list)
     # What becomes the nodes of the graph: nothing is made of it while the step runs.
     _calls: list[tuple[Any, ...]] = field(factory=list)
-    _specs: list[TensorSpec] = field(factory=list)
-    _makers: list[int | None] = field(factory=list)
-    _roots: list[int] = field(factory=list)
-    _tensor_names: list[str] = field(factory=list)
+    # Of each tensor: its spec, the call that made it, the first tensor with its memory, and its name.
+    _tensors: list[tuple[TensorSpec, int | None, int, str]] = field(factory=list)
     _sinks: list[Sink] = field(factory=list)
     # By leaf, which sinks are those of its gradients that wait for each other.
     _late: dict[int, list[int]] = field(factory=dict)
     _moved: dict[int, int] = field(factory=dict)
     _written: set[int] = field(factory=set)
-    _plan: Plan | None = None
+    plan: Plan | None = None
     # By id of a plan.
     _facts: dict[int, _Facts] = field(factory=dict)
     _gradient_of: tuple[int, int] | None = None
@@ -106,7 +101,7 @@ class Recording:
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
-            with record(self), observe(self._saw_plan):
+            with record(self):
                 yield
         finally:
             before.remove()
@@ -125,7 +120,7 @@ class Recording:
                 CallNode(n, plan.entry, plan.schema, tuple(operands), tuple(results), plan.strategies, phase, module)
                 for n, plan, operands, results, phase, module in self._calls
             ),
-            tuple(map(TensorNode, count(), self._specs, self._makers, self._roots, self._tensor_names)),
+            tuple(TensorNode(n, *tensor) for n, tensor in enumerate(self._tensors)),
             tuple(sinks),
             frozenset(self._written),
             moved=dict(self._moved),
@@ -150,12 +145,9 @@ class Recording:
 
     # -- what the dispatcher tells -------------------------------------------------------------------------------
 
-    def _saw_plan(self, plan: Plan) -> None:
-        self._plan = plan
-
     def called(self, op: Op, args: Sequence[Any], kwargs: Mapping[str, Any] | None, result: Any) -> None:
         """A call that ran by a rule."""
-        plan, self._plan = self._plan, None
+        plan, self.plan = self.plan, None
         if len(self._calls) == self.most:
             self.on_full()
             return
@@ -171,17 +163,20 @@ class Recording:
         operands = self._operands(of, args, kwargs)
         for i in of.written:
             if (t := operands[i]) is not None:
-                self._written.add(self._roots[t])
-        number = len(self._calls) if of.is_open and (of.is_view or leaf_to_accumulate() is None) else None
+                self._written.add(self._root(t))
+        is_backward = in_backward()
+        # The copy that autograd makes of a gradient is the leaf's: no decision is about it.
+        is_open = of.is_open and (not is_backward or of.is_view or leaf_to_accumulate() is None)
+        number = len(self._calls) if is_open else None
         results = self._results(of, operands, result, number)
         if number is None:
-            self._sinks += [Sink(t, _layout(self._specs[t])) for t in operands if t is not None]
+            self._sinks += [Sink(t, _layout(self._tensors[t][0])) for t in operands if t is not None]
             return
-        module = self._module(operands)
+        module = self._modules[-1] if self._modules else self._module_of(operands)
         for t in results:
             if t is not None:
                 self._made_in[t] = module
-        self._calls.append((number, plan, operands, results, "backward" if in_backward() else "forward", module))
+        self._calls.append((number, plan, operands, results, "backward" if is_backward else "forward", module))
 
     def redistributed(self, source: Any, result: Any) -> None:
         """The program, or the layout of a gradient, asked for another layout of a tensor."""
@@ -200,7 +195,7 @@ class Recording:
         t = self._operand(gradient, gradient._spec)
         assert t is not None
         # It becomes ``.grad``, which anybody may write: it may not be a copy that a view had to make.
-        self._written.add(self._roots[t])
+        self._written.add(self._root(t))
         node = None if leaf is None else self._operand(leaf, leaf._spec)
         # The redistribution to the leaf's layout comes next.
         self._gradient_of = None if node is None else (t, node)
@@ -247,27 +242,30 @@ class Recording:
             return None
         if not isinstance(value, MeshTensor):
             return self._append(spec, None, None)
-        known = value.__dict__.get(_NODE)
+        of_value = value.__dict__
+        known = of_value.get(_NODE)
         # A parameter that is made while this records was an op's result before it had its name.
-        if known is not None and known[0] == self._token and (self._tensor_names[known[1]] or not name_of(value)):
-            return int(known[1])
+        if known is not None and known[0] == self._token and (NAME not in of_value or self._tensors[known[1]][3]):
+            number: int = known[1]
+            return number
         number = self._new(value, None, None)
-        if self._tensor_names[number] or (value.is_leaf and value.requires_grad):
+        if self._tensors[number][3] or (value.is_leaf and value.requires_grad):
             self.leaves.append(value)
         return number
 
     def _new(self, tensor: Any, maker: int | None, base: int | None) -> int:
-        number = self._append(tensor._spec, maker, base, name_of(tensor))
-        tensor.__dict__[_NODE] = (self._token, number)
+        of_tensor = tensor.__dict__
+        number = self._append(tensor._spec, maker, base, of_tensor.get(NAME, ""))
+        of_tensor[_NODE] = (self._token, number)
         return number
 
     def _append(self, spec: TensorSpec, maker: int | None, base: int | None, name: str = "") -> int:
-        number = len(self._specs)
-        self._specs.append(spec)
-        self._makers.append(maker)
-        self._roots.append(number if base is None else self._roots[base])
-        self._tensor_names.append(name)
+        number = len(self._tensors)
+        self._tensors.append((spec, maker, number if base is None else self._root(base), name))
         return number
+
+    def _root(self, t: int) -> int:
+        return self._tensors[t][2]
 
     def _results(self, of: _Facts, operands: Sequence[int | None], result: Any, maker: int | None) -> list[int | None]:
         values = result if len(of.results) > 1 else (result,)
@@ -295,10 +293,8 @@ class Recording:
         if self._modules:
             self._modules.pop()
 
-    def _module(self, operands: Sequence[int | None]) -> str:
-        """The module that runs; in a backward pass, the one that made the latest of the operands in forward."""
-        if self._modules:
-            return self._modules[-1]
+    def _module_of(self, operands: Sequence[int | None]) -> str:
+        """Where no module runs, as in a backward pass: the one that made the latest of the operands in forward."""
         latest = max((t for t in operands if t in self._made_in), default=None)
         return "" if latest is None else self._made_in[latest]
 

@@ -6,19 +6,20 @@ from typing import Any
 
 from shardwise.kernel.tags import tag_of_name
 
-__all__ = ["name_of", "name_tensor", "tag_by_name"]
+__all__ = ["NAME", "name_of", "name_tensor", "tag_by_name"]
 
-_NAME = "_shardwise_name"
+NAME = "_shardwise_name"
+"""The attribute that has it."""
 
 
 def name_tensor(tensor: Any, name: str) -> None:
     """Note a tensor's qualified name, unless it has one: a tied parameter keeps its first."""
-    tensor.__dict__.setdefault(_NAME, name)
+    tensor.__dict__.setdefault(NAME, name)
 
 
 def name_of(tensor: Any) -> str:
     """The noted name; empty if there is none."""
-    name: str = tensor.__dict__.get(_NAME, "")
+    name: str = tensor.__dict__.get(NAME, "")
     return name
 
 
