@@ -32,6 +32,7 @@ from shardwise.kernel.precedence import Entry
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.schema import RuntimeSchemaInfo
 from shardwise.kernel.signature import Op, op_name
+from shardwise.planning.results import forget_metas
 from shardwise.private_torch.ops import functional_of
 
 __all__ = ["PlanningEngine"]
@@ -133,3 +134,4 @@ class PlanningEngine:
     def forget(self) -> None:
         """Drop what was made by earlier rules: some rule changed."""
         forget_choices()
+        forget_metas()

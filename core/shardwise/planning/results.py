@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from shardwise.kernel.schema import OpSchema
-from shardwise.kernel.signature import Op, signature
+from shardwise.kernel.signature import Op, Signature, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.private_torch.fake import shape_needs_data
 
-__all__ = ["output_metas"]
+__all__ = ["forget_metas", "output_metas"]
+
+_MOST = 1024
+
+# By op, arguments and what stands in for the op. Calls whose operands lie elsewhere on the mesh have the same results,
+# and running an op on the meta device, which torch does in Python for many, is a third of the time of a new plan.
+_known: dict[Any, tuple[TensorMeta | None, ...] | None] = {}
 
 
 def output_metas(
@@ -27,6 +33,37 @@ def output_metas(
     described = signature(op)
     if not any(r.is_tensor for r in described.results):
         return ()
+    try:
+        key = op, instead, torch.get_default_dtype(), _key(values)
+        is_known = key in _known
+    except TypeError:  # symbols for sizes have no hash
+        return _run_on_meta(op, described, values, instead)
+    if not is_known:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = _run_on_meta(op, described, values, instead)
+    return _known[key]
+
+
+def forget_metas() -> None:
+    """Run each op anew: what describes the results of some op may have changed."""
+    _known.clear()
+
+
+def _key(value: Any) -> Any:
+    """What the metas of the results depend on. Numbers of other types are other arguments, and so are other zeros."""
+    if isinstance(value, TensorSpec):
+        return value.tensor_meta
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def _run_on_meta(
+    op: Op, described: Signature, values: Sequence[Any], instead: Callable[..., Any] | None
+) -> tuple[TensorMeta | None, ...] | None:
     args, kwargs = described.unbind([_to_meta(v) for v in values])
     try:
         results = (instead or op)(*args, **kwargs)
