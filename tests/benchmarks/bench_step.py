@@ -129,12 +129,10 @@ def compile_rows(settings, layouts, rounds, calls):
 
 def _compiled(settings, mesh, layout, rounds, calls):
     models = {OURS: mesh_model, DTENSOR: dtensor_model, PLAIN: plain_model}
-    ids, targets = batch(settings)
-    ours = [sw.distribute_tensor(t, mesh, None, src_data_rank=None) for t in (ids, targets)]
-    inputs = {OURS: ours, DTENSOR: [t.to_dtensor() for t in ours], PLAIN: [ids, targets]}
+    inputs = operands(settings, mesh)
     runs, errors = {}, {}
     for kind, make in models.items():
-        run = _forward_backward(make(settings, mesh, layout), inputs[kind])
+        run = forward_backward(make(settings, mesh, layout), inputs[kind])
         start = time.perf_counter()
         try:
             run()
@@ -147,7 +145,15 @@ def _compiled(settings, mesh, layout, rounds, calls):
     return {**interleaved(runs, rounds, calls), "errors": errors}
 
 
-def _forward_backward(model, inputs):
+def operands(settings, mesh):
+    """The batch for each kind, whole on every rank."""
+    ids, targets = batch(settings)
+    ours = [sw.distribute_tensor(t, mesh, None, src_data_rank=None) for t in (ids, targets)]
+    return {OURS: ours, DTENSOR: [t.to_dtensor() for t in ours], PLAIN: [ids, targets]}
+
+
+def forward_backward(model, inputs):
+    """A function that runs forward and backward, compiled at its first call."""
     compiled = torch.compile(loss_of, fullgraph=True, dynamic=False)
 
     def run():
