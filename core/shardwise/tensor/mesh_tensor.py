@@ -27,6 +27,7 @@ from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
+from shardwise.private_torch.conversion import convert_through_data
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
     guard_memory,
@@ -486,4 +487,5 @@ leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
 record_constants(MeshTensor, autograd.refuse_as_constant)
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
+convert_through_data(MeshTensor)
 start(MeshTensor, PlanningEngine(MeshTensor))
