@@ -31,7 +31,7 @@ def module_in_a_graph():
 
 def test_torch_swaps_a_wrapper_and_cannot_in_a_graph():
     module, _alive = module_in_a_graph()
-    with pytest.raises(RuntimeError, match="Couldn't swap Module.weight"):
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
         module.double()
 
 
