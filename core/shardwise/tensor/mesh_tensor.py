@@ -44,6 +44,7 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
 )
 from shardwise.tensor import autograd, dcp_chunks, leaf_grads, memory_access, open_sizes
+from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
 
@@ -488,4 +489,5 @@ record_constants(MeshTensor, autograd.refuse_as_constant)
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
 convert_through_data(MeshTensor)
+take_control_flow(MeshTensor)
 start(MeshTensor, PlanningEngine(MeshTensor))
