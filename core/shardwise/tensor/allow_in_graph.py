@@ -15,12 +15,13 @@ from shardwise.private_torch.tracing import graph_calls
 
 torch.compiler.allow_in_graph(graph_calls)  # type: ignore[no-untyped-call]
 
-
-@partial(
-    torch.compiler.disable,
-    reason="torch.cond and torch.while_loop with MeshTensors run outside of graphs, because torch cannot merge branches "
-    "of such tensors. Compile without fullgraph=True, or compute both and choose with torch.where.",
+_REASON = (
+    "torch.cond and torch.while_loop with MeshTensors run outside of graphs, because torch cannot merge branches of "
+    "such tensors. Compile without fullgraph=True, or compute both and choose with torch.where."
 )
+
+
+@partial(torch.compiler.disable, reason=_REASON)
 def in_python(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a function outside of the graph; with ``fullgraph=True`` torch raises an error with the reason."""
     return function(*args, **kwargs)
