@@ -27,6 +27,7 @@ CONVERSIONS = {
     "to dtype": lambda m: m.to(torch.float64),
     "to device": lambda m: m.to("cpu"),
     "share_memory": lambda m: m.share_memory(),
+    "of the program's own": lambda m: m._apply(lambda t: 3 * t.detach()),
     "load": lambda m: m.load_state_dict(twice(m)),
     "load assign": lambda m: m.load_state_dict(twice(m), assign=True),
 }
