@@ -35,6 +35,10 @@ def by_a_plain_predicate(x, w):
     return torch.cond(torch.tensor(False), lambda a: a.cos(), lambda a: a @ w, (x,))
 
 
+def of_a_closure(x, w):
+    return torch.cond(torch.tensor(True), lambda a: x @ (w * a), lambda a: x.sin() - a, (torch.ones(2).double(),))
+
+
 def by_a_number(x, w):
     return torch.cond(x.shape[0] > 3, lambda a: a.cos(), lambda a: a @ w, (x,))
 
@@ -86,6 +90,7 @@ PROGRAMS = [
     of_nothing,
     nested,
     by_a_plain_predicate,
+    of_a_closure,
     by_a_number,
     counted,
     by_an_integer,
@@ -131,6 +136,8 @@ def refusals():
     x = sw.distribute_tensor(X, m, [Shard(0)])
     with pytest.raises(RankDisagreementError):
         torch.cond(torch.tensor(dist.get_rank() == 0), torch.sin, torch.cos, (x,))
+    with pytest.raises(RankDisagreementError):
+        torch.cond(torch.tensor(dist.get_rank() == 1), lambda: x + 1, lambda: x - 1)
     with pytest.raises(LayoutError, match=r"has 8 elements.*mask\.any"):
         torch.cond(x > 3, torch.sin, torch.cos, (x,))
     with pytest.raises(Exception, match=r"run outside of graphs.*torch\.where"):
