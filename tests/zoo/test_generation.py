@@ -87,7 +87,9 @@ def qwen2_vl(transformers):
         "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
     }
     inputs["mm_token_type_ids"] = (inputs["input_ids"] == 60).long()
-    return transformers.Qwen2VLForConditionalGeneration(config), inputs
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    model.generation_config.suppress_tokens = list(image.values())  # a model that was not trained would write them
+    return model, inputs
 
 
 def mamba(transformers):
