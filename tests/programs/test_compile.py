@@ -662,3 +662,33 @@ def parts_of_larger_memory():
 def test_a_part_with_a_storage_offset_compiles(two_ranks):
     # Torch gave its stand-in the offset by a method that MeshTensor refuses. The op's partial operand is reduced once.
     two_ranks.run(parts_of_larger_memory)
+
+
+ROWS = (torch.arange(8.0).reshape(4, 2), torch.arange(8.0).reshape(4, 2) - 3, -torch.ones(4, 2))
+
+
+def selected(layout):
+    """A program whose result's size data decides, with two masks of one graph."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    m, graphs = mesh((2,)), []
+
+    def seen(graph, _inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(lambda x: x[x[:, 0] > 1], backend=aot_autograd(fw_compiler=seen), fullgraph=True)
+    results = []
+    for x in ROWS:
+        result = compiled(sw.distribute_tensor(x, m, [layout]))
+        assert type(result.to_local()) is torch.Tensor
+        results.append(result.full_tensor())
+    return results, len(graphs)
+
+
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_a_compiled_program_returns_what_a_mask_selects(ranks, layout):
+    for results, graphs in ranks.run(selected, layout):
+        for x, result in zip(ROWS, results, strict=True):
+            assert torch.equal(result, x[x[:, 0] > 1])
+        assert graphs == 1

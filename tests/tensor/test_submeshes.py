@@ -127,12 +127,43 @@ def cached_indices():
             rows.square().sum().backward()
         torch.testing.assert_close(ours.grad.full_tensor(), table.grad)
         assert rows.device_mesh == line
-    with pytest.raises(MeshMismatchError):  # a gradient would have to get back to the other mesh
-        ours * sw.distribute_tensor(torch.ones(4, 6), grid(), everywhere)
     with pytest.raises(MeshMismatchError):  # the other ranks of the line do not have it
         ours[sw.distribute_tensor(index, grid()["tp"], [Replicate()])]
     with pytest.raises(MeshMismatchError):
         ours[sw.distribute_tensor(index, grid(), [Shard(0), Replicate()])]
+
+
+def cached_tables():
+    """A table of numbers that needs no gradient, from a cache of another mesh; forward and backward."""
+    table, line = torch.arange(24.0, dtype=torch.float64).view(4, 6), mesh((4,))
+    weight = table.sin()
+    hidden = sw.distribute_tensor(table, grid(), [Replicate(), Replicate()])
+    for layout in ([Shard(0)], [Shard(1)], [Replicate()]):
+        ours = sw.distribute_tensor(weight, line, layout).requires_grad_()
+        plain = weight.clone().requires_grad_()
+        for x, t in ((plain, table), (ours, hidden)):
+            out = t * x + torch.cat([t, x])[2:6] + x @ t.T @ t - x.lerp(t, 0.5)
+            out.square().sum().backward()
+        assert out.device_mesh == line
+        torch.testing.assert_close(ours.grad.full_tensor(), plain.grad)
+    before = ours * hidden
+    late = hidden.clone().requires_grad_()
+    with pytest.raises(MeshMismatchError, match="needs a gradient"):  # the plan of the call above does not let it pass
+        ours * late
+    with torch.no_grad():
+        torch.testing.assert_close((ours * late).full_tensor(), before.full_tensor())
+    with pytest.raises(MeshMismatchError):  # no plan is there
+        ours - late
+    with pytest.raises(MeshMismatchError):
+        ours * sw.distribute_tensor(table, grid(), [Shard(0), Replicate()])
+    with pytest.raises(MeshMismatchError):  # the other ranks of the line do not have it
+        ours * sw.distribute_tensor(table, grid()["tp"], [Replicate()])
+    with pytest.raises(MeshMismatchError):  # what is written lies where it lies
+        hidden.add_(ours)
+
+
+def test_a_replicated_table_may_come_from_a_mesh_with_the_same_ranks(pool):
+    pool.run(cached_tables)
 
 
 def test_replicated_integers_may_come_from_a_mesh_with_the_same_ranks(pool):

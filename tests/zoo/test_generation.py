@@ -11,7 +11,6 @@ from zoo_packages import installed
 from zoo_trial import LAYOUTS
 
 import shardwise as sw
-from shardwise import Replicate, Shard
 from shardwise.testing import mesh as mesh_of
 
 pytestmark = [
@@ -31,20 +30,71 @@ WAYS = {
 TOKENS = {"vocab_size": 64, "eos_token_id": 2, "pad_token_id": 0}
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "bos_token_id": 1, "max_position_embeddings": 64}
+
+
+def text(before=()):
+    """Tokens padded on the left, after some that no row pads."""
+    ids = torch.randint(3, 60, (4, 7), generator=torch.Generator().manual_seed(1))
+    attended = torch.ones_like(ids)
+    for row, padding in ((1, 3), (3, 1)):
+        ids[row, :padding] = attended[row, :padding] = 0
+    first = torch.tensor([before] * 4, dtype=ids.dtype).reshape(4, -1)
+    return {"input_ids": torch.cat([first, ids], 1), "attention_mask": torch.cat([torch.ones_like(first), attended], 1)}
+
+
+def numbers(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
 def llama(transformers):
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 64}
-    config = transformers.LlamaConfig(**TOKENS, **sizes, bos_token_id=1, num_attention_heads=4, num_key_value_heads=2)
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TOKENS, **GROUPED)), text()
 
 
 def gpt2(transformers):
     config = transformers.GPT2Config(**TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1)
-    return transformers.GPT2LMHeadModel(config)
+    return transformers.GPT2LMHeadModel(config), text()
 
 
 def t5(transformers):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(**TOKENS, **sizes, decoder_start_token_id=0))
+    config = transformers.T5Config(**TOKENS, **sizes, decoder_start_token_id=0)
+    return transformers.T5ForConditionalGeneration(config), text()
+
+
+def whisper(transformers):
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in {"layers": 1, "attention_heads": 4, "ffn_dim": 32}.items()
+    }
+    lengths = {"max_source_positions": 16, "max_target_positions": 32}
+    special = {"decoder_start_token_id": 1, "bos_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None}
+    config = transformers.WhisperConfig(**TOKENS, **sides, **lengths, **special, d_model=16, num_mel_bins=8)
+    return transformers.WhisperForConditionalGeneration(config), {"input_features": numbers(4, 8, 32)}
+
+
+def qwen2_vl(transformers):
+    """Sees an image of 4 x 4 patches, which are four tokens of the text."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    sees = {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 4, "patch_size": 4}
+    of_text = {**TOKENS, **GROUPED, "rope_parameters": rope}
+    image = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+    config = transformers.Qwen2VLConfig(text_config=of_text, vision_config=sees, **image)
+    inputs = text(before=[62, 60, 60, 60, 60, 63]) | {
+        "pixel_values": numbers(4 * 16, 2 * 3 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 4),
+    }
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == 60).long()
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    model.generation_config.suppress_tokens = list(image.values())  # a model that was not trained would write them
+    return model, inputs
+
+
+def mamba(transformers):
+    config = transformers.MambaConfig(**TOKENS, hidden_size=16, num_hidden_layers=2, state_size=4, bos_token_id=1)
+    return transformers.MambaForCausalLM(config), text()
 
 
 def model_of(make):
@@ -52,32 +102,32 @@ def model_of(make):
 
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    return make(transformers).double().eval()
+    model, inputs = make(transformers)
+    return model.double().eval(), inputs
 
 
 def generated(make, way, layout):
     warnings.simplefilter("ignore")
-    ids = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(1))
-    attended = torch.ones_like(ids)
-    for row, padding in ((1, 3), (3, 1)):
-        ids[row, :padding] = attended[row, :padding] = 0
-    one_device = model_of(make)
+    one_device, inputs = model_of(make)
     torch.manual_seed(3)
-    expected = one_device.generate(ids, attention_mask=attended, max_new_tokens=8, **WAYS[way])
-    shape, places = LAYOUTS[layout]
-    mesh = mesh_of(shape)
-    model = model_of(make)
-    sw.distribute_module(model, mesh, places(model))
-    batch = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
-    ids, attended = (sw.distribute_tensor(t, mesh, batch) for t in (ids, attended))
+    expected = one_device.generate(**inputs, max_new_tokens=8, **WAYS[way])
+    lies = LAYOUTS[layout]
+    mesh = mesh_of(lies.mesh_shape)
+    model, _ = model_of(make)
+    places = lies.places(model, lies.mesh_shape[-1])
+    sw.distribute_module(model, mesh, {name: lies.placements(place) for name, place in places.items()})
+    inputs = {name: sw.distribute_tensor(t, mesh, lies.batch_placements(t)) for name, t in inputs.items()}
     torch.manual_seed(3)
     with sw.on(mesh):
-        tokens = model.generate(ids, attention_mask=attended, max_new_tokens=8, **WAYS[way])
+        tokens = model.generate(**inputs, max_new_tokens=8, **WAYS[way])
     assert torch.equal(tokens.full_tensor() if isinstance(tokens, sw.MeshTensor) else tokens, expected)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+MODELS = [llama, gpt2, t5, whisper, qwen2_vl, mamba]
+
+
+@pytest.mark.parametrize("layout", ["dp x tp", "fsdp"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("make", [llama, gpt2, t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_tokens_are_those_of_one_device(pool, make, way, layout):
     prepared(pool, ["transformers"]).run(generated, make, way, layout, timeout=120)

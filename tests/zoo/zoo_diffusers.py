@@ -214,3 +214,56 @@ def cog_video():
         "timestep": times(),
         "encoder_hidden_states": torch.randn(BATCH, 5, 12),
     }
+
+
+@recipe
+def stable_diffusion_xl():
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        attention_head_dim=(2, 4),
+        cross_attention_dim=12,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        transformer_layers_per_block=(1, 2),
+        projection_class_embeddings_input_dim=80,
+    )
+    return model, {
+        "sample": image(4),
+        "timestep": times(),
+        "encoder_hidden_states": torch.randn(BATCH, 5, 12),
+        "added_cond_kwargs": {"time_ids": torch.randn(BATCH, 6), "text_embeds": torch.randn(BATCH, 32)},
+    }
+
+
+@recipe
+def hunyuan_video():
+    """Masks the padded tokens of its text, whose number differs between rows."""
+    model = diffusers.HunyuanVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=2,
+        attention_head_dim=10,
+        num_layers=1,
+        num_single_layers=1,
+        num_refiner_layers=1,
+        patch_size=1,
+        patch_size_t=1,
+        guidance_embeds=True,
+        text_embed_dim=16,
+        pooled_projection_dim=8,
+        rope_axes_dim=(2, 4, 4),
+    )
+    return model, {
+        "hidden_states": torch.randn(BATCH, 4, 1, 4, 4),
+        "timestep": times(),
+        "pooled_projections": torch.randn(BATCH, 8),
+        "encoder_hidden_states": torch.randn(BATCH, 5, 16),
+        "encoder_attention_mask": torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]),
+        "guidance": times(),
+    }

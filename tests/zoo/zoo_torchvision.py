@@ -72,6 +72,30 @@ def video_made():
     return model, (torch.randn(BATCH, 3, 4, 16, 16),)
 
 
+class Trained(nn.Module):
+    """A detector, whose losses only its training mode gives."""
+
+    def __init__(self, detector):
+        super().__init__()
+        self.detector = detector
+
+    def forward(self, images, targets):
+        return self.detector(images, targets)
+
+
+def retinanet():
+    """A list of images of several sizes, anchors, and boxes that are matched to them."""
+    from torchvision.models import detection
+
+    backbone = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(8, 16, 3, 2, 1))
+    backbone.out_channels = 16
+    anchors = detection.anchor_utils.AnchorGenerator(sizes=((4, 8),), aspect_ratios=((0.5, 1.0, 2.0),))
+    model = detection.RetinaNet(backbone, 3, min_size=32, max_size=32, anchor_generator=anchors)
+    corners = torch.tensor([[2.0, 3.0, 12.0, 14.0], [8.0, 6.0, 20.0, 22.0]])
+    targets = [{"boxes": corners + i, "labels": torch.tensor([1, 2])} for i in range(2)]
+    return Trained(model), ([torch.randn(3, 32, 32), torch.randn(3, 24, 32)], targets)
+
+
 BUILDS = {
     "resnet": (lambda: resnet(tv.resnet.BasicBlock), 32),
     "resnext": (lambda: resnet(tv.resnet.Bottleneck, groups=4, width_per_group=4), 32),
@@ -98,3 +122,4 @@ BUILDS = {
 
 recipes = [Recipe(name, "torchvision", partial(made, *build)) for name, build in BUILDS.items()]
 recipes.append(Recipe("video_resnet", "torchvision", video_made))
+recipes.append(Recipe("retinanet", "torchvision", retinanet))

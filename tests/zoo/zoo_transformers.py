@@ -4,6 +4,7 @@ from functools import partial
 
 import torch
 import transformers
+import zoo_perception
 from zoo_trial import BATCH, Recipe
 
 transformers.logging.set_verbosity_error()
@@ -387,6 +388,7 @@ recipes += [Recipe(name, "transformers", partial(seq2seq, name, config)) for nam
 recipes += [Recipe(name, "transformers", partial(classified, name, config)) for name, config in CLASSIFIED.items()]
 recipes += [Recipe(name, "transformers", partial(video, name, config)) for name, config in VIDEO.items()]
 recipes += [Recipe(name, "transformers", partial(speech, name, extra)) for name, extra in WAVES.items()]
+recipes += zoo_perception.recipes
 
 
 def recipe(fn):

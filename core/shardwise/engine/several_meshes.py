@@ -1,9 +1,10 @@
 """Calls whose operands lie on several meshes, as parameters on different slices of one mesh do.
 
 Ops over lists run once per mesh. A replicated number (a tensor without dims: a norm, a step size) may come from another
-mesh: it is the same number on every rank of its own, and the ranks of the call's mesh compare theirs. So may replicated
-integers and booleans (an index, a mask, which modules keep in a cache for the process) from a mesh that has all ranks
-of the call's: there is nothing to compare, and no gradient that would have to get back. Any other mix is refused.
+mesh: it is the same number on every rank of its own, and the ranks of the call's mesh compare theirs. So may a tensor
+that is replicated and needs no gradient (an index, a mask, a table, which modules keep in a cache for the process) from
+a mesh that has all ranks of the call's: there is nothing to compare, and no gradient that would have to get back. Any
+other mix is refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from attrs import frozen
 
 from shardwise.comm.agreement import raise_unless_equal, refuse_traced
 from shardwise.engine.sends import together
+from shardwise.errors import MeshMismatchError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.plan import Plan
@@ -48,10 +50,11 @@ def only_mesh(cls: Any, values: Sequence[Any]) -> Mesh | None:
 
 def mesh_of(cls: Any, values: Sequence[Any]) -> Mesh | None:
     """The mesh on which a call runs: that of its first operand that cannot come from another mesh."""
-    tensors = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
-    specs = [t._spec for t in tensors if isinstance(t, cls)]
-    bound = [s for s in specs if not _is_number(s)]
-    return next((s.mesh for s in (*(s for s in bound if not _is_index(s)), *bound, *specs)), None)
+    parts = [t for value in values for t in (value if isinstance(value, (list, tuple)) else (value,))]
+    tensors = [t for t in parts if isinstance(t, cls)]
+    bound = [t for t in tensors if not _is_number(t._spec)]
+    stay = [t for t in bound if not _is_constant(t)] or [t for t in bound if not _is_index(t._spec)]
+    return next((t._spec.mesh for t in (*stay, *bound, *tensors)), None)
 
 
 def on_one_mesh(cls: Any, op: Op, values: Sequence[Any], mesh: Mesh) -> list[Any]:
@@ -63,7 +66,7 @@ def on_one_mesh(cls: Any, op: Op, values: Sequence[Any], mesh: Mesh) -> list[Any
             return value if all(map(is_, parts, value)) else parts
         if not isinstance(value, cls) or value._spec.mesh == mesh:
             return value
-        if not _is_number(value._spec) and not (_is_index(value._spec) and _has_all_ranks(value._spec.mesh, mesh)):
+        if not _is_number(value._spec) and not (_is_constant(value) and _has_all_ranks(value._spec.mesh, mesh)):
             return value
         return TensorSpec(mesh, (REPLICATE,) * mesh.ndim, value._spec.tensor_meta)
 
@@ -93,9 +96,9 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
     mesh = plan.schema.mesh
     if not isinstance(value, cls) or value._spec.mesh == mesh:
         return move
-    if _has_all_ranks(value._spec.mesh, mesh):
-        return move
     name = op_name(plan.schema.op)
+    if _has_all_ranks(value._spec.mesh, mesh):
+        return move if _is_index(value._spec) or _is_number(value._spec) else _without_gradient(mesh, name, move)
 
     def compare(local: torch.Tensor, tensor: Any) -> torch.Tensor:
         refuse_traced(local, f"use a number of another mesh in {name}")
@@ -109,6 +112,23 @@ def _with_comparison(cls: Any, plan: Plan, value: Any, move: Callable[..., Any] 
         return local if move is None else move(local, tensor)
 
     return compare
+
+
+def _without_gradient(mesh: Mesh, name: str, move: Callable[..., Any] | None) -> Callable[..., Any]:
+    """A plan is kept for tensors that need a gradient, too: whether this one does is asked at each call."""
+
+    def check(local: torch.Tensor, tensor: Any) -> torch.Tensor:
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise MeshMismatchError(
+                asked=f"run {name}",
+                found=f"an argument that needs a gradient lies on {tensor._spec.mesh}, and the call on {mesh}",
+                do="Bring both to one mesh: full_tensor() on one, then distribute_tensor on the other's mesh.",
+                op=name,
+                meshes=(str(tensor._spec.mesh), str(mesh)),
+            )
+        return local if move is None else move(local, tensor)
+
+    return check
 
 
 def _bits(number: torch.Tensor) -> torch.Tensor:
@@ -126,6 +146,10 @@ def _is_number(spec: TensorSpec) -> bool:
 def _is_index(spec: TensorSpec) -> bool:
     dtype = spec.tensor_meta.dtype
     return spec.is_replicated and not dtype.is_floating_point and not dtype.is_complex
+
+
+def _is_constant(tensor: Any) -> bool:
+    return tensor._spec.is_replicated and (_is_index(tensor._spec) or not tensor.requires_grad)
 
 
 def _has_all_ranks(larger: Any, mesh: Any) -> bool:

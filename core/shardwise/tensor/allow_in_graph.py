@@ -1,12 +1,27 @@
-"""Importing this module tells dynamo which functions become single calls of a graph.
+"""Importing this module tells dynamo which functions become single calls of a graph, and which break it.
 
 Loading dynamo takes half a second, so only a compilation imports this module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
 from shardwise.private_torch.tracing import graph_calls
 
 torch.compiler.allow_in_graph(graph_calls)  # type: ignore[no-untyped-call]
+
+_REASON = (
+    "torch.cond and torch.while_loop with MeshTensors run outside of graphs, because torch cannot merge branches of "
+    "such tensors. Compile without fullgraph=True, or compute both and choose with torch.where."
+)
+
+
+@partial(torch.compiler.disable, reason=_REASON)
+def in_python(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function outside of the graph; with ``fullgraph=True`` torch raises an error with the reason."""
+    return function(*args, **kwargs)

@@ -27,6 +27,7 @@ from shardwise.kernel.results import views
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.kernel.view_copies import fresh
+from shardwise.private_torch.conversion import convert_through_data
 from shardwise.private_torch.dispatch import (
     disabled_torch_function,
     guard_memory,
@@ -43,6 +44,7 @@ from shardwise.private_torch.tracing import (
     take_plain_tangents,
 )
 from shardwise.tensor import autograd, dcp_chunks, leaf_grads, memory_access, open_sizes
+from shardwise.tensor.control_flow import take_control_flow
 from shardwise.tensor.memory_access import refusing
 from shardwise.tensor.sharing import is_sharing_asked_for
 
@@ -486,4 +488,6 @@ leave_out_of_graphs(MeshTensor.__tensor_unflatten__)
 record_constants(MeshTensor, autograd.refuse_as_constant)
 take_plain_tangents(MeshTensor, autograd.plain_tangent)
 guard_memory(MeshTensor, memory_access.refuse_to_lend)
+convert_through_data(MeshTensor)
+take_control_flow(MeshTensor)
 start(MeshTensor, PlanningEngine(MeshTensor))

@@ -29,6 +29,8 @@ def tied(local: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
         if not any(map(is_open, local.shape)):
             return local
         shape = spec.local_shape()
+        if all(map(same_symbol, local.shape, shape)):
+            return local  # a size that data decides, computed in this graph: the trace must not lose the tensor
         # The part's strides for these sizes. A symbolic stride is the product of another dim's size and stride.
         old, steps = local.shape, local.stride()
 
