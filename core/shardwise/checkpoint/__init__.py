@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.placing import prepared, put_back, room_for
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
+from shardwise.comm.call_posts import lines_by_rank
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
 
@@ -56,13 +57,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
 
     with torch.no_grad():
         described = ranks.all(asked, describe)
-        calls = [call for call, _ in described]
-        if len(set(calls)) > 1:
-            raise RankDisagreementError(
-                asked=asked,
-                found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
-                do="Give the same arguments on every rank.",
-            )
+        _check_same_arguments(asked, "save with different directories, steps or keep", [call for call, _ in described])
         check_same_on_ranks([sums for _, sums in described])
     partial = ranks.first(asked, lambda: folder.begin(where, step))
     try:
@@ -112,6 +107,8 @@ def load(
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
+    calls = ranks.all(asked, lambda: (str(where), step, verify))
+    _check_same_arguments(asked, "load with different directories, steps or verify", calls)
     chosen = ranks.first(asked, lambda: folder.find(where, step))
     if verify:
         ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
@@ -136,7 +133,19 @@ def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | 
     return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
 
 
-# -- saving ------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_same_arguments(asked: str, called: str, calls: Sequence[Any]) -> None:
+    """Raise on every rank where one has called with other arguments."""
+    if len(set(calls)) > 1:
+        lines = lines_by_rank({rank: str(call) for rank, call in enumerate(calls)})
+        raise RankDisagreementError(
+            asked=asked,
+            found=f"the ranks call {called}: {'; '.join(lines)}",
+            do="Give the same arguments on every rank.",
+            differences=tuple(lines),
+        )
 
 
 def _check_shared(partial: Path) -> None:
