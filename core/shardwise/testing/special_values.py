@@ -38,7 +38,10 @@ _MEETS_PADDING = {
     "convolution_backward": ("weight", "grad_output"),
 }
 # The operand of an orthogonal polynomial that is its degree: its fraction is cut off, and below 0 the value is 0. An
-# infinite degree has no meaning; what becomes of it depends on the processor.
+# infinite degree has no meaning; what becomes of it depends on the processor. These calls get no NaN elsewhere: up to
+# torch 2.13 at least, most recurrences end before their first step then, and return what the memory of their result
+# held, such as the value of the element before: https://github.com/pytorch/pytorch/issues/187761. So one device differs
+# from itself there.
 _DEGREES = {"_polynomial_": ("n",)}
 _WHOLE = (*map(float, range(13)), 2.5, -1.0, -0.0)
 # A tensor of so many elements shows more than one kind of value.
@@ -74,7 +77,7 @@ def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample
                 if arg.is_out or (kind == _INFINITIES and is_padded and arg.name in meets_padding)
                 else _with_degrees(value, kind, generator)
                 if arg.name in degrees
-                else _with_special(value, kind, generator)
+                else _with_special(value, kind, generator, _INFINITE[:2] if degrees else _INFINITE)
                 for arg, value in pairs
             ]
             special.append(signature(op).unbind(values))
@@ -91,16 +94,16 @@ def _takes(tensor: Tensor) -> bool:
     return tensor.dtype in _FAR
 
 
-def _with_special(value: Any, kind: int, generator: torch.Generator) -> Any:
+def _with_special(value: Any, kind: int, generator: torch.Generator, infinite: Sequence[float]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_with_special(v, kind, generator) for v in value]
+        return [_with_special(v, kind, generator, infinite) for v in value]
     if not isinstance(value, Tensor) or not _takes(value):
         return value
     if value.is_complex():
         parts = torch.view_as_real(value.resolve_conj())
         drawn = torch.view_as_complex(_drawn(parts, _FAR[value.dtype], kind, generator, ()).contiguous())
     else:
-        drawn = _drawn(value, _FAR[value.dtype], kind, generator)
+        drawn = _drawn(value, _FAR[value.dtype], kind, generator, infinite)
     # The order of the strides is the call's.
     return torch.empty_like(value).copy_(drawn)
 
@@ -116,9 +119,7 @@ def _with_degrees(value: Any, kind: int, generator: torch.Generator) -> Any:
     return torch.empty_like(value).copy_(drawn)
 
 
-def _drawn(
-    value: Tensor, far: int, kind: int, generator: torch.Generator, infinite: Sequence[float] = _INFINITE
-) -> Tensor:
+def _drawn(value: Tensor, far: int, kind: int, generator: torch.Generator, infinite: Sequence[float]) -> Tensor:
     if kind == 2:  # noqa: PLR2004  the last of three
         return torch.full_like(value, -0.0)
     choices = (0.0, -0.0, 2.0**far, -(2.0**far), 2.0**-far) if kind == 0 else (*infinite, 0.0, -0.0)
