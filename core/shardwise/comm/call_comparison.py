@@ -15,7 +15,7 @@ from types import FrameType
 
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.comm.call_sites import operation, short_line, users_frames
-from shardwise.comm.collective_log import CollectiveLog, comparing, in_words
+from shardwise.comm.collective_log import CollectiveLog, compare_with, comparing, in_words
 from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world
 from shardwise.comm.rank_failures import go_on
 from shardwise.comm.waiting_ranks import explained_among
@@ -34,18 +34,18 @@ def check_ranks() -> Iterator[None]:
     a millisecond longer. Every rank must enter and leave the context at the same point; it holds for all threads.
     Collectives inside a compiled graph are not compared. The setting ``check-ranks`` is the same for a whole program.
     """
-    comparing.append(_compare)
+    compare_with([*comparing, _compare])
     try:
         yield
     finally:
-        comparing.remove(_compare)
+        compare_with(comparing[:-1])
 
 
 @cache
 def compare_if_asked() -> None:
     """Compare from now on if the setting ``check-ranks`` is on."""
     if read_settings().check_ranks:
-        comparing.insert(0, _compare)
+        compare_with([_compare, *comparing])
 
 
 def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
