@@ -212,6 +212,35 @@ def test_a_lockfile_with_a_number_of_many_digits_is_a_message_of_few():
         assert len(str(raised.value)) < 1000
 
 
+def test_a_bit_that_has_flipped_in_what_torch_wrote_is_noticed(folder):
+    """``torch.save`` writes a checksum for each record, unless it is told not to; ``torch.load`` looks at none."""
+    (file,) = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    at = whole.index(torch.arange(4.0).numpy().tobytes())
+    for offset in (0, 3, 15):
+        damaged = bytearray(whole)
+        damaged[at + offset] ^= 1
+        file.write_bytes(damaged)
+        refused(folder, "its checksum differs")
+    into = state()
+    checkpoint.load(into, folder, verify=False)
+    assert into["x"][-1] != 3
+    file.write_bytes(whole)
+    checkpoint.load(into, folder)
+    assert into["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_torch_wrote_without_checksums_is_loaded(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save({"x": torch.arange(4.0)}, checkpoint_id=tmp_path / "it")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    into = {"x": torch.zeros(4)}
+    checkpoint.load(into, tmp_path / "it")
+    assert into["x"].tolist() == [0, 1, 2, 3]
+
+
 def test_saving_removes_the_name_of_a_linked_checkpoint_and_not_what_it_leads_to(tmp_path):
     elsewhere = checkpoint.save({"n": 1}, tmp_path / "other", step=1).path
     (tmp_path / "run").mkdir()

@@ -93,7 +93,8 @@ def load(
     need not have made a step. Values that are not tensors are put into the state's dicts and lists. Other entries of
     the checkpoint are not read. The checkpoint is that of ``step``, by default the last one; ``directory`` may also be
     one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
-    compare their checksums. Nothing in a checkpoint can run code.
+    compare their checksums; of a folder that torch has written, those of its entries. Nothing in a checkpoint can run
+    code.
 
     While :func:`shardwise.learn` is on, decisions that the checkpoint has are put in force, if they are for a mesh of
     the modules' shape: the first step is not recorded then.
@@ -116,7 +117,9 @@ def load(
         metadata = ranks.own(asked, lambda: read_metadata(chosen.path))
         room = ranks.own(asked, lambda: room_for(state, metadata, chosen.path))
         with ranks.in_torch(asked), _quietly():
-            reader, planner = SafeReader(chosen.path, metadata), SafePlanner(chosen.path)
+            # A folder that torch itself has written has no list of checksums, but its entries have some of their own.
+            reader = SafeReader(chosen.path, metadata, verify=verify and chosen.step is None)
+            planner = SafePlanner(chosen.path)
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
         decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
         # Until here nothing of the state has changed, on any rank.
