@@ -7,6 +7,7 @@ whole, a name for one that passes too, as the right-hand sides of a system do; `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -94,6 +95,7 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 
 # How an op ended on a rank; the greatest of all ranks counts.
 FINE, REFUSED, FAILED = 0, 1, 2
+_MOST_RANKS = 1 << 32
 
 
 def raise_together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
@@ -111,10 +113,15 @@ def raise_together(local: LocalCall, *args: Any, **kwargs: Any) -> Any:
         fate = FINE if failure is None else FAILED if isinstance(failure, LinAlgError) else REFUSED
         # The mesh dims along which ranks hold different matrices.
         mesh_dims = sorted({m for spec in local.inputs if spec is not None for m in local.sharding(spec)})
-        worst = local.comm.all_reduce(tensor.new_full((), fate, dtype=torch.int32), "max", mesh_dims).item()
-        if failure is None and worst != FINE:
-            kind = LinAlgError if worst == FAILED else RuntimeError
-            failure = kind(f"{local.call.op}: it failed on a batch element that another rank holds.")
+        # And of those with the greatest, the first rank.
+        shape = next(spec.mesh_shape for spec in local.inputs if spec is not None)
+        place = sum(at * prod(shape[m + 1 :]) for m, at in enumerate(local.coordinate))
+        said = tensor.new_full((), fate * _MOST_RANKS - place, dtype=torch.int64)
+        worst, place = divmod(-int(local.comm.all_reduce(said, "max", mesh_dims).item()), _MOST_RANKS)
+        if failure is None and -worst != FINE:
+            at = tuple(place // prod(shape[m + 1 :]) % n for m, n in enumerate(shape))
+            kind = LinAlgError if -worst == FAILED else RuntimeError
+            failure = kind(f"{local.call.op}: it failed on a batch element that the rank at {at} of the mesh holds.")
     if failure is not None:
         raise failure
     return results

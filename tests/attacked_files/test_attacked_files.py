@@ -19,10 +19,11 @@ from shardwise import Replicate, Shard, checkpoint
 from shardwise.checkpoint.decisions import read_decisions
 from shardwise.checkpoint.folder import Checkpoint
 from shardwise.engine.decided import in_force
-from shardwise.errors import CheckpointError, LinksError, PlanError, ShardingError
+from shardwise.errors import CheckpointError, LinksError, LockFileError, PlanError, ShardingError
 from shardwise.planning.cost import Connection, Link, Links
 from shardwise.planning.link_file import Calibration, Site, read, show
 from shardwise.program.decisions import Decision, Decisions
+from shardwise.program.lock_file import parse, read_lock
 from shardwise.program.plan_file import Line, PlanFile
 from shardwise.program.step_plan import StepPlan, read_plan
 
@@ -134,6 +135,33 @@ def test_plans(tmp_path, number):
             assert found.file.digest == good.file.digest
             assert found.decisions.fingerprint == good.decisions.fingerprint
             found.file.text()
+        refused += bool(raised)
+        shutil.rmtree(tmp_path / "in")
+    assert refused > number * 0.6
+
+
+# -- lockfiles of communication --------------------------------------------------------------------------------------
+
+LOCKS = Path(__file__).parents[1] / "tools" / "locks"
+
+
+@pytest.mark.parametrize("number", MANY)
+def test_lockfiles(tmp_path, number):
+    """A name may be edited, and is then another one: a comparison shows it. What is read is a whole lockfile."""
+    text, other = ((LOCKS / name).read_bytes() for name in ("demo.lock", "seven_billion.lock"))
+    refused = 0
+    for seed in range(number):
+        rng, path = drawing(seed), tmp_path / "in" / "communication.lock"
+        path.parent.mkdir()
+        path.write_bytes(text)
+        if seed % 25 == 0:
+            what = misplaced(rng, path)
+        else:
+            what, data = mutated(rng, text, [other])
+            path.write_bytes(data)
+        with outcome_of(LockFileError, tmp_path, "communication.lock", f"seed {seed}, {what}") as raised:
+            found = read_lock(path)
+            assert parse(found.text(), "") == found
         refused += bool(raised)
         shutil.rmtree(tmp_path / "in")
     assert refused > number * 0.6

@@ -5,6 +5,7 @@ import os
 import pickle
 import time
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from shardwise import Shard, checkpoint
 from shardwise.checkpoint.entries import load_entry
 from shardwise.checkpoint.metadata_checks import _tile
 from shardwise.checkpoint.metadata_pickle import load_metadata
-from shardwise.errors import CheckpointFileError, LinksFileError, PlacementError, PlanFileError
+from shardwise.errors import CheckpointFileError, LinksFileError, LockFileError, PlacementError, PlanFileError
 from shardwise.kernel.placements import parse_placement
 from shardwise.planning.link_file import parse as parse_links
+from shardwise.program.lock_file import parse as parse_lock
+from shardwise.program.lock_file import read_lock
 from shardwise.program.plan_file import parse as parse_plan
 from shardwise.testing import mesh
 
@@ -185,6 +188,57 @@ def test_a_pipe_in_place_of_a_file_holds_nothing_up(tmp_path):
     (saved.path / "checkpoint.json").unlink()
     os.mkfifo(saved.path / "checkpoint.json")
     refused(saved.path, "it is not a file")
+
+
+def test_a_lockfile_that_is_a_pipe_or_endless_is_not_read(tmp_path):
+    pipe, endless = tmp_path / "pipe.lock", tmp_path / "endless.lock"
+    os.mkfifo(pipe)
+    with endless.open("wb") as file:
+        file.truncate(1 << 40)
+    for path, why in ((pipe, "it is not a file"), (endless, "has more than"), (tmp_path, "Is a directory")):
+        with pytest.raises(LockFileError, match=why):
+            read_lock(path)
+
+
+def test_a_lockfile_with_a_number_of_many_digits_is_a_message_of_few():
+    text = (Path(__file__).parents[1] / "tools/locks/demo.lock").read_text()
+    for damaged in (
+        text.replace("{0-", "{" + "9" * 5000 + "-", 1),
+        text.replace("version  1", "version  " + "1" * 5000),
+    ):
+        assert damaged != text
+        with pytest.raises(LockFileError) as raised:
+            parse_lock(damaged, "communication.lock")
+        assert len(str(raised.value)) < 1000
+
+
+def test_a_bit_that_has_flipped_in_what_torch_wrote_is_noticed(folder):
+    """``torch.save`` writes a checksum for each record, unless it is told not to; ``torch.load`` looks at none."""
+    (file,) = folder.glob("*.distcp")
+    whole = file.read_bytes()
+    at = whole.index(torch.arange(4.0).numpy().tobytes())
+    for offset in (0, 3, 15):
+        damaged = bytearray(whole)
+        damaged[at + offset] ^= 1
+        file.write_bytes(damaged)
+        refused(folder, "its checksum differs")
+    into = state()
+    checkpoint.load(into, folder, verify=False)
+    assert into["x"][-1] != 3
+    file.write_bytes(whole)
+    checkpoint.load(into, folder)
+    assert into["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_torch_wrote_without_checksums_is_loaded(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        dcp.save({"x": torch.arange(4.0)}, checkpoint_id=tmp_path / "it")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    into = {"x": torch.zeros(4)}
+    checkpoint.load(into, tmp_path / "it")
+    assert into["x"].tolist() == [0, 1, 2, 3]
 
 
 def test_saving_removes_the_name_of_a_linked_checkpoint_and_not_what_it_leads_to(tmp_path):

@@ -554,6 +554,8 @@ def one_rank_fails(directory):
     x = sw.distribute_tensor(numbers((8,)), mesh((4,)), [Shard(0)])
     with pytest.raises(RankDisagreementError, match="'seed': it is not the same on every rank"):
         checkpoint.save({"x": x, "seed": rank}, directory, step=1)
+    with pytest.raises(RankDisagreementError, match="load with different directories, steps or verify: rank"):
+        checkpoint.load({"x": x}, directory / "elsewhere" if rank == 1 else directory)
     with pytest.raises(RankDisagreementError, match="different directories, steps or keep"):
         checkpoint.save({"x": x}, directory, step=rank)
     saved = checkpoint.save({"x": x, f"of rank {rank}": rank}, directory, step=1)

@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
 from shardwise import Replicate, Shard
+from shardwise.comm import rank_failures
+from shardwise.comm.failure_notes import Note
 from shardwise.errors import RankFailedError, WorkerError
 from shardwise.testing import WorkerPool
 
@@ -128,6 +130,17 @@ def test_an_error_on_one_rank_ends_all_ranks(pair: WorkerPool, program: Any) -> 
     assert isinstance(other.error, RankFailedError)
     assert other.error.rank == BAD
     assert ERRORS[program] in other.error.error
+
+
+def test_an_error_that_every_rank_raises_is_not_explained_by_that_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = Note(1, "", "RuntimeError", "the loss is NaN", "k", 1, is_final=True)
+    monkeypatch.setattr(rank_failures, "failure_behind", lambda *_: note.error(""))
+    monkeypatch.setattr(rank_failures.dist, "is_initialized", lambda: True)
+    same, other, told = RuntimeError("the loss is NaN"), RuntimeError("Connection closed"), RuntimeError("singular")
+    vars(told)["_shardwise_told"] = "aten.linalg_inv_ex.default"  # all ranks may have raised it: an op of ours has
+    for error in (same, other, told):
+        rank_failures.explain(error)
+    assert [len(getattr(error, "__notes__", ())) for error in (same, other, told)] == [0, 1, 0]
 
 
 # -- programs that catch errors --------------------------------------------------------------------------------------

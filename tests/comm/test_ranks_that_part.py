@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from attrs import asdict
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
@@ -301,6 +303,23 @@ def test_bytes_that_depend_on_the_rank_do_not_count() -> None:
     other.record_uneven(SUM, 100)
     assert one.digest == other.digest
     assert "of 100 bytes" in str(other.call(1))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sampled_from((SUM, GATHER)), st.integers(0, 3)), max_size=300))
+def test_a_digest_is_the_same_whenever_it_is_asked_for(calls: list[tuple[bool, int, int]]) -> None:
+    """Digests are rolled for many calls at a time."""
+    log, along, expected = log_of(), [], 0
+    for is_uneven, code, nbytes in calls:
+        (log.record_uneven if is_uneven else log.record)(code, nbytes)
+        along.append(log.digest)
+        expected = hash((expected, ~code)) if is_uneven else hash((expected, code, nbytes))
+        assert along[-1] == expected
+    assert [log.digest_after(n + 1) for n in range(len(calls))] == along
+    words = [(f"{'all_reduce sum' if code == SUM else 'all_gather'} over", n) for _, code, n in calls]
+    assert [
+        call.text.startswith(kind) and f"of {n} bytes" in call.text
+        for call, (kind, n) in zip(log.calls(), words, strict=True)
+    ] == [True] * len(calls)
 
 
 def test_a_log_keeps_the_last_calls_with_their_lines() -> None:

@@ -5,6 +5,7 @@ Laws over random programs are in tests/programs/test_judged_programs.py.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from functools import partial
 
@@ -175,8 +176,8 @@ def test_a_warning_comes_once_for_each_line(two_ranks):
 def by_environment():
     before = policy.in_force.stack, policy.in_force.settings
     try:
-        policy.in_force.settings = policy.in_force.stack = (sw.communication("forbid", over="tp").policy,)
-        policy.in_force.enter(policy.in_force.stack)
+        policy.in_force.settings = (sw.communication("forbid", over="tp").policy,)
+        policy.in_force.enter(policy.in_force.settings)
         assert isinstance(sent(pending().relu)[0], CommunicationError)
         with sw.communication("allow"):
             pending().relu()
@@ -187,6 +188,43 @@ def by_environment():
 
 def test_scopes_are_inside_the_settings(two_ranks):
     two_ranks.run(by_environment)
+
+
+def in_a_thread(run):
+    """What a run gives in a thread of its own."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(sent(run)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def thread_by_thread():
+    with sw.communication("forbid"):
+        assert in_a_thread(pending().relu)[1] == ["reduce_scatter"], "a thread inherits no policy"
+        assert isinstance(sent(pending().relu)[0], CommunicationError)
+    scope, has_entered, may_leave = sw.communication("forbid"), threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with scope:
+            has_entered.set()
+            may_leave.wait(60)
+            seen.append(sent(pending().relu)[0])
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert has_entered.wait(60)
+    with scope:  # the same one, in two threads at a time
+        may_leave.set()
+        thread.join()
+    assert sent(pending().relu)[1] == ["reduce_scatter"]
+    assert isinstance(seen[0], CommunicationError)
+    assert policy.in_force.stack == ()
+
+
+def test_each_thread_has_its_own_policies(two_ranks):
+    two_ranks.run(thread_by_thread)
 
 
 # -- backward --------------------------------------------------------------------------------------------------------
@@ -223,6 +261,20 @@ def backward():
 
 def test_a_backward_pass_is_judged_by_the_policy_of_its_forward_ops(two_ranks):
     two_ranks.run(backward)
+
+
+def backward_elsewhere():
+    """As autograd's own threads for other devices: they make no nodes, and enter nothing."""
+    judged, free = loss_under("forbid")[0], loss_under("allow")[0]
+    with sw.communication("forbid"):  # where backward is called does not count
+        assert in_a_thread(free.backward)[1]
+    error, kinds = in_a_thread(judged.backward)
+    assert isinstance(error, CommunicationError)
+    assert (error.phase, error.op, kinds) == ("backward", "aten.mm.default", [])
+
+
+def test_a_backward_pass_in_another_thread_is_judged_by_its_forward_ops(two_ranks):
+    two_ranks.run(backward_elsewhere)
 
 
 def leaf_sums():

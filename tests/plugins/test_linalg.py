@@ -132,7 +132,7 @@ def test_all_ranks_raise_for_a_matrix_of_one(pool):
             alone.append(False)
     for answer in pool.run(errors_of_one_matrix):
         assert [text != "nothing" for text in answer] == alone
-    assert "another rank holds" in pool.run(errors_of_one_matrix)[0][0]
+    assert "that the rank at (3,) of the mesh holds" in pool.run(errors_of_one_matrix)[0][0]
 
 
 def gradients(whole_a, whole_b, place):
@@ -168,3 +168,24 @@ def distances_of_many_rows():
 
 def test_shards_take_the_way_of_the_whole(pool):
     assert pool.run(distances_of_many_rows)[0] == ((Shard(0),), True)
+
+
+# -- errors on one rank ------------------------------------------------------------------------------------------
+
+
+def fails_at(*places):
+    """An eigenvalue problem over a 2x2 mesh that has no solution on the ranks at some places."""
+    grid = mesh((2, 2), ("dp", "tp"))
+    whole = torch.eye(3).repeat(8, 1, 1)
+    for i, j in places:
+        whole[4 * i + 2 * j] = float("nan")
+    with pytest.raises(torch.linalg.LinAlgError) as raised:
+        torch.linalg.eigh(sw.distribute_tensor(whole, grid, [Shard(0), Shard(0)]))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("places", [[(1, 0)], [(1, 1), (0, 1)]], ids=str)
+def test_an_error_on_one_rank_names_it_on_the_others(pool, places):
+    others = [text for text in pool.run(fails_at, *places) if "batch element that" in text]
+    assert len(others) == 4 - len(places)
+    assert all(f"the rank at {min(places)} of the mesh holds" in text for text in others)

@@ -604,3 +604,23 @@ def test_a_strategy_that_moves_what_the_op_writes_is_no_case():
         return OpStrategy(tuple(strategy(schema, [p], [p], metas) for p in both if not any(q.is_partial() for q in p)))
 
     assert check_rule(MOVES, ONE, meshes=[(4,)]).cases > 0
+
+
+# -- arguments that an op takes as whole numbers --------------------------------------------------------------------
+
+
+def one_degree_less(local, x, n):
+    """Wrong from the third degree on."""
+    n = torch.as_tensor(n, dtype=x.dtype)
+    return torch.special.hermite_polynomial_h(x, torch.where((n >= 3) & (n < 100), n - 1, n))
+
+
+@pytest.mark.parametrize(("overload", "degree"), [("default", made((5, 7), seed=1)), ("n_scalar", 2)])
+def test_polynomials_are_judged_at_degrees_that_show_them(overload, degree):
+    """A degree that is moved by a rounding is another degree: that is no rounding of the result."""
+    op, calls = getattr(aten.special_hermite_polynomial_h, overload), [((made((5, 7)), degree), {})]
+    places = [shard(0)] * (2 if overload == "default" else 1)
+    check_rule(rows_rule(op, row("rows", places, [shard(0)])), calls)
+    wrong = rows_rule(op, row("rows", places, [shard(0)], lowered=True), lowering=one_degree_less)
+    with pytest.raises(RuleRefuted, match=r"special_hermite_polynomial_h"):
+        check_rule(wrong, calls)

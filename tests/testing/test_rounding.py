@@ -76,6 +76,15 @@ def test_calls_that_no_kernel_defines_for_nan_have_none():
     assert not all(map(is_finite, special_samples(aten.mm.default, [((made((8, 8)), made((8, 8))), {})], 4)))
 
 
+def test_polynomials_have_degrees_that_are_whole_numbers_and_no_nan_elsewhere():
+    """For NaN torch's recurrences return what the element before has left."""
+    samples = special_samples(aten.special_laguerre_polynomial_l.default, [((made((9, 7)), made((9, 7))), {})], 4)
+    assert {3.0, 12.0, -1.0, 2.5} <= {n for args, _ in samples for n in args[1].flatten().tolist()}
+    assert any(args[1].isnan().any() for args, _ in samples)
+    assert not any(args[1].isinf().any() or args[0].isnan().any() for args, _ in samples)
+    assert any(args[0].isinf().any() for args, _ in samples)
+
+
 def test_what_meets_padding_is_finite_and_what_is_padded_is_not():
     x, weight, gradient = made((2, 3, 9)), made((4, 3, 2), seed=1), made((2, 4, 10), seed=2)
     settings = [1], [1], [1], False, [0], 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from shardwise.checkpoint.folder import Checkpoint
 from shardwise.checkpoint.placing import prepared, put_back, room_for
 from shardwise.checkpoint.reading import SafePlanner, SafeReader, read_metadata
 from shardwise.checkpoint.rules import rules_in_force, warn_of_other_rules
+from shardwise.comm.call_posts import lines_by_rank
 from shardwise.engine.decided import in_force
 from shardwise.errors import CheckpointFileError, RankDisagreementError
 
@@ -56,13 +57,7 @@ def save(state: State, directory: str | Path, *, step: int, keep: int = 2, proce
 
     with torch.no_grad():
         described = ranks.all(asked, describe)
-        calls = [call for call, _ in described]
-        if len(set(calls)) > 1:
-            raise RankDisagreementError(
-                asked=asked,
-                found=f"the ranks call save with different directories, steps or keep: {sorted(set(calls))}",
-                do="Give the same arguments on every rank.",
-            )
+        _check_same_arguments(asked, "save with different directories, steps or keep", [call for call, _ in described])
         check_same_on_ranks([sums for _, sums in described])
     partial = ranks.first(asked, lambda: folder.begin(where, step))
     try:
@@ -98,7 +93,8 @@ def load(
     need not have made a step. Values that are not tensors are put into the state's dicts and lists. Other entries of
     the checkpoint are not read. The checkpoint is that of ``step``, by default the last one; ``directory`` may also be
     one checkpoint, such as ``torch.distributed.checkpoint.save`` writes. ``verify`` reads all files once more to
-    compare their checksums. Nothing in a checkpoint can run code.
+    compare their checksums; of a folder that torch has written, those of its entries. Nothing in a checkpoint can run
+    code.
 
     While :func:`shardwise.learn` is on, decisions that the checkpoint has are put in force, if they are for a mesh of
     the modules' shape: the first step is not recorded then.
@@ -112,6 +108,8 @@ def load(
     """
     ranks, where = Ranks(process_group), Path(directory).absolute()
     asked = f"load {where}"
+    calls = ranks.all(asked, lambda: (str(where), step, verify))
+    _check_same_arguments(asked, "load with different directories, steps or verify", calls)
     chosen = ranks.first(asked, lambda: folder.find(where, step))
     if verify:
         ranks.all(asked, lambda: folder.check_files(chosen, ranks.rank, ranks.size))
@@ -119,7 +117,9 @@ def load(
         metadata = ranks.own(asked, lambda: read_metadata(chosen.path))
         room = ranks.own(asked, lambda: room_for(state, metadata, chosen.path))
         with ranks.in_torch(asked), _quietly():
-            reader, planner = SafeReader(chosen.path, metadata), SafePlanner(chosen.path)
+            # A folder that torch itself has written has no list of checksums, but its entries have some of their own.
+            reader = SafeReader(chosen.path, metadata, verify=verify and chosen.step is None)
+            planner = SafePlanner(chosen.path)
             dcp.load(room, storage_reader=reader, planner=planner, process_group=process_group)
         decisions = ranks.first(asked, lambda: read_decisions(chosen) if in_force.learner is not None else None)
         # Until here nothing of the state has changed, on any rank.
@@ -136,7 +136,19 @@ def latest(directory: str | Path, *, process_group: Any = None) -> Checkpoint | 
     return Ranks(process_group).first(f"look for checkpoints in {where}", lambda: folder.newest(where))
 
 
-# -- saving ------------------------------------------------------------------------------------------------------
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _check_same_arguments(asked: str, called: str, calls: Sequence[Any]) -> None:
+    """Raise on every rank where one has called with other arguments."""
+    if len(set(calls)) > 1:
+        lines = lines_by_rank({rank: str(call) for rank, call in enumerate(calls)})
+        raise RankDisagreementError(
+            asked=asked,
+            found=f"the ranks call {called}: {'; '.join(lines)}",
+            do="Give the same arguments on every rank.",
+            differences=tuple(lines),
+        )
 
 
 def _check_shared(partial: Path) -> None:

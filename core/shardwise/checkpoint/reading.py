@@ -67,11 +67,15 @@ _LARGEST = 4 << 30  # a list has some 500 bytes for each piece of a tensor
 
 
 class SafeReader(FileSystemReader):
-    """Torch's reader of a folder, by a list of tensors that was read safely; errors name the file."""
+    """Torch's reader of a folder, by a list of tensors that was read safely; errors name the file.
 
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
+    ``verify`` compares the checksums of what is read: see :func:`shardwise.checkpoint.entries.load_entry`.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, *, verify: bool) -> None:
         super().__init__(folder)
         self.metadata = metadata
+        self.verify = verify
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  # torch's signature
         metadata = self.metadata
@@ -106,7 +110,7 @@ class SafeReader(FileSystemReader):
                 data = io.BytesIO(self.transforms.transform_load_stream(item, described, data).read(most + 1))
                 if data.getbuffer().nbytes > most:
                     raise ValueError(f"it grows to more than {most} bytes")  # noqa: TRY301
-            value = load_entry(data)
+            value = load_entry(data, verify=self.verify)
             if item.type == LoadItemType.BYTE_IO:
                 again = io.BytesIO()
                 torch.save(value, again)

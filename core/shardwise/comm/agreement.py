@@ -10,7 +10,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import groups
+from shardwise.comm.call_posts import lines_by_rank
 from shardwise.comm.groups import broadcast_
+from shardwise.comm.rule_agreement import different_summaries
 from shardwise.errors import RankDisagreementError, TracingError
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import Replicate
@@ -93,10 +95,14 @@ def raise_unless_equal(
         return
     least, most = _reduced(numbers, mesh, "min"), _reduced(numbers, mesh, "max")
     if not torch.equal(least, most):
+        with outside_modes():  # every rank has come here
+            by_rank = different_summaries(mesh, {"it": {"has": here}}) or {}
+        lines = lines_by_rank({rank: f"has {one['it']['has']}" for rank, one in by_rank.items()})
         raise RankDisagreementError(
             asked=asked,
-            found=f"the ranks of the mesh do not agree; this rank has {here}",
+            found=f"the ranks of the mesh do not agree: {'; '.join(lines) or f'this rank has {here}'}",
             do=do,
+            differences=tuple(lines),
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -16,9 +15,10 @@ from types import FrameType
 
 from shardwise.comm.call_posts import lines_by_rank
 from shardwise.comm.call_sites import operation, short_line, users_frames
-from shardwise.comm.collective_log import CollectiveLog, comparing, in_words
+from shardwise.comm.collective_log import CollectiveLog, compare_with, comparing, in_words
 from shardwise.comm.failure_notes import ENDED, Note, Wait, World, current_world
 from shardwise.comm.rank_failures import go_on
+from shardwise.comm.waiting_ranks import explained_among
 from shardwise.errors import RankDisagreementError
 from shardwise.settings import read_settings
 
@@ -34,18 +34,18 @@ def check_ranks() -> Iterator[None]:
     a millisecond longer. Every rank must enter and leave the context at the same point; it holds for all threads.
     Collectives inside a compiled graph are not compared. The setting ``check-ranks`` is the same for a whole program.
     """
-    comparing.append(_compare)
+    compare_with([*comparing, _compare])
     try:
         yield
     finally:
-        comparing.remove(_compare)
+        compare_with(comparing[:-1])
 
 
 @cache
 def compare_if_asked() -> None:
     """Compare from now on if the setting ``check-ranks`` is on."""
     if read_settings().check_ranks:
-        comparing.insert(0, _compare)
+        compare_with([_compare, *comparing])
 
 
 def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
@@ -65,14 +65,11 @@ def _compare(log: CollectiveLog, code: int, nbytes: int | None) -> None:
         _forget(world, f"{world.prefix}/{place}/{number - 1}", world.compared.get(log.name, ""))
         world.store.set(f"{key}/verdict", str(is_same))
     world.compared[log.name] = digest
-    thread = threading.get_ident()
-    world.compares[thread] = Wait("comparison", log.name, log.count + 1, log.ranks, text)
-    try:
+    wait = Wait("comparison", log.name, log.count + 1, log.ranks, text)
+    with explained_among(log.ranks), world.compares_as(wait):
         world.wait_for(f"{key}/verdict", log.ranks)
         if world.failure is None and world.store.get(f"{key}/verdict") != b"True":
             raise _disagreement(world, log, key, text)
-    finally:
-        del world.compares[thread]
     if world.failure is not None:
         raise _ended(world.failure, log, text) or world.failure.error("")
 

@@ -17,17 +17,16 @@ from attrs import frozen
 
 from shardwise.comm.call_sites import Site, in_line, site_of
 
-__all__ = ["KEPT", "Call", "CollectiveLog", "call_code", "comparing", "in_words", "kind_of"]
+__all__ = ["KEPT", "Call", "CollectiveLog", "call_code", "compare_with", "comparing", "in_words", "kind_of"]
 
 KEPT = 1024
 """Calls that are kept of a process group."""
 
-_MASK = KEPT - 1  # the number is a power of two
-_AGAIN = 63  # every 64th call looks for its line
-_MOST = 4096  # lines that are remembered
-
-# What compares a call over the ranks before it is issued; empty unless a program asks for that.
-comparing: list[Callable[[CollectiveLog, int, int | None], None]] = []
+_ROOM = 2 * KEPT  # a power of two; a thread may read the oldest call that is kept while others are recorded
+_MASK = _ROOM - 1
+_TOGETHER = 64  # calls for which a digest is rolled at a time
+_AGAIN = _TOGETHER - 1  # and one of so many calls looks for its line again
+_MOST = 4096  # calls that are told apart by the one before them
 
 _kinds: dict[int, tuple[str, tuple[int, ...]]] = {}
 
@@ -64,20 +63,43 @@ class Call:
         return self.text
 
 
+class _Entry:
+    """A kind of call and where it was made; all such calls of a log are one entry.
+
+    ``code`` is inverted for a call whose bytes depend on the rank. ``next`` is the entry that followed the last time.
+    """
+
+    __slots__ = ("code", "nbytes", "next", "site")
+
+    def __init__(self, code: int, nbytes: int, site: Site | None) -> None:
+        self.code = code
+        self.nbytes = nbytes
+        self.site = site
+        self.next = self
+
+    def rolled(self, digest: int) -> int:
+        """The digest after this call. A hash of numbers is the same in every process."""
+        return hash((digest, self.code)) if self.code < 0 else hash((digest, self.code, self.nbytes))
+
+
 class CollectiveLog:
     """The calls of this rank over one process group. ``name`` is the group's on every rank, ``ranks`` its global ranks.
 
     ``work`` is the last call's where waiting for it does not hold up the host, else None.
+
+    A program makes the same calls in the same order, step after step. So each entry knows the one that followed it, and
+    a call that follows again costs two comparisons and two references: what a program has pushed out of the caches
+    costs more than any arithmetic. Digests are rolled for 64 calls at a time.
     """
 
     __slots__ = (
         "__weakref__",
+        "_at",
         "_calls",
+        "_entries",
         "_group",
-        "_last",
-        "_sites",
+        "_rolled",
         "count",
-        "digest",
         "holds_work",
         "name",
         "ranks",
@@ -88,8 +110,8 @@ class CollectiveLog:
         self._group = f"{name}-{sha256(repr(tuple(ranks)).encode()).hexdigest()[:12]}"
         self.ranks = tuple(ranks)
         self.holds_work = holds_work
-        # By a hash of a call and the one before it, where it was made last.
-        self._sites: dict[int | None, Site | None] = {}
+        # By a call and the one before it.
+        self._entries: dict[tuple[int, ...], _Entry] = {}
         self.start_anew(0)
 
     def start_anew(self, epoch: int) -> None:
@@ -97,50 +119,68 @@ class CollectiveLog:
         self.name = f"{self._group}-{epoch}"
         self.work: Any = None
         self.count = 0
-        self.digest = 0
-        self._last = 0
-        self._calls: list[tuple[int, int, int, Site | None] | None] = [None] * KEPT
+        self._at = _Entry(0, 0, None)
+        self._calls = [self._at] * _ROOM
+        self._rolled = [0] * (_ROOM // _TOGETHER)  # digests after every 64th call
 
     def record(self, code: int, nbytes: int) -> None:
         """A call is issued now that has the same bytes on every rank."""
-        if comparing:
-            comparing[-1](self, code, nbytes)
         count = self.count
-        # A frame takes a microsecond to look at. A call that follows the same call as before is taken to be at the same
-        # line; now and then it is looked at again.
-        context = hash((self._last, code, nbytes))
-        try:
-            site = self._sites[context if count & _AGAIN else None]
-        except KeyError:
-            site = self._look(context)
-        self._last = code ^ nbytes
-        # A hash of numbers is the same in every process.
-        self.digest = digest = hash((self.digest, code, nbytes))
-        self._calls[count & _MASK] = digest, code, nbytes, site
+        entry = self._at.next
+        if entry.code != code or entry.nbytes != nbytes or not count & _AGAIN:
+            entry = self._entry(code, nbytes)
+        self._at = self._calls[count & _MASK] = entry
         self.count = count + 1
 
     def record_uneven(self, code: int, nbytes: int) -> None:
         """A call is issued now whose bytes depend on the rank."""
-        if comparing:
-            comparing[-1](self, code, None)
-        count = self.count
-        context = hash((self._last, code))
-        try:
-            site = self._sites[context if count & _AGAIN else None]
-        except KeyError:
-            site = self._look(context)
-        self._last = code
-        self.digest = digest = hash((self.digest, code))
-        self._calls[count & _MASK] = digest, code, nbytes, site
+        count, code = self.count, ~code
+        entry = self._at.next
+        if entry.code != code or entry.nbytes != nbytes or not count & _AGAIN:
+            entry = self._entry(code, nbytes)
+        self._at = self._calls[count & _MASK] = entry
         self.count = count + 1
 
-    def _look(self, context: int) -> Site | None:
-        if len(self._sites) >= _MOST:
-            self._sites.clear()
-        site = self._sites[context] = site_of(inspect.currentframe())
-        return site
+    def _entry(self, code: int, nbytes: int) -> _Entry:
+        """The entry of a call that does not follow as before, or of every 64th."""
+        count, last = self.count, self._at
+        if not count & _AGAIN and count:
+            digest = self._roll(count - _TOGETHER, count)
+            self._rolled[(count & _MASK) // _TOGETHER] = digest
+        # A frame takes a microsecond to look at. A call that follows the same call as before is taken to be at the same
+        # line; now and then it is looked at again.
+        context = (last.code, last.nbytes, code, nbytes) if code >= 0 else (last.code, code)
+        entry = self._entries.get(context)
+        looks = entry is None or not count & _AGAIN
+        site = site_of(inspect.currentframe()) if looks or entry is None else entry.site
+        if entry is None or entry.site != site or entry.nbytes != nbytes:
+            if len(self._entries) >= _MOST:
+                self._entries.clear()
+            entry = self._entries[context] = _Entry(code, nbytes, site)
+        last.next = entry
+        return entry
+
+    def _roll(self, start: int, number: int) -> int:
+        """The digest after some number of calls, of which ``start``, a multiple of 64, are rolled already."""
+        digest = self._rolled[(start & _MASK) // _TOGETHER] if start else 0
+        for i in range(start, number):
+            digest = self._calls[i & _MASK].rolled(digest)
+        return digest
+
+    def _compare_and_record(self, code: int, nbytes: int) -> None:
+        comparing[-1](self, code, nbytes)
+        _record(self, code, nbytes)
+
+    def _compare_and_record_uneven(self, code: int, nbytes: int) -> None:
+        comparing[-1](self, code, None)
+        _record_uneven(self, code, nbytes)
 
     # -- for the thread that compares; calls may be recorded meanwhile --
+
+    @property
+    def digest(self) -> int:
+        """The digest after all calls."""
+        return self.digest_after(self.count) or 0
 
     def digests(self) -> dict[int, int]:
         """Digests after some numbers of calls, which other ranks will have chosen as well: few, up to the last call."""
@@ -151,23 +191,44 @@ class CollectiveLog:
 
     def digest_after(self, number: int) -> int | None:
         """The digest after so many calls, None where it is not known or no longer."""
-        if not 0 < number <= self.count:
+        if not 0 < number <= self.count or self.count - number >= KEPT:
             return None
-        call = self._calls[(number - 1) & _MASK]
-        return call[0] if call is not None and self.count - number < KEPT else None
+        digest = self._roll((number - 1) // _TOGETHER * _TOGETHER, number)
+        return digest if self.count - number < KEPT else None
 
     def call(self, number: int) -> Call | None:
         """The call with a number, None where it is not known or no longer."""
-        if not 0 < number <= self.count:
+        digest = self.digest_after(number)
+        if digest is None:
             return None
         entry = self._calls[(number - 1) & _MASK]
-        if entry is None or self.count - number >= KEPT:
-            return None
-        digest, code, nbytes, site = entry
-        return Call(number, f"{in_words(code, nbytes)}, {in_line(site)}", digest)
+        code = ~entry.code if entry.code < 0 else entry.code
+        return Call(number, f"{in_words(code, entry.nbytes)}, {in_line(entry.site)}", digest)
 
     def calls(self) -> list[Call]:
         """All calls that are kept, in order."""
         count = self.count
         found = (self.call(number) for number in range(max(1, count - KEPT + 1), count + 1))
         return [call for call in found if call is not None]
+
+
+# -- what compares a call over the ranks before it is issued -----------------------------------------------------------
+
+Compare = Callable[[CollectiveLog, int, int | None], None]
+
+comparing: list[Compare] = []
+"""The last one compares; empty unless a program asks for that."""
+
+_record, _record_uneven = CollectiveLog.record, CollectiveLog.record_uneven
+
+
+def compare_with(now: list[Compare]) -> None:
+    """Compare each call of all logs with the last of some functions from now on; with none, only record.
+
+    The methods that record are replaced, so that a record has nothing to look at while nobody compares.
+    """
+    comparing[:] = now
+    names = ("record", "record_uneven")
+    methods = (CollectiveLog._compare_and_record, CollectiveLog._compare_and_record_uneven)  # noqa: SLF001
+    for name, method in zip(names, methods if now else (_record, _record_uneven), strict=True):
+        setattr(CollectiveLog, name, method)

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -23,10 +23,13 @@ from attrs import asdict, define, evolve, field, frozen
 from shardwise.comm.collective_log import CollectiveLog
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 
-__all__ = ["ENDED", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
+__all__ = ["ENDED", "GONE", "PROCESS", "TICK", "Note", "Wait", "World", "current_world", "ranks_of"]
 
 ENDED = "its program has ended"
 """The kind of the note of a rank that has come to the end of its program."""
+
+GONE = "ended without a word"
+"""The kind of a note about a rank whose process is no more and has left no note itself."""
 
 TICK = 0.25
 """Seconds between two looks at what other ranks have left."""
@@ -67,11 +70,18 @@ class Note:
             )
         where = f" in {self.op}" if self.op else ""
         message = f"{self.kind}: {self.message}" if self.message else self.kind
+        correct = f"Correct what rank {self.rank} says."
+        if self.kind == GONE:
+            message = self.message
+            correct = (
+                f"Look in the output of rank {self.rank} and in the log of its system: it crashed, was killed, or came "
+                "to the end of its program."
+            )
         return RankFailedError(
             asked="wait for the other ranks in a collective",
             found=f"rank {self.rank} has failed{where}: {message}",
-            do=f"Correct what rank {self.rank} says. This run's process groups are closed: end the program, or destroy "
-            "them and start torch.distributed again.",
+            do=f"{correct} This run's process groups are closed: end the program, or destroy them and start "
+            "torch.distributed again.",
             rank=self.rank,
             error=message,
             op=self.op,
@@ -133,6 +143,8 @@ class World:
     # By thread, the frame that it waits in, since when, and what it is; by rank, its note and since when it stands.
     waits: dict[Any, tuple[Any, float, Wait | None]] = field(factory=dict)
     notes: dict[int, tuple[Note, float]] = field(factory=dict)
+    processes: dict[int, Any] = field(factory=dict)  # of the other ranks of this host: see gone_processes
+    looks: int = 0  # of the thread that looks for failures
 
     def write(self, note: Note | None) -> None:
         self.own = note
@@ -165,6 +177,16 @@ class World:
         while self.failure is None and not self.store.check([key]):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST)
+
+    @contextmanager
+    def compares_as(self, wait: Wait) -> Iterator[None]:
+        """While this thread compares something with other ranks: what it waits for."""
+        thread = threading.get_ident()
+        self.compares[thread] = wait
+        try:
+            yield
+        finally:
+            del self.compares[thread]
 
     def log_of(self, process_group: Any) -> CollectiveLog:
         """What this rank has issued over a process group."""

@@ -8,6 +8,7 @@ other call: see :mod:`shardwise.engine.judging`.
 from __future__ import annotations
 
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from contextlib import ContextDecorator, contextmanager
@@ -159,6 +160,8 @@ def _bytes(text: str, where: str) -> int:
 # -- what is in force ------------------------------------------------------------------------------------------------
 
 Stack = tuple[Policy, ...]
+# Threads whose scopes are remembered: a thread may end before the backward pass of what it has computed.
+_MOST_THREADS = 256
 # Scopes that are noted for backward passes to come. Of older ones the settings' policies hold.
 _MOST_NOTED = 1 << 16
 
@@ -186,28 +189,19 @@ class InForceThen:
         return InForceThen, (self.stack,)
 
 
-@define
-class _InForce:
-    """The policies in force, outermost first, and those that were, by the number of the first node of their scope.
-
-    ``is_on`` stays true from the first policy on: plans that are made from then on know what they send.
+@define(eq=False)
+class _Scopes:
+    """The policies that one thread has entered: those in force, and those that were, by the number of the first node of
+    their scope. Autograd numbers the nodes of each thread by themselves.
     """
 
-    is_on: bool = False
-    is_suspended: bool = False
-    settings: Stack = ()
     stack: Stack = ()
-    then: InForceThen = field(factory=lambda: InForceThen(()))
-    mesh_dims: set[str] = field(factory=set)
     _starts: list[int] = field(factory=list)
     _stacks: list[Stack] = field(factory=list)
 
     def enter(self, stack: Stack) -> None:
         """Have other policies from here on."""
-        if not self.is_on:
-            self.is_on = True
-            drop_plans()
-        self.stack, self.then = stack, InForceThen(stack)
+        self.stack = stack
         number = sequence_number()
         if self._starts and self._starts[-1] >= number:
             self._stacks[-1] = stack
@@ -217,10 +211,90 @@ class _InForce:
         self._starts.append(number)
         self._stacks.append(stack)
 
-    def at_node(self, number: int) -> Stack:
-        """The policies in force when autograd made the node with this number."""
+    def at_node(self, number: int | None) -> Stack | None:
+        """The policies in force when this thread made the node with a number, now without one; None before all."""
+        if number is None:
+            return self.stack
         at = bisect_right(self._starts, number) - 1
-        return self._stacks[at] if at >= 0 else self.settings
+        return self._stacks[at] if at >= 0 else None
+
+
+class _Here(threading.local):
+    """What one thread has: a thread that a program starts inherits no policies, as it inherits no mode of torch."""
+
+    scopes: _Scopes | None = None
+    then: InForceThen | None = None
+    is_suspended: bool = False
+
+
+@define
+class _InForce:
+    """The policies in force, outermost first, by thread.
+
+    ``is_on`` stays true from the first policy on: plans that are made from then on know what they send.
+    """
+
+    is_on: bool = False
+    settings: Stack = ()
+    mesh_dims: set[str] = field(factory=set)
+    _here: _Here = field(factory=_Here)
+    _everywhere: list[_Scopes] = field(factory=list)
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether this thread judges nothing now."""
+        return self._here.is_suspended
+
+    @is_suspended.setter
+    def is_suspended(self, value: bool) -> None:
+        self._here.is_suspended = value
+
+    @property
+    def stack(self) -> Stack:
+        """Those of this thread."""
+        scopes = self._here.scopes
+        return self.settings if scopes is None else scopes.stack
+
+    @property
+    def then(self) -> InForceThen:
+        """The same, for a graph that is made now."""
+        then = self._here.then
+        return InForceThen(self.settings) if then is None else then
+
+    def enter(self, stack: Stack) -> None:
+        """Have other policies in this thread from here on."""
+        if not self.is_on:
+            self.is_on = True
+            drop_plans()
+        if self._here.scopes is None:
+            self._here.scopes = _Scopes()
+            self._everywhere.append(self._here.scopes)
+            del self._everywhere[:-_MOST_THREADS]
+        self._here.scopes.enter(stack)
+        self._here.then = InForceThen(stack)
+
+    def at_node(self, number: int | None) -> Stack:
+        """The policies in force when autograd made the node with this number, which runs in this thread.
+
+        A node that this thread cannot have made is one of a thread that has entered policies; of several such threads
+        the one with the strictest policy counts. Nothing says which thread made a node.
+        """
+        scopes = self._here.scopes
+        if scopes is None and _is_from_elsewhere(number):
+            stacks = [stack for one in self._everywhere if (stack := one.at_node(number)) is not None]
+            return max(stacks, key=_strictness, default=self.settings)
+        stack = None if scopes is None else scopes.at_node(number)
+        return self.settings if stack is None else stack
+
+
+def _is_from_elsewhere(number: int | None) -> bool:
+    """Whether another thread made the node that runs: this one is autograd's, or has not made so many nodes."""
+    is_autograds = threading.get_ident() not in {thread.ident for thread in threading.enumerate()}
+    return is_autograds or (number is not None and number >= sequence_number())
+
+
+def _strictness(stack: Stack) -> int:
+    return max((ACTIONS.index(policy.action) for policy in stack), default=-1)
 
 
 in_force = _InForce()
@@ -232,8 +306,8 @@ def start_by_settings() -> None:
     texts = read_settings().communication
     if texts:
         where = read_settings().source("communication")
-        in_force.settings = parse_policies(texts, f"read {where}")
-        in_force.enter((*in_force.settings, *in_force.stack))
+        inner, in_force.settings = in_force.stack, parse_policies(texts, f"read {where}")
+        in_force.enter((*in_force.settings, *inner))
 
 
 def know_mesh(mesh: Mesh) -> None:
@@ -248,9 +322,7 @@ def policies_now() -> tuple[Stack, bool]:
     traced = _of_graphs.get(graph) if _of_graphs and (graph := graph_that_is_made()) is not None else ()
     if not in_backward():
         return (*in_force.stack, *(traced or ())), False
-    number = running_node()
-    then = in_force.stack if number is None else in_force.at_node(number)
-    return (*then, *(traced or ())), True
+    return (*in_force.at_node(running_node()), *(traced or ())), True
 
 
 @contextmanager
@@ -284,23 +356,31 @@ def number_of_scope(scope: PolicyScope) -> int:
     return len(_of_modules) - 1
 
 
+class _Before(threading.local):
+    """By thread, what was in force where a scope was entered, once for each time."""
+
+    stacks: tuple[Stack, ...] = ()
+
+
 class PolicyScope(ContextDecorator):
     """A policy as a context: see :func:`communication`. It may be entered several times, one inside the other."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self._before: list[Stack] = []
+        self._before = _Before()
 
     def __enter__(self) -> Self:
         if torch.compiler.is_compiling():
             raise _in_a_graph(str(self.policy))
         start_by_settings()
-        self._before.append(in_force.stack)
+        self._before.stacks = (*self._before.stacks, in_force.stack)
         in_force.enter((*in_force.stack, self.policy))
         return self
 
     def __exit__(self, *_: object) -> None:
-        in_force.enter(self._before.pop())
+        *before, stack = self._before.stacks
+        self._before.stacks = tuple(before)
+        in_force.enter(stack)
 
     def __repr__(self) -> str:
         return f"communication({str(self.policy)!r})"
@@ -339,8 +419,10 @@ def communication(
     every rank before anything is sent; under ``"warn"`` each line of the program gives one
     :class:`CommunicationWarning`. No policy changes a number.
 
-    The context holds for all threads of the process; forward passes are told apart in the thread that enters it. Every
-    rank must enter and leave it at the same points. Compiled code is judged when it is made, and made anew under other
+    The context holds for the thread that enters it, as torch's own modes do; a thread that is started inside has the
+    policies of the settings. A backward pass that runs in a thread which has entered no context, as autograd's own
+    threads have not, is judged by those of the thread that made its forward pass. Every rank must enter and leave a
+    context at the same points. Compiled code is judged when it is made, and made anew under other
     policies. Raises :class:`SettingsError` for values that it does not take.
     """
     if torch.compiler.is_compiling():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import inspect
 import os
 import sys
 import threading
@@ -37,8 +38,10 @@ from attrs import evolve
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.call_posts import post_calls
-from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, World, current_world
-from shardwise.comm.waiting_ranks import failure_behind, look_for_failures
+from shardwise.comm.call_sites import short_line, users_frame
+from shardwise.comm.failure_notes import ENDED, GONE, PROCESS, TICK, Note, Wait, World, current_world
+from shardwise.comm.gone_processes import tell_process
+from shardwise.comm.waiting_ranks import explained_among, failure_behind, look_for_failures
 from shardwise.errors import RankDisagreementError, RankFailedError, RankWaitError, ShardingError
 from shardwise.kernel.world import world_number
 from shardwise.private_torch.distributed import default_store, is_reachable
@@ -93,6 +96,7 @@ def _joined_world() -> World | None:
             _install()
         prefix = f"shardwise/failed/{world_number()}"
         world = World(store, dist.get_rank(), dist.get_world_size(), prefix, ref(default))
+        tell_process(world)
         PROCESS.world = world
     return world
 
@@ -132,11 +136,16 @@ def trying() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> None:
-    """Add to an error of a call of torch.distributed why it was raised, if another rank has left a note."""
-    if isinstance(error, RuntimeError) and not isinstance(error, ShardingError) and dist.is_initialized():
+    """Add to an error of a call of torch.distributed why it was raised, if another rank has left a note.
+
+    An error that an op of ours has told, or that another rank raised as well, is its own reason.
+    """
+    if not isinstance(error, RuntimeError) or isinstance(error, ShardingError) or _TOLD in vars(error):
+        return
+    if dist.is_initialized():
         with suppress(Exception):
             failure = failure_behind(error, dist.group.WORLD)
-            if failure is not None:
+            if failure is not None and getattr(failure, "error", "") != f"{type(error).__name__}: {_first_line(error)}":
                 error.add_note(f"{type(failure).__name__}: {failure}")
 
 
@@ -157,7 +166,7 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     kind = type(error).__name__
     key = f"{op} {kind}"
     world.raised[key] += 1
-    message = str(error).partition("\n")[0][:500]
+    message = _first_line(error)
     ranks = _ranks_of_lowering(error.__traceback__)
     if ranks:
         world.lowering_of = ranks
@@ -169,6 +178,10 @@ def tell(error: BaseException, op: str = "", *, is_final: bool = False) -> None:
     world.write(Note(world.rank, op, kind, message, key, world.raised[key], is_final, ranks_say))
     for group in list(world.groups):
         group.hold(go_on)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:500]
 
 
 def _ranks_of_lowering(trace: TracebackType | None) -> tuple[int, ...]:
@@ -276,18 +289,17 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
     go_on()
     place = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     world.asked[place] += 1
-    key = f"{world.prefix}/{op}/{place}/{world.asked[place]}"
-    same = f"{key}/{hashlib.sha256(text.encode()).hexdigest()}"
-    world.store.add(same, 1)
-    if world.store.add(f"{key}/all", 1) == len(ranks):
-        world.store.set(f"{key}/verdict", str(world.store.add(same, 0) == len(ranks)))
     message = f"it compares {text}, and another rank does not"
     about = f"{op} on {place}"
     world.raised[about] += 1
     question = Note(world.rank, op, RankDisagreementError.__name__, message, about, world.raised[about], is_final=False)
     world.question = question
+    user = users_frame(inspect.currentframe())
+    line = "" if user is None else f" at {short_line(user.f_code, user.f_lasti)}"
+    wait = Wait("comparison", f"{op}/{place}", world.asked[place], tuple(ranks), f"{op}{line}")
     try:
-        world.wait_for(f"{key}/verdict", ranks)
+        with explained_among(ranks), world.compares_as(wait):
+            is_same = _is_same(world, f"{world.prefix}/{op}/{place}/{world.asked[place]}", text, ranks)
     finally:
         if world.own is question:
             _withdraw(world)
@@ -302,7 +314,17 @@ def all_say(op: str, text: str, ranks: Sequence[int]) -> bool | None:
         )
     if failure is not None:
         raise failure.error("")
-    return bool(world.store.get(f"{key}/verdict") == b"True")
+    return is_same
+
+
+def _is_same(world: World, key: str, text: str, ranks: Sequence[int]) -> bool:
+    """Whether some ranks write the same text under a key of the store; False as well where a failure ends the wait."""
+    same = f"{key}/{hashlib.sha256(text.encode()).hexdigest()}"
+    world.store.add(same, 1)
+    if world.store.add(f"{key}/all", 1) == len(ranks):
+        world.store.set(f"{key}/verdict", str(world.store.add(same, 0) == len(ranks)))
+    world.wait_for(f"{key}/verdict", ranks)
+    return world.failure is None and bool(world.store.get(f"{key}/verdict") == b"True")
 
 
 def _release(world: World) -> None:
@@ -328,9 +350,10 @@ def _leave() -> None:
         if is_reachable(world.store):
             end_program()
         return
+    others = world.size - (world.own.kind == GONE)
     with suppress(RuntimeError):
         left = world.store.add(f"{world.prefix}/left", 1)
         end = time.monotonic() + _LINGER
-        while world.rank == 0 and left < world.size and time.monotonic() < end:
+        while world.rank == 0 and left < others and time.monotonic() < end:
             time.sleep(TICK)
             left = world.store.add(f"{world.prefix}/left", 0)

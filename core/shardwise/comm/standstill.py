@@ -20,6 +20,7 @@ from attrs import asdict, define, field
 from shardwise.comm.call_posts import latest_post, lines_by_rank
 from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import Note, Wait, World
+from shardwise.comm.gone_processes import gone_rank
 from shardwise.errors import RankDisagreementError, RankWaitError
 from shardwise.settings import read_settings
 
@@ -87,7 +88,7 @@ def _limit() -> float:
 
 
 def look_at_waits(world: World, now: float) -> None:
-    """Write what this rank waits for, and give up in a circle of ranks or after the limit."""
+    """Write what this rank waits for, and give up for a rank that is gone, in a circle of ranks, or after the limit."""
     looks = _looks.setdefault(world.prefix, _Looks())
     _answer(world, looks)
     standing = [(since, wait) for _, since, wait in world.waits.values() if wait is not None and now - since >= _SHOWN]
@@ -102,6 +103,10 @@ def look_at_waits(world: World, now: float) -> None:
         looks.next_at = now + max(1.0, longest / 4)
         looks.looks += 1
         _write(world, looks)
+        gone = gone_rank(world, {rank for wait in waits for rank in wait.ranks})
+        if gone is not None:
+            world.give_up(gone)
+            return
         _look_for_circle(world, looks)
     if world.failure is None and longest >= min(_ASKS, _limit() / 2) and not looks.has_asked:
         looks.has_asked = True

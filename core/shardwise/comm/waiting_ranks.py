@@ -18,13 +18,16 @@ import torch.distributed as dist
 
 from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import short_line, users_frame
-from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Wait, World, current_world, ranks_of
+from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World, current_world, ranks_of
+from shardwise.comm.gone_processes import gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
 from shardwise.errors import ShardingError
 from shardwise.private_torch.distributed import calls_of
 
-__all__ = ["PATIENCE", "explained", "failure_behind", "look_for_failures"]
+__all__ = ["PATIENCE", "explained", "explained_among", "failure_behind", "look_for_failures"]
 
+_MOMENT = 0.5  # seconds between the end of a process's connections and its own
+_LOST = "onnection", "peer", "remote"  # words by which backends say that a connection has ended
 _NEAR = 3  # frames in which a call of torch.distributed has its process group
 
 PATIENCE = 2.0
@@ -45,17 +48,42 @@ _WAITING = frozenset(
 
 def failure_behind(error: BaseException, process_group: Any) -> ShardingError | None:
     """The failure of another rank that made a collective raise ``error``, if one has left a note."""
+    if current_world() is None or process_group is None:
+        return None
+    return _failure_among(error, ranks_of(process_group))
+
+
+def _failure_among(error: BaseException, ranks: Sequence[int]) -> ShardingError | None:
+    """The failure of one of some ranks that is behind an error."""
     world = current_world()
-    if world is None or process_group is None:
+    if world is None:
         return None
     if world.failure is None:
-        notes = world.read(ranks_of(process_group))
-        if not notes:
+        note = _note_behind(world, ranks, str(error))
+        if note is None:
             return None
-        # The first to have failed, if several say so; a program that has only ended explains least.
-        world.give_up(min(notes.values(), key=lambda note: (not note.is_final, not note.message)))
+        world.give_up(note)
     assert world.failure is not None
     return world.failure.error(str(error))
+
+
+def _note_behind(world: World, ranks: Sequence[int], error: str) -> Note | None:
+    """The note of the rank that failed first, if one has, or a note about one whose process is gone.
+
+    The connections of a process are closed a moment before it is gone.
+    """
+    end = time.monotonic() + (_MOMENT if any(word in error for word in _LOST) else 0.0)
+    while True:
+        notes = world.read(list(ranks))
+        gone = gone_rank(world, [rank for rank in ranks if rank not in notes])
+        if gone is not None:  # what others say is about its connections
+            return gone
+        if notes:
+            # The first to have failed, if several say so; a program that has only ended explains least.
+            return min(notes.values(), key=lambda note: (not note.is_final, not note.message))
+        if time.monotonic() >= end:
+            return None
+        time.sleep(_MOMENT / 10)
 
 
 @contextmanager
@@ -65,6 +93,20 @@ def explained(process_group: Any) -> Iterator[None]:
         yield
     except RuntimeError as error:
         failure = failure_behind(error, process_group)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+@contextmanager
+def explained_among(ranks: Sequence[int]) -> Iterator[None]:
+    """Around calls of the store, in which some ranks meet: see :func:`explained`."""
+    try:
+        yield
+    except ShardingError:
+        raise
+    except RuntimeError as error:
+        failure = _failure_among(error, ranks)
         if failure is None:
             raise
         raise failure from error
@@ -154,6 +196,9 @@ def _group_of(frame: FrameType) -> Any:
 
 def _look(world: World, now: float) -> None:
     """Give up where a thread waits for a rank that has failed."""
+    world.looks += 1
+    if world.looks & (world.looks - 1) == 0:  # in time: the store may end with the process of a rank
+        learn_processes(world)
     ranks = _awaited(world, now)
     if ranks and world.own is None and world.question is not None:
         world.write(world.question)

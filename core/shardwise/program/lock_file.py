@@ -15,6 +15,7 @@ from typing import Any
 from attrs import evolve, field, frozen
 
 from shardwise.errors import LockFileError, LockFitError, LockVersionError
+from shardwise.kernel.foreign_files import read_bytes, reason, short
 from shardwise.program.lock_patterns import collapsed, escaped, expanded, module_order, unescaped
 
 __all__ = ["CAUSES", "MEMORY", "Lock", "PHASES", "Row", "parse", "patterns_of", "read_lock"]
@@ -28,6 +29,7 @@ MEMORY = ("parameters", "buffers", "gradients", "optimizer", "kept", *(f"peak in
 _HEAD = "# What one rank sends in a step. Written by `shardwise lock`, compared by `shardwise lock --check`."
 _COLUMNS = ("# times", "bytes", "kind", "mesh dims", "module", "op", "cause", "why")
 _MOST_ROWS = 200_000  # that are read: a small file may stand for many
+_LONGEST = 500  # letters of what a message says of a line
 _RIGHT = 2  # so many columns are numbers
 
 
@@ -116,7 +118,7 @@ class Lock:
             if has != wanted:
                 raise LockFitError(
                     asked=asked,
-                    found=f"{self.source}, line {line}: it is of the {name} {has}, and this is {wanted}",
+                    found=f"{self.source}, line {line}: it is of the {name} {short(has)}, and this is {wanted}",
                     do="Compare what it was written for, or name another file with --out.",
                     path=self.source,
                     line=line,
@@ -180,11 +182,11 @@ def parse(text: str, source: str) -> Lock:
 def read_lock(path: Path) -> Lock:
     """The content of a lockfile. Raises as :func:`parse`, also for a file that is not there or is not text."""
     try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path).decode()
+    except (OSError, ValueError) as error:
         raise LockFileError(
             asked=f"read the lockfile {path}",
-            found=getattr(error, "strerror", None) or f"it is not text: {error}",
+            found=f"it is not text: {error}" if isinstance(error, UnicodeDecodeError) else reason(error),
             do="Write it with `shardwise lock`.",
             path=str(path),
             line=None,
@@ -254,7 +256,8 @@ class _Reader:
             if name == "version" and values[name] != str(VERSION):
                 raise LockVersionError(
                     asked=f"read the lockfile {self.source}",
-                    found=f"line {number}: it is of version {values[name]}, and this release reads version {VERSION}",
+                    found=f"line {number}: it is of version {short(values[name])}, and this release reads version "
+                    f"{VERSION}",
                     do="Write it again with this release, or read it with the release that wrote it.",
                     path=self.source,
                     line=number,
@@ -329,7 +332,7 @@ class _Reader:
     def wrong(self, found: str, line: int) -> LockFileError:
         return LockFileError(
             asked=f"read the lockfile {self.source}",
-            found=f"line {line}: {found}",
+            found=f"line {line}: {short(found, _LONGEST)}",
             do="Write it again with `shardwise lock`.",
             path=self.source,
             line=line,

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.kernel.signature import Op, signature
 from shardwise.testing.values import Sample
 
-__all__ = ["special_samples"]
+__all__ = ["degrees_of", "special_samples"]
 
 _INFINITE = (float("inf"), float("-inf"), float("nan"))
 # Per dtype the binary exponent of numbers far from 1. Samples of solvers are in double precision, and larger numbers
@@ -37,10 +37,22 @@ _MEETS_PADDING = {
     "convolution": ("weight",),
     "convolution_backward": ("weight", "grad_output"),
 }
+# The operand of an orthogonal polynomial that is its degree: its fraction is cut off, and below 0 the value is 0. An
+# infinite degree has no meaning; what becomes of it depends on the processor. These calls get no NaN elsewhere: up to
+# torch 2.13 at least, most recurrences end before their first step then, and return what the memory of their result
+# held, such as the value of the element before: https://github.com/pytorch/pytorch/issues/187761. So one device differs
+# from itself there.
+_DEGREES = {"_polynomial_": ("n",)}
+_WHOLE = (*map(float, range(13)), 2.5, -1.0, -0.0)
 # A tensor of so many elements shows more than one kind of value.
 _ENOUGH = 6
 # The kinds of calls by number: 0 has zeros and numbers far from 1, the last nothing but -0.0.
 _INFINITIES = 1
+
+
+def degrees_of(op: Op) -> tuple[str, ...]:
+    """The names of the arguments that an op takes as whole numbers, although they are floating."""
+    return next((names for part, names in _DEGREES.items() if part in op.__name__), ())
 
 
 def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample]:
@@ -50,6 +62,7 @@ def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample
     kinds: Sequence[int] = (0, 2) if op.__name__.startswith(_FINITE) else range(3)
     finite_with = [flag for name, flag in _FINITE_WITH.items() if op.__name__.startswith(name)]
     meets_padding = _MEETS_PADDING.get(op.__name__.partition(".")[0], ())
+    degrees = degrees_of(op)
     bases = [call for call in samples if any(_takes(t) and t.numel() >= _ENOUGH for t in _tensors(op, call))]
     special: list[Sample] = []
     for seed, call in enumerate(bases[:most]):
@@ -62,7 +75,9 @@ def special_samples(op: Op, samples: Sequence[Sample], most: int) -> list[Sample
             values = [
                 value
                 if arg.is_out or (kind == _INFINITIES and is_padded and arg.name in meets_padding)
-                else _with_special(value, kind, generator)
+                else _with_degrees(value, kind, generator)
+                if arg.name in degrees
+                else _with_special(value, kind, generator, _INFINITE[:2] if degrees else _INFINITE)
                 for arg, value in pairs
             ]
             special.append(signature(op).unbind(values))
@@ -79,23 +94,32 @@ def _takes(tensor: Tensor) -> bool:
     return tensor.dtype in _FAR
 
 
-def _with_special(value: Any, kind: int, generator: torch.Generator) -> Any:
+def _with_special(value: Any, kind: int, generator: torch.Generator, infinite: Sequence[float]) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_with_special(v, kind, generator) for v in value]
+        return [_with_special(v, kind, generator, infinite) for v in value]
     if not isinstance(value, Tensor) or not _takes(value):
         return value
     if value.is_complex():
         parts = torch.view_as_real(value.resolve_conj())
         drawn = torch.view_as_complex(_drawn(parts, _FAR[value.dtype], kind, generator, ()).contiguous())
     else:
-        drawn = _drawn(value, _FAR[value.dtype], kind, generator)
+        drawn = _drawn(value, _FAR[value.dtype], kind, generator, infinite)
     # The order of the strides is the call's.
     return torch.empty_like(value).copy_(drawn)
 
 
-def _drawn(
-    value: Tensor, far: int, kind: int, generator: torch.Generator, infinite: Sequence[float] = _INFINITE
-) -> Tensor:
+def _with_degrees(value: Any, kind: int, generator: torch.Generator) -> Any:
+    """Degrees in place of a tensor or of a number; with NaN in the calls that have infinities."""
+    choices = torch.tensor((*_WHOLE, float("nan")) if kind == _INFINITIES else _WHOLE, dtype=torch.float64)
+    if not isinstance(value, Tensor):
+        return float(choices[torch.randint(len(choices), (), generator=generator)])
+    if not _takes(value):
+        return value
+    drawn = choices[torch.randint(len(choices), value.shape, generator=generator)]
+    return torch.empty_like(value).copy_(drawn)
+
+
+def _drawn(value: Tensor, far: int, kind: int, generator: torch.Generator, infinite: Sequence[float]) -> Tensor:
     if kind == 2:  # noqa: PLR2004  the last of three
         return torch.full_like(value, -0.0)
     choices = (0.0, -0.0, 2.0**far, -(2.0**far), 2.0**-far) if kind == 0 else (*infinite, 0.0, -0.0)

@@ -28,6 +28,7 @@ from shardwise.rule.lowering import LocalCall
 from shardwise.testing.partials import place
 from shardwise.testing.rounding import Rounding, rounds, sizes_of
 from shardwise.testing.simulated import Coordinate, RankError, SilentComm, SimulatedComm, run_ranks
+from shardwise.testing.special_values import degrees_of
 from shardwise.tools.one_device import on_one_device
 
 __all__ = ["TOLERANCE", "Answer", "Case", "Illegal", "Trial"]
@@ -178,6 +179,9 @@ class Trial:
                 else torch.full_like(size, float(size.nan_to_num(0, 0, 0).max()))
                 for size in sizes
             ]
+        # A degree that is moved is another degree.
+        degrees = degrees_of(self.op)
+        sizes = [None if name in degrees else size for name, size in zip(self.operand_names, sizes, strict=False)]
         expected = (*self.expected.tensors, *self.expected.operands)
         sizes = [*sizes, *[None] * self.outs]
         return Rounding(whole, self.operands, sizes, expected, torch.Tag.pointwise in self.op.tags, self.random)

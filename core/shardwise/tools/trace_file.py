@@ -10,6 +10,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from shardwise.errors import TimelineFileError
+from shardwise.kernel.foreign_files import read_bytes, reason, short
 from shardwise.program.amounts import size_text
 from shardwise.program.lock_patterns import collapsed
 from shardwise.program.plan_file import starred
@@ -175,17 +176,19 @@ class Trace:
 def read_trace(path: Path) -> Trace:
     """The timeline of a file. Raises :class:`TimelineFileError` for a file that is not one."""
     try:
-        content = json.loads(path.read_bytes().decode())
-    except OSError as error:
-        raise _wrong(path, error.strerror or str(error)) from error
+        data = read_bytes(path)
+    except (OSError, ValueError) as error:
+        raise _wrong(path, reason(error)) from error
+    try:
+        content = json.loads(data.decode())
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise _wrong(path, f"it is not JSON, or cut short: {str(error) or type(error).__name__}") from error
+        raise _wrong(path, f"it is not JSON, or cut short: {short(error) or type(error).__name__}") from error
     about = content.get("otherData") if isinstance(content, dict) else None
     version = about.get("shardwise_timeline") if isinstance(about, dict) else None
     if version is None:
         raise _wrong(path, "it is not a timeline of shardwise")
     if version != VERSION:
-        raise _wrong(path, f"it is of version {version}, and this release reads version {VERSION}")
+        raise _wrong(path, f"it is of version {short(version)}, and this release reads version {VERSION}")
     events = content.get("traceEvents")
     if not isinstance(events, list):
         raise _wrong(path, "it has no list of events")

@@ -1,0 +1,100 @@
+"""Ranks whose process has ended without a word: killed, out of memory, crashed, or left by ``os._exit``.
+
+Such a rank writes no note. What is left of it are closed connections, and a backend names the neighbour's address by
+them, if anything. So the ranks of a host write which processes they are. A rank that waits, or whose collective has
+failed, looks whether those still run. Of a process on another host nothing is known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Collection
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from attrs import frozen
+
+from shardwise.comm.failure_notes import GONE, Note, World
+
+__all__ = ["Process", "gone_rank", "learn_processes", "tell_process"]
+
+_OVER = ("Z", "X")  # the states of a process that has ended and whose status its parent has not read
+
+
+@frozen
+class Process:
+    """A process of this host by its number, and when it began: a number may be given to another process later."""
+
+    number: int
+    began: str
+
+    @classmethod
+    def of(cls, number: int) -> Process:
+        """The process that has a number now."""
+        return cls(number, _status(number)[1])
+
+    def is_gone(self) -> bool:
+        """Whether it has ended."""
+        try:
+            os.kill(self.number, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # it is there and belongs to somebody else
+            return False
+        state, began = _status(self.number)
+        return state in _OVER or began != self.began
+
+
+def _status(number: int) -> tuple[str, str]:
+    """The state of a process and when it began; both are empty where the system does not say."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text()
+    except OSError:
+        return "", ""
+    fields = text.rpartition(")")[2].split()  # the name before it may have spaces
+    return fields[0], fields[19]
+
+
+@cache
+def _place() -> str:
+    """Where the number of a process counts: a host, since its last start, and a name space of processes."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with suppress(OSError):
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def _key(world: World) -> str:
+    return f"{world.prefix}/processes/{_place()}"
+
+
+def tell_process(world: World) -> None:
+    """Write which process this rank is."""
+    process = Process.of(os.getpid())
+    with suppress(RuntimeError, NotImplementedError):
+        world.store.append(_key(world), f"{json.dumps([world.rank, process.number, process.began])}\n")
+
+
+def learn_processes(world: World) -> None:
+    """Read which processes the other ranks of this host are."""
+    with suppress(RuntimeError, NotImplementedError):
+        if world.store.check([_key(world)]):
+            lines = world.store.get(_key(world)).decode().splitlines()
+            processes = {rank: Process(number, began) for rank, number, began in map(json.loads, lines)}
+            world.processes = {rank: process for rank, process in processes.items() if rank != world.rank}
+
+
+def gone_rank(world: World, ranks: Collection[int]) -> Note | None:
+    """A final note about the first of some ranks whose process is known to have ended; None where no rank's is."""
+    learn_processes(world)
+    for rank, process in sorted(world.processes.items()):
+        if rank in ranks and process.is_gone():
+            text = f"its process, {process.number}, has ended without a word"
+            return Note(rank, "", GONE, text, GONE, 1, is_final=True)
+    return None
