@@ -45,6 +45,7 @@ class ShortProblem:
         if whole.held_rows or whole.held_rests:
             return None
         problem.price, problem.pinned = whole.price, whole.pinned & problem.free
+        problem.room, problem.over_room = whole.room, whole.over_room
         parts = [self.step.part_of(start, problem.resting) for start in starts]
         for part in parts:
             part.cost = problem.cost(part)

@@ -27,7 +27,7 @@ def local_bytes(meta: TensorMeta, layout: Places, mesh_shape: Sequence[int]) -> 
 
 @define(eq=False)
 class StepMemory:
-    """The memory of a step on one rank.
+    """The memory of a step on one rank: what is alive in all of it, and what forward leaves for backward.
 
     ``state`` is the bytes of a parameter with its gradient and its optimizer's states, over those of the parameter.
     Other tensors count that are made in forward and used in backward; views count as the tensor that they are of.
@@ -37,6 +37,8 @@ class StepMemory:
     state: Fraction
     #: The tensors that count, by number, with what their bytes are multiplied by.
     kept: dict[int, Fraction] = field(init=False)
+    #: The parameters with a gradient.
+    parameters: frozenset[int] = field(init=False)
     _known: dict[object, int] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -48,16 +50,31 @@ class StepMemory:
         }
         kept = [t for t in sorted(used) if t in made]
         parameters = sorted({s.leaf for s in graph.sinks if s.leaf is not None and tensors[s.leaf].root == s.leaf})
+        self.parameters = frozenset(parameters)
         self.kept = {**dict.fromkeys(kept, Fraction(1)), **dict.fromkeys(parameters, self.state)}
+
+    def after_forward(self) -> StepMemory:
+        """The same, where what is alive when forward has ended counts alone: there are no gradients yet."""
+        new = StepMemory(self.graph, self.state)
+        new.kept = {t: times - (t in self.parameters) for t, times in self.kept.items()}
+        return new
+
+    def after_backward(self) -> StepMemory:
+        """The same, where what is alive when backward has ended counts alone."""
+        new = StepMemory(self.graph, self.state)
+        new.kept = dict.fromkeys(sorted(self.parameters), self.state)
+        return new
 
     def kept_bytes(self, tensor: int, layout: Places) -> int:
         """What a rank keeps of a tensor that lies so."""
         times = self.kept.get(tensor)
-        if times is None:
-            return 0
+        return 0 if times is None else int(self.local(tensor, layout) * times)
+
+    def local(self, tensor: int, layout: Places) -> int:
+        """The bytes of a rank's part of a tensor that lies so."""
         spec = self.graph.tensors[tensor].spec
         key = (spec.tensor_meta, layout)
         nbytes = self._known.get(key)
         if nbytes is None:
             nbytes = self._known[key] = local_bytes(spec.tensor_meta, layout, spec.mesh_shape)
-        return int(nbytes * times)
+        return nbytes
