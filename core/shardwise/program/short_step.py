@@ -136,10 +136,12 @@ def shortened(graph: StepGraph) -> ShortStep | None:
         if operands is None:
             return None
         calls.append(evolve(graph.calls[place], operands=operands))
+    # A gradient may be made among the calls of the next layer: that of the last layer before the gap is then the one
+    # that the first layer behind it makes.
     sinks = tuple(
-        sink
+        evolve(sink, leaf=None if sink.leaf is None else tensors.get(sink.leaf, sink.leaf))
         for sink in graph.sinks
-        if layers.of_tensor(sink.tensor) not in gap and (sink.leaf is None or layers.of_tensor(sink.leaf) not in gap)
+        if layers.of_tensor(sink.tensor) not in gap
     )
     nodes = tuple(evolve(node, root=tensors.get(node.root, node.root)) for node in graph.tensors)
     index = {place: k for k, place in enumerate(places)}

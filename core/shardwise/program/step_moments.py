@@ -28,21 +28,13 @@ class StepMoments:
     problem: StepProblem
     #: By tensor, the last call that uses it, or a view of it.
     _last: dict[int, int] = field(factory=dict, init=False)
-    #: By view and call, the operand that it shares its memory with.
-    _viewed: dict[int, int] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         graph = self.problem.graph
-        root = [node.root for node in graph.tensors]
         for t, uses in graph.uses.items():
             last = max(place for place, _ in uses)
-            for one in {t, root[t]}:
+            for one in graph.sharing(t):
                 self._last[one] = max(last, self._last.get(one, last))
-        for call in graph.calls:
-            for r in call.results:
-                if r is not None and root[r] != r:
-                    of = (i for i, t in enumerate(call.operands) if t is not None and root[t] == root[r])
-                    self._viewed[r] = next(of, -1)
 
     def held(self, assignment: Assignment) -> Bytes:
         """By call, the bytes that a rank holds while it runs."""
@@ -62,7 +54,7 @@ class StepMoments:
                 if t is None:
                     continue
                 made, rests = problem.made(assignment, t), problem.rests(assignment, t)
-                is_new = t not in self._viewed or self._viewed[t] in moved
+                is_new = t not in graph.viewed or graph.viewed[t][1] in moved
                 if made != rests and is_new:
                     here[place] += self._bytes(t, made)
                 last = self._last.get(t, place)

@@ -314,8 +314,28 @@ class StepProblem:
 
     def nbytes(self, assignment: Assignment) -> int:
         """What a rank keeps: the state of all parameters, and what forward leaves for backward."""
-        assert self.memory is not None
-        return sum(self.memory.kept_bytes(t, self.rests(assignment, t)) for t in self.memory.kept)
+        memory = self.memory
+        assert memory is not None
+        copies = (
+            memory.copied_bytes(place, i, self._source(assignment, place, i), self.used(assignment, place, i))
+            for place, i in memory.copies
+        )
+        return sum(memory.kept_bytes(t, self.rests(assignment, t)) for t in memory.kept) + sum(copies)
+
+    def _source(self, assignment: Assignment, place: int, operand: int) -> Places:
+        t = self.graph.calls[place].operands[operand]
+        assert t is not None
+        return self.rests(assignment, t)
+
+    def keeps_copy(self, place: int, operand: int) -> bool:
+        """Whether what a rank keeps of a copy of an operand costs something."""
+        return bool(self.price) and self.memory is not None and (place, operand) in self.memory.copies
+
+    def copy_cost(self, place: int, operand: int, src: Places, dst: Places) -> int:
+        """The price of what a rank keeps of the copy that brings an operand to a call."""
+        if self.memory is None or not self.keeps_copy(place, operand):
+            return 0
+        return min(int(self.memory.copied_bytes(place, operand, src, dst) * self.price), FORBIDDEN)
 
     def cost(self, assignment: Assignment) -> int:
         """Nanoseconds of the step under an assignment."""
@@ -324,7 +344,8 @@ class StepProblem:
             total += self.own_cost(place, assignment.rows[place])
             for i, t in enumerate(call.operands):
                 if t is not None:
-                    total += self.operand_cost(place, i, self.rests(assignment, t), self.used(assignment, place, i))
+                    src, dst = self.rests(assignment, t), self.used(assignment, place, i)
+                    total += self.operand_cost(place, i, src, dst) + self.copy_cost(place, i, src, dst)
             for t in call.results:
                 if t is None:
                     continue
@@ -358,6 +379,10 @@ class StepProblem:
         return root in self.graph.written and any(
             r is not None and self.graph.tensors[r].root == root for r in call.results
         )
+
+    def share_moves(self, other: StepProblem) -> None:
+        """Know the costs of moves that another problem on the same mesh knows, and the other way round."""
+        self._moves = other._moves
 
     def forget_searches(self) -> None:
         """Give back the memory of the searches; costs stay known."""

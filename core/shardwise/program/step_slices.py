@@ -170,6 +170,19 @@ class Slices:
         result: Costs = known
         return result
 
+    def copies(self, place: int, operand: int, sources: Layouts, targets: Layouts) -> Costs:
+        """The price of what is kept of the copy of an operand, by source and target."""
+        t = self._problem.graph.calls[place].operands[operand]
+        assert t is not None
+        key = ("copies", self._problem.price, self._meta(t), id(sources), id(targets))
+        known = self._known.get(key)
+        if known is None:
+            cost = self._problem.copy_cost
+            each = [[cost(place, operand, a, b) for b in targets.each] for a in sources.each]
+            known = self._known[key] = np.array(each, np.int64)
+        result: Costs = known
+        return result
+
     def _open_moves(self, t: int, sources: Layouts, targets: Layouts) -> Costs:
         key = ("open", self._meta(t), id(sources), id(targets))
         known = self._known.get(key)
