@@ -22,7 +22,10 @@ from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_rows import Choices
 from shardwise.program.step_slices import placed
 
-__all__ = ["replayed"]
+__all__ = ["DEEPEST", "replayed"]
+
+DEEPEST = 8
+"""How deep tags look at most: deeper ones tell more calls apart, and make more plans."""
 
 _Key: TypeAlias = tuple[int, Layouts]
 """By what a run knows a call: its digest, and how its operands lie."""

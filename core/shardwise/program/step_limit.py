@@ -16,8 +16,10 @@ from attrs import define, field, frozen
 from shardwise.errors import MemoryPlanError
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_bound import WorkTable, step_bound
+from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_moments import StepMoments
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
@@ -29,6 +31,9 @@ _RAISES = 12  # of the price, by _RAISE each
 _RAISE = 8
 _HALVINGS = 4  # of the interval between a price that is too low and one that is enough
 _NARROWINGS = 6  # of the room of a call, each to half of it or less
+_SEVERAL = 3  # mesh dims up to which a step is bounded at two prices
+_SPARE = 256  # of the limit, this part
+_FEWER = 3  # layers, until what a run by decisions does fits as well
 _LEAST_ROOM = 4  # of the limit, this part: while less is left beside what is kept, a higher price comes first
 _PARTS = 256  # of what is FORBIDDEN: forty doublings of the room in every call are still far less
 _NAMED = 6  # tensors that an error names
@@ -84,7 +89,31 @@ class PricedSearch:
                 break
             middle = Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5)
             self._try(middle, [low.found])
+        self._mix(limit)
         return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
+
+    def _mix(self, limit: int) -> None:
+        """Try what holds too much in as many layers as the limit allows, and what holds less in the others.
+
+        A little is left, for what a rehearsal holds and is not counted.
+        """
+        low, high = self._around(limit)
+        if self.short is None or low is None:
+            return
+        step, most = self.short.step, limit - limit // _SPARE
+        fits, too_many = 0, step.count
+        while too_many - fits > 1:
+            layers = (fits + too_many) // 2
+            mixed = self._as_tried(high.price, step.mixed(low.found, high.found, layers))
+            fits, too_many = (fits, layers) if mixed.nbytes > most else (layers, too_many)
+        for layers in range(fits, max(0, fits - _FEWER), -1):
+            # Calls that look the same do the same, which may hold more again: in a layer beside the others.
+            followed = replayed(self.problem, step.mixed(low.found, high.found, layers), DEEPEST)
+            mixed = high if followed is None else self._as_tried(high.price, followed)
+            if mixed is not high and mixed.nbytes <= most and mixed.found.cost < high.found.cost:
+                self._tried.append(mixed)
+                self._done.append(mixed)
+                return
 
     def peak(self, assignment: Assignment) -> int:
         """The most bytes that a rank holds at a time."""
@@ -108,17 +137,19 @@ class PricedSearch:
         With a price on each byte less than the limit is worth nothing: the bound of the priced problem, less the price
         of all bytes of the limit, is a bound. The bytes are those of one moment, the end of forward or of backward.
         """
-        tried = [min(self._tried, key=lambda one: one.price)]
-        if limit is not None and self._within(limit):
-            tried += [one for one in self._around(limit) if one is not None and one not in tried]
-        return max(self._bound_at(one, limit or 0, work) for one in tried)
+        if limit is None or not any(one.nbytes > limit for one in self._tried):
+            return self._bound_at(min(self._tried, key=lambda one: one.price), limit or 0, work)
+        low, high = self._around(limit)
+        # On many mesh dims a bound takes minutes, and the two prices are close to each other.
+        several = low is not None and self.problem.graph.mesh.ndim <= _SEVERAL
+        return max(self._bound_at(one, limit, work) for one in ((low, high) if several else (high,)) if one is not None)
 
     def _bound_at(self, tried: _Tried, limit: int, work: WorkTable) -> int:
         problem, memory = self.problem, self.problem.memory
         assert memory is not None
         problem.price = tried.price
         try:
-            each = []
+            each: list[tuple[int, int, StepMemory, Assignment]] = []
             for problem.memory in (memory.after_forward(), memory.after_backward()):
                 priced = tried.found.copy()
                 priced.cost = problem.cost(priced)
@@ -138,7 +169,6 @@ class PricedSearch:
         return low, min(high or self._within(limit), key=lambda t: t.price)
 
     def _raise_price(self, limit: int) -> None:
-        problem = self.problem
         last = self._narrowed(max(self._tried, key=lambda tried: tried.price), limit)
         highest = Fraction(FORBIDDEN, 64 * max(last.nbytes, 1))
         price = last.price * _RAISE or Fraction(max(last.found.cost, 1), max(last.nbytes, 1)) * _FIRST_PRICE
@@ -187,7 +217,10 @@ class PricedSearch:
             found = solved(priced)
         finally:
             problem.price, problem.room = Fraction(0), None
-        found = found.copy()
+        return self._as_tried(price, found.copy())
+
+    def _as_tried(self, price: Fraction, found: Assignment) -> _Tried:
+        problem = self.problem
         found.cost = problem.cost(found)
         nbytes, at = self._moments.peak_and_place(found)
         running = 0 if at is None else problem.running_bytes(at, found.rows[at])

@@ -13,6 +13,8 @@ import numpy as np
 from attrs import define, field
 from numpy.typing import NDArray
 
+from shardwise.program.step_graph import Places
+
 if TYPE_CHECKING:
     from shardwise.program.step_problem import Assignment, StepProblem
 
@@ -95,7 +97,7 @@ class StepMoments:
                 total += int(self._bytes(t, layout) * times)
         return total
 
-    def _bytes(self, t: int, layout: tuple[object, ...]) -> int:
+    def _bytes(self, t: int, layout: Places) -> int:
         memory = self.problem.memory
         assert memory is not None
         return memory.local(t, layout)
