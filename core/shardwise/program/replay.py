@@ -34,14 +34,14 @@ _MOST_CALLS = 40_000
 """Calls that are gone through in search of better decisions for those that look the same."""
 
 
-def replayed(problem: StepProblem, assignment: Assignment, depth: int) -> Assignment | None:
+def replayed(problem: StepProblem, assignment: Assignment, depth: int, tries: int | None = None) -> Assignment | None:
     """The cheapest assignment found that a run by decisions follows, from one that it may not; None if none is legal.
 
-    Tags look ``depth`` ops deep. The assignment is a new one.
+    Tags look ``depth`` ops deep. The assignment is a new one. ``tries`` counts other decisions that are tried.
     """
     replay = _Replay(problem, assignment, depth)
     best = replay.run({})
-    tries = _MOST_CALLS // max(len(problem.graph.calls), 1)
+    tries = _MOST_CALLS // max(len(problem.graph.calls), 1) if tries is None else tries
     chosen: dict[_Key, Decision] = {}
     for key, decision in list(replay.alternatives())[:tries]:
         if best is not None and best.cost <= assignment.cost:

@@ -33,8 +33,8 @@ _HALVINGS = 4  # of the interval between a price that is too low and one that is
 _NARROWINGS = 6  # of the room of a call, each to half of it or less
 _SEVERAL = 3  # mesh dims up to which a step is bounded at two prices
 _SPARE = 256  # of the limit, this part
-_FEWER = 3  # layers, until what a run by decisions does fits as well
-_LEAST_ROOM = 4  # of the limit, this part: while less is left beside what is kept, a higher price comes first
+_FEWER = 4  # numbers of layers, until what a run by decisions does fits as well
+_LEAST_ROOM = 8  # of the limit, this part: while less is left beside what is kept, a higher price comes first
 _PARTS = 256  # of what is FORBIDDEN: forty doublings of the room in every call are still far less
 _NAMED = 6  # tensors that an error names
 
@@ -87,8 +87,12 @@ class PricedSearch:
             low, high = self._around(limit)
             if low is None:
                 break
-            middle = Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5)
-            self._try(middle, [low.found])
+            if low.price == high.price:
+                self._room = math.isqrt((low.room or limit) * (high.room or limit))
+                self._try(high.price, [low.found])
+            else:
+                self._room = high.room
+                self._try(Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5), [low.found])
         self._mix(limit)
         return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
 
@@ -106,13 +110,17 @@ class PricedSearch:
             layers = (fits + too_many) // 2
             mixed = self._as_tried(high.price, step.mixed(low.found, high.found, layers))
             fits, too_many = (fits, layers) if mixed.nbytes > most else (layers, too_many)
-        for layers in range(fits, max(0, fits - _FEWER), -1):
-            # Calls that look the same do the same, which may hold more again: in a layer beside the others.
-            followed = replayed(self.problem, step.mixed(low.found, high.found, layers), DEEPEST)
+        each = max(1, (low.nbytes - high.nbytes) // step.count)
+        for _ in range(_FEWER):
+            # Calls that look the same do the same, so that more layers than these may hold too much.
+            followed = replayed(self.problem, step.mixed(low.found, high.found, fits), DEEPEST, tries=0)
             mixed = high if followed is None else self._as_tried(high.price, followed)
             if mixed is not high and mixed.nbytes <= most and mixed.found.cost < high.found.cost:
                 self._tried.append(mixed)
                 self._done.append(mixed)
+                return
+            fits -= max(1, -(-(mixed.nbytes - most) // each))
+            if fits <= 0:
                 return
 
     def peak(self, assignment: Assignment) -> int:
@@ -163,10 +171,16 @@ class PricedSearch:
         return [tried for tried in self._tried if tried.nbytes <= limit]
 
     def _around(self, limit: int) -> tuple[_Tried | None, _Tried]:
-        """What was tried at the highest price that is too low, and at the lowest above it that is enough."""
-        low = max((t for t in self._tried if t.nbytes > limit), key=lambda t: t.price, default=None)
-        high = [t for t in self._within(limit) if low is None or t.price > low.price]
-        return low, min(high or self._within(limit), key=lambda t: t.price)
+        """What was tried at the highest price that is too low, and at the lowest above it that is enough. Of equal
+        prices the one with less room is the higher one.
+        """
+
+        def height(tried: _Tried) -> tuple[Fraction, int]:
+            return tried.price, -(tried.room or 0)
+
+        low = max((t for t in self._tried if t.nbytes > limit), key=height, default=None)
+        high = [t for t in self._within(limit) if low is None or height(t) > height(low)]
+        return low, min(high or self._within(limit), key=height)
 
     def _raise_price(self, limit: int) -> None:
         last = self._narrowed(max(self._tried, key=lambda tried: tried.price), limit)

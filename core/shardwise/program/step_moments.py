@@ -2,7 +2,8 @@
 
 A tensor is alive from the call that makes it to the last one that uses it, in the layout in which it rests. While a
 call runs there are also the operands that were moved for it, and its results before they are moved. Parameters and the
-optimizer's states are alive all the time, a gradient from where it is made to the end.
+optimizer's states are alive all the time, a gradient from where it is made to the end. So are the result of the step
+and the gradient that its backward pass starts from, which the last call of forward takes and makes.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class StepMoments:
             last = max(place for place, _ in uses)
             for one in graph.sharing(t):
                 self._last[one] = max(last, self._last.get(one, last))
+        forward = [call for call in graph.calls if call.phase == "forward"]
+        ends = (*forward[-1].operands, *forward[-1].results) if len(forward) < len(graph.calls) and forward else ()
+        self._last.update({one: len(graph.calls) for t in ends if t is not None for one in graph.sharing(t)})
 
     def held(self, assignment: Assignment) -> Bytes:
         """By call, the bytes that a rank holds while it runs."""
