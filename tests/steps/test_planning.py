@@ -32,6 +32,7 @@ from shardwise.errors import (
 from shardwise.program.plan_file import parse
 from shardwise.program.step_plan import read_plan
 from shardwise.steps.planning import PLAN_PHASES
+from shardwise.steps.search import PlanSearch
 from shardwise.testing import mesh
 from shardwise.tools.rehearse import rehearse
 
@@ -187,6 +188,53 @@ def test_a_limit_on_memory_is_kept(unlimited, part):
     assert planned.cost >= unlimited.cost
     assert 0 < planned.bound <= planned.cost
     assert planned.differences == ()
+
+
+class Wide(nn.Module):
+    """Keeps nothing for a backward pass, and holds much while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 1024))
+
+    def forward(self, x):
+        return torch.relu(x @ self.weight).sum(0)
+
+
+def wide(on):
+    model = sw.distribute_module(Wide(), on, src_data_rank=None)
+    x = sw.distribute_tensor(torch.ones(64, 8), on, [Replicate()] * on.ndim, src_data_rank=None)
+    with torch.no_grad():
+        model(x).redistribute(placements=[Replicate()] * on.ndim)
+
+
+@pytest.mark.parametrize(("shape", "part"), [((4,), 2), ((2, 2), 2), ((2, 2), 3)])
+def test_what_an_op_holds_while_it_runs_is_planned(shape, part):
+    """Whole tensors are the cheapest, and hold 512 KiB in one op."""
+    free = sw.plan(wide, shape)
+    assert free.rehearsal.memory.peak > 512 << 10
+    planned = sw.plan(wide, shape, memory=(512 << 10) // part)
+    assert planned.rehearsal.memory.peak <= (512 << 10) // part
+    assert planned.cost > free.cost
+    with pytest.raises(MemoryPlanError, match=r"KiB of it in aten\.\w+"):
+        sw.plan(wide, shape, memory=64 << 10)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt on 2x2"])
+def test_the_memory_that_a_plan_counts_is_what_its_rehearsal_holds(name):
+    program, shape, names = PROGRAMS[name]
+    counted = {}
+    accepts = PlanSearch.accepts
+
+    def measured(self, solved, memory):
+        counted[memory.later_peak] = self._priced.peak(solved.best)
+        return accepts(self, solved, memory)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanSearch, "accepts", measured)
+        sw.plan(program, shape, names)
+    ((later_peak, count),) = counted.items()
+    assert count == pytest.approx(later_peak, rel=0.02)
 
 
 def test_a_limit_that_nothing_keeps_names_what_fills_it():

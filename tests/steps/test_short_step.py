@@ -81,6 +81,29 @@ def test_an_assignment_of_a_short_step_is_one_of_all_layers():
         assert whole.cost(again) == start.cost < FORBIDDEN
 
 
+def test_every_parameter_of_a_short_step_has_its_gradient():
+    """Also that of the last layer before the gap, whose gradient may be made among the calls of the next one."""
+    with fake_mesh(2, 2) as mesh:
+        short = shortened(recorded(mesh))
+        used = {t for call in short.graph.calls for t in call.operands}
+        parameters = {t.number for t in short.graph.tensors if t.name and t.number in used}
+        leaves = [sink.leaf for sink in short.graph.sinks if sink.leaf is not None]
+        assert sorted(leaves) == sorted(parameters)
+
+
+def test_layers_of_two_assignments_are_mixed():
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh)
+        short, problem = shortened(graph), StepProblem(graph, WorkCosts(graph))
+        one, other = problem.as_recorded(), problem.as_replicated()
+        assert short.count == LAYERS
+        assert short.mixed(one, other, 0).is_same(other)
+        half = short.mixed(one, other, LAYERS // 2)
+        for place, layer in enumerate(short.layers):
+            first = layer is not None and layer < LAYERS // 2
+            assert half.rows[place] == (one if first else other).rows[place]
+
+
 @pytest.mark.parametrize("inner", [(4 * WIDTH,) * 4, (*[4 * WIDTH] * 6, 2 * WIDTH, *[4 * WIDTH] * 6)])
 def test_few_layers_and_such_that_differ_are_solved_as_they_are(inner):
     with fake_mesh(2, 2) as mesh:

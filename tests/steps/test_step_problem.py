@@ -16,13 +16,16 @@ from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shared_moves import keeping_moves
+from shardwise.errors import MemoryPlanError
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
 from shardwise.program import joint_bound, step_solution
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.step_bound import step_bound
+from shardwise.program.step_limit import PricedSearch
 from shardwise.program.step_memory import StepMemory
+from shardwise.program.step_moments import StepMoments
 from shardwise.program.step_problem import StepProblem
 from shardwise.program.step_solution import exchanged, solve_step
 from shardwise.steps.costs import WorkCosts
@@ -407,6 +410,64 @@ def test_exchanged_mesh_dims_are_found():
             assert exchanged(free, turned, 0, 1).is_same(start)
         with_exchanges = solve_step(free, [free.as_recorded()], exchanges=True)
         assert with_exchanges.cost <= solve_step(free, [free.as_recorded()]).cost
+
+
+# -- what a call holds while it runs -------------------------------------------------------------------------------
+
+
+def with_memory(mesh, make, seed):
+    """The problem of a step with its memory, and the starts and the work that its search takes."""
+    _, problem, costs, _ = recorded(make(mesh, seed))
+    problem = StepProblem(problem.graph, costs, frozenset(), StepMemory(problem.graph, Fraction(4)))
+    return problem, [problem.as_recorded(), problem.as_replicated()], work_of(problem, costs)
+
+
+def costs_within(problem):
+    """By limit on the bytes of a rank, the least cost of all assignments that keep it."""
+    moments = StepMoments(problem)
+    every = sorted(
+        (moments.peak(one), cost) for one in every_assignment(problem) if (cost := problem.cost(one)) < FORBIDDEN
+    )
+    least = {}
+    for peak, cost in every:
+        if cost < min(least.values(), default=FORBIDDEN):
+            least[peak] = cost
+    return least
+
+
+@pytest.mark.parametrize("seed", SOME_SEEDS)
+@pytest.mark.parametrize(("make", "shape"), [(chain, (4,)), (pair, (2, 3))])
+def test_where_any_assignment_keeps_a_limit_one_is_found_and_none_is_below_the_bound(make, shape, seed):
+    with fake_mesh(*shape) as mesh:
+        problem, starts, work = with_memory(mesh, make, seed)
+        moments = StepMoments(problem)
+        within = costs_within(problem)
+        for limit, least in within.items():
+            search = PricedSearch(problem, starts)
+            best = search.best(limit)
+            assert moments.peak(best) <= limit
+            assert best.cost == problem.cost(best)
+            assert search.bound(limit, work) <= least <= best.cost
+        assert best.cost == least  # the last limit is none
+        search = PricedSearch(problem, starts)
+        with pytest.raises(MemoryPlanError, match="of it in"):
+            search.best(min(within) - 1)
+
+
+def test_what_holds_more_than_the_room_costs_the_more_the_more_it_holds():
+    with fake_mesh(4) as mesh:
+        problem, starts, _ = with_memory(mesh, chain, 0)
+        place, rows = 0, starts[0].rows[0]
+        nbytes = problem.running_bytes(place, rows)
+        before = problem.own_cost(place, rows)
+        problem.over_room = 1000
+        costs = []
+        for problem.room in (None, nbytes, nbytes - 1, nbytes // 2, nbytes // 3, nbytes // 4):
+            costs.append(problem.own_cost(place, rows) - before)
+        assert costs[:2] == [0, 0]
+        assert costs == sorted(costs)
+        assert costs[3] == pytest.approx(1000, rel=0.01)
+        assert costs[5] == pytest.approx(2000, rel=0.01)
 
 
 # -- costs that are searched for when a solution has them --------------------------------------------------------------

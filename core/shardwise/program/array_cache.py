@@ -30,12 +30,25 @@ class ArrayCache:
     def __init__(self) -> None:
         self._results: dict[tuple[Any, ...], Any] = {}
         self._contents: dict[tuple[Any, ...], Costs] = {}
+        self._snapshots: dict[tuple[Any, ...], Costs] = {}
+        #: Orders of elimination by the structure of a network.
+        self.orders: dict[Any, Any] = {}
 
     def interned(self, costs: Costs) -> Costs:
         """The first array with these contents, where they are few."""
         if costs.size > _KEPT:
             return costs
         return self._contents.setdefault((costs.shape, costs.tobytes()), costs)
+
+    def snapshot(self, costs: Costs) -> Costs:
+        """An array with these contents that stays so, where they are few: this one may be changed later."""
+        if costs.size > _KEPT:
+            return costs.copy()
+        key = (costs.shape, costs.tobytes())
+        known = self._snapshots.get(key)
+        if known is None:
+            known = self._snapshots[key] = costs.copy()
+        return known
 
     def transposed(self, costs: Costs) -> Costs:
         return self._once(("transposed", id(costs)), (costs,), lambda: np.ascontiguousarray(costs.T))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from shardwise.program.array_cache import ArrayCache
 from shardwise.program.cost_graph import CostGraph
 from shardwise.program.descent import descend
 from shardwise.program.elimination_order import Order, elimination_order
@@ -34,13 +35,15 @@ def eliminate(graph: CostGraph, limit: int = LIMIT) -> tuple[list[int], int]:
     return _eliminated(graph, network, _exact_order(network, limit))
 
 
-def solve(graph: CostGraph, limit: int = LIMIT, start: Sequence[int] | None = None) -> tuple[list[int], int, bool]:
+def solve(
+    graph: CostGraph, limit: int = LIMIT, start: Sequence[int] | None = None, cache: ArrayCache | None = None
+) -> tuple[list[int], int, bool]:
     """A good solution, never worse than ``start``: states, cost, and whether it is proven to be the optimum.
 
     Where elimination needs tables over the limit, some variables are fixed in turns (see
-    :mod:`shardwise.program.descent`).
+    :mod:`shardwise.program.descent`). With a ``cache`` of earlier solutions only what has changed is computed.
     """
-    network = Network.of(graph)
+    network = Network.of(graph, cache)
     try:
         order = _exact_order(network, limit)
     except TableLimitError:
@@ -58,7 +61,12 @@ def _exact_order(network: Network, limit: int) -> Order:
     def refuse(variable: int, entries: int, _: Mapping[int, set[int]]) -> NoReturn:
         raise TableLimitError(variable, entries, limit)
 
-    return elimination_order(network.sizes, network.neighbours, limit, refuse)
+    orders = network.cache.orders
+    key = (limit, tuple(network.sizes.items()), tuple(network.tables))
+    if key not in orders:
+        orders[key] = elimination_order(network.sizes, network.neighbours, limit, refuse)
+    order: Order = orders[key]
+    return order
 
 
 def _eliminated(graph: CostGraph, network: Network, order: Order) -> tuple[list[int], int]:

@@ -25,7 +25,7 @@ from shardwise.program.step_parts import Factor
 
 __all__ = ["joint_bound"]
 
-_ROUNDS, _WORK = 150, 6_000_000_000
+_ROUNDS, _WORK = 150, 40_000_000_000
 """Rounds at most, and entries of tables that they go through together: minutes, on four mesh dims."""
 
 _PATIENCE, _GAIN = 15, 1e-5

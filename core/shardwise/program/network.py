@@ -24,7 +24,7 @@ class Network:
     @classmethod
     def of(cls, graph: CostGraph, cache: ArrayCache | None = None) -> Network:
         cache = cache or ArrayCache()
-        unary = {v: cache.interned(costs) for v, costs in enumerate(graph.unary)}
+        unary = {v: cache.snapshot(costs) for v, costs in enumerate(graph.unary)}
         tables = merged_tables(graph, cache)
         neighbours: dict[int, set[int]] = {v: set() for v in unary}
         for u, v in tables:
@@ -110,8 +110,11 @@ def merged_tables(graph: CostGraph, cache: ArrayCache | None = None) -> dict[tup
     """The costs of pairs, by (u, v) with u < v; those of parallel pairs are added."""
     cache = cache or ArrayCache()
     tables: dict[tuple[int, int], Costs] = {}
+    still: dict[int, Costs] = {}
     for u, v, given in graph.pairs:
-        costs = given if u < v else cache.transposed(given)
+        if id(given) not in still:
+            still[id(given)] = cache.snapshot(given)
+        costs = still[id(given)] if u < v else cache.transposed(still[id(given)])
         pair = (u, v) if u < v else (v, u)
         tables[pair] = cache.added(tables[pair], costs) if pair in tables else costs
     return tables

@@ -22,7 +22,10 @@ from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_rows import Choices
 from shardwise.program.step_slices import placed
 
-__all__ = ["replayed"]
+__all__ = ["DEEPEST", "replayed"]
+
+DEEPEST = 8
+"""How deep tags look at most: deeper ones tell more calls apart, and make more plans."""
 
 _Key: TypeAlias = tuple[int, Layouts]
 """By what a run knows a call: its digest, and how its operands lie."""
@@ -31,14 +34,14 @@ _MOST_CALLS = 40_000
 """Calls that are gone through in search of better decisions for those that look the same."""
 
 
-def replayed(problem: StepProblem, assignment: Assignment, depth: int) -> Assignment | None:
+def replayed(problem: StepProblem, assignment: Assignment, depth: int, tries: int | None = None) -> Assignment | None:
     """The cheapest assignment found that a run by decisions follows, from one that it may not; None if none is legal.
 
-    Tags look ``depth`` ops deep. The assignment is a new one.
+    Tags look ``depth`` ops deep. The assignment is a new one. ``tries`` counts other decisions that are tried.
     """
     replay = _Replay(problem, assignment, depth)
     best = replay.run({})
-    tries = _MOST_CALLS // max(len(problem.graph.calls), 1)
+    tries = _MOST_CALLS // max(len(problem.graph.calls), 1) if tries is None else tries
     chosen: dict[_Key, Decision] = {}
     for key, decision in list(replay.alternatives())[:tries]:
         if best is not None and best.cost <= assignment.cost:

@@ -34,7 +34,10 @@ class ShortProblem:
         rows = [whole.choices[place].rows for place in step.places]
         # The rows of a call depend on those before it: on strided shards that they may make.
         is_alike = problem.resting <= whole.resting and [of.rows for of in problem.choices] == rows
-        return cls(step, problem, whole) if is_alike else None
+        if not is_alike:
+            return None
+        problem.share_moves(whole)
+        return cls(step, problem, whole)
 
     def solved(self, starts: Sequence[Assignment], *, exchanges: bool) -> Assignment | None:
         """The best assignment of the whole step that has all layers alike, or a start where that is better.
@@ -45,6 +48,7 @@ class ShortProblem:
         if whole.held_rows or whole.held_rests:
             return None
         problem.price, problem.pinned = whole.price, whole.pinned & problem.free
+        problem.room, problem.over_room = whole.room, whole.over_room
         parts = [self.step.part_of(start, problem.resting) for start in starts]
         for part in parts:
             part.cost = problem.cost(part)

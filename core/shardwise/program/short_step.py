@@ -32,13 +32,33 @@ class ShortStep:
     """A shortened step.
 
     ``places`` are the indices of its calls among all, and ``stands_in`` is, by index of a call of the whole step, the
-    index among its own calls. ``tensors`` has the tensor that stands in for one that is left out.
+    index among its own calls. ``tensors`` has the tensor that stands in for one that is left out. ``layers`` has the
+    layer of each call of the whole step, and ``tensor_layers`` that of each tensor; None outside of layers.
     """
 
     graph: StepGraph
     places: list[int]
     stands_in: list[int]
     tensors: Mapping[int, int]
+    layers: list[int | None]
+    tensor_layers: list[int | None]
+
+    @property
+    def count(self) -> int:
+        """How many layers the whole step has."""
+        return 1 + max(layer for layer in self.layers if layer is not None)
+
+    def mixed(self, first: Assignment, then: Assignment, layers: int) -> Assignment:
+        """An assignment of the whole step that does in some first layers as one, and elsewhere as another."""
+        mixed = then.copy()
+        for place, layer in enumerate(self.layers):
+            if layer is not None and layer < layers:
+                mixed.rows[place] = list(first.rows[place])
+        for t in mixed.rests:
+            layer = self.tensor_layers[t]
+            if layer is not None and layer < layers:
+                mixed.rests[t] = first.rests[t]
+        return mixed
 
     def part_of(self, assignment: Assignment, resting: frozenset[int]) -> Assignment:
         """An assignment of the whole step for this one, whose tensors that rest are given."""
@@ -136,10 +156,12 @@ def shortened(graph: StepGraph) -> ShortStep | None:
         if operands is None:
             return None
         calls.append(evolve(graph.calls[place], operands=operands))
+    # A gradient may be made among the calls of the next layer: that of the last layer before the gap is then the one
+    # that the first layer behind it makes.
     sinks = tuple(
-        sink
+        evolve(sink, leaf=None if sink.leaf is None else tensors.get(sink.leaf, sink.leaf))
         for sink in graph.sinks
-        if layers.of_tensor(sink.tensor) not in gap and (sink.leaf is None or layers.of_tensor(sink.leaf) not in gap)
+        if layers.of_tensor(sink.tensor) not in gap
     )
     nodes = tuple(evolve(node, root=tensors.get(node.root, node.root)) for node in graph.tensors)
     index = {place: k for k, place in enumerate(places)}
@@ -147,7 +169,10 @@ def shortened(graph: StepGraph) -> ShortStep | None:
     for place in range(len(graph.calls)):
         layer, at = layers.of_call.get(place, (None, 0))
         stands_in.append(index[layers.calls[gap.start - 1][at] if layer is not None and layer in gap else place])
-    return ShortStep(evolve(graph, calls=tuple(calls), tensors=nodes, sinks=sinks), places, stands_in, tensors)
+    short = evolve(graph, calls=tuple(calls), tensors=nodes, sinks=sinks)
+    of_calls = [layers.of_call.get(place, (None, 0))[0] for place in range(len(graph.calls))]
+    of_tensors = [layers.of_tensor(node.number) for node in graph.tensors]
+    return ShortStep(short, places, stands_in, tensors, of_calls, of_tensors)
 
 
 def _operands(

@@ -96,7 +96,8 @@ class StepFactors:
         for place, call in enumerate(problem.graph.calls):
             for i, t in enumerate(call.operands):
                 if t is not None:
-                    self._move(t, self._from(t), self._used(place, i), must_stay=problem.must_stay(place, i))
+                    must_stay, keeps = problem.must_stay(place, i), problem.keeps_copy(place, i)
+                    self._move(t, self._from(t), self._used(place, i), must_stay=must_stay, keeps=keeps)
             for k, t in enumerate(call.results):
                 if t is None:
                     continue
@@ -254,14 +255,23 @@ class StepFactors:
             known = self._known[key] = self._factor(table, index, kinds, exact), side
         self._use(known[0], side.variable)
 
-    def _move(self, t: int, source: _Side, target: _Side, *, must_stay: bool = False, shared_by: int = 1) -> None:
-        """Add a move."""
+    def _move(
+        self,
+        t: int,
+        source: _Side,
+        target: _Side,
+        *,
+        must_stay: bool = False,
+        shared_by: int = 1,
+        keeps: bool = False,
+    ) -> None:
+        """Add a move; ``keeps`` says whether the copy is kept, at its price."""
         u, v = source.variable, target.variable
         if u is None and v is None:
             return
         meta = self.problem.graph.tensors[t].spec.tensor_meta
         lists = (*map(id, source.states), *map(id, target.states))
-        key = ("move", meta, must_stay, shared_by, source.at, target.at, lists)
+        key = ("move", meta, must_stay, shared_by, keeps, source.at, target.at, lists)
         if u is None:
             assert v is not None
             u, v = v, None
@@ -272,10 +282,10 @@ class StepFactors:
             self.fixed.append((u, v, self._known[key][0]))
         else:
             if key not in self._known:
-                self._known[key] = self._moved(t, source, target, shared_by), source, target
+                self._known[key] = self._moved(t, source, target, shared_by, keeps), source, target
             self._use(self._known[key][0], u, v)
 
-    def _moved(self, t: int, source: _Side, target: _Side, shared_by: int) -> Factor:
+    def _moved(self, t: int, source: _Side, target: _Side, shared_by: int, keeps: bool) -> Factor:
         """The factor of a move. Its kinds are pairs of placements.
 
         They share codes, and cost the same, where a bound on moves sees no difference; all but the pair of the
@@ -304,17 +314,22 @@ class StepFactors:
             / shared_by
         )
         reference = (len(KINDS),) * len(ends)
-        table[reference] = self._move_cost(t, source.at, target.at, shared_by)
+        table[reference] = self._move_cost(t, source.at, target.at, shared_by, keeps)
 
         def exact(chosen: Sequence[int]) -> float:
             src, dst = zip(*(of[k] for of, k in zip(pairs, chosen, strict=True)), strict=True)
-            return self._move_cost(t, src, dst, shared_by)
+            return self._move_cost(t, src, dst, shared_by, keeps)
 
         return self._factor(table, reference, kinds, exact, codes)
 
-    def _move_cost(self, t: int, src: Places, dst: Places, shared_by: int) -> int:
+    def _move_cost(self, t: int, src: Places, dst: Places, shared_by: int, keeps: bool) -> int:
         cost = self.problem.move(t, src, dst)
-        return cost if cost >= FORBIDDEN else cost // shared_by
+        if cost >= FORBIDDEN:
+            return cost
+        memory, kept = self.problem.memory, 0
+        if keeps and src != dst and memory is not None:
+            kept = int(memory.local(t, dst) * self.problem.price)
+        return min(cost // shared_by + kept, FORBIDDEN)
 
 
 def _shape(source: _Side, target: _Side, rows: int, columns: int) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ Layouts play no part in which rows a call has, so one recording serves every pla
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from functools import cached_property
 
 from attrs import evolve, field, frozen
@@ -109,6 +110,25 @@ class StepGraph:
         for sink in self.sinks:
             ends.setdefault(sink.tensor, []).append(sink)
         return ends
+
+    @cached_property
+    def viewed(self) -> dict[int, tuple[int, int]]:
+        """Per view, the call (index into ``calls``) that makes it, and the operand whose memory it shares."""
+        viewed = {}
+        for place, call in enumerate(self.calls):
+            roots = [None if t is None else self.tensors[t].root for t in call.operands]
+            for t in call.results:
+                if t is not None and self.tensors[t].root != t and self.tensors[t].root in roots:
+                    viewed[t] = place, roots.index(self.tensors[t].root)
+        return viewed
+
+    def sharing(self, tensor: int) -> Iterator[int]:
+        """A tensor, what it is a view of, what that is a view of, and so on."""
+        at: int | None = tensor
+        while at is not None:
+            yield at
+            place, i = self.viewed.get(at, (0, -1))
+            at = None if i == -1 else self.calls[place].operands[i]
 
     @cached_property
     def made_by(self) -> dict[int, CallNode]:

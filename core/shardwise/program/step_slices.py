@@ -122,7 +122,7 @@ class Slices:
 
     def own_costs(self, place: int, call: CallSlice) -> Costs:
         """What a call costs apart from moves, by row."""
-        key = ("own", id(call))
+        key = ("own", id(call), self._problem.room, self._problem.over_room)
         known = self._known.get(key)
         if known is None:
             m, held = call.m, call.held
@@ -167,6 +167,19 @@ class Slices:
             )
             known = small[np.ix_([rows.index(a) for a in sources.each], [columns.index(b) for b in targets.each])]
             self._known[key] = known
+        result: Costs = known
+        return result
+
+    def copies(self, place: int, operand: int, sources: Layouts, targets: Layouts) -> Costs:
+        """The price of what is kept of the copy of an operand, by source and target."""
+        t = self._problem.graph.calls[place].operands[operand]
+        assert t is not None
+        key = ("copies", self._problem.price, self._meta(t), id(sources), id(targets))
+        known = self._known.get(key)
+        if known is None:
+            cost = self._problem.copy_cost
+            each = [[cost(place, operand, a, b) for b in targets.each] for a in sources.each]
+            known = self._known[key] = np.array(each, np.int64)
         result: Costs = known
         return result
 

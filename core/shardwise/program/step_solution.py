@@ -10,6 +10,7 @@ from attrs import define, field
 
 from shardwise.errors import NoPlanError
 from shardwise.kernel.placements import Placement, is_strided
+from shardwise.program.array_cache import ArrayCache
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph, Costs
 from shardwise.program.elimination import solve
 from shardwise.program.step_graph import Places
@@ -44,9 +45,7 @@ def solve_step(
     """
     best = min((_descended(problem, start, rounds) for start in starts), key=lambda found: found.cost)
     while exchanges:
-        tried = [exchanged(problem, best, a, b) for a, b in combinations(range(problem.graph.mesh.ndim), 2)]
-        found = (_descended(problem, one, rounds) for one in tried if not one.is_same(best))
-        better = min(found, key=lambda each: each.cost, default=best)
+        better = _best_exchange(problem, best, rounds)
         exchanges = better.cost < best.cost
         best = better if exchanges else best
     if best.cost >= FORBIDDEN:
@@ -59,15 +58,30 @@ def solve_step(
     return best
 
 
-def _descended(problem: StepProblem, start: Assignment, rounds: int) -> Assignment:
-    """What is reached by solving one mesh dim after the other until nothing changes."""
-    current, ndim = start, problem.graph.mesh.ndim
+def _best_exchange(problem: StepProblem, best: Assignment, rounds: int) -> Assignment:
+    """What descent reaches from an assignment with two mesh dims exchanged. Of many pairs of them, only the most
+    promising one is followed to the end.
+    """
+    pairs = list(combinations(range(problem.graph.mesh.ndim), 2))
+    tried = [(exchanged(problem, best, a, b), (a, b)) for a, b in pairs]
+    tried = [each for each in tried if not each[0].is_same(best)]
+    if len(pairs) > _FOLLOWED:
+        begun = [_descended(problem, one, 1, pair) for one, pair in tried]
+        tried = [(min(begun, key=lambda each: each.cost), (0, 0))] if begun else []
+    found = (_descended(problem, one, rounds) for one, _ in tried)
+    return min(found, key=lambda each: each.cost, default=best)
+
+
+def _descended(problem: StepProblem, start: Assignment, rounds: int, dims: Sequence[int] = ()) -> Assignment:
+    """What is reached by solving one mesh dim after the other, or some of them, until nothing changes."""
+    current = start
+    dims = dims or range(problem.graph.mesh.ndim)
     in_vain = 0  # mesh dims in a row
-    for turn in range(rounds * ndim):
-        better = MeshDimProblem(problem, current, turn % ndim).improved()
+    for turn in range(rounds * len(dims)):
+        better = MeshDimProblem(problem, current, dims[turn % len(dims)]).improved()
         in_vain = 0 if better.cost < current.cost else in_vain + 1
         current = better if better.cost < current.cost else current
-        if in_vain == ndim:
+        if in_vain == len(dims):
             break
     return current
 
@@ -86,6 +100,10 @@ def exchanged(problem: StepProblem, assignment: Assignment, a: int, b: int) -> A
             new.rests[t] = _with(_with(layout, a, layout[b]), b, layout[a])
     new.cost = problem.cost(new)
     return new
+
+
+_FOLLOWED = 3
+"""Pairs of mesh dims up to which each exchange is followed to the end: those of three mesh dims."""
 
 
 @define(eq=False)
@@ -121,9 +139,10 @@ class MeshDimProblem:
         start = [call.rows.index(held[m]) for call, held in zip(self.calls, self.held.rows, strict=True)]
         start += [states.index(self.held.rests[t][m]) for t, states in self.states.items()]
         self._settle(graph, start)
-        solved, cost, _ = solve(graph, _MOST_ENTRIES, start)
+        cache = ArrayCache()
+        solved, cost, _ = solve(graph, _MOST_ENTRIES, start, cache)
         while self._settle(graph, solved):
-            solved, cost, _ = solve(graph, _MOST_ENTRIES, start)
+            solved, cost, _ = solve(graph, _MOST_ENTRIES, start, cache)
         better = self.held.copy()
         for chosen, call, state in zip(better.rows, self.calls, solved, strict=False):
             chosen[m] = call.rows[state]
@@ -191,13 +210,19 @@ class MeshDimProblem:
         targets = self.calls[place].layouts(i, made=False)
         maker = problem.maker(t)
         if t in variables:
-            self._pairs.append((variables[t], place, self._moves(t, self._rests[t], targets, place, i, self._exact)))
+            sources, variable = self._rests[t], variables[t]
         elif maker is None:
             source = problem.slices.only(problem.made(self.held, t))
-            self._unary[place] = self._unary[place] + self._moves(t, source, targets, place, i)[0]
+            costs = self._moves(t, source, targets, place, i)
+            if problem.keeps_copy(place, i):
+                costs = costs + problem.slices.copies(place, i, source, targets)
+            self._unary[place] = self._unary[place] + costs[0]
+            return
         else:
-            sources = self.calls[maker[0]].layouts(maker[1], made=True)
-            self._pairs.append((maker[0], place, self._moves(t, sources, targets, place, i, self._exact)))
+            sources, variable = self.calls[maker[0]].layouts(maker[1], made=True), maker[0]
+        self._pairs.append((variable, place, self._moves(t, sources, targets, place, i, self._exact)))
+        if problem.keeps_copy(place, i):
+            self._pairs.append((variable, place, problem.slices.copies(place, i, sources, targets)))
 
     def _moves(self, t: int, sources: Layouts, targets: Layouts, place: int, i: int, exact: bool = True) -> Costs:
         must_stay = self.problem.must_stay(place, i)

@@ -63,8 +63,8 @@ class Request:
 class PlanSearch:
     """The search for the plan of one step; ``recorded`` is the memory of the step as it was recorded.
 
-    The memory of a plan is known when it has been rehearsed. What it holds beyond the parameters' state and what
-    forward keeps is taken off the limit, and the step is solved again.
+    The memory of a plan is counted call by call, and measured when it is rehearsed. What a rehearsal holds beyond what
+    was counted, in the lowering of a rule for instance, is taken off the limit, and the step is solved again.
     """
 
     graph: StepGraph
@@ -199,7 +199,7 @@ class PlanSearch:
                 raise
             raise MemoryPlanError(
                 asked=f"plan a step in {size_text(wanted)} a rank",
-                found=f"{error.found}, and {size_text(wanted - limit)} more are needed while an op runs",
+                found=f"{error.found}, and a rehearsal holds {size_text(wanted - limit)} more than is counted",
                 do=error.do,
                 limit=wanted,
             ) from error
@@ -225,13 +225,14 @@ class PlanSearch:
         if wanted is None or measured.later_peak <= wanted:
             return True
         self._rounds += 1
-        beyond = measured.later_peak - self._problem.nbytes(solved.best)
+        counted = self._priced.peak(solved.best)
+        beyond = measured.later_peak - counted
         if self._rounds == _ROUNDS or beyond >= wanted:
             raise MemoryPlanError(
                 asked=f"plan a step in {size_text(wanted)} a rank",
                 found=f"the best of {self._rounds} plans holds {size_text(measured.later_peak)} at a time: "
-                f"{size_text(self._problem.nbytes(solved.best))} of parameters' state and of what forward keeps, and "
-                f"{size_text(beyond)} more while an op runs",
+                f"{size_text(counted)} of operands, results and what is kept, and {size_text(beyond)} more inside of "
+                "ops",
                 do="Use a larger mesh or a smaller batch, or compute the largest results in parts.",
                 limit=wanted,
             )

@@ -9,7 +9,7 @@ from shardwise.program.collection import no_collection
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
-from shardwise.program.replay import replayed
+from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
@@ -18,7 +18,7 @@ from shardwise.steps.costs import WorkCosts
 __all__ = ["Solved", "solve_graph", "with_decisions"]
 
 #: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
-_DEPTHS = (DEPTH, 6, 8)
+_DEPTHS = (DEPTH, 6, DEEPEST)
 
 
 @frozen(eq=False)
