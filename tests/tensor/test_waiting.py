@@ -522,14 +522,21 @@ def test_who_looks_for_failed_ranks_keeps_nothing_alive_that_has_waited():
         seen.append(alive())
         return {}
 
-    world = SimpleNamespace(waits={}, notes={}, logs={}, compares={}, size=2, own=None, question=None, read=read)
+    # Its first looks are also those at which it learns the processes of the other ranks.
+    of_world = {"waits": {}, "notes": {}, "logs": {}, "compares": {}, "size": 2, "own": None, "question": None}
+    world = SimpleNamespace(**of_world, looks=2, read=read)
 
     def watch():
-        for now in range(1000):
-            if seen:
-                break
-            time.sleep(0.01)
-            _look(world, float(now))
+        try:
+            for now in range(1000):
+                if seen:
+                    break
+                time.sleep(0.01)
+                world.looks = 2
+                _look(world, float(now))
+        finally:
+            if not seen:
+                under_way.release()
 
     watcher = threading.Thread(target=watch)
     watcher.start()

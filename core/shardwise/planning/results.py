@@ -19,7 +19,7 @@ _MOST = 1024
 
 # By op, arguments and what stands in for the op. Calls whose operands lie elsewhere on the mesh have the same results,
 # and running an op on the meta device, which torch does in Python for many, is a third of the time of a new plan.
-_known: dict[Any, tuple[TensorMeta | None, ...] | None] = {}
+_known: dict[Any, tuple[TensorMeta | None, ...]] = {}
 
 
 def output_metas(
@@ -38,11 +38,14 @@ def output_metas(
         is_known = key in _known
     except TypeError:  # symbols for sizes have no hash
         return _run_on_meta(op, described, values, instead)
-    if not is_known:
+    if is_known:
+        return _known[key]
+    metas = _run_on_meta(op, described, values, instead)
+    if metas is not None:  # an op that has no answer without data may get a fake later
         if len(_known) >= _MOST:
             _known.clear()
-        _known[key] = _run_on_meta(op, described, values, instead)
-    return _known[key]
+        _known[key] = metas
+    return metas
 
 
 def forget_metas() -> None:
