@@ -671,7 +671,7 @@ def selected(layout):
     """A program whose result's size data decides, with two masks of one graph."""
     from torch._dynamo.backends.common import aot_autograd
 
-    m, graphs = mesh((2,)), []
+    m, graphs = mesh((dist.get_world_size(),)), []
 
     def seen(graph, _inputs):
         graphs.append(graph)

@@ -118,7 +118,7 @@ def whole(tensor):
 
 
 def results(layout):
-    m = mesh_of((2,))
+    m = mesh_of((dist.get_world_size(),))
     x, w = (sw.distribute_tensor(t, m, [place]) for t, place in zip((X, W), LAYOUTS[layout], strict=True))
     return [[whole(t) for t in run(program, x, w)] for program in PROGRAMS]
 
@@ -132,7 +132,7 @@ def test_control_flow_is_as_on_one_device(ranks, layout):
 
 
 def refusals():
-    m = mesh_of((2,))
+    m = mesh_of((dist.get_world_size(),))
     x = sw.distribute_tensor(X, m, [Shard(0)])
     with pytest.raises(RankDisagreementError):
         torch.cond(torch.tensor(dist.get_rank() == 0), torch.sin, torch.cos, (x,))
@@ -151,9 +151,9 @@ def test_what_is_refused(ranks):
 
 
 def in_pieces():
-    x = sw.distribute_tensor(X, mesh_of((2,)), [Shard(0)])
+    x = sw.distribute_tensor(X, mesh_of((dist.get_world_size(),)), [Shard(0)])
     compiled = torch.compile(lambda a: chosen(a * 2, W_ON[0]) + 1, backend="aot_eager")
-    W_ON[0] = sw.distribute_tensor(W, mesh_of((2,)), [Replicate()])
+    W_ON[0] = sw.distribute_tensor(W, mesh_of((dist.get_world_size(),)), [Replicate()])
     return compiled(x).full_tensor()
 
 

@@ -5,6 +5,7 @@ Torch converts plain parameters with ``parameter.data = converted``; so a graph 
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
@@ -40,13 +41,13 @@ def whole(tensor):
 def model(placed):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    return sw.distribute_module(net, mesh_of((2,)), PLACES) if placed else net
+    return sw.distribute_module(net, mesh_of((dist.get_world_size(),)), PLACES) if placed else net
 
 
 def loss_of(net):
     x = X.to(next(net.parameters()).dtype)
     if isinstance(next(net.parameters()), MeshTensor):
-        x = sw.distribute_tensor(x, mesh_of((2,)), [Shard(0)])
+        x = sw.distribute_tensor(x, mesh_of((dist.get_world_size(),)), [Shard(0)])
     return net(x).double().square().mean()
 
 
@@ -98,7 +99,7 @@ def same(name, expected, found):
 
 def layouts_change():
     """A function of the program's own lays parameters out anew, or returns what a plain parameter cannot become."""
-    net = sw.distribute_module(nn.Linear(4, 4), mesh_of((2,)), {"weight": [Shard(0)]})
+    net = sw.distribute_module(nn.Linear(4, 4), mesh_of((dist.get_world_size(),)), {"weight": [Shard(0)]})
     weight, before = net.weight, net.weight.full_tensor().detach()
     loss = weight.sum()
     net._apply(lambda t: t.redistribute(placements=[Replicate()]))
@@ -107,7 +108,7 @@ def layouts_change():
     loss.backward()
     torch.testing.assert_close(weight.full_tensor().detach(), before)
     with pytest.raises(LayoutError, match=r"set \.data of a plain tensor"):
-        nn.Linear(4, 4)._apply(lambda t: sw.distribute_tensor(t, mesh_of((2,)), [Shard(0)]))
+        nn.Linear(4, 4)._apply(lambda t: sw.distribute_tensor(t, mesh_of((dist.get_world_size(),)), [Shard(0)]))
     return weight.grad.full_tensor()
 
 
