@@ -68,23 +68,29 @@ def _calibrations(k):
     return (entry, evolve(entry, site=evolve(entry.site, device="H100")))
 
 
+def damaged(seed, path, text, other):
+    """Write a file with bytes changed, or with something else in its place; gives what was done."""
+    rng = drawing(seed)
+    path.parent.mkdir()
+    path.write_bytes(text)
+    if seed % 25 == 0:
+        return misplaced(rng, path)
+    what, data = mutated(rng, text, [other])
+    path.write_bytes(data)
+    return what
+
+
 @pytest.mark.parametrize("number", MANY)
 def test_links_files(tmp_path, number):
     good, refused = _calibrations(1), 0
     text, other = show(good).encode(), show(_calibrations(2)).encode()
     for seed in range(number):
-        rng, path = drawing(seed), tmp_path / "in" / "links.json"
-        path.parent.mkdir()
-        path.write_bytes(text)
-        if seed % 25 == 0:
-            what = misplaced(rng, path)
-        else:
-            what, data = mutated(rng, text, [other])
-            path.write_bytes(data)
+        path = tmp_path / "in" / "links.json"
+        what = damaged(seed, path, text, other)
         with outcome_of(LinksError, tmp_path, path.name, f"seed {seed}, {what}") as raised:
             found = read(path)
             # A user may link a file; a whole other file is another file of links.
-            assert found == good or (what == "spliced" and data == other), f"seed {seed}, {what}"
+            assert found == good or (what == "spliced" and path.read_bytes() == other), f"seed {seed}, {what}"
         refused += bool(raised)
         shutil.rmtree(path.parent)
     assert refused > number * 0.8
@@ -151,14 +157,8 @@ def test_lockfiles(tmp_path, number):
     text, other = ((LOCKS / name).read_bytes() for name in ("demo.lock", "seven_billion.lock"))
     refused = 0
     for seed in range(number):
-        rng, path = drawing(seed), tmp_path / "in" / "communication.lock"
-        path.parent.mkdir()
-        path.write_bytes(text)
-        if seed % 25 == 0:
-            what = misplaced(rng, path)
-        else:
-            what, data = mutated(rng, text, [other])
-            path.write_bytes(data)
+        path = tmp_path / "in" / "communication.lock"
+        what = damaged(seed, path, text, other)
         with outcome_of(LockFileError, tmp_path, "communication.lock", f"seed {seed}, {what}") as raised:
             found = read_lock(path)
             assert parse(found.text(), "") == found

@@ -435,24 +435,24 @@ def costs_within(problem):
     return least
 
 
-WELL_WITHIN = 0.8  # of the limit
+# The room of a call counts its operands and results as it uses them, and not that a moved operand is there twice.
+MISSED = pytest.mark.xfail(raises=MemoryPlanError, strict=True, reason="the least that any assignment holds is missed")
+LIMITED = [
+    pytest.param(make, shape, seed, marks=[*(() if seed == 0 else SAMPLE), *((MISSED,) if seed > 1 else ())])
+    for make, shape in ((chain, (4,)), (pair, (2, 3)))
+    for seed in range(4)
+]
 
 
-@pytest.mark.parametrize("seed", SOME_SEEDS)
-@pytest.mark.parametrize(("make", "shape"), [(chain, (4,)), (pair, (2, 3))])
-def test_where_an_assignment_is_well_within_a_limit_one_is_found_and_none_is_below_the_bound(make, shape, seed):
+@pytest.mark.parametrize(("make", "shape", "seed"), LIMITED)
+def test_where_any_assignment_keeps_a_limit_one_is_found_and_none_is_below_the_bound(make, shape, seed):
     with fake_mesh(*shape) as mesh:
         problem, starts, work = with_memory(mesh, make, seed)
         moments = StepMoments(problem)
         within = costs_within(problem)
-        for limit, least in [*within.items(), (2 * max(within), min(within.values()))]:
+        for limit, least in within.items():
             search = PricedSearch(problem, starts)
-            try:
-                best = search.best(limit)
-            except MemoryPlanError:
-                # A search by prices, and no enumeration: close to the least that any assignment holds it finds none.
-                assert min(within) > WELL_WITHIN * limit
-                continue
+            best = search.best(limit)
             assert moments.peak(best) <= limit
             assert best.cost == problem.cost(best)
             assert search.bound(limit, work) <= least <= best.cost
@@ -460,6 +460,15 @@ def test_where_an_assignment_is_well_within_a_limit_one_is_found_and_none_is_bel
         search = PricedSearch(problem, starts)
         with pytest.raises(MemoryPlanError, match="of it in"):
             search.best(min(within) - 1)
+
+
+def test_where_nothing_is_kept_for_later_the_error_says_so():
+    with fake_mesh(4) as mesh:
+        problem, starts, _ = with_memory(mesh, chain, 0)
+        with pytest.raises(
+            MemoryPlanError, match=r"of it in aten\.\w+.*\. Nothing is kept for later\. Use a larger mesh"
+        ):
+            PricedSearch(problem, starts).best(1)
 
 
 def test_what_holds_more_than_the_room_costs_the_more_the_more_it_holds():

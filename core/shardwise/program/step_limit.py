@@ -249,11 +249,12 @@ class PricedSearch:
             sizes[what] = sizes.get(what, 0) + problem.memory.kept_bytes(t, problem.rests(least.found, t))
         most = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
         _, at = self._moments.peak_and_place(least.found)
+        filled = ", ".join(f"{what} ({size_text(nbytes)})" for what, nbytes in most)
         while_running = "" if at is None else f", {size_text(least.running)} of it in {problem.graph.calls[at]}"
         return MemoryPlanError(
             asked=f"plan a step in which a rank holds {size_text(limit)}",
-            found=f"the least that was found is {size_text(least.nbytes)} at a time{while_running}. It is filled by "
-            + ", ".join(f"{what} ({size_text(nbytes)})" for what, nbytes in most),
+            found=f"the least that was found is {size_text(least.nbytes)} at a time{while_running}."
+            + (f" It is filled by {filled}" if filled else " Nothing is kept for later"),
             do="Use a larger mesh or a smaller batch, or wrap layers in torch.utils.checkpoint, which keeps their "
             "inputs alone.",
             limit=limit,
