@@ -24,8 +24,9 @@ from trial import ORDER, Trial, check
 from shardwise.errors import WorkerError
 from shardwise.testing import WorkerPool
 
-TIMEOUT = 30.0
-"""Seconds for all cases of one operator; ranks that wait for each other never end by themselves."""
+WAITS = 30.0, 240.0
+"""Seconds for all cases of one operator, and for a second try: ranks that wait for each other never end by themselves,
+but on a busy machine an operator may only be slow."""
 
 
 @frozen
@@ -43,13 +44,20 @@ class Line:
     example: str
 
 
-def measure(pool, entry, trial):
+def tried(pool, trial, waits):
+    """Every case of an operator on all ranks; one hang in their place if no try ends in its time."""
+    for wait in waits:
+        try:
+            return pool.run(check, trial, timeout=wait)[0]
+        except WorkerError as error:
+            pool.close()
+            hang = [("hang", -1, "", " ".join(str(error).split())[:300])]
+    return hang
+
+
+def measure(pool, entry, trial, waits=WAITS):
     """Run every case of an operator on all ranks."""
-    try:
-        answer = pool.run(check, trial, timeout=TIMEOUT)[0]
-    except WorkerError as error:
-        pool.close()
-        answer = [("hang", -1, "", " ".join(str(error).split())[:300])]
+    answer = tried(pool, trial, waits)
     where = (entry.name, entry.family, trial.library, "x".join(map(str, trial.shape)), trial.direction)
     if not answer:
         return Line(*where, "no sample", 0, 0, "")

@@ -11,6 +11,8 @@ from libraries import LIBRARIES
 from run import main, measure
 from trial import Trial, check
 
+from shardwise.testing import WorkerPool
+
 TRIAL = Trial("add", "shardwise", (4,), FORWARD, limit=2, draws=1, seed="0")
 SOUND = ("pass", "no rule", "refused", "no sample")
 
@@ -30,6 +32,15 @@ def test_a_wrong_number_is_seen(pool, direction):
     trial = evolve(TRIAL, name="mul", direction=direction)
     assert {case[0] for case in pool.run(check_with_a_wrong_number, trial)[0]} == {"wrong"}
     assert {case[0] for case in pool.run(check, trial)[0]} == {"pass"}
+
+
+@pytest.mark.slow
+@pytest.mark.sample
+def test_an_operator_that_is_only_slow_is_no_hang():
+    (entry,) = entries("^mul$")
+    with WorkerPool(4) as pool:
+        assert measure(pool, entry, evolve(TRIAL, name="mul"), waits=(0.001, 100)).outcome == "pass"
+        assert measure(pool, entry, evolve(TRIAL, name="mul"), waits=(0.001, 0.001)).outcome == "hang"
 
 
 def drawn(count):
