@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.comm.failure_notes import GONE, World
-from shardwise.comm.gone_processes import Process, _place, gone_rank, learn_processes, tell_process
+from shardwise.comm.gone_processes import Process, _place, absent_rank, gone_rank, learn_processes, tell_process
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def test_the_rank_of_a_process_that_is_gone_is_named() -> None:
     assert gone_rank(second, range(3)) is None
     with child() as number:
         process = Process.of(number)
-        store.append(f"test/processes/{_place()}", f'[2, {number}, "{process.began}"]\n')
+        store.append("test/processes", f'[2, "{_place()}", {number}, "{process.began}"]\n')
         assert gone_rank(second, range(3)) is None
         learn_processes(first)
         assert set(first.processes) == {2}, "a rank does not look at itself"
@@ -86,6 +86,23 @@ def test_the_rank_of_a_process_that_is_gone_is_named() -> None:
     assert f"rank 2 has failed: its process, {number}, has ended without a word" in str(error)
     assert error.rank == 2
     assert gone_rank(second, [0]) is None, "only those that were asked for"
+
+
+def test_ranks_that_never_came_are_named_and_those_of_other_hosts_that_came_are_not() -> None:
+    store = dist.HashStore()
+    world = World(store, 1, 4, "test", lambda: None)
+    assert absent_rank(world, range(4), 0) is None, "nobody has written"
+    tell_process(world)
+    store.append("test/processes", '[0, "another host", 1, ""]\n')
+    note = absent_rank(world, range(4), 0)
+    assert note is not None
+    assert (note.rank, note.kind, note.is_final) == (2, GONE, True)
+    assert "rank 2 has failed: it has not come to its first call of shardwise, and" in str(note.error(""))
+    assert "it may also be rank 3, for the same reason" in str(note.error(""))
+    assert world.processes == {}, "those of another host are not looked for here"
+    tell_process(world_of(store, 2))
+    assert "also" not in str(absent_rank(world, [0, 1, 3]))
+    assert absent_rank(world, range(3)) is None
 
 
 # -- processes that end ------------------------------------------------------------------------------------------------
@@ -100,8 +117,9 @@ dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=ti
 import shardwise as sw
 from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (3,))
-x = sw.MeshTensor.from_local(torch.ones(2), mesh, [sw.Shard(0)])
-x.sum().full_tensor()
+if sys.argv[4] != "early":
+    x = sw.MeshTensor.from_local(torch.ones(2), mesh, [sw.Shard(0)])
+    x.sum().full_tensor()
 print("began", flush=True)
 sys.stdin.readline()
 if rank == failing:
@@ -110,6 +128,8 @@ if sys.argv[4] == "layout":  # the ranks meet in the store
     sw.MeshTensor.from_local(torch.ones(5, 5), mesh, [sw.Shard(0)])
 elif sys.argv[4] == "torch":
     dist.barrier()
+elif sys.argv[4] == "early":
+    sw.distribute_tensor(torch.ones(6), mesh, [sw.Shard(0)]).sum().full_tensor()
 else:
     x.sum().full_tensor()
 """
@@ -119,10 +139,10 @@ else:
 @pytest.mark.slow
 @pytest.mark.sample
 @pytest.mark.parametrize(
-    ("how", "failing"), [("collective", 1), ("layout", 0), ("layout", 1), ("torch", 1), ("exit", 0)]
+    ("how", "failing"), [("collective", 1), ("layout", 0), ("layout", 1), ("torch", 1), ("exit", 0), ("early", 1)]
 )
 def test_a_process_that_is_killed_ends_the_others_by_name(how: str, failing: int) -> None:
-    """Rank 0 has the store, which ends with it."""
+    """Rank 0 has the store, which ends with it. One that is killed early has not said which process it is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = [
@@ -154,6 +174,8 @@ def test_a_process_that_is_killed_ends_the_others_by_name(how: str, failing: int
             process.wait()
     print(f"{seconds:.1f} s until all ranks had ended")
     assert seconds < 20
-    number = processes[failing].pid
+    said = f"its process, {processes[failing].pid}, has ended without a word"
+    if how == "early":
+        said = "it has not come to its first call of shardwise, and a connection between ranks was closed. "
     for rank in {0, 1, 2} - {failing}:
-        assert f"rank {failing} has failed: its process, {number}, has ended without a word" in errors[rank], errors
+        assert f"rank {failing} has failed: {said}" in errors[rank], errors

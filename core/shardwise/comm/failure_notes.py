@@ -144,6 +144,7 @@ class World:
     waits: dict[Any, tuple[Any, float, Wait | None]] = field(factory=dict)
     notes: dict[int, tuple[Note, float]] = field(factory=dict)
     processes: dict[int, Any] = field(factory=dict)  # of the other ranks of this host: see gone_processes
+    joined: frozenset[int] = frozenset()  # the ranks, of all hosts, that have said which process they are
     looks: int = 0  # of the thread that looks for failures
 
     def write(self, note: Note | None) -> None:

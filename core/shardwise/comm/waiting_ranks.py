@@ -19,7 +19,7 @@ import torch.distributed as dist
 from shardwise.comm.call_posts import compare_calls, has_issued
 from shardwise.comm.call_sites import short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World, current_world, ranks_of
-from shardwise.comm.gone_processes import gone_rank, learn_processes
+from shardwise.comm.gone_processes import absent_rank, gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
 from shardwise.errors import ShardingError
 from shardwise.private_torch.distributed import calls_of
@@ -68,11 +68,12 @@ def _failure_among(error: BaseException, ranks: Sequence[int]) -> ShardingError 
 
 
 def _note_behind(world: World, ranks: Sequence[int], error: str) -> Note | None:
-    """The note of the rank that failed first, if one has, or a note about one whose process is gone.
+    """The note of the rank that failed first, if one has, or a note about one whose process is gone or never came.
 
     The connections of a process are closed a moment before it is gone.
     """
-    end = time.monotonic() + (_MOMENT if any(word in error for word in _LOST) else 0.0)
+    is_lost = any(word in error for word in _LOST)
+    end = time.monotonic() + (_MOMENT if is_lost else 0.0)
     while True:
         notes = world.read(list(ranks))
         gone = gone_rank(world, [rank for rank in ranks if rank not in notes])
@@ -82,7 +83,7 @@ def _note_behind(world: World, ranks: Sequence[int], error: str) -> Note | None:
             # The first to have failed, if several say so; a program that has only ended explains least.
             return min(notes.values(), key=lambda note: (not note.is_final, not note.message))
         if time.monotonic() >= end:
-            return None
+            return absent_rank(world, ranks) if is_lost else None
         time.sleep(_MOMENT / 10)
 
 
