@@ -20,13 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
-from shardwise.errors import NoPlanError
+from shardwise.errors import MemoryPlanError, NoPlanError, PlanError
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.plurals import counted
 from shardwise.private_torch.tracing import outside_modes
 from shardwise.program.decisions import Decisions
 from shardwise.program.step_graph import StepGraph
 from shardwise.steps.agreement import agree_on_recording
+from shardwise.steps.memory_limit import MemoryLimit
 from shardwise.steps.recording import Recording
 from shardwise.steps.solving import solve_graph
 
@@ -69,10 +70,10 @@ class Learned:
         )
 
 
-def decide_step(graph: StepGraph) -> Learned:
-    """Decide for a recorded step. It is arithmetic alone: every rank with the same graph gets the same decisions."""
+def decide_step(graph: StepGraph, limit: MemoryLimit | None = None) -> Learned:
+    """Decide for a recorded step. It is arithmetic alone: ranks with the same graph and limit decide the same."""
     begin = time.perf_counter()
-    solved = solve_graph(graph)
+    solved = solve_graph(graph, limit)
     if solved.torn:
         _log.info("%d keys have calls with different decisions; each takes the most frequent one", solved.torn)
     seconds = time.perf_counter() - begin
@@ -85,9 +86,10 @@ class Learning:
     """Learning that is on, from the first call after :func:`learn` until it is closed.
 
     After a step with many unknown calls (another branch, other shapes) the next steps are recorded until they come
-    again.
+    again. The decisions keep the limit of ``memory`` bytes on a rank, or what its device has.
     """
 
+    memory: int | None = None
     learned: Learned | None = field(default=None, init=False)
     rounds: int = field(default=0, init=False)
     """How many steps were recorded and decided on."""
@@ -100,6 +102,7 @@ class Learning:
     _wanted: int = field(default=0, init=False)
     _unknown_in_step: int = field(default=0, init=False)
     _known_steps: int = field(default=0, init=False)
+    _is_first_step: bool = field(default=True, init=False)
 
     def start(self) -> None:
         """Record from now on, until the first optimizer's step has run."""
@@ -160,17 +163,20 @@ class Learning:
         self._stop_recording()
         _log.warning("%d calls without an optimizer's step: the program is not learned", _MOST_CALLS)
 
-    def _step_begins(self, *_: Any) -> None:
+    def _step_begins(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._is_first_step = not optimizer.state
         # What an optimizer does to a parameter moves nothing: parameter, gradient and states have one layout.
         self._running.close()
         self._unknown_in_step = in_force.unknown - self._unknown
 
-    def _step_ended(self, *_: Any) -> None:
+    def _step_ended(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         fresh, self._unknown = self._unknown_in_step, in_force.unknown
         recording = self._stop_recording()
         if recording is not None:
             if recording.calls:
-                self._decide(recording)
+                self._decide(recording, optimizer)
+            else:  # the optimizer of a model that is on no mesh
+                self._record()
         elif self._has_many(fresh):
             self._known_steps, self._wanted = 0, fresh
             self._record()
@@ -185,7 +191,7 @@ class Learning:
             and self.rounds < _MOST_ROUNDS
         )
 
-    def _decide(self, recording: Recording) -> None:
+    def _decide(self, recording: Recording, optimizer: torch.optim.Optimizer) -> None:
         if len(recording.meshes) > 1:
             _log.warning("the program uses %d meshes; it is not planned as a whole", len(recording.meshes))
             return
@@ -200,8 +206,10 @@ class Learning:
                     self._record()
                 return
             try:
-                learned = _decided_by_all(graph)
-            except NoPlanError as error:
+                device = graph.mesh.device_type
+                limit = MemoryLimit.after(optimizer, device, self.memory, is_first=self._is_first_step)
+                learned = _decided_by_all(graph, limit)
+            except (NoPlanError, MemoryPlanError) as error:
                 warnings.warn(f"{error} The program goes on as before.", stacklevel=2)
                 return
             if self.learned is not None:
@@ -223,23 +231,31 @@ def _has_ranks(graph: StepGraph) -> bool:
     return isinstance(mesh, DeviceMesh) and mesh.size() > 1 and backend_of(mesh) != "fake"
 
 
-def _decided_by_all(graph: StepGraph) -> Learned:
-    """Decide on the first rank of the mesh; every rank has its decisions, or raises :class:`NoPlanError`."""
+def _decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
+    """Decide on the first rank of the mesh, within its limit; every rank has its decisions.
+
+    Or every rank raises :class:`NoPlanError`, or :class:`MemoryPlanError` where there is none within the limit.
+    """
     if not _has_ranks(graph):
-        return decide_step(graph)
+        return decide_step(graph, limit)
     mesh: Any = graph.mesh
     told: dict[str, Any] = {}
     if not any(own_coordinate(mesh)):
         try:
-            learned = decide_step(graph)
+            learned = decide_step(graph, limit)
             told = {
                 "decisions": learned.decisions.as_json(),
                 "figures": [learned.before, learned.after, learned.calls, learned.torn, learned.seconds],
             }
+        except MemoryPlanError as error:
+            told = {"too little memory": [error.asked, error.found, error.do, error.limit]}
         except Exception as error:  # noqa: BLE001  # the other ranks wait for this one: they must be told
             _log.info("the step could not be planned", exc_info=True)
             told = {"error": f"{type(error).__name__}: {error}"}
     told = from_first(mesh, told)
+    if "too little memory" in told:
+        asked, found, do, nbytes = told["too little memory"]
+        raise MemoryPlanError(asked=asked, found=found, do=do, limit=nbytes)
     if "error" in told:
         raise NoPlanError(
             asked="decide for the whole step that was recorded",
@@ -253,21 +269,30 @@ def _decided_by_all(graph: StepGraph) -> Learned:
 _active: Learning | None = None
 
 
-def learn(enabled: bool = True) -> Learning:
+def learn(enabled: bool = True, *, memory: int | None = None) -> Learning:
     """Record the first training step from here on, decide for all of its calls together, and run by the decisions.
 
     The decisions take effect after the first ``optimizer.step()``. They change layouts of intermediate tensors and so
     the collectives; numbers differ by the order of sums only. Every rank must call this at the same point of the
     program. As a context, it ends with the context; ``learn(False)`` ends what is on.
 
+    ``memory`` is a limit on the bytes that are alive on a rank at any time. Without one, a step on an accelerator takes
+    no more than the recorded one and what that has left free on the device of the first rank of the mesh.
+
     Raises :class:`RankDisagreementError` on every rank, after the first step, if the ranks ran different calls. Where
-    no plan is found, every rank warns, and the program goes on as before.
+    no plan is found, or none within the limit, every rank warns, and the program goes on as before.
     """
+    if memory is not None and (type(memory) is not int or memory <= 0):
+        raise PlanError(
+            asked=f"learn a program within memory={memory!r}",
+            found="a limit on memory is a number of bytes above 0",
+            do="Give memory=64 * 2**30 for 64 GiB, or leave it out.",
+        )
     global _active  # noqa: PLW0603  # one program runs in a process
     if _active is not None:
         _active.close()
         _active = None
-    learning = Learning()
+    learning = Learning(memory)
     if enabled:
         _active = learning
         learning.start()

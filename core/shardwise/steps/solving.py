@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from shardwise.errors import MemoryPlanError
 from shardwise.kernel.tags import DEPTH
+from shardwise.program.amounts import size_text
 from shardwise.program.collection import no_collection
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
 from shardwise.program.deciding import decide
 from shardwise.program.decisions import Decisions
 from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_limit import PricedSearch
+from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_solution import solve_step
 from shardwise.steps.costs import WorkCosts
+from shardwise.steps.memory_limit import MemoryLimit
 
 __all__ = ["Solved", "solve_graph", "with_decisions"]
 
 #: How deep tags look. Deeper ones where equal tags would want different decisions; they make more plans.
 _DEPTHS = (DEPTH, 6, DEEPEST)
+
+_ROUNDS = 4  # of solving, until the decisions keep a limit
 
 
 @frozen(eq=False)
@@ -44,26 +51,63 @@ class Solved:
     @property
     def recorded_seconds(self) -> float | None:
         """Seconds of the step as it was recorded; None where it moves or shards a tensor as no plan may."""
-        is_legal = self.recorded.cost < FORBIDDEN and not self.problem.has_lost
-        return None if not is_legal else self.recorded.cost / NANOSECONDS
+        return self.recorded.cost / NANOSECONDS if _is_plan(self.problem, self.recorded) else None
 
 
-def solve_graph(graph: StepGraph) -> Solved:
-    """Decide for a recorded step. Every rank with the same graph gets the same decisions.
+def solve_graph(graph: StepGraph, limit: MemoryLimit | None = None) -> Solved:
+    """Decide for a recorded step. Every rank with the same graph and limit gets the same decisions.
 
-    Raises :class:`NoPlanError` where no legal assignment is found.
+    Raises :class:`NoPlanError` where no legal assignment is found, and :class:`MemoryPlanError` where none keeps the
+    limit.
     """
     with no_collection():
         costs = WorkCosts(graph)
-        problem = StepProblem(graph, costs)
+        memory = None if limit is None else StepMemory(graph, limit.state)
+        problem = StepProblem(graph, costs, memory=memory)
         recorded = problem.as_recorded()
         # What was chosen op by op may move a tensor that is written later. From there descent would not improve.
         starts = [recorded] if recorded.cost < FORBIDDEN else [recorded, problem.as_replicated()]
         if problem.has_lost:
             starts = [problem.as_replicated()]
+        if limit is not None:
+            return _solved_within(problem, costs, recorded, starts, limit)
         best = solve_step(problem, starts)
         problem.forget_searches()
         return with_decisions(problem, costs, recorded, best)
+
+
+def _solved_within(
+    problem: StepProblem, costs: WorkCosts, recorded: Assignment, starts: list[Assignment], limit: MemoryLimit
+) -> Solved:
+    """The best assignment that keeps a limit, also once calls that look the same do the same."""
+    search = PricedSearch(problem, starts)
+    most = limit.of(search.peak(recorded))
+    wanted = most
+    for _ in range(_ROUNDS):
+        try:
+            best = search.best(wanted)
+        except MemoryPlanError:
+            # What was recorded has run. It may be the only one that is known to fit.
+            if not _is_plan(problem, recorded) or search.peak(recorded) > most:
+                raise
+            best = recorded
+        problem.forget_searches()
+        solved = with_decisions(problem, costs, recorded, best)
+        beyond = search.peak(solved.best) - most
+        if beyond <= 0:
+            return solved
+        wanted -= beyond
+    raise MemoryPlanError(
+        asked=f"decide for a step in which a rank holds {size_text(most)}",
+        found=f"calls that look the same do the same, and hold {size_text(most + beyond)} together",
+        do="Allow more memory, or run without learn().",
+        limit=most,
+    )
+
+
+def _is_plan(problem: StepProblem, assignment: Assignment) -> bool:
+    """Whether a plan may do what was recorded."""
+    return assignment.cost < FORBIDDEN and not problem.has_lost
 
 
 def with_decisions(problem: StepProblem, costs: WorkCosts, recorded: Assignment, best: Assignment) -> Solved:
