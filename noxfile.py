@@ -74,12 +74,18 @@ def sample(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """What needs a CUDA device, on the one that is there or on several; it ends at once where torch finds none."""
+    """What needs a CUDA device, on the one that is there or on several, and then the figures of docs/performance.md.
+
+    It ends at once where torch finds none. What fails in the tests does not keep the figures back.
+    """
     # Without the constraints' torch, which may be built for CPUs alone.
     session.install("-e", ".[test]")
     found = "import sys, torch; sys.exit('torch finds no CUDA device') if not torch.cuda.is_available() else None"
     session.run("python", "-c", found)
-    session.run("pytest", "-m", "cuda", "-n", "0", "tests", *session.posargs)
+    try:
+        session.run("pytest", "-m", "cuda", "-n", "0", "tests", *session.posargs)
+    finally:
+        session.run("python", str(ROOT / "tests" / "benchmarks" / "run.py"), "--only", "bench_card")
 
 
 @nox.session

@@ -33,10 +33,10 @@ torch 1, Python 3, Linux x86_64, a processor, 2 cores, 2026-01-01
 """
 
 
-def measured(results, name, ours, date):
+def measured(results, name, ours, date, **more):
     machine = {"torch": "1", "python": "3", "system": "Linux x86_64", "cpu": "a processor", "cores": 2, "date": date}
     entry = {"work": "a step", "DTensor": "3x", "target": "\u2264 2x", "ours": ours, "met": True}
-    (results / f"{name}.json").write_text(json.dumps({"machine": machine, "lines": [entry]}))
+    (results / f"{name}.json").write_text(json.dumps({"machine": machine, "lines": [entry], **more}))
 
 
 def test_a_script_that_is_measured_again_leaves_the_lines_of_the_others(tmp_path):
@@ -51,3 +51,39 @@ def test_a_script_that_is_measured_again_leaves_the_lines_of_the_others(tmp_path
     assert generated(tmp_path, once) == once
     measured(tmp_path, "bench_dispatch", "0.30", "2026-02-02")
     assert "2 cores, 2026-02-02\n" in generated(tmp_path, once)
+
+
+def test_what_was_measured_on_cards_has_a_part_of_its_own_and_stays(tmp_path):
+    generated = runpy.run_path(str(HERE / "run.py"))["generated"]
+    before = generated(tmp_path, PART)
+    assert "no figure on this page was taken on a card" in before
+    measured(tmp_path, "bench_card", "1.2x", "2026-03-03", cards=["a card", "a card"])
+    once = generated(tmp_path, before)
+    cpu, _, cards = once.partition("## CUDA")
+    assert "bench_card" not in cpu
+    assert "`bench_step.py`" in cpu
+    assert "2 x a card, a processor, 2 cores, 2026-03-03\n" in cards
+    assert "| 1.2x | met | `bench_card.py` |" in cards
+    assert "not measured" not in cards.lower()
+    (tmp_path / "bench_card.json").unlink()
+    measured(tmp_path, "bench_step", "1.8x", "2026-02-02")
+    again = generated(tmp_path, once)
+    assert again.partition("## CUDA")[2] == cards
+    assert "| 1.8x | met | `bench_step.py` |" in again
+    measured(tmp_path, "bench_card", "9x", "2026-03-04", cards=[])  # on a CPU, which shows that the script works
+    assert generated(tmp_path, again) == again
+
+
+def test_a_part_of_the_card_script_that_fails_leaves_its_error(monkeypatch):
+    monkeypatch.syspath_prepend(HERE)
+    card = runpy.run_path(str(HERE / "bench_card.py"))
+    settings = card["RunSettings"](mesh=(1,), layers=2, width=64)
+    rows = [
+        {"part": "ops", "what": "failed", "errors": {"shardwise": "RuntimeError: no"}},
+        {"part": "step", "what": "a step", "shardwise": 3.0, "DTensor": 4.0, "plain": 2.0},
+        {"part": "compile", "what": "forward and backward", "plain": 1.0, "errors": {"shardwise": "KeyError: 'a'"}},
+    ]
+    ops, step, compiled = card["lines"](rows, settings, 1)
+    assert (ops["ours"], ops["met"]) == ("failed: RuntimeError: no", False)
+    assert (step["ours"], step["DTensor"], step["met"]) == ("1.50x plain", "2.00x plain", False)
+    assert (compiled["ours"], compiled["met"]) == ("shardwise failed: KeyError: 'a'", False)
