@@ -33,6 +33,11 @@ settings.load_profile("shardwise")
 
 pytest_plugins = ["shardwise.testing.pytest_plugin"]
 
+gc.disable()  # until all tests are collected: what is made until then stays
+
+# As on the ranks: the cores are busy with the other processes, and a second thread for a few elements waits for one.
+torch.set_num_threads(1)
+
 
 def pytest_configure(config):
     """Register the fixtures of environments.py, which no search path leads to."""
@@ -44,8 +49,20 @@ def pytest_configure(config):
         config.pluginmanager.register(module, "environments")
 
 
-def pytest_collection_finish():
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
     """What is there before the first test stays: the garbage collector need not look at it."""
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_from_the_collector():
+    """What earlier files left in caches stays, too: looking at all of it takes a quarter of a second each time."""
+    gc.collect()
     gc.freeze()
 
 

@@ -1,6 +1,7 @@
 """The worker pool: results by rank, errors with every rank's traceback, and no process left behind."""
 
 import ctypes
+import gc
 import os
 import signal
 import subprocess
@@ -70,6 +71,10 @@ def test_state_stays_between_runs_and_meshes_are_cached(pool):
 
 def test_workers_run_torch_on_one_thread(pool):
     assert pool.run(torch.get_num_threads) == [1] * 4
+
+
+def test_workers_do_not_look_for_garbage_in_what_they_start_with(two_ranks):
+    assert min(two_ranks.run(gc.get_freeze_count)) > len(sys.modules)
 
 
 def test_an_error_on_every_rank_keeps_the_workers(pool):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -79,6 +80,7 @@ def serve(seat: Seat, connection: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         faulthandler.enable(file=stacks, all_threads=True)  # for a crash of native code
         connection.send_bytes(pickle.dumps(_attempt(seat.rank, lambda: _join_group(seat))))
+        gc.freeze()  # torch and the plugins stay: a collection that looks at them takes half a second
         while (payload := _receive(connection)) is not None:
             connection.send_bytes(pickle.dumps(_attempt(seat.rank, _call(payload))))
     # A normal exit would wait for peers that may be gone already.
