@@ -162,3 +162,36 @@ def test_functions_on_state_dicts_are_wrapped_when_their_module_comes(monkeypatc
     with pytest.raises(TorchPartError, match=rf"gather or load a state dict: torch \S+ has no {name}.gone"):
         importlib.import_module(f"user_{name}").get_state_dict()
     assert sys.meta_path == finders, "nothing is left behind"
+
+
+def test_every_op_by_which_a_graph_issues_a_collective_is_wrapped():
+    """Sends and receives of single ranks are no collectives."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("_c10d_functional::")]
+    overloads = [getattr(torch.ops._c10d_functional, name.partition("::")[2]).default for name in names]
+    takes_group = {o for o in overloads if any(a.name == "group_name" for a in o._schema.arguments)}
+    collectives = {o._schema.name.partition("::")[2] for o in takes_group} - {"isend", "irecv", "batch_p2p_ops"}
+    assert collectives == {name for names in distributed._ISSUING.values() for name in names}
+
+
+def test_a_wrapped_op_says_where_its_arguments_are(monkeypatch):
+    class Overload:
+        _schema = torch.ops._c10d_functional.all_reduce.default._schema
+
+        def _op(self, *args):
+            return args
+
+    class Ops:
+        all_reduce = type("Packet", (), {"default": Overload()})
+        wait_tensor = type("Packet", (), {"default": object()})  # of a torch that has no such function
+
+    monkeypatch.setattr(distributed, "_functional", Ops)
+    ops = []
+
+    def issuing(op):
+        ops.append(op)
+        return lambda *args: ("seen", op.run(*args))
+
+    distributed.wrap_graph_collectives(issuing, lambda wait: wait)
+    assert Ops.all_reduce.default._op(1, "sum", "0") == ("seen", (1, "sum", "0"))
+    (op,) = ops
+    assert (op.kind, op.place_of_reduction, op.place_of_group, op.is_uneven) == ("all_reduce", 1, 2, False)

@@ -106,6 +106,37 @@ def test_patterns_that_have_no_effect_are_errors(two_ranks):
     two_ranks.run(patterns)
 
 
+def made_on_the_mesh():
+    """Parameters that a model makes under ``on`` are placed as the patterns say, and trained as any."""
+    on = on_two()
+    with sw.on(on):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.BatchNorm1d(6))
+        model[1].weight = model[0].weight  # tied
+        by_hand = nn.Parameter(sw.distribute_tensor(torch.ones(4, 4), on, [Shard(0)]))
+    assert isinstance(model[0].weight, MeshTensor)
+    whole = model[0].weight.full_tensor().detach()
+    sw.distribute_module(model, on, {"0.weight": [Shard(0)], "2.running_mean": [Shard(0)]})
+    assert model[0].weight.placements == model[2].running_mean.placements == (Shard(0),)
+    assert model[1].weight is model[0].weight
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[0].weight.requires_grad
+    assert model[0].bias.placements == (R,)
+    assert torch.equal(model[0].weight.full_tensor(), whole)
+    model(sw.distribute_tensor(torch.rand(4, 6), on)).sum().backward()
+    assert model[0].weight.grad.placements == (Shard(0),)
+    for pattern in ("0.weight", "0.bias"):  # placed by now, and a replicated one too
+        with pytest.raises(PlacementError, match=r"already, from an earlier call"):
+            sw.distribute_module(model, on, {pattern: [Shard(0)] if pattern == "0.bias" else [R]})
+    other = nn.Module()
+    other.weight = by_hand
+    with pytest.raises(PlacementError, match=r"it lies as \[S\(0\)\] already"):
+        sw.distribute_module(other, on, {"weight": [Shard(1)]})
+
+
+def test_parameters_that_were_made_on_the_mesh_are_placed(two_ranks):
+    two_ranks.run(made_on_the_mesh)
+
+
 def dtensors():
     on, whole = on_two(), torch.arange(16.0).view(4, 4)
     theirs = torch_distribute_tensor(whole, on, [Shard(0)])

@@ -32,7 +32,7 @@ def check_ranks() -> Iterator[None]:
     The ranks compare its number, kind, mesh dims and bytes, the op and its plan, and the user's line, and raise
     :class:`RankDisagreementError` on every rank where they differ, with the lines of all. A collective then takes about
     a millisecond longer. Every rank must enter and leave the context at the same point; it holds for all threads.
-    Collectives inside a compiled graph are not compared. The setting ``check-ranks`` is the same for a whole program.
+    Those of compiled graphs are compared as well. The setting ``check-ranks`` is the same for a whole program.
     """
     compare_with([*comparing, _compare])
     try:

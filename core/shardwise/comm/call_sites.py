@@ -13,6 +13,7 @@ __all__ = [
     "Site",
     "in_line",
     "is_inner",
+    "is_of_torch",
     "operation",
     "short_line",
     "site_of",
@@ -39,6 +40,7 @@ _HANDLER = "<shardwise handler of "
 TORCH = str(Path(torch.__file__).parent)
 OURS = (*(str(_CORE / part) for part in _INNER), "<shardwise")
 """How the names of files begin whose code a program did not write: torch's and shardwise's."""
+_COMPILED = str(Path(TORCH) / "_dynamo")
 _NOT_THE_USERS = (
     TORCH,
     *OURS,
@@ -86,7 +88,7 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
     handler: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if not is_inner[file]:
+        if not is_inner[file] and not is_of_torch(frame):
             if user is None:
                 user, called = frame, handler or inner
         elif file.startswith(_HANDLER):
@@ -95,8 +97,15 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
     return user, called
 
 
+def is_of_torch(frame: FrameType) -> bool:
+    """Whether torch wrote the code of a frame while the program ran, into a file of any name."""
+    return str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
 def operation(code: CodeType) -> str:
-    """What the user's program called: an op for which a handler ran, or a function."""
+    """What the user's program called: an op for which a handler ran, a graph, or a function."""
+    if code.co_filename.startswith(_COMPILED):
+        return "a compiled graph"
     if code.co_filename.startswith(_HANDLER):
         return code.co_filename.removeprefix(_HANDLER).rstrip(">")
     return str(getattr(code, "co_qualname", code.co_name))

@@ -1,6 +1,6 @@
 """What a rank has issued over a process group: a digest that rolls over all calls, and the last ones with their sites.
 
-Every collective of shardwise is recorded, in less than a microsecond; nothing is sent. A thread compares the digests
+Every collective of shardwise is recorded, those of compiled graphs too; nothing is sent. A thread compares the digests
 of ranks (:mod:`shardwise.comm.call_posts`). What ranks compare of a call is its kind, reduction and mesh dims, and its
 bytes where the kind has the same on all ranks; those of an exchange or a shift depend on the rank.
 """

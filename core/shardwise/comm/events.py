@@ -23,7 +23,8 @@ class Event:
     for its result, and ``waited`` when it has it. ``finished`` comes from a thread of the backend, perhaps before
     ``issued``. ``number`` is the same in all of them, and so is ``at``: when it was issued, by ``time.perf_counter``.
     ``reused`` is the phase of a collective that is not issued, because an op before got its result. ``reason`` says why
-    a result is moved to where it rests; it is empty for any other collective.
+    a result is moved to where it rests; it is empty for any other collective. ``in_graph`` says that a compiled graph
+    issued it.
     """
 
     kind: str
@@ -34,10 +35,11 @@ class Event:
     number: int = field(default=0, eq=False, repr=False)
     reason: str = field(default="", eq=False)
     at: float = field(default=0.0, eq=False, repr=False)
+    in_graph: bool = field(default=False, eq=False)
 
 
 # Empty in ordinary runs. A collective only tests that.
-Observer = tuple[Callable[[Event], None], frozenset[str]]
+Observer = tuple[Callable[[Event], None], frozenset[str], bool]
 observers: list[Observer] = []
 numbers = count()
 
@@ -61,16 +63,22 @@ def because(reason: str) -> Iterator[None]:
         _reason.text = before
 
 
-def new_event(kind: str, nbytes: int, group_size: int, mesh_dims: tuple[int, ...]) -> Event:
+def new_event(kind: str, nbytes: int, group_size: int, mesh_dims: tuple[int, ...], *, in_graph: bool = False) -> Event:
     """The event of a collective that is issued now."""
     now = time.perf_counter()
-    return Event(kind, nbytes, group_size, mesh_dims, number=next(numbers), reason=_reason.text, at=now)
+    number = next(numbers)
+    return Event(kind, nbytes, group_size, mesh_dims, number=number, reason=_reason.text, at=now, in_graph=in_graph)
 
 
 @contextmanager
-def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",)) -> Iterator[None]:
-    """Call ``callback`` with an :class:`Event` for each collective of this process in the block, in these phases."""
-    observer = callback, frozenset(phases)
+def observe(
+    callback: Callable[[Event], None], *, phases: Sequence[str] = ("issued",), in_graphs: bool = False
+) -> Iterator[None]:
+    """Call ``callback`` with an :class:`Event` for each collective of this process in the block, in these phases.
+
+    ``in_graphs`` adds those that compiled graphs issue.
+    """
+    observer = callback, frozenset(phases), in_graphs
     observers.append(observer)
     try:
         yield
@@ -80,13 +88,13 @@ def observe(callback: Callable[[Event], None], *, phases: Sequence[str] = ("issu
 
 def is_observed(phase: str) -> bool:
     """Whether an observer observes a phase."""
-    return any(phase in phases for _, phases in observers)
+    return any(phase in phases for _, phases, _ in observers)
 
 
 def emit(event: Event, phase: str) -> None:
     """Call the observers of a phase."""
-    for callback, phases in tuple(observers):
-        if phase in phases:
+    for callback, phases, in_graphs in tuple(observers):
+        if phase in phases and (in_graphs or not event.in_graph):
             callback(evolve(event, phase=phase))
 
 

@@ -59,7 +59,7 @@ class Group(Collectives):
         # order[i] is the position here of the process group's rank i; None, the usual case, where they are the same.
         self._order = order
         self.is_gloo = backend == "gloo"
-        self._held: tuple[Any, Any] | None = None
+        self.held: tuple[Any, Any] | None = None
         self.log = CollectiveLog()  # `watch` puts that of the process group here
         self._codes = {kind: call_code(kind, mesh_dims) for kind in ("all_gather", "all_to_all", "exchange", "shift")}
         self._all_reduce_codes, self._scatter_codes = (
@@ -85,9 +85,9 @@ class Group(Collectives):
 
         What issues collectives is replaced until then, so that a group that is not held has nothing to look at.
         """
-        if self._held is not None or self.process_group is None:
+        if self.held is not None or self.process_group is None:
             return
-        process_group, gather = self._held = self.process_group, self._gather
+        process_group, gather = self.held = self.process_group, self._gather
 
         def release() -> Any:
             self.release()
@@ -99,8 +99,8 @@ class Group(Collectives):
 
     def release(self) -> None:
         """Issue collectives as before :meth:`hold`."""
-        if self._held is not None:
-            (self.process_group, self._gather), self._held = self._held, None
+        if self.held is not None:
+            (self.process_group, self._gather), self.held = self.held, None
 
     def of(self, tensor: Tensor) -> Collectives:
         """The group whose collectives can take a tensor: this one, or that of the graph if it is traced."""
@@ -301,7 +301,7 @@ class Group(Collectives):
 
     def _send_receive(self, sent: Tensor, there: int, received: Tensor, before: int) -> SendReceive:
         """Send and receive at once: a ring in which every rank first sends and then receives would wait for ever."""
-        if self._held is not None:
+        if self.held is not None:
             self.process_group.size()  # any use of what stands for the process group
         ops = []
         for call, tensor, position in ((dist.isend, sent, there), (dist.irecv, received, before)):

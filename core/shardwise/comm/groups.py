@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.call_comparison import compare_if_asked
 from shardwise.comm.collective_log import call_code
+from shardwise.comm.graph_calls import follow_graphs, forget_graphs
 from shardwise.comm.group import Group
 from shardwise.comm.rank_failures import go_on, watch
 from shardwise.comm.silent_group import SilentGroup
@@ -44,11 +45,13 @@ def forget() -> bool:
     """Drop all process groups. Returns whether any of them had threads of gloo."""
     by_gloo = any(group.is_gloo for group in _groups.values())
     _groups.clear()
+    forget_graphs()
     return by_gloo
 
 
 def _forget_world() -> None:
     _groups.clear()
+    forget_graphs()
     _made.clear()
 
 
@@ -103,6 +106,7 @@ def _make_group(mesh: DeviceMesh, dims: tuple[int, ...]) -> Group:
     order = None if ranks == sorted(ranks) else tuple(ranks.index(rank) for rank in sorted(ranks))
     group = Group(process_group, len(ranks), position, dims, backends.get(mesh.device_type, ""), order)
     watch(process_group, group)
+    follow_graphs(process_group, group, mesh)
     compare_if_asked()
     return group
 

@@ -17,7 +17,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from shardwise.comm.call_posts import compare_calls, has_issued
-from shardwise.comm.call_sites import short_line, users_frame
+from shardwise.comm.call_sites import TORCH, short_line, users_frame
 from shardwise.comm.failure_notes import ENDED, PROCESS, TICK, Note, Wait, World, current_world, ranks_of
 from shardwise.comm.gone_processes import absent_rank, gone_rank, learn_processes
 from shardwise.comm.standstill import look_at_waits
@@ -35,6 +35,7 @@ PATIENCE = 2.0
 
 _HERE = os.path.dirname(__file__)  # noqa: PTH120  # code objects name their files by strings
 _TORCHS = str(sys.modules["torch.distributed.distributed_c10d"].__file__)
+_FRAMES_OF_OP = 8  # that torch may have between the call of an op and its kernel
 # Where a thread waits for other ranks: the files of the functions that call the backend.
 _WAITING = frozenset(
     {
@@ -44,6 +45,9 @@ _WAITING = frozenset(
         _TORCHS,
     }
 )
+
+
+_OF_GRAPHS = os.path.join(_HERE, "graph_calls.py")  # noqa: PTH118
 
 
 def failure_behind(error: BaseException, process_group: Any) -> ShardingError | None:
@@ -134,8 +138,9 @@ def _awaited(world: World, now: float) -> set[int]:
     """
     waits: dict[Any, tuple[Any, float, Wait | None]] = {}
     ranks: set[int] = set()
-    for thread, frame in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing for it
-        if frame.f_code.co_filename in _WAITING:
+    for thread, innermost in sys._current_frames().items():  # noqa: SLF001  # documented; the threads pay nothing
+        frame = _waiting_frame(innermost)
+        if frame is not None:
             place, awaited = _waited_for(frame)
             known = world.waits.get(thread)
             if known is None or known[0] != place or now - known[1] < TICK:
@@ -153,6 +158,18 @@ def _awaited(world: World, now: float) -> set[int]:
             waits[log.name] = known if known is not None and known[0] == place else (place, now, wait)
     world.waits = waits
     return ranks
+
+
+def _waiting_frame(frame: FrameType) -> FrameType | None:
+    """The frame in which a thread waits for other ranks, by its innermost one; None if it does not wait."""
+    if frame.f_code.co_filename in _WAITING:
+        return frame
+    at: FrameType | None = frame if frame.f_code.co_filename.startswith((TORCH, _OF_GRAPHS)) else None
+    for _ in range(_FRAMES_OF_OP):
+        if at is not None and at.f_code.co_filename == _OF_GRAPHS:
+            return at if at.f_code.co_name == "wait" else None
+        at = None if at is None else at.f_back
+    return None
 
 
 def _have_come(world: World, rank: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from attrs import frozen
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import traceback
@@ -22,6 +23,7 @@ from shardwise.private_torch.parts import find_part, missing_parts, refuse, torc
 
 __all__ = [
     "calls_of",
+    "GraphOp",
     "current_mesh",
     "default_store",
     "graph_all_gather",
@@ -31,6 +33,7 @@ __all__ = [
     "is_reachable",
     "new_local_group",
     "share_gloo_device",
+    "wrap_graph_collectives",
     "wrap_state_dict_functions",
 ]
 
@@ -250,3 +253,45 @@ def graph_all_to_all(flat: torch.Tensor, received: Sequence[int], sent: Sequence
     """Exchange flat pieces within a process group: ``sent`` and ``received`` hold a length per rank."""
     exchanged = _graph_op("all_to_all_single")(_unmerged(flat), list(received), list(sent), group.group_name)
     return _graph_op("wait_tensor")(exchanged)  # type: ignore[no-any-return]
+
+
+@frozen
+class GraphOp:
+    """An op by which a graph issues a collective: what it sends, and at which place of its arguments the process group
+    and the reduction are. ``is_uneven`` says that what a rank sends may depend on the rank. ``run`` runs it.
+    """
+
+    kind: str
+    place_of_group: int
+    place_of_reduction: int | None
+    is_uneven: bool
+    run: Callable[..., Any]
+
+
+_ISSUING = {
+    "all_gather": ("all_gather_into_tensor", "all_gather_into_tensor_coalesced", "all_gather_into_tensor_out"),
+    "all_reduce": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    "broadcast": ("broadcast", "broadcast_"),
+    "exchange": ("all_to_all_single",),
+    "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "reduce_scatter_tensor_out"),
+}
+
+
+def wrap_graph_collectives(
+    issuing: Callable[[GraphOp], Callable[..., Any]], waiting: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Have graphs call ``issuing(op)`` in place of each op that issues a collective, and ``waiting(wait)`` to wait.
+
+    A graph calls the overload, and that calls its function ``_op``. The public way to be called there is a kernel in
+    Python for every caller of the op, C++ too. Where an overload has no such function, what graphs send goes unnoticed.
+    """
+    for kind, names in _ISSUING.items():
+        for name in names:
+            overload: Any = getattr(getattr(_functional, name, None), "default", None)
+            if hasattr(overload, "_op"):
+                places = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
+                op = GraphOp(kind, places["group_name"], places.get("reduce_op"), kind == "exchange", overload._op)
+                overload._op = issuing(op)
+    wait: Any = getattr(getattr(_functional, "wait_tensor", None), "default", None)
+    if hasattr(wait, "_op"):
+        wait._op = waiting(wait._op)

@@ -34,6 +34,7 @@ __all__ = [
     "is_python_dispatched",
     "is_recorded",
     "is_recorded_whole",
+    "is_run_now",
     "is_traced",
     "is_without_data",
     "let_vary",
@@ -386,14 +387,28 @@ def outside_modes() -> AbstractContextManager[Any]:
     """A context in which tensors are real and kernels run without the GIL, also while a graph is traced. There is no
     public API to leave a mode.
     """
-    if torch._C._len_torch_dispatch_stack() == 0 and not is_python_dispatched():
+    if is_run_now():
         return nullcontext()
     return _outside_modes()
 
 
+_modes = torch._C._len_torch_dispatch_stack
+_is_included, _PYTHON_DISPATCHER = (
+    torch._C._dispatch_tls_is_dispatch_key_included,
+    torch._C.DispatchKey.PythonDispatcher,
+)
+
+
+def is_run_now() -> bool:
+    """Whether an op that is called now runs on values: no graph is traced, and no mode sees the op first and then calls
+    it again.
+    """
+    return not (_modes() or _is_included(_PYTHON_DISPATCHER))
+
+
 def is_python_dispatched() -> bool:
     """Whether ops go through the dispatcher for Python kernels, as they do while a graph is traced."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PythonDispatcher)
+    return _is_included(_PYTHON_DISPATCHER)
 
 
 def seeing_graphs(see: Callable[[Any], None]) -> Callable[..., Any]:

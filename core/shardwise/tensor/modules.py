@@ -16,6 +16,7 @@ from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import LayoutError, PlanError, PlanFitError, PlanFitWarning
+from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -24,7 +25,7 @@ from shardwise.tensor.distribute import distribute_tensor
 from shardwise.tensor.loaded_state import place_assigned
 from shardwise.tensor.mesh_tensor import MeshTensor
 from shardwise.tensor.names import name_tensor, tag_by_name
-from shardwise.tensor.on_mesh import enter_in_forward
+from shardwise.tensor.on_mesh import enter_in_forward, take_unplaced
 from shardwise.tensor.patterns import check_patterns, check_placed, placements_for
 from shardwise.tensor.replaced import note_replaced
 
@@ -51,10 +52,11 @@ def distribute_module(
 
     ``partition`` maps shell patterns on qualified names (``"layers.*.wq.weight"``) to placements: a list with one per
     mesh dim, or a mapping from mesh dim names, with the other dims replicated. The first pattern that matches is used.
-    Tensors without a match are replicated. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``,
-    or a plan of the whole step (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer,
-    and its decisions hold for all calls from here on. With ``loose``, a parameter that the plan does not place is
-    replicated and a line that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
+    Tensors without a match are replicated. Parameters that were made under :func:`shardwise.on` are placed as plain
+    ones. ``partition`` may also be torch's ``partition_fn(name, submodule, mesh)``, or a plan of the whole step
+    (:func:`shardwise.plan`, or the name of its file): it places every parameter and buffer, and its decisions hold
+    for all calls from here on. With ``loose``, a parameter that the plan does not place is replicated and a line
+    that fits nothing is left out, each with a :class:`PlanFitWarning`; else they are errors.
     ``input_fn(module, inputs, mesh)`` runs before ``forward`` and ``output_fn(module, outputs, mesh)`` after it; both
     may leave the module out. Tied parameters stay tied. Tensors that the forward pass makes lie on the mesh
     (:func:`shardwise.on`). ``communication`` is the policy on what forward passes of the module, and their backward
@@ -176,16 +178,31 @@ def _replace_tensors(
         own = [*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False)]
         for key, tensor in own:
             name = f"{prefix}.{key}" if prefix else key
-            if isinstance(tensor, MeshTensor):
+            is_known = id(tensor) in by_id
+            if isinstance(tensor, MeshTensor) and not is_known and not take_unplaced(tensor, mesh):
                 if id(tensor) not in placed_here:
                     check_placed(name, tensor, mesh, patterns)
                 continue
-            if id(tensor) not in by_id:
+            if not is_known:
                 places = placements_for(name, tensor, mesh, patterns)
-                by_id[id(tensor)] = distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+                by_id[id(tensor)] = _placed(tensor, mesh, places, src_data_rank)
                 placed_here.add(id(by_id[id(tensor)]))
-                note_replaced(tensor, by_id[id(tensor)])
+                if by_id[id(tensor)] is not tensor:
+                    note_replaced(tensor, by_id[id(tensor)])
                 name_tensor(by_id[id(tensor)], name)
                 if in_force.decisions is not None:
                     tag_by_name(by_id[id(tensor)], in_force.decisions.depth)
             setattr(submodule, key, by_id[id(tensor)])  # a buffer stays persistent or not, as it was
+
+
+def _placed(tensor: Any, mesh: DeviceMesh, places: Sequence[Placement], src_data_rank: int | None) -> MeshTensor:
+    """A leaf with these placements, of a plain tensor or of one that was made on the mesh: the same on every rank."""
+    if not isinstance(tensor, MeshTensor):
+        return distribute_tensor(tensor, mesh, places, src_data_rank=src_data_rank)
+    if tensor.placements == tuple(places):
+        return tensor
+    values: Any = tensor.detach()
+    moved: MeshTensor = values.redistribute(mesh, places)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return moved.requires_grad_(tensor.requires_grad)

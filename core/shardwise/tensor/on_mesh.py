@@ -33,7 +33,9 @@ from shardwise.private_torch.ops import draws, packet_name
 from shardwise.tensor.factories import empty, rand, randint, randn, randperm
 from shardwise.tensor.mesh_tensor import MeshTensor
 
-__all__ = ["enter_in_forward", "locally", "on"]
+__all__ = ["enter_in_forward", "locally", "on", "take_unplaced"]
+
+_UNPLACED = "shardwise_unplaced"  # an attribute of a storage, which every view of it has
 
 
 class _OnMesh(OpMode):  # type: ignore[no-untyped-call]  # torch leaves its __init_subclass__ unannotated
@@ -83,13 +85,29 @@ def _made(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: DeviceMe
         return op(*args, **kwargs)
     if draws(op):
         drawn = _drawn(op, args, kwargs, mesh)
-        return op(*args, **kwargs) if drawn is None else drawn
+        return op(*args, **kwargs) if drawn is None else _unplaced(drawn)
     result = op(*args, **kwargs)
     if is_zero_tensor(result):  # autograd's own, for a tangent that is zero everywhere; only torch computes with it
         return result
     if type(result) is torch.Tensor and result.device.type == mesh.device_type and result.layout is torch.strided:
-        return replicated_tensor(MeshTensor, mesh, result)
+        return _unplaced(replicated_tensor(MeshTensor, mesh, result))
     return result
+
+
+def _unplaced(tensor: Any) -> Any:
+    """Note that nobody has said how a tensor is to lie; what a forward pass makes is no parameter."""
+    if not _entered.passes:
+        setattr(tensor._local_tensor.untyped_storage(), _UNPLACED, True)
+    return tensor
+
+
+def take_unplaced(tensor: MeshTensor, mesh: DeviceMesh) -> bool:
+    """Whether a tensor was made under :func:`on` of a mesh and nobody has placed it; who asks places it now."""
+    storage = tensor._local_tensor.untyped_storage()
+    is_unplaced = hasattr(storage, _UNPLACED) and tensor.device_mesh == mesh
+    if is_unplaced:
+        delattr(storage, _UNPLACED)
+    return is_unplaced
 
 
 # By the name of torch's function: one that takes the same arguments, by position.

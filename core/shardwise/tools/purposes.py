@@ -125,6 +125,8 @@ def purpose_at(file: str, frame: FrameType, before: Purpose) -> Purpose:
     name = frame.f_code.co_name
     if file in _AGREEMENTS:
         return Purpose("(agreement)", "the ranks compare what they have", is_final=True)
+    if file == "comm/graph_calls.py":
+        return Purpose("(graph)", "a compiled graph sends it", is_final=True)
     if file.startswith(_DISTRIBUTING):
         return evolve(before, op=name.strip("_"), why=f"{name.strip('_')}() of the program")
     read = _FILES.get(file)

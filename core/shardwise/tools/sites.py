@@ -24,6 +24,7 @@ from attrs import define, field, frozen
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from shardwise.comm.call_sites import is_of_torch
 from shardwise.comm.events import Event
 from shardwise.private_torch.autograd_nodes import backward_number, running_node, sequence_number
 from shardwise.tools.program import Phases
@@ -244,7 +245,8 @@ def _read_stack(frame: FrameType | None) -> _Found:
         kind, name = _file(frame.f_code.co_filename)
         if kind == "end":
             break
-        if kind == "user" and not in_rule and not line.number:  # a rule's own code is not the program
+        is_users = kind == "user" and not in_rule and not is_of_torch(frame)  # a rule's own code is not the program
+        if is_users and not line.number:
             line = Line(name, frame.f_lineno)
         elif kind == "module" and module is None and frame.f_code.co_name in _CALLS_OF_MODULES:
             module = frame.f_locals.get("self")

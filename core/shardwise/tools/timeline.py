@@ -121,7 +121,7 @@ class Timeline:
             stack.callback(register_module_forward_hook(self._module_ends, always_call=True).remove)
             stack.callback(register_optimizer_step_pre_hook(self._optimizer_begins).remove)
             stack.callback(register_optimizer_step_post_hook(self._optimizer_ends).remove)
-            stack.enter_context(observe(self._saw, phases=phases))
+            stack.enter_context(observe(self._saw, phases=phases, in_graphs=True))
             yield
         self._end_of_segment()
 
