@@ -41,6 +41,7 @@ _SPARE = 256  # of the limit, this part
 _FEWER = 2  # numbers of layers, until what a run by decisions does fits as well
 _ENOUGH = 8  # of the limit, this part: while less is left beside what is kept, a higher price on that comes first
 _CLOSE = 2  # the least that was found exceeds a limit by at most this part of it; further off, nothing is there
+_HOPELESS = 4  # rounds of prices on moments, each eight times the last, after which it should be that close
 _POINTS = 6  # of the assignments that hold least, changed by single choices
 _TRIALS = 200_000  # calls that are looked at under such changes: some seconds
 _FEW_TRIALS = 20_000  # where a limit is kept already
@@ -209,9 +210,12 @@ class PricedSearch:
         """
         least = min(self._tried, key=lambda tried: self._rank(tried.found, limit))
         price = max(tried.price for tried in self._tried)
-        for found in MomentSearch(self.problem, limit, self._solved_at_prices).run(least.found):
+        for n, found in enumerate(MomentSearch(self.problem, limit, self._solved_at_prices).run(least.found)):
             self._tried.append(self._as_tried(price, found))
-        if min(tried.nbytes for tried in self._tried) - limit <= limit // _CLOSE:
+            is_close = min(tried.nbytes for tried in self._tried) - limit <= limit // _CLOSE
+            if n >= _HOPELESS and not is_close:
+                break
+        if is_close:
             points = [tried.found for tried in self._tried]
             for found in self._repaired(points, limit, _FEW_TRIALS if self._within(limit) else _TRIALS):
                 self._tried.append(self._as_tried(price, found))
