@@ -8,6 +8,7 @@ from attrs import define
 
 from shardwise.errors import NoPlanError
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.short_step import ShortStep, shortened
 from shardwise.program.step_graph import StepGraph
 from shardwise.program.step_problem import Assignment, StepProblem
@@ -39,6 +40,10 @@ class ShortProblem:
         problem.share_moves(whole)
         return cls(step, problem, whole)
 
+    def _prices(self, prices: MomentPrices) -> MomentPrices:
+        """Those of a layer that stands for others are the mean of theirs."""
+        return MomentPrices(self.problem.moments, [self.step.means(life, of) for life, of in enumerate(prices.by_life)])
+
     def solved(self, starts: Sequence[Assignment], *, exchanges: bool) -> Assignment | None:
         """The best assignment of the whole step that has all layers alike, or a start where that is better.
 
@@ -48,7 +53,7 @@ class ShortProblem:
         if whole.held_rows or whole.held_rests:
             return None
         problem.price, problem.pinned = whole.price, whole.pinned & problem.free
-        problem.room, problem.over_room = whole.room, whole.over_room
+        problem.prices = None if whole.prices is None else self._prices(whole.prices)
         parts = [self.step.part_of(start, problem.resting) for start in starts]
         for part in parts:
             part.cost = problem.cost(part)

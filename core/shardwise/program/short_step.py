@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from attrs import define, evolve, field, frozen
 
 from shardwise.program.step_graph import CallNode, StepGraph
+from shardwise.program.step_moments import RUNNING
 from shardwise.program.step_problem import Assignment
 
 __all__ = ["ShortStep", "shortened"]
@@ -59,6 +60,16 @@ class ShortStep:
             if layer is not None and layer < layers:
                 mixed.rests[t] = first.rests[t]
         return mixed
+
+    def means(self, life: int, each: Sequence[int]) -> list[int]:
+        """By call or tensor of this step, the mean of what all have that it stands for in the whole one."""
+        stands_in = self.stands_in if life == RUNNING else [self.tensors.get(t, t) for t in range(len(each))]
+        count = len(self.places) if life == RUNNING else len(each)
+        total, times = [0] * count, [0] * count
+        for own, at in zip(each, stands_in, strict=True):
+            total[at] += own
+            times[at] += 1
+        return [of // max(1, n) for of, n in zip(total, times, strict=True)]
 
     def part_of(self, assignment: Assignment, resting: frozenset[int]) -> Assignment:
         """An assignment of the whole step for this one, whose tensors that rest are given."""

@@ -1,27 +1,33 @@
 """The best assignment that keeps a limit on memory.
 
-A rank holds what it keeps for later, and at each call what that needs while it runs. A price per byte is raised until
-what is kept leaves enough of the limit. Where it does, and a call still holds too much while it runs, the *room* of a
-call is narrowed: what it holds beyond costs more than anything else.
+A rank holds what it keeps for later, and at each call what that needs while it runs. A price per byte that is kept is
+raised until the limit is kept, or until what is kept leaves enough of it and a call holds too much while it runs. Then
+each moment of the step gets a price of its own (:mod:`shardwise.program.moment_search`), and what is left over the
+limit is brought below it choice by choice (:mod:`shardwise.program.step_repair`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
 
+import numpy as np
 from attrs import define, field, frozen
 
 from shardwise.errors import MemoryPlanError
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.moment_prices import MomentPrices
+from shardwise.program.moment_search import MomentSearch
 from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_bound import WorkTable, step_bound
 from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_moments import StepMoments
 from shardwise.program.step_problem import Assignment, StepProblem
+from shardwise.program.step_repair import Repair
 from shardwise.program.step_solution import solve_step
 
 __all__ = ["PricedSearch"]
@@ -30,23 +36,26 @@ _FIRST_PRICE = Fraction(1, 32)  # of the cost of a step per byte that it keeps
 _RAISES = 12  # of the price, by _RAISE each
 _RAISE = 8
 _HALVINGS = 4  # of the interval between a price that is too low and one that is enough
-_NARROWINGS = 6  # of the room of a call, each to half of it or less
 _SEVERAL = 3  # mesh dims up to which a step is bounded at two prices
 _SPARE = 256  # of the limit, this part
 _FEWER = 2  # numbers of layers, until what a run by decisions does fits as well
-_LEAST_ROOM = 8  # of the limit, this part: while less is left beside what is kept, a higher price comes first
-_PARTS = 256  # of what is FORBIDDEN: forty doublings of the room in every call are still far less
+_ENOUGH = 8  # of the limit, this part: while less is left beside what is kept, a higher price on that comes first
+_CLOSE = 2  # the least that was found exceeds a limit by at most this part of it; further off, nothing is there
+_HOPELESS = 4  # rounds of prices on moments, each eight times the last, after which it should be that close
+_POINTS = 6  # of the assignments that hold least, changed by single choices
+_TRIALS = 200_000  # calls that are looked at under such changes: some seconds
+_FEW_TRIALS = 20_000  # where a limit is kept already
+_SMALL = 200  # calls of a step in which moments are priced though a limit is kept: it takes a second or two
 _NAMED = 6  # tensors that an error names
 
 
 @frozen(eq=False)
 class _Tried:
-    """What was found at a price and with a room: nanoseconds without both, the most bytes that a rank holds at a time,
-    and what the call holds while it runs that it then is at.
+    """What was found at a price: nanoseconds without it, the most bytes that a rank holds at a time, and how many of
+    them the call that runs then has.
     """
 
     price: Fraction
-    room: int | None
     found: Assignment
     nbytes: int
     running: int
@@ -65,36 +74,36 @@ class PricedSearch:
     _tried: list[_Tried] = field(factory=list)
     _done: list[_Tried] = field(factory=list)
     _moments: StepMoments = field(init=False)
-    _room: int | None = field(default=None, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self._moments = StepMoments(self.problem)
+        self._moments = self.problem.moments
 
     def best(self, limit: int | None = None) -> Assignment:
         """The cheapest assignment found in which a rank holds at most ``limit`` bytes at any time.
 
         Raises :class:`MemoryPlanError` where none is found.
         """
-        if limit is not None:
-            self._room = min(self._room or limit, limit)  # what alone exceeds the limit is in no plan
         if not self._tried:
             self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
         if limit is None:
             return self._improved(self._tried[0], None).found
         if not self._within(limit):
             self._raise_price(limit)
-        for _ in range(_HALVINGS):
-            low, high = self._around(limit)
-            if low is None:
-                break
-            if low.price == high.price:
-                self._room = math.isqrt((low.room or limit) * (high.room or limit))
-                self._try(high.price, [low.found])
-            else:
-                self._room = high.room
-                self._try(Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5), [low.found])
+        if self._within(limit):
+            self._halve_price(limit)
+        is_small = len(self.problem.graph.calls) <= _SMALL
+        if not self._within(limit) or (is_small and self._exceeding(limit)):
+            self._price_moments(limit)
         self._mix(limit)
         return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
+
+    def _halve_price(self, limit: int) -> None:
+        """Bring the price that is too low and the one that is enough closer to each other."""
+        for _ in range(_HALVINGS):
+            low, high = self._around(limit)
+            if low is None or low.price == high.price:
+                break
+            self._try(Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5), [low.found])
 
     def _mix(self, limit: int) -> None:
         """Try what holds too much in as many layers as the limit allows, and what holds less in the others.
@@ -131,7 +140,6 @@ class PricedSearch:
         """The best of a shortened step, improved on the whole one, where that keeps the limit."""
         if self.short is None or tried in self._done:
             return tried
-        self._room = tried.room
         better = self._solved_at(tried.price, lambda starts: solve_step(self.problem, starts), [tried.found])
         keeps = limit is None or better.nbytes <= limit
         best = better if keeps and better.found.cost < tried.found.cost else tried
@@ -170,75 +178,107 @@ class PricedSearch:
     def _within(self, limit: int) -> list[_Tried]:
         return [tried for tried in self._tried if tried.nbytes <= limit]
 
+    def _exceeding(self, limit: int) -> list[_Tried]:
+        return [tried for tried in self._tried if tried.nbytes > limit]
+
     def _around(self, limit: int) -> tuple[_Tried | None, _Tried]:
-        """What was tried at the highest price that is too low, and at the lowest above it that is enough. Of equal
-        prices the one with less room is the higher one.
-        """
-
-        def height(tried: _Tried) -> tuple[Fraction, int]:
-            return tried.price, -(tried.room or 0)
-
-        low = max((t for t in self._tried if t.nbytes > limit), key=height, default=None)
-        high = [t for t in self._within(limit) if low is None or height(t) > height(low)]
-        return low, min(high or self._within(limit), key=height)
+        """What was tried at the highest price that is too low, and at the lowest above it that is enough."""
+        low = max(self._exceeding(limit), key=lambda tried: tried.price, default=None)
+        high = [tried for tried in self._within(limit) if low is None or tried.price > low.price]
+        return low, min(high or self._within(limit), key=lambda tried: tried.price)
 
     def _raise_price(self, limit: int) -> None:
-        last = self._narrowed(max(self._tried, key=lambda tried: tried.price), limit)
+        """Raise the price until the limit is kept, or what is kept leaves enough of it for a call while it runs."""
+        last = max(self._tried, key=lambda tried: tried.price)
         highest = Fraction(FORBIDDEN, 64 * max(last.nbytes, 1))
         price = last.price * _RAISE or Fraction(max(last.found.cost, 1), max(last.nbytes, 1)) * _FIRST_PRICE
         for _ in range(_RAISES):
-            if last.nbytes <= limit:
+            if last.nbytes <= limit or limit - (last.nbytes - last.running) >= limit // _ENOUGH:
                 return
             price = min(price, highest)
-            last = self._narrowed(self._try(price, [last.found]), limit)
+            last = self._try(price, [last.found])
             if last.nbytes > limit and price == highest and self.lean is not None:
-                last = self._narrowed(self._try(price, [self.lean()]), limit, at_last=True)
+                last = self._try(price, [self.lean()])
             if price == highest:
-                break
+                return
             price *= _RAISE
-        if last.nbytes > limit:
+
+    def _price_moments(self, limit: int) -> None:
+        """Try prices on what is held at each moment, and change single choices.
+
+        Raises :class:`MemoryPlanError` where nothing is found within the limit.
+        """
+        least = min(self._tried, key=lambda tried: self._rank(tried.found, limit))
+        price = max(tried.price for tried in self._tried)
+        for n, found in enumerate(MomentSearch(self.problem, limit, self._solved_at_prices).run(least.found)):
+            self._tried.append(self._as_tried(price, found))
+            is_close = min(tried.nbytes for tried in self._tried) - limit <= limit // _CLOSE
+            if n >= _HOPELESS and not is_close:
+                break
+        if is_close:
+            points = [tried.found for tried in self._tried]
+            for found in self._repaired(points, limit, _FEW_TRIALS if self._within(limit) else _TRIALS):
+                self._tried.append(self._as_tried(price, found))
+                self._done.append(self._tried[-1])
+        if not self._within(limit):
             raise self._too_little(limit)
 
-    def _narrowed(self, tried: _Tried, limit: int, *, at_last: bool = False) -> _Tried:
-        """What is found with less room for a call, where what is kept leaves some: until that is enough."""
-        assert self._room is not None
-        for _ in range(_NARROWINGS):
-            left = limit - (tried.nbytes - tried.running)
-            if tried.nbytes <= limit or left < (1 if at_last else limit // _LEAST_ROOM):
-                break
-            self._room = max(1, min(left, self._room // 2))
-            tried = self._try(tried.price, [tried.found])
-        return tried
+    def _repaired(self, points: Sequence[Assignment], limit: int, trials: int) -> Iterator[Assignment]:
+        """The points that exceed the limit by least, changed so that they keep it, and for less cost."""
+        points = sorted(points, key=lambda found: self._rank(found, limit))
+        points = [one for n, one in enumerate(points) if not any(map(one.is_same, points[:n]))]
+        for n, point in enumerate(points[:_POINTS]):
+            repair = Repair(self.problem, limit, point, trials // (_POINTS - n))
+            repaired = repair.run()
+            trials -= repair.spent
+            # Calls that look the same do the same in a run.
+            followed = replayed(self.problem, repaired, DEEPEST, tries=0)
+            yield repaired if followed is None or self.peak(followed) > limit else followed
+
+    def _rank(self, found: Assignment, limit: int) -> tuple[int, int]:
+        return int(np.maximum(self._moments.held(found) - limit, 0).sum()), found.cost
+
+    def _solved_at_prices(self, prices: MomentPrices, start: Assignment) -> Assignment:
+        problem = self.problem
+        problem.prices = prices
+        try:
+            priced = start.copy()
+            priced.cost = problem.cost(priced)
+            found = self._solved([priced])
+        finally:
+            problem.prices = None
+        found = found.copy()
+        found.cost = problem.cost(found)
+        return found
 
     def _try(self, price: Fraction, starts: Sequence[Assignment], *, exchanges: bool = False) -> _Tried:
-        def solved(priced: Sequence[Assignment]) -> Assignment:
-            found = None if self.short is None else self.short.solved(priced, exchanges=exchanges)
-            return solve_step(self.problem, priced, exchanges=exchanges) if found is None else found
-
-        self._tried.append(self._solved_at(price, solved, starts))
+        self._tried.append(self._solved_at(price, partial(self._solved, exchanges=exchanges), starts))
         return self._tried[-1]
+
+    def _solved(self, starts: Sequence[Assignment], *, exchanges: bool = False) -> Assignment:
+        found = None if self.short is None else self.short.solved(starts, exchanges=exchanges)
+        return solve_step(self.problem, starts, exchanges=exchanges) if found is None else found
 
     def _solved_at(
         self, price: Fraction, solved: Callable[[Sequence[Assignment]], Assignment], starts: Sequence[Assignment]
     ) -> _Tried:
         problem = self.problem
-        problem.price, problem.room = price, self._room
-        problem.over_room = FORBIDDEN // (_PARTS * max(1, len(problem.graph.calls)))
+        problem.price = price
         try:
             priced = [start.copy() for start in starts]
             for start in priced:
                 start.cost = problem.cost(start)
             found = solved(priced)
         finally:
-            problem.price, problem.room = Fraction(0), None
+            problem.price = Fraction(0)
         return self._as_tried(price, found.copy())
 
     def _as_tried(self, price: Fraction, found: Assignment) -> _Tried:
         problem = self.problem
         found.cost = problem.cost(found)
         nbytes, at = self._moments.peak_and_place(found)
-        running = 0 if at is None else problem.running_bytes(at, found.rows[at])
-        return _Tried(price, self._room, found, nbytes, running)
+        running = 0 if at is None else self._moments.running_bytes(found, at)
+        return _Tried(price, found, nbytes, running)
 
     def _too_little(self, limit: int) -> MemoryPlanError:
         problem, least = self.problem, min(self._tried, key=lambda tried: tried.nbytes)

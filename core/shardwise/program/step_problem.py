@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 from attrs import define, field
@@ -29,8 +30,10 @@ from shardwise.planning.path import path_cost
 from shardwise.planning.path_search import Search
 from shardwise.program.cheap_moves import CheapMoves
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
+from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
 from shardwise.program.step_memory import StepMemory
+from shardwise.program.step_moments import StepMoments
 from shardwise.program.step_rows import Choices, RowTable, as_placements, in_whole, is_whole, rows_that_ran
 from shardwise.program.step_slices import Slices, placed
 
@@ -65,8 +68,8 @@ class StepProblem:
 
     ``free`` are parameters (tensor numbers) that may be placed anywhere; those that are ``pinned`` stay where an
     assignment has them. ``memory`` counts what a rank keeps, and
-    ``price`` is what a kept byte costs, in nanoseconds: it makes less memory worth some time. ``room`` are the bytes
-    that one call may hold while it runs; one that holds more costs ``over_room`` nanoseconds for each doubling.
+    ``price`` is what a kept byte costs, in nanoseconds: it makes less memory worth some time. ``prices`` are of what is
+    held at each moment, too.
     """
 
     graph: StepGraph
@@ -75,8 +78,7 @@ class StepProblem:
     memory: StepMemory | None = None
     price: Fraction = Fraction(0)
     pinned: frozenset[int] = frozenset()
-    room: int | None = None
-    over_room: int = 0
+    prices: MomentPrices | None = None
     #: Where tensors must rest on some mesh dims, and the rows that calls must take one of on each.
     held_rests: dict[int, dict[int, Placement]] = field(factory=dict)
     held_rows: dict[int, tuple[frozenset[int], ...]] = field(factory=dict)
@@ -86,7 +88,6 @@ class StepProblem:
     slices: Slices = field(init=False)
     _moves: dict[Any, int] = field(factory=dict, init=False)
     _own: dict[Any, int] = field(factory=dict, init=False)
-    _while_running: dict[Any, int] = field(factory=dict, init=False)
     _places: dict[int, int] = field(init=False)
     _links: Links = field(init=False)
     _cheap_moves: CheapMoves | None = field(default=None, init=False)
@@ -135,6 +136,11 @@ class StepProblem:
         assignment.rests = {t: self.made(assignment, t) for t in self.resting}
         assignment.cost = self.cost(assignment)
         return assignment
+
+    @cached_property
+    def moments(self) -> StepMoments:
+        """What a rank holds at each call."""
+        return StepMoments(self)
 
     @property
     def has_lost(self) -> bool:
@@ -236,43 +242,14 @@ class StepProblem:
         return search.lower
 
     def own_cost(self, place: int, rows: Sequence[int]) -> int:
-        """Nanoseconds of a call for its work and what its lowering sends, and for what it holds beyond the room."""
+        """Nanoseconds of a call for its work and what its lowering sends."""
         choices = self.choices[place]
         key = (id(choices), tuple(rows))
         cost = self._own.get(key)
         if cost is None:
             seconds = self.call_costs(self.graph.calls[place], choices, [choices.rows[r] for r in rows])
             cost = self._own[key] = round(seconds * NANOSECONDS)
-        return cost if self.room is None else cost + self._crowding(self.running_bytes(place, rows))
-
-    def running_bytes(self, place: int, rows: Sequence[int]) -> int:
-        """What a rank holds of the operands and results of a call while it runs."""
-        choices = self.choices[place]
-        key = (id(choices), tuple(rows))
-        nbytes = self._while_running.get(key)
-        if nbytes is None:
-            assert self.memory is not None
-            nbytes = 0
-            call, of = self.graph.calls[place], [choices.rows[r] for r in rows]
-            operands = {(t, tuple(placed(row.inputs[i]) for row in of)) for i, t in enumerate(call.operands)}
-            roots = {self.graph.tensors[t].root for t in call.operands if t is not None}
-            results = [(t, tuple(placed(row.outputs[k]) for row in of)) for k, t in enumerate(call.results)]
-            for t, layout in operands:
-                nbytes += 0 if t is None else self.memory.local(t, layout)
-            for t, layout in results:  # a view has the memory of its operand
-                is_view = t is not None and self.graph.tensors[t].root in roots
-                nbytes += 0 if t is None or is_view else self.memory.local(t, layout)
-            self._while_running[key] = nbytes
-        return nbytes
-
-    def _crowding(self, nbytes: int) -> int:
-        """The price of holding more than the room: by doublings, so that each part of the way to it counts."""
-        assert self.room is not None
-        if nbytes <= self.room:
-            return 0
-        doublings = (nbytes // self.room).bit_length() - 1
-        before = self.room << doublings
-        return self.over_room * doublings + -(-self.over_room * (nbytes - before) // before)
+        return cost
 
     def end_cost(self, tensor: int, layout: Places, assignment: Assignment | None = None) -> int:
         """Nanoseconds from a tensor's layout to its sinks; without an assignment, to those that lie fixed."""
@@ -299,18 +276,13 @@ class StepProblem:
 
     def has_price(self, tensor: int) -> bool:
         """Whether what a rank keeps of a tensor costs something."""
-        if self.room is not None and tensor in self.resting:
-            return True
         return bool(self.price) and self.memory is not None and tensor in self.memory.kept
 
     def byte_cost(self, tensor: int, layout: Places) -> int:
-        """The price of what a rank keeps of a tensor, and of one that takes more than the room where it rests."""
+        """The price of what a rank keeps of a tensor."""
         if self.memory is None or not self.has_price(tensor):
             return 0
-        cost = int(self.memory.kept_bytes(tensor, layout) * self.price)
-        if self.room is not None and tensor in self.resting:
-            cost += self._crowding(self.memory.local(tensor, layout))
-        return min(cost, FORBIDDEN)
+        return min(int(self.memory.kept_bytes(tensor, layout) * self.price), FORBIDDEN)
 
     def nbytes(self, assignment: Assignment) -> int:
         """What a rank keeps: the state of all parameters, and what forward leaves for backward."""
@@ -337,24 +309,29 @@ class StepProblem:
             return 0
         return min(int(self.memory.copied_bytes(place, operand, src, dst) * self.price), FORBIDDEN)
 
+    def cost_of_call(self, assignment: Assignment, place: int) -> int:
+        """Nanoseconds of a call under an assignment, with the moves of its operands and results."""
+        call = self.graph.calls[place]
+        total = self.own_cost(place, assignment.rows[place])
+        for i, t in enumerate(call.operands):
+            if t is not None:
+                src, dst = self.rests(assignment, t), self.used(assignment, place, i)
+                total += self.operand_cost(place, i, src, dst) + self.copy_cost(place, i, src, dst)
+        for t in call.results:
+            if t is None:
+                continue
+            if t in self.resting:
+                total += self.move(t, self.made(assignment, t), assignment.rests[t])
+            total += self.end_cost(t, self.rests(assignment, t), assignment)
+        return total if self.prices is None else total + self.prices.of_call(assignment, place)
+
     def cost(self, assignment: Assignment) -> int:
         """Nanoseconds of the step under an assignment."""
-        total = 0
-        for place, call in enumerate(self.graph.calls):
-            total += self.own_cost(place, assignment.rows[place])
-            for i, t in enumerate(call.operands):
-                if t is not None:
-                    src, dst = self.rests(assignment, t), self.used(assignment, place, i)
-                    total += self.operand_cost(place, i, src, dst) + self.copy_cost(place, i, src, dst)
-            for t in call.results:
-                if t is None:
-                    continue
-                if t in self.resting:
-                    total += self.move(t, self.made(assignment, t), assignment.rests[t])
-                total += self.end_cost(t, self.rests(assignment, t), assignment)
-        if self.memory is not None and (self.price or self.room is not None):
-            priced = self.resting.union(self.memory.kept)
-            total += sum(self.byte_cost(t, self.rests(assignment, t)) for t in priced)
+        total = sum(self.cost_of_call(assignment, place) for place in range(len(self.graph.calls)))
+        if self.prices is not None:
+            total += sum(self.prices.of_leaf(t, self.rests(assignment, t)) for t in sorted(self.free))
+        if self.memory is not None and self.price:
+            total += sum(self.byte_cost(t, self.rests(assignment, t)) for t in self.memory.kept)
         return min(total, FORBIDDEN)
 
     def operand_cost(self, place: int, operand: int, src: Places, dst: Places) -> int:

@@ -122,7 +122,7 @@ class Slices:
 
     def own_costs(self, place: int, call: CallSlice) -> Costs:
         """What a call costs apart from moves, by row."""
-        key = ("own", id(call), self._problem.room, self._problem.over_room)
+        key = ("own", id(call))
         known = self._known.get(key)
         if known is None:
             m, held = call.m, call.held

@@ -13,6 +13,7 @@ from shardwise.kernel.placements import Placement, is_strided
 from shardwise.program.array_cache import ArrayCache
 from shardwise.program.cost_graph import FORBIDDEN, CostGraph, Costs
 from shardwise.program.elimination import solve
+from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.step_graph import Places
 from shardwise.program.step_problem import Assignment, StepProblem
 from shardwise.program.step_slices import CallSlice, Layouts
@@ -171,6 +172,8 @@ class MeshDimProblem:
         variables = {t: len(self.calls) + k for k, t in enumerate(self.states)}
         for t, layouts in self._rests.items():
             self._unary.append(problem.slices.end_costs(t, layouts))
+            if problem.prices is not None and t in problem.free:
+                self._add(problem.prices.leaf(t, layouts), variables[t])
         for place, call in enumerate(problem.graph.calls):
             for i, operand in enumerate(call.operands):
                 if operand is not None:
@@ -217,12 +220,16 @@ class MeshDimProblem:
             if problem.keeps_copy(place, i):
                 costs = costs + problem.slices.copies(place, i, source, targets)
             self._unary[place] = self._unary[place] + costs[0]
+            if problem.prices is not None:
+                self._add(problem.prices.operand(place, i, source, self.calls[place]), place)
             return
         else:
             sources, variable = self.calls[maker[0]].layouts(maker[1], made=True), maker[0]
         self._pairs.append((variable, place, self._moves(t, sources, targets, place, i, self._exact)))
         if problem.keeps_copy(place, i):
             self._pairs.append((variable, place, problem.slices.copies(place, i, sources, targets)))
+        if problem.prices is not None:
+            self._add(problem.prices.operand(place, i, sources, self.calls[place]), variable, place)
 
     def _moves(self, t: int, sources: Layouts, targets: Layouts, place: int, i: int, exact: bool = True) -> Costs:
         must_stay = self.problem.must_stay(place, i)
@@ -242,6 +249,30 @@ class MeshDimProblem:
             costs = slices.moves(t, at, self._rests[leaf], exact=self._exact or shared_by != 1)
             shared = costs if shared_by == 1 else np.where(costs >= FORBIDDEN, costs, costs // shared_by)
             self._pairs.append((source, variables[leaf], shared))
+        if self.problem.prices is not None:
+            self._price_result(self.problem.prices, place, k, t, variables)
+
+    def _price_result(self, prices: MomentPrices, place: int, k: int, t: int, variables: dict[int, int]) -> None:
+        """Add what it costs to hold a result, and to keep a gradient."""
+        made, rests = self.calls[place].layouts(k, made=True), self._rests.get(t)
+        if rests is None:
+            self._add(prices.result(place, t, made, None), place)
+        else:
+            self._add(prices.result(place, t, made, rests), place, variables[t])
+        for sink in prices.moments.gradients(t):
+            source, at = (place, made) if rests is None else (variables[t], rests)
+            if sink.leaf in self._rests:
+                self._add(prices.gradient(t, sink, at, self._rests[sink.leaf]), source, variables[sink.leaf])
+            else:
+                fixed = self.problem.slices.only(sink.placements)
+                self._add(prices.gradient(t, sink, at, fixed), source)
+
+    def _add(self, costs: Costs | None, u: int, v: int | None = None) -> None:
+        """Add costs by the states of a variable, or of two; None are none."""
+        if costs is not None and v is None:
+            self._unary[u] = self._unary[u] + costs.reshape(-1)
+        elif costs is not None and v is not None:
+            self._pairs.append((u, v, costs))
 
 
 def _with(layout: Places, m: int, placement: Placement) -> Places:
