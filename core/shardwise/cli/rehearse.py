@@ -11,6 +11,7 @@ from attrs import asdict
 from rich.table import Table
 
 from shardwise.cli.output import json_option, print_parts
+from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
 from shardwise.program.plan_file import PlanFile
@@ -42,7 +43,7 @@ def rehearse(
     plan = step.plan
     if rank >= math.prod(step.mesh_shape):
         raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(step.mesh_shape) - 1}")
-    with op_progress(shown=not as_json) as tell:
+    with program_errors(step.text), op_progress(shown=not as_json) as tell:
         rehearsal = follow(
             step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=plan, tell=tell
         )

@@ -26,6 +26,7 @@ from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shutdown import let_go
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
@@ -223,6 +224,12 @@ def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWa
     with watch.watching():
         returned = program(mesh)
     step = run_returned(returned, "rehearse the program", watch, fused=True)
+    if not watch.ops and not watch.counts:
+        raise CallError(
+            asked="rehearse the program",
+            found=f"it ran no op on the mesh, and returned {kind_of(returned)}",
+            do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
+        )
     parameters = list(step.model.parameters()) if step is not None else []
     buffers = list(step.model.buffers()) if step is not None else []
     optimizer = step.optimizer if step is not None else None
