@@ -45,8 +45,8 @@ def check_tensor(asked: str, value: Any, name: str = "tensor") -> None:
 
 
 def check_mesh(asked: str, value: Any, name: str = "device_mesh") -> None:
-    """Raise :class:`ArgumentError` unless a value is a DeviceMesh."""
-    if isinstance(value, DeviceMesh):
+    """Raise :class:`ArgumentError` unless a value is a DeviceMesh, or a mesh without processes in its place."""
+    if isinstance(value, DeviceMesh) or hasattr(value, "device_type"):
         return
     if isinstance(value, str):
         do = f"Give a DeviceMesh. That of one mesh dim of a larger mesh is mesh[{value!r}]."
