@@ -16,7 +16,7 @@ from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
 from shardwise.program.plan_file import PlanFile
 from shardwise.tools.program import PHASES
-from shardwise.tools.rehearse import Rehearsal
+from shardwise.tools.rehearse import Rehearsal, refuse_empty
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
@@ -47,6 +47,7 @@ def rehearse(
         rehearsal = follow(
             step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=plan, tell=tell
         )
+    refuse_empty(rehearsal)
     if as_json:
         memory = rehearsal.memory
         click.echo(

@@ -26,7 +26,6 @@ from shardwise.engine.decided import in_force, use_decisions
 from shardwise.engine.shutdown import let_go
 from shardwise.errors import CallError, MeshMismatchError
 from shardwise.kernel import dispatcher
-from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.plan import Plan
 from shardwise.kernel.signature import Op, op_name
@@ -46,6 +45,7 @@ __all__ = [
     "Rehearsal",
     "fake_ranks",
     "follow",
+    "refuse_empty",
     "refuse_in_a_group",
     "rehearse",
 ]
@@ -224,12 +224,6 @@ def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWa
     with watch.watching():
         returned = program(mesh)
     step = run_returned(returned, "rehearse the program", watch, fused=True)
-    if not watch.ops and not watch.counts:
-        raise CallError(
-            asked="rehearse the program",
-            found=f"it ran no op on the mesh, and returned {kind_of(returned)}",
-            do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
-        )
     parameters = list(step.model.parameters()) if step is not None else []
     buffers = list(step.model.buffers()) if step is not None else []
     optimizer = step.optimizer if step is not None else None
@@ -256,6 +250,16 @@ def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWa
         ops=watch.ops,
         sites=tuple(watch.seen),
     )
+
+
+def refuse_empty(rehearsal: Rehearsal) -> None:
+    """Raise :class:`CallError` where a program did nothing on its mesh: there is nothing to show of it."""
+    if not rehearsal.ops and not rehearsal.counts:
+        raise CallError(
+            asked="rehearse the program",
+            found="it ran no op on the mesh",
+            do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
+        )
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
