@@ -73,6 +73,19 @@ _NAMES = {
 _PACKAGES = ("checkpoint", "errors", "random", "testing")
 _WHERE = {name: module for module, names in _NAMES.items() for name in names}
 
+# Names that people look for here, and where to find what they are for.
+_ELSEWHERE = {
+    "DTensor": "the class of tensors on a mesh is shardwise.MeshTensor",
+    "DeviceMesh": "it is in torch.distributed.device_mesh",
+    "from_local": "it is a method, shardwise.MeshTensor.from_local",
+    "fully_shard": "shardwise.distribute_module shards parameters; docs/cookbook/from-fsdp2.md shows how",
+    "init_device_mesh": "it is in torch.distributed.device_mesh",
+    "load": "it is shardwise.checkpoint.load",
+    "parallelize_module": "shardwise.distribute_module takes patterns and placements; docs/migration.md shows how",
+    "redistribute": "it is a method of tensors, x.redistribute(placements=...)",
+    "save": "it is shardwise.checkpoint.save",
+}
+
 __all__ = [  # __getattr__ has them
     "MeshTensor",
     "Partial",
@@ -126,7 +139,9 @@ def __getattr__(name: str) -> Any:
     elif name in _PACKAGES:
         value = import_module(f"shardwise.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        where = f": {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+        text = f"module {__name__!r} has no attribute {name!r}{where}"
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     globals()[name] = value
     if "shardwise.tensor" in sys.modules:
         _start()

@@ -43,6 +43,13 @@ def _picklable(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else repr(value) for name, value in fields.items()}
 
 
+class ArgumentError(ShardingError, TypeError):
+    """A function was given an argument of another kind than it takes: a tuple for a mesh, text for a flag.
+
+    ``argument`` is its name. It is a ``TypeError`` as well, which Python raises for such arguments.
+    """
+
+
 # -- layouts ---------------------------------------------------------------------------------------------------
 
 

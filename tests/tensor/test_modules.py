@@ -55,8 +55,8 @@ def test_placements_by_list_and_by_name(places, expected):
     [
         (Shard(0), PlacementCountError, r'\[Shard\(dim=0\), Replicate\(\)\], or \{"dp": Shard\(dim=0\)\}'),
         ({"ddp": Shard(0)}, PlacementCountError, "mesh dim 'ddp': the mesh has the dims dp, tp"),
-        ("S(0)", PlacementError, "a str is no placement"),
-        (0, PlacementError, "a int is no placement"),
+        ("S(0)", PlacementError, "it is a str, and not a placement"),
+        (0, PlacementError, "it is an int, and not a placement"),
     ],
     ids=["one", "name", "text", "number"],
 )

@@ -252,7 +252,12 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_runs(tmp_path):
         raise AssertionError
 
 
-@pytest.mark.parametrize("ranks", ["some", ["one"]])
+def test_a_folder_is_no_file(tmp_path):
+    with pytest.raises(TimelineFileError, match="it is a folder"), sw.timeline(tmp_path):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("ranks", ["some", ["one"], 0, [1]])
 def test_ranks_that_make_no_sense_are_refused(tmp_path, ranks):
     with pytest.raises(CallError, match="write a timeline of the ranks"), sw.timeline(tmp_path / "a.json", ranks=ranks):
         raise AssertionError

@@ -191,6 +191,10 @@ def test_dims_and_names_may_be_said():
     assert (picture.blocks.rows, picture.blocks.columns, picture.blocks.others) == (2, 0, (1,))
 
 
+def test_one_placement_may_stand_alone():
+    assert str(visualize((3, 4), (2,), "S(0)")) == str(visualize((3, 4), (2,), [Shard(0)]))
+
+
 def test_ranks_are_short():
     assert ranks_text([3, 2, 1, 0, 6]) == "0-3,6"
     assert ranks_text([4, 5]) == "4,5"
@@ -211,12 +215,18 @@ def test_a_large_mesh_is_drawn_in_part():
         (((3, -4), (2,), ["R"]), CallError, "Write visualize"),
         (((3, 4), (2,), ["S(2)"]), PlacementError, "there is no dim 2"),
         (((3, 4), (2, 2), ["S(0)"]), PlacementError, "1 placement for a mesh of 2 dims"),
+        (((3, 4), (0, 2), ["R", "R"]), CallError, "a whole number above 0"),
+        (((3, 4), 2, ["R"]), CallError, "show a tensor on a mesh 2"),
         (((3, 4), (2,), ["X"]), PlacementError, r"it is not S\(d\)"),
     ],
 )
 def test_what_is_no_layout_is_refused(arguments, kind, words):
     with pytest.raises(kind, match=words):
         visualize(*arguments)
+    with pytest.raises(CallError, match="a name for each or for not one"):
+        visualize((3, 4), (2, 2), ["R", "R"], names=["dp"])
+    with pytest.raises(CallError, match="one or two dims"):
+        visualize((3, 4), (2,), ["R"], dims="01")
     with pytest.raises(CallError, match="one or two dims"):
         visualize((3, 4), (2,), ["R"], dims=(0, 2))
     with pytest.raises(CallError, match="one or two dims"):

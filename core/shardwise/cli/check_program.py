@@ -15,6 +15,7 @@ from rich.console import Console
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
+from shardwise.cli.program_errors import OF_MESH, check_takes
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.errors import WorkerError
 from shardwise.kernel.plurals import counted
@@ -92,7 +93,7 @@ def check_program(  # noqa: PLR0913  # an argument per option
                 program,
                 mesh_shape,
                 words,
-                load=load_function,
+                load=_load,
                 plan=None if plan is None else str(plan.resolve()),
                 rtol=rtol,
                 double=double,
@@ -102,12 +103,24 @@ def check_program(  # noqa: PLR0913  # an argument per option
             )
         except WorkerError as error:
             raise click.ClickException(_of_program(error)) from error
+    if report.is_same and not any(report.compared.values()):
+        raise click.ClickException(
+            f"{program} left nothing to compare: it ran no module, and returned no tensor. Run a step, or return a "
+            "loss, (model, inputs) or (model, inputs, optimizer)."
+        )
     if as_json:
         click.echo(json.dumps(_as_json(report), indent=1))
     else:
         _print(report)
     if not report.is_same:
         click.get_current_context().exit(1)
+
+
+def _load(program: str) -> Callable[..., Any]:
+    """The program, on a rank."""
+    function: Callable[..., Any] = load_function(program)
+    check_takes(program, function, "mesh", do=OF_MESH)
+    return function
 
 
 def _refuse_plugins(program: str) -> None:
@@ -132,6 +145,8 @@ def _of_program(error: WorkerError) -> str:
     first = next((failure for failure in error.errors if failure is not None and failure.rank == error.rank), None)
     if first is None:
         return str(error)
+    if first.kind in (click.ClickException.__name__, click.UsageError.__name__):
+        return str(first.message)
     return f"the program raised {first.kind}: {first.message}\n{first.traceback}".rstrip()
 
 

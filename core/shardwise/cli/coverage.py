@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_rows
+from shardwise.cli.program_errors import check_takes, program_errors
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import op_name
 from shardwise.tools.coverage import Coverage, Use, cover
@@ -18,6 +21,11 @@ __all__ = ["coverage"]
 COLUMNS = ("op", "rule", "calls", "phase", "first called at")
 INCOMPLETE = 1
 """Exit code if an op has no rule or the program stopped early; 2 is click's, for wrong options."""
+
+_TAKES_NO_MESH = (
+    "shardwise coverage runs a program on one device, without a mesh; `shardwise rehearse FILE.py:FUNCTION --mesh 2x2` "
+    "follows one that takes a mesh."
+)
 
 
 @click.command()
@@ -33,7 +41,18 @@ def coverage(*, program: str, device: str, show_all: bool, as_json: bool) -> Non
 
     Exits with 1 when an op has no rule or the program could not be followed to its end.
     """
-    covered = cover(lambda: load_function(program), device)
+
+    def load() -> Callable[[], Any]:
+        function = load_function(program)
+        check_takes(program, function, do=_TAKES_NO_MESH)
+        return function
+
+    with program_errors(program):
+        covered = cover(load, device)
+    if not covered.uses and not covered.stopped:
+        raise click.ClickException(
+            f"{program} ran no op. Run a step, or return a loss, (model, inputs) or (model, inputs, optimizer)."
+        )
     if as_json:
         ops = [
             {

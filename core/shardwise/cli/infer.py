@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 from torch import Tensor
@@ -12,9 +13,11 @@ from shardwise.cli.modules import import_option, load_function
 from shardwise.cli.ops import one_of, ops_named
 from shardwise.cli.output import json_option, print_json, print_rows, progress
 from shardwise.cli.plugin_states import plugin_states
+from shardwise.cli.program_errors import program_errors
 from shardwise.cli.sample_text import read_sample
 from shardwise.engine.decomposition import formulas
 from shardwise.errors import CallError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.placements import show_all
 from shardwise.kernel.registry import Registry
 from shardwise.kernel.signature import Kind, Op, op_name, signature
@@ -43,7 +46,7 @@ def infer(*, op: str, samples: tuple[str, ...], function: str | None, seed: int,
     that is enough. The op is run as it is: on whole CPU tensors, and on the pieces that simulated ranks would hold.
     """
     calls: list[Sample] = [read_sample(text, seed + i) for i, text in enumerate(samples)]
-    calls += load_function(function)() if function else []
+    calls += _returned_samples(function) if function else []
     registry = plugin_states().registry
     overload = one_of(op, ops_named(op, registry), lambda each: _takes_samples(each, calls))
     with progress("searching") as tell:
@@ -130,3 +133,19 @@ def _json_inferred(inferred: Inferred, registry: Registry) -> dict[str, object]:
         "cases": inferred.report.cases,
         "refuted": [str(error) for error in inferred.report.refuted],
     }
+
+
+def _returned_samples(function: str) -> list[Sample]:
+    """The sample calls that a function of the user returns."""
+    with program_errors(function):
+        returned = load_function(function)()
+    is_call = [isinstance(call, tuple) and len(call) == len(("args", "kwargs")) for call in _listed(returned)]
+    if not (is_call and all(is_call)):
+        raise click.ClickException(
+            f"{function} returned {kind_of(returned)}, and samples are a list of calls: [((x, y), {{}}), ...]"
+        )
+    return list(returned)
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else ()

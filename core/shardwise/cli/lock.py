@@ -12,8 +12,10 @@ import click
 from attrs import asdict, evolve, field, frozen
 
 from shardwise.cli.output import json_option
+from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.errors import LockFileError
+from shardwise.kernel.plurals import counted
 from shardwise.program.amounts import size_text
 from shardwise.program.lock_changes import (
     OTHERWISE,
@@ -64,7 +66,7 @@ def lock(
     in_ci = is_ci(os.environ)
     name = _program_name(step.text)
     asked = f"compare a step with {out}"
-    with op_progress(shown=not as_json) as tell:
+    with program_errors(step.text), op_progress(shown=not as_json) as tell:
         now = lock_step(
             step.run,
             step.mesh_shape,
@@ -147,7 +149,7 @@ class Outcome:
     def lines(self) -> Iterator[str]:
         """For people."""
         lock = self.now.lock
-        total = f"{lock.times:,} collectives, {size_text(lock.nbytes)} that a rank sends in"
+        total = f"{counted(lock.times, 'collective')}, {size_text(lock.nbytes)} that a rank sends in"
         if not self.compares:
             yield f"{'wrote' if self.may_write else 'did not write'} {self.path}: {total}"
         elif not self.differs:
@@ -177,7 +179,8 @@ class Outcome:
         if self.compares and self.differs and not (self.changes or self.memory):
             yield _annotation("error", f"{self.path}:1", "communication", OTHERWISE)
         if self.is_good:
-            yield f"::notice title=communication::{self.now.lock.times:,} collectives, as {self.path.name} says"
+            total = counted(self.now.lock.times, "collective")
+            yield f"::notice title=communication::{total}, as {self.path.name} says"
 
     def _line_of_pattern(self, pattern: Row) -> str:
         modules = set(expanded(pattern.module))

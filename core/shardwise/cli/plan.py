@@ -16,6 +16,7 @@ from rich.table import Table
 
 from shardwise.cli.modules import load_function
 from shardwise.cli.output import json_option, print_parts, print_rows
+from shardwise.cli.program_errors import OF_MESH, check_takes, program_errors
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.kernel.plurals import counted
 from shardwise.program.amounts import milliseconds, parse_size, size_text
@@ -113,6 +114,7 @@ def step(  # noqa: PLR0913  # the options of the command
     def run(mesh: DeviceMesh) -> Any:
         # Loaded where tensors have no data: a model that a file makes when it is imported takes no memory.
         function: Callable[..., Any] = load_function(program)
+        check_takes(program, function, "mesh", do=OF_MESH)
         return function(mesh)
 
     options: dict[str, Any] = {
@@ -127,7 +129,7 @@ def step(  # noqa: PLR0913  # the options of the command
         "name": program,
     }
     shapes = None
-    with _progress(shown=not as_json, proves=prove) as tell:
+    with program_errors(program), _progress(shown=not as_json, proves=prove) as tell:
         if factor:
             shapes = plan_shapes(run, mesh_shape[0], words or (), tell=tell, **options)
             made = cheapest_plan(shapes)

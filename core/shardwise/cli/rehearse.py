@@ -11,11 +11,12 @@ from attrs import asdict
 from rich.table import Table
 
 from shardwise.cli.output import json_option, print_parts
+from shardwise.cli.program_errors import program_errors
 from shardwise.cli.step_program import StepProgram, op_progress, step_options
 from shardwise.program.amounts import size_text
 from shardwise.program.plan_file import PlanFile
 from shardwise.tools.program import PHASES
-from shardwise.tools.rehearse import Rehearsal
+from shardwise.tools.rehearse import Rehearsal, refuse_empty
 from shardwise.tools.rehearse import rehearse as follow
 
 __all__ = ["rehearse"]
@@ -42,10 +43,11 @@ def rehearse(
     plan = step.plan
     if rank >= math.prod(step.mesh_shape):
         raise click.UsageError(f"--rank {rank}: the mesh has the ranks 0 to {math.prod(step.mesh_shape) - 1}")
-    with op_progress(shown=not as_json) as tell:
+    with program_errors(step.text), op_progress(shown=not as_json) as tell:
         rehearsal = follow(
             step.run, step.mesh_shape, step.mesh_names, rank=rank, device=step.device, plan=plan, tell=tell
         )
+    refuse_empty(rehearsal)
     if as_json:
         memory = rehearsal.memory
         click.echo(

@@ -14,6 +14,7 @@ from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.cli.modules import load_function
+from shardwise.cli.program_errors import OF_MESH, check_takes
 from shardwise.cli.tensor_text import mesh_option_shape
 from shardwise.kernel.plurals import counted
 from shardwise.program.step_plan import StepPlan, read_plan
@@ -37,6 +38,7 @@ class StepProgram:
     def run(self, mesh: DeviceMesh) -> Any:
         """Load the function and call it: a model that a file makes when it is imported takes no memory here."""
         function: Callable[..., Any] = load_function(self.text)
+        check_takes(self.text, function, "mesh", do=OF_MESH)
         return function(mesh)
 
 

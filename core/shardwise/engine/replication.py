@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 from shardwise.engine.call_site import users_line
 from shardwise.errors import UnknownOpWarning
+from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.precedence import Entry, Origin
@@ -42,6 +43,7 @@ def replicate_unknown(enabled: bool = True) -> Iterator[None]:
     The context holds for all threads of the process. Every rank must enter and leave it at the same point. Ops that
     draw random numbers are still refused, since each rank would draw its own.
     """
+    check_flag("choose what becomes of ops without a rule", enabled, "enabled")
     _enabled.append(enabled)
     try:
         yield

@@ -9,6 +9,7 @@ from functools import cache
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from shardwise.errors import PlacementCountError, PlacementError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.reductions import REDUCE_OPS
 from shardwise.private_torch import placements as torch_placements
@@ -116,6 +117,14 @@ def _is_plain_class(placement: Placement) -> bool:
     return type(placement) is Shard or (type(placement) is StridedShard and placement.split_factor >= 1)
 
 
+def _what_it_is(placement: object) -> str:
+    if isinstance(placement, type):
+        return f"it is the class {placement.__name__}, and not a placement"
+    if isinstance(placement, (Partial, Placement)):
+        return f"a {type(placement).__name__} that shardwise does not know"
+    return f"it is {kind_of(placement)}, and not a placement"
+
+
 def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """The placements as a tuple with one object per value: ``Shard(-1)`` of a matrix becomes ``Shard(1)``.
 
@@ -144,7 +153,7 @@ def check_placements(placements: Sequence[Placement], mesh_ndim: int, ndim: int)
         elif (dim := shard_dim(placement)) is None or not _is_plain_class(placement):
             raise PlacementError(
                 asked=f"place a tensor by {placement!r}",
-                found=f"a {type(placement).__name__} that shardwise does not know",
+                found=_what_it_is(placement),
                 do=f"Use Shard(dim), Replicate() or Partial(kind) with kind one of {', '.join(REDUCE_OPS)}.",
                 placement=placement,
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shardwise.errors import PlacementCountError, PlacementError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.placements import REPLICATE, Placement, show
 
 __all__ = ["Places", "per_mesh_dim"]
@@ -42,15 +43,15 @@ def per_mesh_dim(places: Any, mesh: Any) -> Sequence[Placement]:
         if unknown:
             raise PlacementCountError(
                 asked=f"place a tensor by mesh dim {unknown[0]!r}",
-                found=f"the mesh has the dims {', '.join(names) or 'without names'}",
+                found=f"the mesh has the dims {', '.join(names)}" if names else "the dims of the mesh have no names",
                 do="Use the mesh's dim names, or a list with one placement per mesh dim.",
                 mesh_dim=unknown[0],
             )
         return [places.get(name, REPLICATE) for name in names]
-    if isinstance(places, (str, int)):
+    if isinstance(places, (str, type)) or not isinstance(places, Iterable):
         raise PlacementError(
             asked=f"place a tensor by {places!r}",
-            found=f"a {type(places).__name__} is no placement",
+            found=f"it is {kind_of(places)}, and not a placement",
             do="Give Shard(dim), Replicate() or Partial() for each mesh dim.",
             placement=places,
         )

@@ -280,6 +280,14 @@ class Registry:
         rule.
         """
         plugins = ", ".join(sorted(o.plugin for o in self.origins)) or "none is installed"
+        if op.namespace in ("c10d", "_c10d_functional"):
+            return NoRuleError(
+                asked=f"run {op_name(op)} on a MeshTensor",
+                found="collectives of torch.distributed work on tensors of one rank, and this one lies on all",
+                do="Say where it shall lie, with x.redistribute(placements=...) or x.full_tensor(), or call the "
+                "collective on x.to_local().",
+                op=op_name(op),
+            )
         failed = "; ".join(f"{f.origin} failed to load ({f.cause})" for f in self.failures)
         known = self.known(map(op_name, (op, *missing)))
         return NoRuleError(

@@ -149,7 +149,7 @@ def difference_text(before: Lock, now: Lock, line_of: Callable[[Row], str] = lam
         yield OTHERWISE
 
 
-OTHERWISE = "It is written in another way, or for another plan."
+OTHERWISE = "It is written in another way, or for another program or plan."
 _MOST_SHOWN = 5  # rows of a budget that is exceeded
 
 # -- budgets ---------------------------------------------------------------------------------------------------------

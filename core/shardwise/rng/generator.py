@@ -16,7 +16,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from shardwise.errors import LayoutError, SettingsError, TracingError
+from shardwise.errors import ArgumentError, LayoutError, SettingsError, TracingError
 from shardwise.private_torch.dispatch import in_backward
 from shardwise.private_torch.tracing import is_traced
 from shardwise.rng.sampling import Draw
@@ -71,6 +71,14 @@ def manual_seed(seed: int) -> None:
     must call this with the same seed, an integer that torch accepts: at the next draw on a mesh, ranks with different
     seeds raise :class:`RankDisagreementError`.
     """
+    given: Any = seed
+    if isinstance(given, torch.Tensor) or not hasattr(given, "__index__"):
+        raise ArgumentError(
+            asked="seed the generator",
+            found=f"the seed is {seed!r}, and not a whole number",
+            do="Give a whole number, the same on every rank.",
+            argument="seed",
+        )
     torch.manual_seed(seed)
     _here.seed, _here.is_asked, _here.number = seed % (1 << 64), True, 0
 

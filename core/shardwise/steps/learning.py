@@ -21,6 +21,7 @@ from shardwise.comm.groups import backend_of
 from shardwise.comm.link_agreement import from_first
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import MemoryPlanError, NoPlanError, PlanError
+from shardwise.kernel.arguments import check_flag
 from shardwise.kernel.mesh import own_coordinate
 from shardwise.kernel.plurals import counted
 from shardwise.private_torch.tracing import outside_modes
@@ -289,6 +290,7 @@ def learn(enabled: bool = True, *, memory: int | None = None) -> Learning:
             do="Give memory=64 * 2**30 for 64 GiB, or leave it out.",
         )
     global _active  # noqa: PLW0603  # one program runs in a process
+    check_flag("learn the steps of a program", enabled, "enabled")
     if _active is not None:
         _active.close()
         _active = None

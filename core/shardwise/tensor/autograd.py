@@ -25,6 +25,7 @@ from shardwise.engine.judging import judge_move
 from shardwise.engine.plain_tensors import accept
 from shardwise.engine.view_copies import link_view
 from shardwise.errors import DeviceMismatchError, LayoutError, TracingError
+from shardwise.kernel.arguments import check_mesh, check_tensor
 from shardwise.kernel.engine import tensor_class
 from shardwise.kernel.kept_moves import leave_out
 from shardwise.kernel.local_strides import alias, in_order, other_layout
@@ -273,7 +274,10 @@ def from_local(
 ) -> Any:
     """A MeshTensor from this rank's part; see :meth:`MeshTensor.from_local`."""
     mesh = current_mesh() if mesh is None else mesh
-    refuse_dtensor(local, "take a tensor as this rank's part")
+    asked = "take a tensor as this rank's part"
+    check_tensor(asked, local, "local_tensor")
+    check_mesh(asked, mesh)
+    refuse_dtensor(local, asked)
     check_device(local, mesh)
     layout = (REPLICATE,) * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = _spec_of_local(local, mesh, check_placements(layout, mesh.ndim, local.ndim), shape, stride)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import broadcast_whole
 from shardwise.comm.layout_agreement import agree_on_layout
 from shardwise.comm.meeting import meet
-from shardwise.errors import LeafError
+from shardwise.errors import ArgumentError, LeafError
+from shardwise.kernel.arguments import check_mesh, check_tensor
 from shardwise.kernel.placements import REPLICATE, check_placements
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.kernel.spec import TensorSpec
@@ -40,10 +43,12 @@ def distribute_tensor(
     The values are those of the mesh's first rank, which sends them to the others. ``src_data_rank=None`` uses each
     rank's own values without communication; they must be the same. Keeps ``requires_grad``; a ``Parameter`` stays a
     ``Parameter``. Placements default to replicated. Raises :class:`PlacementError`, :class:`PlacementCountError`,
-    :class:`DeviceMismatchError` or :class:`LeafError` before it communicates, and :class:`RankDisagreementError` on
-    every rank if the ranks differ.
+    :class:`DeviceMismatchError`, :class:`LeafError` or :class:`ArgumentError` before it communicates, and
+    :class:`RankDisagreementError` on every rank if the ranks differ.
     """
     mesh = current_mesh() if device_mesh is None else device_mesh
+    check_tensor("distribute a tensor", tensor)
+    check_mesh("distribute a tensor", mesh)
     if isinstance(tensor, MeshTensor):
         return tensor if placements is None else tensor.redistribute(mesh, placements)
     if tensor.grad_fn is not None and torch.is_grad_enabled() and not is_traced(tensor):
@@ -52,6 +57,14 @@ def distribute_tensor(
             found=f"only a leaf can be distributed, and this is the result of an op ({tensor.grad_fn.name()})",
             do="Use distribute_tensor to distribute leaf tensors, such as its detach(). For a gradient of that op take "
             "MeshTensor.from_local(t, mesh, [Replicate()] * mesh.ndim).redistribute(placements=placements).",
+        )
+    source: Any = src_data_rank
+    if source is not None and not (isinstance(source, int) and 0 <= source < min(mesh.shape)):
+        raise ArgumentError(
+            asked="distribute a tensor",
+            found=f"its argument 'src_data_rank' is {src_data_rank!r}",
+            do=f"Give the coordinate that the source has on each mesh dim, from 0 to {min(mesh.shape) - 1}, or None.",
+            argument="src_data_rank",
         )
     refuse_dtensor(tensor, "distribute a tensor")
     check_device(tensor, mesh)

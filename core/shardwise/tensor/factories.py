@@ -14,6 +14,7 @@ from shardwise.comm.agreement import agree_on_generator
 from shardwise.comm.meeting import meet
 from shardwise.comm.mesh_comm import MeshComm
 from shardwise.errors import LayoutError
+from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements
 from shardwise.kernel.places import per_mesh_dim
 from shardwise.kernel.spec import TensorSpec
@@ -95,6 +96,7 @@ def _make(
             do="Use torch.strided.",
         )
     mesh = current_mesh() if device_mesh is None else device_mesh
+    check_mesh("make a MeshTensor", mesh)
     meta = TensorMeta.contiguous(size, make((0,), dtype=dtype, device="meta").dtype)
     places = [REPLICATE] * mesh.ndim if placements is None else per_mesh_dim(placements, mesh)
     spec = TensorSpec(mesh, check_placements(places, mesh.ndim, len(size)), meta)

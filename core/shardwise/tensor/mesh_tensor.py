@@ -19,6 +19,7 @@ from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.engine import PlanningEngine
 from shardwise.engine.judging import judge_move
 from shardwise.errors import ItemError, LayoutError, MeshMismatchError
+from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.dispatcher import dispatch, rules_version
 from shardwise.kernel.engine import start
 from shardwise.kernel.placements import Placement, Replicate, check_placements, show_all
@@ -206,6 +207,7 @@ class MeshTensor(torch.Tensor):
         (defaults: the dtypes that they have). The gradient that arrives at this tensor has this tensor's dtype.
         """
         if device_mesh is not None and device_mesh is not self._spec.mesh and device_mesh != self._spec.mesh:
+            check_mesh(f"redistribute {self._spec}", device_mesh)
             raise MeshMismatchError(
                 asked=f"redistribute {self._spec} to {device_mesh}",
                 found=f"it lies on {self._spec.mesh}",

@@ -16,6 +16,7 @@ from shardwise.comm.policy import PolicyScope
 from shardwise.comm.policy import communication as policy
 from shardwise.engine.decided import in_force, use_decisions
 from shardwise.errors import LayoutError, PlanError, PlanFitError, PlanFitWarning
+from shardwise.kernel.arguments import check_mesh, check_module
 from shardwise.kernel.placements import Placement
 from shardwise.kernel.places import Places
 from shardwise.private_torch.distributed import current_mesh
@@ -66,7 +67,9 @@ def distribute_module(
     of other tensors (a quantised weight) or has no shape yet (that of a lazy module), and a :class:`PlanError` for a
     plan that cannot be read or is for another mesh or module.
     """
+    check_module("distribute a module", module)
     mesh = current_mesh() if device_mesh is None else device_mesh
+    check_mesh(f"distribute a {type(module).__name__}", mesh)
     names = [n for n, _ in module.named_parameters(remove_duplicate=False)]
     names += [n for n, _ in module.named_buffers(remove_duplicate=False)]
     if isinstance(partition, (str, os.PathLike)):

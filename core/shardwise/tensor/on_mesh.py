@@ -25,6 +25,7 @@ from shardwise.comm.policy import PolicyScope, hold_for_graph, number_of_scope
 from shardwise.engine.call_site import is_call_of_program
 from shardwise.engine.composites import replicated_tensor
 from shardwise.engine.plain_tensors import is_known, know
+from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.dispatcher import dispatch_under_mode
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
@@ -184,6 +185,8 @@ def on(device_mesh: DeviceMesh | None) -> Iterator[None]:
     if torch.compiler.is_compiling():  # which cannot trace the mode
         yield
         return
+    if device_mesh is not None:
+        check_mesh("put the tensors of a program on a mesh", device_mesh)
     _enter(device_mesh)
     try:
         yield

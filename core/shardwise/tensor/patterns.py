@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.engine.decided import in_force
 from shardwise.errors import PlacementError
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.placements import REPLICATE, Placement, check_placements, show_all
 from shardwise.kernel.places import Places, per_mesh_dim
 from shardwise.tensor.mesh_tensor import MeshTensor
@@ -21,12 +22,14 @@ def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[st
     """Raise :class:`PlacementError` for a pattern of no effect: no name fits, or earlier patterns take all that do."""
     left = list(names)
     for pattern in patterns:
+        if not isinstance(pattern, str):
+            refuse_argument(f"place the tensors of a {kind}", "partition", pattern, "Its keys are patterns on names.")
         fitting = [name for name in names if fnmatchcase(name, pattern)]
         if not fitting:
             raise PlacementError(
                 asked=f"place the tensors {pattern!r} of a {kind}",
                 found=f"no parameter or buffer has such a name; there are {', '.join(names)}",
-                do="Correct the pattern (shell style, on qualified names).",
+                do=_correction(pattern, names),
                 pattern=pattern,
             )
         if not set(fitting) & set(left):
@@ -39,6 +42,15 @@ def check_patterns(kind: str, patterns: Mapping[str, Places], names: Sequence[st
                 pattern=pattern,
             )
         left = [name for name in left if name not in fitting]
+
+
+def _correction(pattern: str, names: Sequence[str]) -> str:
+    """What to write in place of a pattern that fits no name: torch's plans name modules, others' are regexes."""
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f"{pattern!r} is a module: write '{pattern}.weight', or '{pattern}.*' for all that it has."
+    if any(sign in pattern for sign in ("\\", "$", "^")):
+        return "Patterns are those of a shell, and no regular expressions: * stands for any text, and a dot for itself."
+    return "Correct the pattern (shell style, on qualified names)."
 
 
 def placements_for(

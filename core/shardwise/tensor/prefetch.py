@@ -23,6 +23,7 @@ from shardwise.comm.coalescing import coalesced
 from shardwise.comm.redistribute import route
 from shardwise.comm.run_step import Start
 from shardwise.errors import PlacementError
+from shardwise.kernel.arguments import check_module
 from shardwise.kernel.placements import REPLICATE, Placement, Shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.private_torch.dispatch import in_backward, swap_parameter, version_of
@@ -46,6 +47,7 @@ def prefetch(module: nn.Module, mesh_dim: str | int, *, units: Sequence[nn.Modul
     ``mesh_dim`` and cannot be written. The numbers are the same as without prefetch. Returns the module. Raises
     :class:`PlacementError` if no parameter is sharded over ``mesh_dim``.
     """
+    check_module("prefetch parameters", module)
     schedule = _Schedule(module, list(_default_units(module) if units is None else units), mesh_dim)
     if not any(unit.copies for unit in (schedule.root, *schedule.units)):
         raise PlacementError(

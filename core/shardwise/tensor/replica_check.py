@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from shardwise.comm.contents import device_digest
 from shardwise.comm.groups import backend_of, group_of
 from shardwise.errors import RankDisagreementError, SettingsError
+from shardwise.kernel.arguments import check_module, refuse_argument
 from shardwise.kernel.placements import Replicate
 from shardwise.private_torch.fake import is_rehearsing
 from shardwise.private_torch.tracing import outside_modes
@@ -48,9 +49,13 @@ def check_replicas(
     the first such tensor and the ranks whose bytes are not those of most ranks, and ``differences`` has a line per
     tensor. Raises :class:`SettingsError` for an ``every`` without an optimizer, or below 1.
     """
+    if model is not None:
+        check_module("check replicas", model, "model")
     if every is None:
         _compare(model, optimizer, "now")
         return None
+    if type(every) is not int:
+        refuse_argument("check replicas", "every", every, "Give a whole number of steps.")
     if optimizer is None or every < 1:
         raise SettingsError(
             asked=f"check replicas every {every} steps",

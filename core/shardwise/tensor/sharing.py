@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardwise.kernel.arguments import check_flag
+
 __all__ = ["is_sharing_asked_for", "sharing_views"]
 
 # One entry per context in force, the innermost last. One list for the process: a backward pass may run in other threads
@@ -19,6 +21,7 @@ def sharing_views(required: bool = True) -> Iterator[None]:
     Such a view is a copy otherwise, and costs communication when it is made. The context holds for all threads of the
     process; ``required=False`` switches an outer one off.
     """
+    check_flag("choose whether views share memory", required, "required")
     _asked.append(required)
     try:
         yield

@@ -25,6 +25,7 @@ from attrs import frozen
 from shardwise.comm.rank_failures import end_program, explain, groups_are_closed, start_anew, tell
 from shardwise.private_torch.distributed import share_gloo_device
 from shardwise.testing.pickling import dumps_by_value
+from shardwise.tools.program_errors import program_traceback
 
 __all__ = ["Answer", "RankFailure", "Seat", "serve"]
 
@@ -146,7 +147,8 @@ def _attempt(rank: int, call: Callable[[], Any]) -> Answer:
     except BaseException as error:  # noqa: BLE001 - whatever a test raises goes back to the parent
         explain(error)
         tell(error, is_final=True)
-        text = "".join(traceback.format_exception(error))
+        calls = program_traceback(error) or error.__traceback__
+        text = "".join(traceback.format_exception(type(error), error, calls))
         pickled = b""
         with suppress(Exception):  # an exception that cannot be pickled is sent as its text
             pickled = dumps_by_value(error)

@@ -19,6 +19,7 @@ from shardwise.comm.link_agreement import Ground, agree_to, from_first, locate
 from shardwise.comm.packing import copied
 from shardwise.comm.redistribute import runner
 from shardwise.errors import LinksFileError, LinksFitError, LinksVersionError
+from shardwise.kernel.arguments import check_mesh
 from shardwise.kernel.placements import REPLICATE, Placement, partial, shard
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
@@ -70,6 +71,7 @@ def calibrate(
     Raises :class:`LinksFitError` for a mesh of one rank, and on every rank what
     :func:`shardwise.planning.link_file.store` raises.
     """
+    check_mesh("calibrate a mesh", mesh, "mesh")
     if mesh.size() == 1:
         raise LinksFitError(
             asked="calibrate a mesh", found="it has one rank, which never communicates", do="Calibrate a larger mesh."

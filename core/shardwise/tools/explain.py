@@ -23,13 +23,14 @@ from shardwise.engine.no_rule import decomposed_entry
 from shardwise.engine.plan_call import describe_call
 from shardwise.engine.traffic import Collective, Issued, in_lowering, in_path
 from shardwise.errors import CallError, MeshMismatchError, NoStrategyError
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.mesh import Mesh
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.placements import REPLICATE
 from shardwise.kernel.precedence import Entry
 from shardwise.kernel.rule import FullMeshRule
 from shardwise.kernel.schema import OpSchema, PlacementStrategy, RuntimeSchemaInfo
-from shardwise.kernel.signature import Op, op_name, signature
+from shardwise.kernel.signature import Op, as_op, op_name, signature
 from shardwise.kernel.spec import TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta
 from shardwise.planning.chooser import Chooser
@@ -143,7 +144,15 @@ def explain(op: Op, *args: Any, **kwargs: Any) -> Explanation:
     Raises what the call would raise: :class:`NoRuleError`, :class:`NoStrategyError`, :class:`InPlaceError`; and
     :class:`CallError` for arguments that the op's schema or the op itself does not allow.
     """
-    return explain_call(op, args, kwargs)
+    overload = as_op(op)
+    if overload is None:
+        refuse_argument(
+            "explain a call",
+            "op",
+            op,
+            "Give an op with its overload, as torch.ops.aten.mm.default; `shardwise explain mm` takes names.",
+        )
+    return explain_call(overload, args, kwargs)
 
 
 def explain_call(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any], *, limit: int | None = LISTED) -> Explanation:

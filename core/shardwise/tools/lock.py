@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.program.lock_file import MEMORY, PHASES, Lock, Row
 from shardwise.program.step_plan import StepPlan
-from shardwise.tools.rehearse import Rehearsal, rehearse
+from shardwise.tools.rehearse import Rehearsal, refuse_empty, rehearse
 from shardwise.tools.sites import Line, Site
 
 __all__ = ["Locked", "is_ci", "lock_step", "locked", "save_lock"]
@@ -46,10 +46,11 @@ def lock_step(
 ) -> Locked:
     """Rehearse a step of ``program(mesh)`` and lock what its first rank sends and holds.
 
-    Raises what :func:`shardwise.tools.rehearse.rehearse` raises.
+    Raises what :func:`shardwise.tools.rehearse.rehearse` raises, and :class:`CallError` if nothing ran.
     """
     with _no_collection():
         rehearsal = rehearse(program, mesh_shape, mesh_names, device=device, plan=plan, tell=tell, sites=True)
+    refuse_empty(rehearsal)
     return locked(rehearsal, name, plan_name if plan is None else f"{plan_name} {plan.file.digest}".strip())
 
 

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardwise.discovery.process import default_registry
 from shardwise.errors import CallError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.nested import tensors_in
 from shardwise.kernel.signature import Op, signature
 from shardwise.private_torch.dispatch import in_backward
@@ -90,15 +91,9 @@ def run_returned(returned: Any, asked: str, watch: Watch, *, fused: bool | None 
     """Run the step that ``(model, inputs)`` or ``(model, inputs, optimizer)`` asks for; without an optimizer, AdamW's.
 
     Any other result is the output of a program that ran by itself. Its backward pass follows, unless one ran already,
-    and None is returned. Raises :class:`CallError` for a model without inputs.
+    and None is returned. Raises :class:`CallError` for a model without inputs, and for a function, which nothing calls.
     """
-    if isinstance(returned, nn.Module):
-        raise CallError(
-            asked=asked,
-            found="it returned a module without inputs",
-            do="Return (model, inputs) or (model, inputs, optimizer), or run the model itself.",
-        )
-    if not (isinstance(returned, tuple) and returned and isinstance(returned[0], nn.Module)):
+    if not _is_step(returned, asked, watch):
         if not watch.phases.saw_backward:
             _run_backward(returned, watch)
         return None
@@ -120,6 +115,25 @@ def run_returned(returned: Any, asked: str, watch: Watch, *, fused: bool | None 
         with watch.watching():
             optimizer.step()
     return TrainingStep(model, args, kwargs, optimizer)
+
+
+def _is_step(returned: Any, asked: str, watch: Watch) -> bool:
+    """Whether a program returned a step to run. Raises :class:`CallError` for what looks like one and cannot be run."""
+    listed = returned if isinstance(returned, (tuple, list)) else (returned,)
+    modules = [isinstance(value, nn.Module) for value in listed]
+    optimizers = [isinstance(value, torch.optim.Optimizer) or value is None for value in listed[2:]]
+    if modules[:1] == [True] and 1 < len(listed) <= len(("model", "inputs", "optimizer")) and all(optimizers):
+        return True
+    has_run = watch.phases.saw_backward or any(t.requires_grad for t in tensors_in(listed))
+    if (any(modules) and not has_run) or modules[:1] == [True] or callable(returned):
+        raise CallError(
+            asked=asked,
+            found="it returned a module without inputs"
+            if isinstance(returned, nn.Module)
+            else f"it returned {', '.join(map(kind_of, listed))}, and that is not a step that can be run",
+            do="Return (model, inputs) or (model, inputs, optimizer), or run the step and return its loss.",
+        )
+    return False
 
 
 def _run_backward(outputs: Any, watch: Watch) -> None:

@@ -45,6 +45,7 @@ __all__ = [
     "Rehearsal",
     "fake_ranks",
     "follow",
+    "refuse_empty",
     "refuse_in_a_group",
     "rehearse",
 ]
@@ -249,6 +250,16 @@ def follow(program: Callable[[DeviceMesh], Any], mesh: DeviceMesh, watch: RankWa
         ops=watch.ops,
         sites=tuple(watch.seen),
     )
+
+
+def refuse_empty(rehearsal: Rehearsal) -> None:
+    """Raise :class:`CallError` where a program did nothing on its mesh: there is nothing to show of it."""
+    if not rehearsal.ops and not rehearsal.counts:
+        raise CallError(
+            asked="rehearse the program",
+            found="it ran no op on the mesh",
+            do="Place the model and its inputs on the mesh that the program gets, and run a step or return one.",
+        )
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -27,6 +27,7 @@ from shardwise.comm.groups import backend_of
 from shardwise.comm.rank_failures import all_say
 from shardwise.comm.redistribute import route
 from shardwise.errors import RankDisagreementError, SettingsError, WrongRuleError
+from shardwise.kernel.arguments import refuse_argument
 from shardwise.kernel.dispatcher import check_calls, observe
 from shardwise.kernel.engine import Handler
 from shardwise.kernel.nested import tensors_in
@@ -57,6 +58,8 @@ def verify(share: float) -> Iterator[Counter[str]]:
     :class:`RankDisagreementError` where the ranks do not check the same call, and :class:`SettingsError` for a share
     that is not from 0 to 1.
     """
+    if isinstance(share, bool) or not isinstance(share, (int, float)):
+        refuse_argument("verify a share of all calls", "share", share, "Write 0.001 for one call in a thousand.")
     if not 0 <= share <= 1:
         raise SettingsError(
             asked=f"verify a share of {share} of all calls",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from shardwise.comm.events import Event, observe
 from shardwise.errors import CallError, TimelineFileError
 from shardwise.kernel.nested import tensors_in
+from shardwise.kernel.plurals import counted
 from shardwise.planning.cost import links_of, step_costs
 from shardwise.private_torch.autograd_nodes import at_end_of_backward, backward_number
 from shardwise.private_torch.fake import is_rehearsing
@@ -53,12 +54,28 @@ def timeline(path: str | Path, *, ranks: Sequence[int] | Literal["all"] = (0,)) 
             do="Make the folder first, on every host.",
             path=str(file),
         )
+    if file.is_dir():
+        raise TimelineFileError(
+            asked=f"write a timeline to {file}",
+            found="it is a folder",
+            do=f"Name a file in it: {file / 'step.json'}.",
+            path=str(file),
+        )
     asked: Any = ranks
-    if asked != "all" and (isinstance(asked, str) or not all(isinstance(r, int) for r in asked)):
+    is_list = isinstance(asked, Iterable) and not isinstance(asked, str)
+    if asked != "all" and not (is_list and all(isinstance(r, int) for r in asked)):
         raise CallError(
             asked=f"write a timeline of the ranks {ranks!r}", found="it is not a list", do='Pass "all" or (0,).'
         )
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    has_group = dist.is_available() and dist.is_initialized()
+    rank, count = (dist.get_rank(), dist.get_world_size()) if has_group else (0, 1)
+    absent = [] if ranks == "all" else [r for r in ranks if not 0 <= r < count]
+    if absent:
+        raise CallError(
+            asked=f"write a timeline of the ranks {list(ranks)}",
+            found=f"there is no rank {absent[0]}: this program has {counted(count, 'rank')}",
+            do='Pass "all" or ranks that there are.',
+        )
     recorder = Timeline(rank)
     if ranks != "all" and rank not in ranks:
         yield recorder

@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import CallError
 from shardwise.kernel.mesh import AbstractMesh
@@ -59,20 +60,20 @@ def visualize(
     else:
         spec = _described(tensor, mesh_shape, placements, names)
     if dims is not None and not (
-        1 <= len({d % spec.ndim for d in dims if spec.ndim}) == len(dims) <= 2  # noqa: PLR2004  # a picture's
+        isinstance(dims, (tuple, list))
+        and all(isinstance(d, int) for d in dims)
+        and 1 <= len({d % spec.ndim for d in dims if spec.ndim}) == len(dims) <= 2  # noqa: PLR2004  # a picture's
         and all(-spec.ndim <= d < spec.ndim for d in dims)
     ):
         raise CallError(
-            asked=f"draw the dims {list(dims)} of {spec}",
+            asked=f"draw the dims {dims!r} of {spec}",
             found=f"a picture has one or two dims, and the tensor has {spec.ndim}",
             do=f"Name one or two dims from {-spec.ndim} to {spec.ndim - 1}.",
         )
     return Picture(blocks_of(spec, dims))
 
 
-def _described(
-    shape: Any, mesh_shape: Sequence[int] | None, placements: Sequence[Placement | str] | None, names: Any
-) -> TensorSpec:
+def _described(shape: Any, mesh_shape: Any, placements: Sequence[Placement | str] | None, names: Any) -> TensorSpec:
     is_shape = isinstance(shape, (tuple, list, torch.Size)) and all(isinstance(n, int) and n >= 0 for n in shape)
     if not is_shape or mesh_shape is None or placements is None:
         raise CallError(
@@ -80,7 +81,17 @@ def _described(
             found="it is not a MeshTensor, and not a shape with a mesh's shape and placements",
             do="Write visualize(x) or visualize((8, 6), (2, 2), [Shard(0), Replicate()]).",
         )
-    listed = [parse_placement(p) if isinstance(p, str) else p for p in placements]
+    if isinstance(mesh_shape, DeviceMesh):
+        mesh_shape, names = tuple(mesh_shape.shape), names or mesh_shape.mesh_dim_names
+    is_mesh = isinstance(mesh_shape, (tuple, list)) and all(isinstance(n, int) and n > 0 for n in mesh_shape)
+    if not is_mesh or (names is not None and (isinstance(names, str) or len(names) != len(mesh_shape))):
+        raise CallError(
+            asked=f"show a tensor on a mesh {mesh_shape!r}" + ("" if names is None else f" with the names {names!r}"),
+            found="a mesh has a whole number above 0 for each of its dims, and a name for each or for not one",
+            do='Write visualize((8, 6), (2, 2), ["S(0)", "R"], names=["dp", "tp"]).',
+        )
+    given = [placements] if isinstance(placements, (str, Placement)) else placements
+    listed = [parse_placement(p) if isinstance(p, str) else p for p in given]
     mesh = AbstractMesh(mesh_shape, mesh_dim_names=None if names is None else tuple(names))
     return TensorSpec(mesh, tuple(listed), TensorMeta.contiguous(tuple(shape), torch.float32))
 

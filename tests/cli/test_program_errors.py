@@ -1,0 +1,144 @@
+"""Programs that raise, end, or return what is no step: each command says so in the program's own lines."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli.main import main
+
+PROGRAMS = """
+import sys
+
+import torch
+from torch import nn
+
+import shardwise as sw
+
+
+def raises(mesh):
+    raise ValueError("a mistake of mine")
+
+
+def raises_in_torch(mesh):
+    return nn.Linear(2, 2), torch.ones(3, 5)
+
+
+def ends(mesh):
+    sys.exit("leaving")
+
+
+def needs_nothing():
+    return None
+
+
+def does_nothing(mesh):
+    return 3
+
+
+def returns_a_function(mesh):
+    def later():
+        raise AssertionError
+
+    return later
+
+
+def swaps(mesh):
+    return torch.ones(2, 2), nn.Linear(2, 2)
+"""
+COMMANDS = ("rehearse", "lock", "plan")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PROGRAMS)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "misses.py").write_text("import no_such_module_of_mine\n")
+
+    def call(command, program):
+        mesh = [] if command == "coverage" else ["--mesh", "2"]
+        result = CliRunner().invoke(main, [command, program, *mesh])
+        assert result.exit_code == 1
+        # Not a traceback: click shows a ClickException itself, and anything else ends up in `exception`.
+        assert isinstance(result.exception, SystemExit)
+        assert "/cli/" not in result.output
+        return result.output
+
+    return call
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_error_is_shown_with_the_lines_of_the_program(run, command):
+    output = run(command, "mine.py:raises")
+    assert "mine.py:raises raised ValueError: a mistake of mine" in output
+    assert ", in raises" in output
+    assert output.count("File ") == 1
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "coverage"])
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [("broken.py:f", "raised SyntaxError"), ("misses.py:f", "raised ModuleNotFoundError: No module named")],
+)
+def test_an_error_of_an_import_too(run, command, program, said):
+    assert said in run(command, program)
+
+
+def test_calls_of_torch_are_counted(run):
+    output = run("rehearse", "mine.py:raises_in_torch")
+    assert "raised RuntimeError" in output
+    assert "more inside of torch and shardwise" in output
+    assert output.count("File ") == 1
+
+
+def test_a_program_that_ends_the_process(run):
+    assert "mine.py:ends ended the process: SystemExit: leaving" in run("rehearse", "mine.py:ends")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_function_with_other_arguments(run, command):
+    output = run(command, "mine.py:needs_nothing")
+    assert "is called with 1 argument, mesh, and it is needs_nothing()" in output
+    assert "Write `def step(mesh):`" in output
+
+
+def test_coverage_takes_no_mesh(run):
+    output = run("coverage", "mine.py:does_nothing")
+    assert "is called with no argument, and it is does_nothing(mesh)" in output
+    assert "`shardwise rehearse" in output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_program_without_ops_on_the_mesh_is_refused(run, command):
+    assert "ran no op on" in run(command, "mine.py:does_nothing")
+
+
+def test_coverage_of_nothing_is_refused(run):
+    assert "mine.py:needs_nothing ran no op" in run("coverage", "mine.py:needs_nothing")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_function_that_nothing_calls_is_refused(run, command):
+    assert "it returned the function returns_a_function.<locals>.later" in run(command, "mine.py:returns_a_function")
+
+
+def test_a_step_in_another_order_is_refused(run):
+    output = run("rehearse", "mine.py:swaps")
+    assert "it returned a Tensor, a Linear" in output.replace("FakeTensor", "Tensor")
+    assert "Return (model, inputs)" in output
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("mine.py:does_nothing", "left nothing to compare"),
+        ("mine.py:no_such", "mine.py has no function 'no_such'"),
+        ("mine.py:needs_nothing", "is called with 1 argument, mesh"),
+        ("mine.py:raises", "a mistake of mine"),
+    ],
+)
+def test_check_says_the_same(run, program, said):
+    output = run("check", program)
+    assert said in output
+    assert "testing" not in output
