@@ -43,6 +43,7 @@ __all__ = [
     "swap_parameter",
     "version_of",
     "watching",
+    "with_memory",
 ]
 
 
@@ -302,6 +303,16 @@ def is_zero_tensor(value: Any) -> bool:
 
 
 _is_zeros: Callable[[Any], bool] = torch_part("torch.Tensor._is_zerotensor", "tell tangents that are zero from others")
+
+
+def with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with elements in memory: zeros for one that only stands for them, as the gradient of ``sgn`` does.
+
+    Below the Python key, where local ops run, torch's kernels read the memory of such a tensor, and there is none.
+    """
+    if is_zero_tensor(tensor):
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor
 
 
 def hide_items(cls: type) -> None:

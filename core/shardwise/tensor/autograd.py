@@ -36,7 +36,7 @@ from shardwise.kernel.results import wrap
 from shardwise.kernel.spec import SpecLayout, TensorSpec
 from shardwise.kernel.tensor_meta import TensorMeta, unexpanded
 from shardwise.kernel.view_copies import fresh
-from shardwise.private_torch.dispatch import base_of, memory_of
+from shardwise.private_torch.dispatch import base_of, memory_of, with_memory
 from shardwise.private_torch.distributed import current_mesh
 from shardwise.private_torch.tracing import is_recorded, is_recorded_whole, is_traced, recording_mode
 from shardwise.tensor.traceable import traceable
@@ -243,7 +243,7 @@ class _FromLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Every rank has the same spec, and an empty part does not say how the others lie. So the part takes the
         # strides of the spec.
-        part = in_order(local, spec.tensor_meta)
+        part = in_order(with_memory(local), spec.tensor_meta)
         tensor = wrap(part.detach(), spec)  # inside a MeshTensor nothing requires a gradient
         leave_out(tensor)
         return tensor
@@ -442,7 +442,8 @@ def on_mesh(grad: Any, spec: TensorSpec, asked: str, *, compare: bool = True) ->
     if isinstance(grad, tensor_class()):
         return grad
     if grad.shape == spec.shape and accept(grad, spec.mesh, asked, compare=compare):
-        return wrap(grad, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(grad)))
+        whole = with_memory(grad)
+        return wrap(whole, TensorSpec(spec.mesh, (REPLICATE,) * spec.mesh.ndim, TensorMeta.of(whole)))
     raise LayoutError(
         asked=asked,
         found=f"a hook returned a plain {type(grad).__name__}",
