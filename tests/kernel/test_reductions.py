@@ -81,3 +81,23 @@ def test_an_average_of_equal_pieces_is_each_of_them(size):
     stacked = values.expand(size, 100)
     torch.testing.assert_close(reduce_stacked(stacked, "avg"), values, rtol=1e-15, atol=0)
     assert torch.equal(average(add_up(scaled_down(stacked, size)), size), add_up(stacked) / size)
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(
+    "value",
+    [complex("-inf+nanj"), complex("inf+0j"), complex(-0.0, 2.0), complex(3.0, -0.0), complex(0.5, -4.0)],
+    ids=str,
+)
+def test_one_changes_nothing_in_a_product_of_complex_numbers(value, place):
+    pieces = [torch.ones(2, dtype=torch.complex64) for _ in range(3)]
+    pieces[place] = torch.full((2,), value, dtype=torch.complex64)
+    product = torch.view_as_real(reduce_pieces(pieces, "product"))
+    expected = torch.view_as_real(pieces[place])
+    assert torch.equal(product.signbit(), expected.signbit()) or expected.isnan().any()
+    torch.testing.assert_close(product, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_product_of_complex_numbers_is_their_product():
+    pieces = [torch.randn(5, dtype=torch.complex128) for _ in range(4)]
+    torch.testing.assert_close(reduce_pieces(pieces, "product"), torch.stack(pieces).prod(0))

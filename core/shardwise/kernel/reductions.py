@@ -52,7 +52,7 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
     wide = torch.float64 if dtype.is_floating_point else dtype
     if kind == "product":
-        return stacked.prod(0, dtype=wide).to(dtype)
+        return reduce(_times, stacked.unbind(0)) if dtype.is_complex else stacked.prod(0, dtype=wide).to(dtype)
     # torch.sum starts from +0, so it would lose -0. Backends start from the first piece.
     if dtype.is_complex:
         # Torch's sum of complex numbers multiplies by alpha, which mixes the zeros of their parts.
@@ -62,6 +62,14 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
     exact = not dtype.is_floating_point
     total = stacked.sum(0, dtype=wide) if exact else reduce(torch.add, stacked.to(wide).unbind(0))
     return (average(total, len(stacked)) if kind == "avg" else total).to(dtype)
+
+
+def _times(x: Tensor, y: Tensor) -> Tensor:
+    """A product of complex numbers, in which 1 changes nothing.
+
+    Torch's product mixes both parts, so 1 times an infinite number has NaN, and 1 times a zero may lose its sign.
+    """
+    return torch.where(y == 1, x, torch.where(x == 1, y, x * y))
 
 
 def _reduce_unsigned(stacked: Tensor, kind: str) -> Tensor:
