@@ -1,4 +1,4 @@
-"""Reductions of unsigned integers, for which torch has no kernels, and averages."""
+"""Reductions of unsigned integers, for which torch has no kernels, averages, and products of complex numbers."""
 
 from __future__ import annotations
 
