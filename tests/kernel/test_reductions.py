@@ -10,7 +10,15 @@ import torch
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 from shardwise.errors import LayoutError
-from shardwise.kernel.reductions import REDUCE_OPS, add_up, average, reduce_pieces, reduce_stacked, reducible, scaled_down
+from shardwise.kernel.reductions import (
+    REDUCE_OPS,
+    add_up,
+    average,
+    reduce_pieces,
+    reduce_stacked,
+    reducible,
+    scaled_down,
+)
 from shardwise.testing import mesh
 
 WIDE = (torch.uint16, torch.uint32, torch.uint64)
