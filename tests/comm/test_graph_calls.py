@@ -262,6 +262,8 @@ def one_does_not_call() -> None:
     compiled(x, w)
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_graph_that_waits_says_who_does_not_come(two: WorkerPool) -> None:
     errors, _ = failures(two, partial(with_own_limit, one_does_not_call))
     for failure in errors:
@@ -341,6 +343,8 @@ def goes_on_after_its_error() -> float:
     return total
 
 
+@pytest.mark.slow
+@pytest.mark.sample
 def test_a_graph_withdraws_the_note_of_an_error_that_was_caught(two: WorkerPool) -> None:
     assert two.run(goes_on_after_its_error, timeout=120) == [256.0] * 2
 

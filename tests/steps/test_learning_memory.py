@@ -28,7 +28,7 @@ def held(solved):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case == "a transformer on (4,)" else SAMPLE) for case in CASES]
+    "case", [pytest.param(case, marks=() if case == "an mlp on 2x2" else SAMPLE) for case in CASES]
 )
 def test_decisions_keep_a_limit_and_a_higher_one_costs_no_more(case):
     with fake_mesh(*CASES[case][0]) as mesh:
