@@ -114,11 +114,9 @@ def test_each_run_records_what_is_in_the_graphs(ranks: WorkerPool, program: Any,
     for texts, in_graphs in ranks.run(recorded_beside_graphs, program, fullgraph, timeout=120):
         assert Counter(KIND[text.split()[0]] for text in texts) == in_graphs
         assert texts, "the program sends something"
-        forward = [text for text in texts if "a compiled graph at" in text]
-        assert len(forward) == sum("test_graph_calls.py" in text for text in texts) - sum(
-            "Tensor.backward at" in text for text in texts
-        )
-        assert forward
+        here = "a compiled graph at tests/comm/test_graph_calls.py"
+        assert any(here in text for text in texts)
+        assert all(here in text or "Tensor.backward at" in text for text in texts)
 
 
 def records_of(options: dict[str, Any]) -> tuple[float, int, list[str]]:
@@ -372,7 +370,7 @@ def test_a_timeline_has_the_collectives_of_graphs(ranks: WorkerPool, tmp_path: P
         of_graphs = [event["args"] for event in events if event["args"]["op"] == "(graph)"]
         assert of_graphs
         for args in of_graphs:
-            assert args["mesh_dims"] == ["tp"]
+            assert len(args["mesh_dims"]) == 1, "named after one of the meshes over all ranks"
             assert args["why"] == "a compiled graph sends it"
             assert args["measured_s"] >= args["exposed_s"] >= 0
             assert args["predicted_s"] > 0
