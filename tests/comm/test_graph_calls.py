@@ -120,6 +120,23 @@ def test_each_run_records_what_is_in_the_graphs(ranks: WorkerPool, program: Any,
         assert all(text in forward or "Tensor.backward at" in text for text in texts)
 
 
+_TABLE = {torch.ops._c10d_functional.all_to_all_single.default, torch.ops._c10d_functional.wait_tensor.default}
+
+
+def finds_ops() -> bool:
+    """Whether ops that are wrapped now are found in a table that was made before, as torch's are."""
+    before = {op._op for op in _TABLE}
+    log()
+    assert before.isdisjoint([op._op for op in _TABLE]), "they were wrapped before, and this shows nothing"
+    return all(op in _TABLE for op in _TABLE)
+
+
+def test_torch_finds_wrapped_ops_in_its_tables() -> None:
+    """A collective that is not found in the table of those may run again in the backward pass of some ranks."""
+    with WorkerPool(2, start_method="forkserver") as fresh:
+        assert fresh.run(finds_ops) == [True, True]
+
+
 def records_of(options: dict[str, Any]) -> tuple[float, int, list[str]]:
     torch._dynamo.reset()
     x, w = operands()

@@ -291,7 +291,24 @@ def wrap_graph_collectives(
             if hasattr(overload, "_op"):
                 places = {argument.name: i for i, argument in enumerate(overload._schema.arguments)}
                 op = GraphOp(kind, places["group_name"], places.get("reduce_op"), kind == "exchange", overload._op)
-                overload._op = issuing(op)
+                overload._op = _InPlaceOf(overload._op, issuing(op))
     wait: Any = getattr(getattr(_functional, "wait_tensor", None), "default", None)
     if hasattr(wait, "_op"):
-        wait._op = waiting(wait._op)
+        wait._op = _InPlaceOf(wait._op, waiting(wait._op))
+
+
+class _InPlaceOf:
+    """What runs in place of the function of an op. The hash of an op is that of its function, and torch has tables of
+    ops: with another hash it would not find there that collectives are never run again in a backward pass.
+    """
+
+    __slots__ = ("_hash", "_run")
+
+    def __init__(self, function: Callable[..., Any], run: Callable[..., Any]) -> None:
+        self._hash, self._run = hash(function), run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._hash
