@@ -16,10 +16,11 @@ aten = torch.ops.aten
 
 
 def check_everywhere(local: LocalCall, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscale the shards; ``found_inf`` is the maximum over all ranks that hold a shard."""
-    local.call.op(grads, found_inf, inv_scale)
+    """Unscale the shards; ``found_inf`` becomes 1 where any rank finds an infinity or NaN, and else stays as it was."""
+    found = torch.zeros_like(found_inf)
+    local.call.op(grads, found, inv_scale)
     mesh_dims = sorted({m for spec in local.specs("self") if spec is not None for m in local.sharding(spec)})
-    found_inf.copy_(local.comm.all_reduce(found_inf, "max", mesh_dims))
+    found_inf.masked_fill_(local.comm.all_reduce(found, "max", mesh_dims) != 0, 1.0)
 
 
 CHECK = rule(

@@ -123,9 +123,9 @@ def adagrad(lr):
 
 
 def checked():
-    """Clean gradients, and one overflow in the last tensor."""
+    """Clean gradients, and one overflow in the last tensor; torch writes 1 where it finds one, and else nothing."""
     samples = []
-    for shapes, overflow, before in product(LISTS, (False, True), (0.0, 1.0)):
+    for shapes, overflow, before in product(LISTS, (False, True), (0.0, 1.0, 4.0)):
         grads = listed(shapes)
         if overflow:
             grads[-1].view(-1)[-1] = math.inf
