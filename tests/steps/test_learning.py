@@ -265,6 +265,35 @@ def test_a_program_without_a_plan_goes_on_with_a_warning(two_ranks):
         assert "goes on as before" in messages[0]
 
 
+def drawn_losses(learns):
+    """Losses of steps with an op whose result no kernel describes before it runs, and whether they were learned."""
+    m = mesh((2,))
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4).double()
+    sw.distribute_module(model, m, {"weight": [Shard(0)]})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = sw.distribute_tensor(floats(6, 4), m, [Shard(0)])
+    losses = []
+    with warnings.catch_warnings(), sw.learn(learns) as learned_here:
+        warnings.simplefilter("error")
+        for _ in range(3):
+            optimizer.zero_grad()
+            h = model(x)
+            loss = (h * torch.distributions.Dirichlet(h.detach().abs() + 1).sample()).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.full_tensor().detach())
+        return losses, learned_here.learned is not None
+
+
+def test_a_program_with_a_result_that_is_known_only_afterwards_is_learned(two_ranks):
+    for (plain, _), (losses, is_learned) in zip(
+        two_ranks.run(drawn_losses, False), two_ranks.run(drawn_losses, True), strict=True
+    ):
+        assert is_learned
+        torch.testing.assert_close(losses, plain, **TIGHT)
+
+
 def turned_off():
     m = mesh((2,))
     model = nn.Linear(4, 4)

@@ -20,6 +20,7 @@ from shardwise.planning.cost import StepCosts, links_of, step_costs
 from shardwise.planning.strategies import make_call
 from shardwise.program.step_graph import CallNode, StepGraph
 from shardwise.program.step_rows import Choices, as_placements, shards_of
+from shardwise.program.step_slices import placed
 
 __all__ = ["WorkCosts"]
 
@@ -129,7 +130,7 @@ def _is_cut(placement: Any) -> bool:
 
 
 def _placed(spec: TensorSpec, places: Sequence[Any]) -> TensorSpec:
-    return spec.untagged.with_placements(as_placements(tuple(places), spec.mesh_shape))
+    return spec.untagged.with_placements(as_placements(tuple(map(placed, places)), spec.mesh_shape))
 
 
 def _seconds(costs: StepCosts, one: Collective) -> float:

@@ -260,7 +260,7 @@ def _decided_by_all(graph: StepGraph, limit: MemoryLimit | None) -> Learned:
     if "error" in told:
         raise NoPlanError(
             asked="decide for the whole step that was recorded",
-            found=f"the first rank of the mesh failed: {told['error']}",
+            found=f"the first rank of the mesh failed: {told['error'].rstrip('.')}",
             do="Run without learn(), and report the program if it is not the rule of a plugin that fails.",
         )
     before, after, calls, torn, seconds = told["figures"]
