@@ -17,6 +17,7 @@ from shardwise import Replicate, Shard
 from shardwise.comm.events import observe
 from shardwise.engine import decided
 from shardwise.errors import NoPlanError, RankDisagreementError
+from shardwise.kernel.placements import strided_shard
 from shardwise.kernel.recording import recording
 from shardwise.steps import learning
 from shardwise.tensor import optimizer_step as stepping
@@ -334,6 +335,31 @@ def test_a_program_without_an_optimizer_is_not_recorded_for_ever(two_ranks):
         assert recorder is None
         assert messages == ["10 calls without an optimizer's step: the program is not learned"]
         assert y.shape == (2, 4)
+
+
+def added(h, kept):
+    kept.add_(h.detach())
+    return kept
+
+
+def viewed(h, kept):
+    kept.view(-1).add_(1.0)
+    return kept
+
+
+@pytest.mark.parametrize("write", [added, viewed])
+def test_a_step_that_writes_strided_shards_goes_on_as_before(write):
+    with fake_mesh(2, 2) as m:
+        model = sw.distribute_module(nn.Linear(8, 8), m)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = sw.distribute_tensor(torch.ones(8, 8), m, [Shard(0), Replicate()])
+        kept = sw.distribute_tensor(torch.zeros(8, 8), m, [Replicate(), strided_shard(0, 2)])
+        with sw.learn() as learned_here:
+            h = model(x)
+            (h * write(h, kept)).sum().backward()
+            with pytest.warns(UserWarning, match=r"decide for the \d+ calls .* goes on as before"):
+                optimizer.step()
+            assert learned_here.learned is None
 
 
 def test_the_optimizer_of_a_recorded_step_runs_on_local_tensors():

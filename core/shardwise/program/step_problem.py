@@ -19,7 +19,7 @@ from typing import Any
 
 from attrs import define, field
 
-from shardwise.errors import PlacementError
+from shardwise.errors import NoPlanError, PlacementError
 from shardwise.kernel.placements import Placement, StridedShard, is_strided
 from shardwise.kernel.rule import Row
 from shardwise.kernel.signature import Kind
@@ -148,7 +148,10 @@ class StepProblem:
         return any(choices.lost for choices in self.choices)
 
     def as_replicated(self) -> Assignment:
-        """Every call on whole tensors, where it has such a row and finds whole what may not move."""
+        """Every call on whole tensors, where it has such a row and finds whole what may not move.
+
+        Raises :class:`NoPlanError` where a call has neither such rows nor those that ran.
+        """
         recorded = self.as_recorded().rows
         assignment = Assignment([list(ran) for ran in recorded], {})
         for place, choices in enumerate(self.choices):
@@ -161,6 +164,13 @@ class StepProblem:
                 chosen += rows[:1]
             if len(chosen) == len(choices.legal) and choices.allows(chosen):
                 assignment.rows[place] = chosen
+            elif choices.lost:
+                raise NoPlanError(
+                    asked=f"decide for the {len(self.choices)} calls of a step together",
+                    found=f"{self.graph.calls[place]} ran on strided shards that no plan may ask for, and cannot run "
+                    "on whole tensors",
+                    do="Run the program without a plan, or redistribute its operand before.",
+                )
         return self._left_as_made(assignment.rows)
 
     def operand_names(self, place: int) -> list[str]:

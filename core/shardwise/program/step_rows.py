@@ -139,6 +139,8 @@ class RowTable:
                 whole_row = next((r for r in legal if is_whole(problem.rows[r])), None)
                 if whole_row is None or not any(is_strided((*row.inputs, *row.outputs)) for row in ran):
                     return _only(ran)
+                if any(arg.written for arg in whole.signature.args):
+                    return _only(ran)  # what is written stays where it is
                 # Strided shards of an operand that a plan may not shard so anew: the call takes another row.
                 lost = tuple(len(rows) + m for m in range(len(ran)))
                 return Choices(problem, (*rows, *ran), (tuple(legal),) * len(ran), lost)
