@@ -136,8 +136,8 @@ class _Replay:
             # Otherwise it keeps the strides, and one device clones, which leaves no gaps.
             source = self.values[line.source]
             moved = source.redistribute(placements=line.placements)
-            with torch.no_grad():
-                stays = memory_of(moved.to_local()) == memory_of(source.to_local())
+            # Not to_local(): who records a step for a plan takes a part that is read for one that must stay.
+            stays = memory_of(moved._local_tensor) == memory_of(source._local_tensor)
             has_gaps = moved.spec.tensor_meta.to_meta_tensor().clone().stride() != moved.stride()
             self.values[line.name] = moved.clone() if stays or has_gaps else moved
             return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, evolve, field
@@ -48,15 +48,20 @@ class Verdict:
     ran: list[str] = field(factory=list)
 
 
-def check_program(program: Program, pool: WorkerPool) -> Verdict:
+def check_program(
+    program: Program,
+    pool: WorkerPool,
+    run: Callable[[Program, Sequence[Sequence[int]]], list[LineOutcome]] = replay,
+) -> Verdict:
     """Run a program on the ranks of a pool and on one device, and compare after each line.
 
     The pool has as many ranks as the mesh. A refusal (no rule, no strategy) is not a failure if all ranks refuse.
+    ``run`` is what each rank does, :func:`replay` itself or something around it.
     """
     after, gradients = reference(program)
     verdict = Verdict()
     try:
-        by_rank = pool.run(replay, program, [list(a.values) for a in after], timeout=TIMEOUT)
+        by_rank = pool.run(run, program, [list(a.values) for a in after], timeout=TIMEOUT)
     except WorkerError as error:
         verdict.wrong = str(error)
         texts = [f"{line}: " for line in program.lines]
