@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from fractions import Fraction
 
 import pytest
 import torch
+from fake_meshes import fake_mesh
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -62,14 +65,15 @@ def test_partial_unsigned_integers_are_redistributed(two_ranks):
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def averages(size):
     """On a rank: an average of equal pieces near the largest number of a dtype, whole and scattered, over them."""
     shares = []
-    for dtype in FLOATS:
+    for dtype in (*FLOATS, *INTEGERS):
         for rows in (4, 40000):  # gathered whole, and each rank its share
-            largest = torch.finfo(dtype).max
+            largest = (torch.iinfo if dtype in INTEGERS else torch.finfo)(dtype).max
             pieces = sw.MeshTensor.from_local(
                 torch.full((rows,), largest, dtype=dtype), mesh((size,)), [Partial("avg")]
             )
@@ -80,7 +84,37 @@ def averages(size):
 
 
 def test_an_average_does_not_overflow(two_ranks):
-    assert two_ranks.run(averages, 2) == [[True] * 4 * len(FLOATS)] * 2
+    assert two_ranks.run(averages, 2) == [[True] * 4 * (len(FLOATS) + len(INTEGERS))] * 2
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize("size", [1, 2, 3, 130])
+def test_an_average_of_integers_is_that_of_whole_numbers_rounded_towards_zero(dtype, size):
+    limits, chance = torch.iinfo(dtype), random.Random(size)  # noqa: S311  # no secret
+    ends = [limits.min, limits.min + 1, 0, 1, limits.max]
+    columns = [[end] * size for end in ends] + [[chance.choice(ends) for _ in range(size)] for _ in range(50)]
+    columns += [[chance.randint(limits.min, limits.max) for _ in range(size)] for _ in range(50)]
+    expected = [int(Fraction(sum(column), size)) for column in columns]
+    assert reduce_stacked(torch.tensor(columns, dtype=dtype).T, "avg").tolist() == expected
+
+
+def whole_as_average(dtype):
+    """On a rank: large integers that lie whole, or sharded, redistributed to an average and back."""
+    whole = torch.tensor([torch.iinfo(dtype).max, torch.iinfo(dtype).min, 7, 0], dtype=dtype)
+    for placement in (Replicate(), Shard(0)):
+        x = sw.distribute_tensor(whole, mesh((2,)), [placement])
+        assert x.redistribute(placements=[Partial("avg")]).full_tensor().tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_large_integers_go_to_an_average_and_back(two_ranks, dtype):
+    two_ranks.run(whole_as_average, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint64])
+def test_what_has_no_average_does_not_become_one(dtype):
+    with fake_mesh(2) as m, pytest.raises(LayoutError, match="cannot be reduced by avg"):
+        sw.distribute_tensor(torch.ones(4).to(dtype), m).redistribute(placements=[Partial("avg")])
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])

@@ -46,7 +46,12 @@ def with_ends(program):
     names = [name for line in program.lines for name in line.names if any(name in a.values for a in after)]
     first, whole = 1 + max(names), (Replicate(),) * len(program.mesh_shape)
     ends = [Move(first + n, name, whole) for n, name in enumerate(dict.fromkeys(names))]
-    return evolve(program, lines=(*program.lines, *ends))
+    ended = evolve(program, lines=(*program.lines, *ends))
+    try:
+        reference(ended)
+    except RuntimeError:  # torch refuses to use one of several views once another was written
+        return program
+    return ended
 
 
 def replay_decided(program, watched, *, seed):

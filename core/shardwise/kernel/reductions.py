@@ -50,18 +50,37 @@ def reduce_stacked(stacked: Tensor, kind: str) -> Tensor:
         return stacked.any(0) if kind in ("sum", "max") else stacked.all(0)
     if kind in ("max", "min"):
         return stacked.amax(0) if kind == "max" else stacked.amin(0)
-    wide = torch.float64 if dtype.is_floating_point else dtype
     if kind == "product":
+        wide = torch.float64 if dtype.is_floating_point else dtype
         return reduce(_times, stacked.unbind(0)) if dtype.is_complex else stacked.prod(0, dtype=wide).to(dtype)
+    return _added(stacked, kind)
+
+
+def _added(stacked: Tensor, kind: str) -> Tensor:
+    """The sum or the average over dim 0."""
+    dtype = stacked.dtype
     # torch.sum starts from +0, so it would lose -0. Backends start from the first piece.
     if dtype.is_complex:
         # Torch's sum of complex numbers multiplies by alpha, which mixes the zeros of their parts.
-        return torch.view_as_complex(reduce_stacked(torch.view_as_real(stacked.resolve_conj()), kind))
+        return torch.view_as_complex(_added(torch.view_as_real(stacked.resolve_conj()), kind))
+    if not dtype.is_floating_point:
+        return _whole_average(stacked) if kind == "avg" else stacked.sum(0, dtype=dtype)
+    pieces = stacked.to(torch.float64)
     if kind == "avg":
-        stacked = scaled_down(stacked.to(wide), len(stacked))
-    exact = not dtype.is_floating_point
-    total = stacked.sum(0, dtype=wide) if exact else reduce(torch.add, stacked.to(wide).unbind(0))
-    return (average(total, len(stacked)) if kind == "avg" else total).to(dtype)
+        return average(reduce(torch.add, scaled_down(pieces, len(pieces)).unbind(0)), len(pieces)).to(dtype)
+    return reduce(torch.add, pieces.unbind(0)).to(dtype)
+
+
+def _whole_average(stacked: Tensor) -> Tensor:
+    """The average of integers over dim 0, rounded towards zero.
+
+    No sum overflows: quotients and rests are added apart.
+    """
+    size, wide = len(stacked), stacked.long()
+    quotients = wide.div(size, rounding_mode="floor")
+    rest = (wide - quotients * size).sum(0)
+    floor = quotients.sum(0) + rest.div(size, rounding_mode="floor")
+    return (floor + ((floor < 0) & (rest % size != 0))).to(stacked.dtype)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:
@@ -163,10 +182,11 @@ def is_native(kind: str, dtype: torch.dtype) -> bool:
     """Whether a backend's own reduction gives the right numbers. The max and min of backends drop NaN.
 
     An average in float16 has no room: its pieces overflow when they are added, and lose bits when they are scaled down.
+    The pieces of an average of integers overflow, too.
     """
     if dtype in REAL:
         return kind in ("sum", "avg")
-    if kind == "avg" and dtype == torch.float16:
+    if kind == "avg" and (dtype == torch.float16 or not dtype.is_floating_point):
         return False
     return dtype in SENDABLE and (kind in ("sum", "avg", "product") or not dtype.is_floating_point)
 
@@ -179,25 +199,20 @@ def _scale(size: int) -> int:
 def scaled_down(pieces: Tensor, size: int) -> Tensor:
     """The pieces of an average over ``size`` ranks as they are added up: the sum of finite numbers is finite.
 
-    They are divided by a power of two, which rounds nothing, and :func:`average` takes it into account. Integers stay.
+    They are divided by a power of two, which rounds nothing, and :func:`average` takes it into account.
     """
     if pieces.is_complex():
         return torch.view_as_complex(torch.view_as_real(pieces) / _scale(size))
-    return pieces / _scale(size) if pieces.is_floating_point() else pieces
+    return pieces / _scale(size)
 
 
 def average(total: Tensor, size: int) -> Tensor:
-    """The average, in place, from the sum of ``size`` pieces that were :func:`scaled_down`.
-
-    An integer average is rounded towards zero.
-    """
+    """The average, in place, from the sum of ``size`` pieces that were :func:`scaled_down`; not of integers."""
     if total.is_complex():
         # A complex quotient would add products with an imaginary zero, and lose signs of zeros.
         torch.view_as_real(total).div_(size / _scale(size))
         return total
-    if total.is_floating_point():
-        return total.div_(size / _scale(size))
-    return total.div_(size, rounding_mode="trunc")
+    return total.div_(size / _scale(size))
 
 
 def as_sendable(flat: Tensor) -> Tensor:

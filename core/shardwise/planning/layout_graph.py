@@ -284,12 +284,16 @@ class LayoutGraph:
         """Whether a mesh dim may become partial by this reduction without a wrong result later."""
         rest = layout[m + 1 :]
         later = {reduction_of(code) for code in rest if code < 0}
+        if not reducible(kind, self.dtype):
+            return False
         if layout[m] == 0:
             # A later sum would add the ones that fill a product. Zeros and copies are safe under every reduction.
             return kind != "product" or "sum" not in later
         # The neutral values of max and min are extremes, which overflow or turn to NaN in the arithmetic that a
         # partial tensor may still go through.
-        embeds = kind not in ("max", "min") and reducible(kind, self.dtype)
+        # A shard in an average is multiplied by the number of ranks, for which integers have no room.
+        has_room = kind != "avg" or self.dtype.is_floating_point or self.dtype.is_complex
+        embeds = kind not in ("max", "min") and has_room
         return embeds and layout[m] not in rest and all(commute(kind, other, self.dtype) for other in later)
 
     def _one_block(self, sharded: Codes, whole: Codes, dims: Dims) -> bool:

@@ -109,7 +109,7 @@ def shortest_path(src: TensorSpec, dst: TensorSpec) -> Path:
         raise LayoutError(
             asked=f"redistribute {src} to {show_all(dst.placements)}",
             found=f"{src.dtype} cannot be reduced by {', '.join(kinds)}",
-            do="Cast the tensor first, or keep its partial placements.",
+            do="Cast the tensor first, or keep the placements that it has.",
             src=src,
             dst=dst,
         )

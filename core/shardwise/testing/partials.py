@@ -74,7 +74,7 @@ def _shares(
 def can_be_partial(kind: str, dtype: torch.dtype) -> bool:
     """Whether a tensor of this dtype can be partial with this reduction.
 
-    Averages of narrow integers are excluded: their sum, from which the average is taken, may not fit the dtype.
+    Averages of narrow integers are excluded: the pieces that :func:`pieces` makes may not fit the dtype.
     """
     if kind == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         return dtype in (torch.int32, torch.int64)
