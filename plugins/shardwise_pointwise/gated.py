@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardwise.rule import Call, Flow, TensorMeta, einop, labels, like, rule, rule_from
@@ -21,6 +23,27 @@ def GLU(self: TensorMeta, dim: int) -> Flow:
 def GLU_BACKWARD(self: TensorMeta, dim: int) -> Flow:
     """Every dim but the one whose halves gate each other; linear in the gradient."""
     return like(self, whole={dim}, linear="grad_output")
+
+
+# Neither op below has a meta kernel.
+def _as_glu(glu: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(glu)
+
+
+def _as_x(grad_x: torch.Tensor, grad_glu: torch.Tensor, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@rule_from([aten.glu_jvp.default, aten.glu_jvp.out], meta=_as_glu)
+def GLU_JVP(x: TensorMeta, dim: int) -> Flow:
+    """As ``glu``; linear in the tangent."""
+    return like(x, whole={dim}, linear="dx")
+
+
+@rule_from([aten.glu_backward_jvp.default, aten.glu_backward_jvp.out], meta=_as_x)
+def GLU_BACKWARD_JVP(x: TensorMeta, dim: int) -> Flow:
+    """As ``glu_backward``; linear in both tangents together."""
+    return like(x, whole={dim})
 
 
 IS_IN = rule(
@@ -59,4 +82,4 @@ def LOG_SIGMOID_BACKWARD(call: Call) -> Flow:
     return Flow(plain.inputs, plain.outputs, linear="grad_output")
 
 
-RULES = (GLU, GLU_BACKWARD, IS_IN, IS_IN_ONE, LOG_SIGMOID, LOG_SIGMOID_BACKWARD)
+RULES = (GLU, GLU_BACKWARD, GLU_JVP, GLU_BACKWARD_JVP, IS_IN, IS_IN_ONE, LOG_SIGMOID, LOG_SIGMOID_BACKWARD)

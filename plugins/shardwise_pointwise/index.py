@@ -43,7 +43,8 @@ MODULES = {
         aten::trunc aten::xlogy
     """,
     "shardwise_pointwise.gated": """
-        aten::glu aten::glu_backward aten::isin aten::log_sigmoid_backward aten::log_sigmoid_forward
+        aten::glu aten::glu_backward aten::glu_backward_jvp aten::glu_jvp aten::isin aten::log_sigmoid_backward
+        aten::log_sigmoid_forward
     """,
     "shardwise_pointwise.special": """
         aten::_dirichlet_grad aten::_standard_gamma_grad aten::digamma aten::erfc aten::erfinv aten::i0 aten::igamma

@@ -151,6 +151,7 @@ def fractions():
 FLOATS = [(F32, F32), (F64, F64)]
 OPERATORS = (aten.__lshift__, aten.__rshift__, aten.__ilshift__, aten.__irshift__)
 HALVES = (((5, 6), 1), ((6, 5), 0), ((2, 3, 4), -1), ((0, 4), 1), ((8,), 0))
+HALVED = (((5, 3), (5, 6), 1), ((3, 5), (6, 5), 0), ((2, 3, 2), (2, 3, 4), -1), ((0, 2), (0, 4), 1))
 # (batch, width of the hidden state): even and uneven shards of the batch, and more ranks than sequences
 CELLS = [(8, 3), (5, 2), (1, 4)]
 
@@ -261,8 +262,10 @@ SAMPLES = {
         for observed, axis, by_row in ((grid(1), -1, False), (grid(5), 0, True), (grid(6), 1, True))
     ],
     aten.glu.default: lambda: [((made(s), d), {}) for s, d in HALVES],
-    aten.glu_backward.default: lambda: [
-        ((made(half), made(s, F32, 1), d), {})
-        for half, s, d in (((5, 3), (5, 6), 1), ((3, 5), (6, 5), 0), ((2, 3, 2), (2, 3, 4), -1), ((0, 2), (0, 4), 1))
+    aten.glu_backward.default: lambda: [((made(half), made(s, F32, 1), d), {}) for half, s, d in HALVED],
+    aten.glu_jvp.default: lambda: [((made(half), made(s, F32, 1), made(s, F32, 2), d), {}) for half, s, d in HALVED],
+    aten.glu_backward_jvp.default: lambda: [
+        ((made(s), made(half, F32, 1), made(s, F32, 2), made(half, F32, 3), made(s, F32, 4), d), {})
+        for half, s, d in HALVED
     ],
 }

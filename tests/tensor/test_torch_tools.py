@@ -104,6 +104,7 @@ def forward_mode():
 
     expected = torch.func.jvp(loss, (x,), (tangent,))
     torch.testing.assert_close(whole(torch.func.jvp(loss, (on(x),), (on(tangent),))), list(expected))
+    torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.LayerNorm(3))
     expected_of_net = torch.func.jvp(net, (x,), (tangent,))
     placed = sw.distribute_module(copy.deepcopy(net), mesh((4,)), {"0.weight": [Shard(0)]})
@@ -113,8 +114,20 @@ def forward_mode():
         torch.testing.assert_close(whole(forward_ad.unpack_dual(dual).tangent), expected[1])
 
 
-def test_forward_mode(pool):
-    pool.run(forward_mode)
+def gated():
+    x, tangent, more = VALUES, VALUES.flip(0), VALUES.cos()
+
+    def slope(t):
+        return torch.func.grad(lambda u: torch.nn.functional.glu(u * u).square().sum())(t)
+
+    for function in (torch.nn.functional.glu, slope):
+        expected = torch.func.jvp(function, (x,), (tangent * more,))
+        torch.testing.assert_close(whole(torch.func.jvp(function, (on(x),), (on(tangent * more),))), list(expected))
+
+
+@pytest.mark.parametrize("program", [forward_mode, gated])
+def test_forward_mode(pool, program):
+    pool.run(program)
 
 
 def jacobians():
