@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.program import short_step
+from shardwise.program import short_solution, short_step
 from shardwise.program.cost_graph import FORBIDDEN
 from shardwise.program.layer_fold import LayerFold
 from shardwise.program.part_exchange import PartExchange
@@ -74,6 +74,27 @@ def test_a_short_step_has_the_first_and_the_last_layers():
         made = {t for call in short.graph.calls for t in call.results}
         inputs = {t.number for t in graph.tensors if t.maker is None}
         assert {t for call in short.graph.calls for t in call.operands if t is not None} <= made | inputs
+
+
+def test_what_is_done_with_gradients_in_place_belongs_to_the_layer_that_makes_them(monkeypatch):
+    """Those that lie as their parameters are detached by calls of no module, whose operands no call makes."""
+    found = []
+
+    def noted(graph):
+        found.extend([graph, shortened(graph).graph])
+
+    def whole(mesh):
+        model, x = step(mesh)
+        return model, sw.zeros(x.shape, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    monkeypatch.setattr(short_solution, "shortened", noted)
+    sw.plan(whole, (2, 2))
+    counts = []
+    for graph in found:
+        detached = [call for call in graph.calls if any(t in graph.moved for t in call.operands)]
+        assert {call.module for call in detached} == {""}
+        counts.append(len(detached))
+    assert counts == [4 * LAYERS, 4 * 6]
 
 
 def test_an_assignment_of_a_short_step_is_one_of_all_layers():
