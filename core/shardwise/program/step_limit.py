@@ -1,9 +1,11 @@
 """The best assignment that keeps a limit on memory.
 
-A rank holds what it keeps for later, and at each call what that needs while it runs. A price per byte that is kept is
-raised until the limit is kept, or until what is kept leaves enough of it and a call holds too much while it runs. Then
-each moment of the step gets a price of its own (:mod:`shardwise.program.moment_search`), and what is left over the
-limit is brought below it choice by choice (:mod:`shardwise.program.step_repair`).
+A rank holds what it keeps for later, and at each call what that needs while it runs. A limit below what every plan
+holds (:mod:`shardwise.program.least_memory`) is refused at once. Else a price per byte that is kept is raised until the
+limit is kept, or until what is kept leaves enough of it and a call holds too much while it runs. Then each moment of
+the step gets a price of its own (:mod:`shardwise.program.moment_search`), and what is left over the limit is brought
+below it choice by choice (:mod:`shardwise.program.step_repair`). Of two plans around the limit the parts in which they
+differ are exchanged (:mod:`shardwise.program.part_exchange`).
 """
 
 from __future__ import annotations
