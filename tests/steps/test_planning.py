@@ -238,7 +238,9 @@ def test_the_memory_that_a_plan_counts_is_what_its_rehearsal_holds(name):
 
 
 def test_a_limit_that_nothing_keeps_names_what_fills_it():
-    with pytest.raises(MemoryPlanError, match=r"the least that was found is .*It is filled by .*weight \(") as error:
+    with pytest.raises(
+        MemoryPlanError, match=r"every plan holds at least .* at a time.*It is filled by .*weight \("
+    ) as error:
         sw.plan(*GPT, memory=10_000)
     assert error.value.limit <= 10_000
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -11,9 +14,12 @@ from torch import nn
 
 import shardwise as sw
 from shardwise import Replicate, Shard
-from shardwise.program import short_step
+from shardwise.program import short_solution, short_step
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.layer_fold import LayerFold
+from shardwise.program.part_exchange import PartExchange
 from shardwise.program.short_step import shortened
+from shardwise.program.step_memory import StepMemory
 from shardwise.program.step_problem import StepProblem
 from shardwise.steps.costs import WorkCosts
 from shardwise.steps.recording import Recording
@@ -70,6 +76,27 @@ def test_a_short_step_has_the_first_and_the_last_layers():
         assert {t for call in short.graph.calls for t in call.operands if t is not None} <= made | inputs
 
 
+def test_what_is_done_with_gradients_in_place_belongs_to_the_layer_that_makes_them(monkeypatch):
+    """Those that lie as their parameters are detached by calls of no module, whose operands no call makes."""
+    found = []
+
+    def noted(graph):
+        found.extend([graph, shortened(graph).graph])
+
+    def whole(mesh):
+        model, x = step(mesh)
+        return model, sw.zeros(x.shape, device_mesh=mesh, placements=[Replicate()] * mesh.ndim)
+
+    monkeypatch.setattr(short_solution, "shortened", noted)
+    sw.plan(whole, (2, 2))
+    counts = []
+    for graph in found:
+        detached = [call for call in graph.calls if any(t in graph.moved for t in call.operands)]
+        assert {call.module for call in detached} == {""}
+        counts.append(len(detached))
+    assert counts == [4 * LAYERS, 4 * 6]
+
+
 def test_an_assignment_of_a_short_step_is_one_of_all_layers():
     with fake_mesh(2, 2) as mesh:
         graph = recorded(mesh)
@@ -102,6 +129,60 @@ def test_layers_of_two_assignments_are_mixed():
         for place, layer in enumerate(short.layers):
             first = layer is not None and layer < LAYERS // 2
             assert half.rows[place] == (one if first else other).rows[place]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_layers_that_do_the_same_are_counted_once(seed):
+    """What is counted is exact, also where some layers, or single calls, do something else."""
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh)
+        free = frozenset(sink.leaf for sink in graph.sinks if sink.leaf is not None)
+        problem = StepProblem(graph, WorkCosts(graph), free, StepMemory(graph, Fraction(4)), Fraction(1, 7))
+        short, rng = shortened(graph), random.Random(seed)  # noqa: S311  # no secret
+        found = short.mixed(problem.as_recorded(), problem.as_replicated(), rng.randrange(LAYERS))
+        for place in rng.sample(range(len(graph.calls)), seed):
+            found.rows[place] = [rng.choice(legal) for legal in problem.choices[place].legal]
+        for t in rng.sample(sorted(free), seed):
+            found.rests[t] = tuple(rng.choice([Replicate(), Shard(0)]) for _ in range(2))
+        each = problem.cost(found), problem.moments.held(found).tolist()
+        problem.fold = LayerFold(problem, short.of_whole)
+        counted = []
+        cost_of_call = StepProblem.cost_of_call
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(StepProblem, "cost_of_call", lambda *args: counted.append(args[-1]) or cost_of_call(*args))
+            assert (problem.cost(found), problem.moments.held(found).tolist()) == each
+        if seed == 0:  # the first layers and the last ones, those at the change, and one for each of the two others
+            assert len(counted) < len(graph.calls) * 8 / LAYERS
+
+
+def test_parts_that_hold_less_are_taken_as_far_as_a_limit_asks():
+    """Each kind of parameter is a part: it is whole, or sharded, in all layers alike. The cheapest set is taken."""
+    with fake_mesh(2, 2) as mesh:
+        graph = recorded(mesh)
+        free = frozenset(sink.leaf for sink in graph.sinks if sink.leaf is not None)
+        problem = StepProblem(graph, WorkCosts(graph), free, StepMemory(graph, Fraction(4)))
+        first = problem.as_replicated()
+        kinds = ("norm.weight", "norm.bias", "up.weight", "down.weight")
+
+        def sharded(*of):
+            new = first.copy()
+            names = {t: graph.tensors[t].name for t in free}
+            new.rests.update({t: (Shard(0), Shard(0)) for t in free if names[t].endswith(of)})
+            new.cost = problem.cost(new)
+            return new
+
+        every = [sharded(*of) for n in range(1, 5) for of in itertools.combinations(kinds, n)]
+        every.insert(0, first)
+        exchange = PartExchange(problem, shortened(graph).of_whole, first, sharded(*kinds))
+        peaks = [problem.moments.peak(one) for one in every]
+        assert len(set(peaks)) > 4
+        for limit in peaks:
+            found = list(exchange.within(limit))
+            within = [one for one, peak in zip(every, peaks, strict=True) if peak <= limit]
+            assert found[0].cost == min(one.cost for one in within)
+            assert [one.cost for one in found] == sorted(one.cost for one in found)
+            assert all(problem.moments.peak(one) <= limit and any(map(one.is_same, every)) for one in found)
+        assert list(exchange.within(min(peaks) - 1)) == []
 
 
 @pytest.mark.parametrize("inner", [(4 * WIDTH,) * 4, (*[4 * WIDTH] * 6, 2 * WIDTH, *[4 * WIDTH] * 6)])

@@ -20,8 +20,10 @@ from shardwise.errors import MemoryPlanError
 from shardwise.kernel import dispatcher
 from shardwise.kernel.placements import show_all
 from shardwise.planning.cost import KINDS
-from shardwise.program import joint_bound, step_solution
+from shardwise.program import joint_bound, step_limit, step_solution
+from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.least_memory import LeastMemory
 from shardwise.program.moment_prices import PRICE_BITS, MomentPrices
 from shardwise.program.step_bound import step_bound
 from shardwise.program.step_limit import PricedSearch
@@ -469,6 +471,7 @@ def test_where_any_assignment_keeps_a_limit_one_is_found_and_none_is_below_the_b
             assert best.cost == problem.cost(best)
             assert search.bound(limit, work) <= least <= best.cost <= 1.25 * least
         assert best.cost == least  # the last limit is none
+        assert LeastMemory(problem, starts[0]).found().nbytes <= min(within)
         search = PricedSearch(problem, starts)
         with pytest.raises(MemoryPlanError, match="of it in"):
             search.best(min(within) - 1)
@@ -503,6 +506,17 @@ def test_where_nothing_is_kept_for_later_the_error_says_so():
             PricedSearch(problem, starts).best(1)
 
 
+def test_a_limit_that_nothing_can_keep_is_refused_without_a_search(monkeypatch):
+    with fake_mesh(4) as mesh:
+        problem, starts, _ = with_memory(mesh, chain, 0)
+        least = LeastMemory(problem, starts[0]).found()
+        monkeypatch.setattr(step_limit, "solve_step", lambda *_, **__: pytest.fail("it was searched for"))
+        with pytest.raises(
+            MemoryPlanError, match=f"every plan holds at least {size_text(least.nbytes)} at a time, .* of it in"
+        ):
+            PricedSearch(problem, starts).best(least.nbytes - 1)
+
+
 def changed(problem, start, count):
     """Assignments that differ from one by a few rows, as far as they are legal."""
     draw = random.Random(0)  # noqa: S311  # no secret
@@ -531,7 +545,9 @@ def test_what_prices_count_is_what_is_held(case, frees):
         start = problem.as_recorded()
         rest_alike = [t for t in range(len(problem.graph.tensors)) if problem.moments.is_leaf(t) and t not in free]
         alike = sum(prices.of_leaf(t, problem.rests(start, t)) for t in rest_alike)
+        least = LeastMemory(problem, start).found().nbytes
         for one in (start, changed(problem, start, 30), solve_step(problem, [start])):
+            assert least <= problem.moments.peak(one)
             held = sum(int(n) * price for n, price in zip(problem.moments.held(one), each, strict=True))
             priced = one.copy()
             problem.prices = prices

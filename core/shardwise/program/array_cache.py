@@ -75,21 +75,20 @@ class ArrayCache:
         return self._once(("part", id(costs), rows, columns), (costs,), cut)
 
     def minimum(
-        self, factors: Sequence[tuple[Costs, tuple[int, ...]]], shape: tuple[int, ...]
+        self, tables: Sequence[Costs], axes: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
     ) -> tuple[Costs, Choices]:
         """The least sum of tables over a variable, and its lowest state that gives it, for every state of the others.
 
-        ``shape`` is (states of the variable, states of its neighbours in order). Each factor is a table and, for
-        each of its dims, the axis of that shape. All but the axis 0 are in ascending order.
+        ``shape`` is (states of the variable, states of its neighbours in order). ``axes`` has, for each dim of each
+        table, the axis of that shape. All but the axis 0 are in ascending order.
         """
-        key = ("minimum", shape, tuple((id(costs), axes) for costs, axes in factors))
+        key = ("minimum", shape, axes, *map(id, tables))
         result = self._results.get(key)
         if result is None:
-            least, choice = _minimum(factors, shape)
-            operands = tuple(costs for costs, _ in factors)
-            if max(costs.size for costs in (least, *operands)) > _KEPT:
+            least, choice = _minimum(tables, axes, shape)
+            if max(costs.size for costs in (least, *tables)) > _KEPT:
                 return least, choice
-            result = self._results[key] = self.interned(least), choice, operands
+            result = self._results[key] = self.interned(least), choice, tuple(tables)
         return result[0], result[1]
 
     def _once(self, key: tuple[Any, ...], operands: tuple[Costs, ...], compute: Callable[[], Costs]) -> Costs:
@@ -103,10 +102,10 @@ class ArrayCache:
         return result[0]
 
 
-def _minimum(factors: Sequence[tuple[Costs, tuple[int, ...]]], shape: tuple[int, ...]) -> tuple[Costs, Choices]:
+def _minimum(tables: Sequence[Costs], each: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> tuple[Costs, Choices]:
     """The work of :meth:`ArrayCache.minimum`, in chunks of the neighbours' states that fit a cache."""
     spread = []
-    for costs, axes in sorted(factors, key=lambda factor: factor[0].size):
+    for costs, axes in sorted(zip(tables, each, strict=True), key=lambda factor: factor[0].size):
         front = np.moveaxis(costs, axes.index(0), 0)
         spread.append(front.reshape([n if axis in axes else 1 for axis, n in enumerate(shape)]))
     least = np.empty(shape[1:], np.int64)

@@ -82,7 +82,7 @@ def without_cut(network: Network, entries: int) -> tuple[Network, Order, int]:
         for u in sorted(network.neighbours[v]):
             if u in unary:
                 shape = (len(network.unary[v]), len(unary[u]))
-                least, _ = network.cache.minimum([(network.table(v, u), (0, 1))], shape)
+                least, _ = network.cache.minimum([network.table(v, u)], ((0, 1),), shape)
                 unary[u] = network.cache.added(unary[u], least)
             elif v < u:
                 apart += int(network.tables[v, u].min())

@@ -13,6 +13,19 @@ __all__ = ["Network", "merged_tables"]
 
 
 @frozen(eq=False)
+class _Step:
+    """The elimination of a variable: the tables that it is in, the axis of each of their dims, and the numbers of
+    states of the variable and of its neighbours then.
+    """
+
+    variable: int
+    others: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    axes: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]
+
+
+@frozen(eq=False)
 class Network:
     """Unary costs of the variables that are left, one table per pair (u < v), and the neighbours."""
 
@@ -73,37 +86,47 @@ class Network:
         """
         unary = dict(self.unary)
         tables: dict[tuple[int, ...], Costs] = dict(self.tables.items())
-        scopes: dict[int, set[tuple[int, ...]]] = {v: set() for v in unary}
-        for scope in tables:
-            for v in scope:
-                scopes[v].add(scope)
-        records = []
-        for v in order:
-            mine = sorted(scopes.pop(v))
-            others = sorted({u for scope in mine for u in scope if u != v})
-            axis = {u: i + 1 for i, u in enumerate(others)}
-            axis[v] = 0
-            factors: list[tuple[Costs, tuple[int, ...]]] = [(unary.pop(v), (0,))]
-            for scope in mine:
-                costs = tables.pop(scope)
-                factors.append((costs, tuple(axis[u] for u in scope)))
-                for u in scope:
-                    if u != v:
-                        scopes[u].remove(scope)
-            shape = (len(factors[0][0]), *(len(unary[u]) for u in others))
-            least, choice = self.cache.minimum(factors, shape)
-            records.append((v, others, choice))
-            scope = tuple(others)
+        steps = self._steps(order)
+        choices = []
+        for step in steps:
+            costs = [unary.pop(step.variable), *map(tables.pop, step.scopes)]
+            least, choice = self.cache.minimum(costs, step.axes, step.shape)
+            choices.append(choice)
+            scope = step.others
             if len(scope) == 1:
                 unary[scope[0]] = self.cache.added(unary[scope[0]], least)
             elif scope:
                 tables[scope] = self.cache.added(tables[scope], least) if scope in tables else least
-                for u in scope:
-                    scopes[u].add(scope)
         states: dict[int, int] = {}
-        for v, others, choice in reversed(records):
-            states[v] = int(choice[tuple(states[u] for u in others)])
+        for step, choice in zip(reversed(steps), reversed(choices), strict=True):
+            states[step.variable] = int(choice[tuple([states[u] for u in step.others])])
         return states
+
+    def _steps(self, order: Sequence[int]) -> list[_Step]:
+        """What is done with each variable of an order: it depends on the numbers of states and on the pairs only."""
+        sizes = self.sizes
+        key = ("steps", tuple(order), tuple(sizes.items()), tuple(self.tables))
+        known: list[_Step] | None = self.cache.orders.get(key)
+        if known is not None:
+            return known
+        scopes: dict[int, set[tuple[int, ...]]] = {v: set() for v in sizes}
+        for scope in self.tables:
+            for v in scope:
+                scopes[v].add(scope)
+        steps = []
+        for v in order:
+            mine = sorted(scopes.pop(v))
+            others = tuple(sorted({u for scope in mine for u in scope if u != v}))
+            axis = {u: i + 1 for i, u in enumerate(others)}
+            axis[v] = 0
+            axes = ((0,), *(tuple(axis[u] for u in scope) for scope in mine))
+            steps.append(_Step(v, others, tuple(mine), axes, (sizes[v], *(sizes[u] for u in others))))
+            for u in others:
+                scopes[u].difference_update(mine)
+                if len(others) > 1:
+                    scopes[u].add(others)
+        self.cache.orders[key] = steps
+        return steps
 
 
 def merged_tables(graph: CostGraph, cache: ArrayCache | None = None) -> dict[tuple[int, int], Costs]:

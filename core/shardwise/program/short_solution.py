@@ -8,6 +8,7 @@ from attrs import define
 
 from shardwise.errors import NoPlanError
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.layer_fold import LayerFold
 from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.short_step import ShortStep, shortened
 from shardwise.program.step_graph import StepGraph
@@ -38,6 +39,7 @@ class ShortProblem:
         if not is_alike:
             return None
         problem.share_moves(whole)
+        whole.fold = LayerFold(whole, step.of_whole)
         return cls(step, problem, whole)
 
     def _prices(self, prices: MomentPrices) -> MomentPrices:
@@ -45,7 +47,8 @@ class ShortProblem:
         return MomentPrices(self.problem.moments, [self.step.means(life, of) for life, of in enumerate(prices.by_life)])
 
     def solved(self, starts: Sequence[Assignment], *, exchanges: bool) -> Assignment | None:
-        """The best assignment of the whole step that has all layers alike, or a start where that is better.
+        """The best assignment of the whole step that has all layers alike, or a start where that is better. At prices
+        on moments its cost is left open.
 
         None where none is legal, or where the whole step has something held.
         """
@@ -62,6 +65,8 @@ class ShortProblem:
         except NoPlanError:
             return None
         found = self.step.whole(short, starts[0])
+        if whole.prices is not None:
+            return found  # in what it holds the layers differ: at prices on moments all of it takes long to count
         found.cost = whole.cost(found)
         best = min((found, *starts), key=lambda one: one.cost)
         return best if best.cost < FORBIDDEN else None

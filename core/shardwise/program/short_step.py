@@ -3,20 +3,19 @@
 What is best for one layer in the middle is as a rule best for the next one. So a long step is solved with the first and
 the last layers alone, and each layer that was left out does as the last one of the first ones.
 
-Layers are found by the numbers in the names of modules: ``blocks.17.attention`` is in layer 17. What the calls of a
-layer that is kept take from one that is left out they take from the layer that stands in its place: a layer behind the
-gap from the last one before it, and, backward, a layer before the gap from the first one behind it.
+What the calls of a layer that is kept take from one that is left out they take from the layer that stands in its
+place: a layer behind the gap from the last one before it, and, backward, a layer before the gap from the first one
+behind it.
 """
 
 from __future__ import annotations
 
-import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from attrs import define, evolve, field, frozen
+from attrs import evolve, frozen
 
-from shardwise.program.step_graph import CallNode, StepGraph
+from shardwise.program.step_graph import StepGraph
+from shardwise.program.step_layers import StepLayers
 from shardwise.program.step_moments import RUNNING
 from shardwise.program.step_problem import Assignment
 
@@ -24,8 +23,6 @@ __all__ = ["ShortStep", "shortened"]
 
 _KEPT = 3  # layers at either end: what only the first and the last do is one or two layers long
 _LEAST_LAYERS = 12  # of a step that is worth it
-
-_NUMBERED = re.compile(r"(.*?)\.?(\d+)(?:\.|$)(.*)")
 
 
 @frozen(eq=False)
@@ -35,6 +32,7 @@ class ShortStep:
     ``places`` are the indices of its calls among all, and ``stands_in`` is, by index of a call of the whole step, the
     index among its own calls. ``tensors`` has the tensor that stands in for one that is left out. ``layers`` has the
     layer of each call of the whole step, and ``tensor_layers`` that of each tensor; None outside of layers.
+    ``of_whole`` are the layers of the whole step.
     """
 
     graph: StepGraph
@@ -43,6 +41,7 @@ class ShortStep:
     tensors: Mapping[int, int]
     layers: list[int | None]
     tensor_layers: list[int | None]
+    of_whole: StepLayers
 
     @property
     def count(self) -> int:
@@ -83,77 +82,9 @@ class ShortStep:
         return Assignment(rows, rests)
 
 
-@define(eq=False)
-class _Layers:
-    """Which layer calls and tensors are in, and where in it."""
-
-    graph: StepGraph
-    #: By layer, the indices of its calls.
-    calls: dict[int, list[int]] = field(factory=lambda: defaultdict(list), init=False)
-    of_call: dict[int, tuple[int, int]] = field(factory=dict, init=False)
-    _prefix: str = field(default="", init=False)
-    _leaves: dict[str, int] = field(factory=dict, init=False)
-    _made: dict[int, tuple[int, int]] = field(factory=dict, init=False)
-
-    def __attrs_post_init__(self) -> None:
-        numbers: dict[str, set[int]] = defaultdict(set)
-        for call in self.graph.calls:
-            if match := _NUMBERED.fullmatch(call.module):
-                numbers[match[1]].add(int(match[2]))
-        self._prefix = max(sorted(numbers), key=lambda prefix: len(numbers[prefix]), default="")
-        for place, call in enumerate(self.graph.calls):
-            layer = self._number(call.module)
-            if layer is not None:
-                self.of_call[place] = layer, len(self.calls[layer])
-                self.calls[layer].append(place)
-            self._made.update({t: (place, k) for k, t in enumerate(call.results) if t is not None})
-        self._leaves = {t.name: t.number for t in self.graph.tensors if t.name and t.maker is None}
-
-    def _number(self, name: str) -> int | None:
-        """The layer that a name is in. Names of parameters begin at the module that was placed, so they are shorter."""
-        match = _NUMBERED.fullmatch(name)
-        return int(match[2]) if match and f".{self._prefix}".endswith(f".{match[1]}") else None
-
-    @property
-    def are_alike(self) -> bool:
-        """Whether there are layers from 0 on that call the same ops on the same sizes, but for the first and last."""
-        count = len(self.calls)
-        inner = [self._looks(layer) for layer in range(1, count - 1) if layer in self.calls]
-        return sorted(self.calls) == list(range(count)) and all(looks == inner[0] for looks in inner)
-
-    def _looks(self, layer: int) -> list[object]:
-        calls = [self.graph.calls[place] for place in self.calls[layer]]
-        return [(call.schema.op, call.phase, self._metas(call), _starred(call.module)) for call in calls]
-
-    def _metas(self, call: CallNode) -> tuple[object, ...]:
-        tensors = self.graph.tensors
-        return tuple(None if t is None else tensors[t].spec.tensor_meta for t in (*call.operands, *call.results))
-
-    def of_tensor(self, t: int) -> int | None:
-        """The layer of a tensor: that of its maker, or of its name."""
-        if t in self._made:
-            known = self.of_call.get(self._made[t][0])
-            return None if known is None else known[0]
-        node = self.graph.tensors[t]
-        return self._number(node.name) if node.maker is None and node.name else None
-
-    def in_layer(self, t: int, layer: int) -> int | None:
-        """The tensor of another layer that is as this one; None if it has none."""
-        if t in self._made:
-            place, k = self._made[t]
-            at = self.of_call[place][1]
-            calls = self.calls[layer]
-            return self.graph.calls[calls[at]].results[k] if at < len(calls) else None
-        match = _NUMBERED.fullmatch(self.graph.tensors[t].name)
-        assert match is not None
-        start, end = match.span(2)
-        name = self.graph.tensors[t].name
-        return self._leaves.get(f"{name[:start]}{layer}{name[end:]}")
-
-
 def shortened(graph: StepGraph) -> ShortStep | None:
     """The step with the first and the last layers alone; None where its layers are few, or are not alike."""
-    layers = _Layers(graph)
+    layers = StepLayers(graph)
     count = len(layers.calls)
     if count < _LEAST_LAYERS or not layers.are_alike:
         return None
@@ -183,11 +114,11 @@ def shortened(graph: StepGraph) -> ShortStep | None:
     short = evolve(graph, calls=tuple(calls), tensors=nodes, sinks=sinks)
     of_calls = [layers.of_call.get(place, (None, 0))[0] for place in range(len(graph.calls))]
     of_tensors = [layers.of_tensor(node.number) for node in graph.tensors]
-    return ShortStep(short, places, stands_in, tensors, of_calls, of_tensors)
+    return ShortStep(short, places, stands_in, tensors, of_calls, of_tensors, layers)
 
 
 def _operands(
-    layers: _Layers, operands: Sequence[int | None], layer: int | None, gap: range
+    layers: StepLayers, operands: Sequence[int | None], layer: int | None, gap: range
 ) -> tuple[int | None, ...] | None:
     """Operands of a call with those in the gap replaced; None where one cannot be."""
     new: list[int | None] = []
@@ -205,12 +136,8 @@ def _operands(
     return tuple(new)
 
 
-def _stand_ins(layers: _Layers, gap: range) -> dict[int, int]:
+def _stand_ins(layers: StepLayers, gap: range) -> dict[int, int]:
     """By tensor of the gap, that of the last layer before it."""
     of = {node.number: layers.of_tensor(node.number) for node in layers.graph.tensors}
     found = {t: layers.in_layer(t, gap.start - 1) for t, layer in of.items() if layer is not None and layer in gap}
     return {t: other for t, other in found.items() if other is not None}
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\d+", "*", name)

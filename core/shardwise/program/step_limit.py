@@ -1,26 +1,30 @@
 """The best assignment that keeps a limit on memory.
 
-A rank holds what it keeps for later, and at each call what that needs while it runs. A price per byte that is kept is
-raised until the limit is kept, or until what is kept leaves enough of it and a call holds too much while it runs. Then
-each moment of the step gets a price of its own (:mod:`shardwise.program.moment_search`), and what is left over the
-limit is brought below it choice by choice (:mod:`shardwise.program.step_repair`).
+A rank holds what it keeps for later, and at each call what that needs while it runs. A limit below what every plan
+holds (:mod:`shardwise.program.least_memory`) is refused at once. Else a price per byte that is kept is raised until the
+limit is kept, or until what is kept leaves enough of it and a call holds too much while it runs. Then each moment of
+the step gets a price of its own (:mod:`shardwise.program.moment_search`), and what is left over the limit is brought
+below it choice by choice (:mod:`shardwise.program.step_repair`). Of two plans around the limit the parts in which they
+differ are exchanged (:mod:`shardwise.program.part_exchange`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 
 import numpy as np
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from shardwise.errors import MemoryPlanError
 from shardwise.program.amounts import size_text
 from shardwise.program.cost_graph import FORBIDDEN
+from shardwise.program.least_memory import Least, LeastMemory
 from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.moment_search import MomentSearch
+from shardwise.program.part_exchange import PartExchange
 from shardwise.program.replay import DEEPEST, replayed
 from shardwise.program.short_solution import ShortProblem
 from shardwise.program.step_bound import WorkTable, step_bound
@@ -38,6 +42,7 @@ _RAISE = 8
 _HALVINGS = 4  # of the interval between a price that is too low and one that is enough
 _SEVERAL = 3  # mesh dims up to which a step is bounded at two prices
 _SPARE = 256  # of the limit, this part
+_NEARLY = 32  # of the limit, this part: while less is left, there is little to be had for it
 _FEWER = 2  # numbers of layers, until what a run by decisions does fits as well
 _ENOUGH = 8  # of the limit, this part: while less is left beside what is kept, a higher price on that comes first
 _CLOSE = 2  # the least that was found exceeds a limit by at most this part of it; further off, nothing is there
@@ -73,6 +78,7 @@ class PricedSearch:
     short: ShortProblem | None = None
     _tried: list[_Tried] = field(factory=list)
     _done: list[_Tried] = field(factory=list)
+    _least: Least | None = field(default=None, init=False)
     _moments: StepMoments = field(init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -83,6 +89,8 @@ class PricedSearch:
 
         Raises :class:`MemoryPlanError` where none is found.
         """
+        if limit is not None:
+            self._refuse_impossible(limit)
         if not self._tried:
             self._try(Fraction(0), self.starts, exchanges=bool(self.problem.free - self.problem.pinned))
         if limit is None:
@@ -94,7 +102,8 @@ class PricedSearch:
         is_small = len(self.problem.graph.calls) <= _SMALL
         if not self._within(limit) or (is_small and self._exceeding(limit)):
             self._price_moments(limit)
-        self._mix(limit)
+        if not self._exchange_parts(limit):
+            self._mix(limit)
         return self._improved(min(self._within(limit), key=lambda tried: tried.found.cost), limit).found
 
     def _halve_price(self, limit: int) -> None:
@@ -104,6 +113,22 @@ class PricedSearch:
             if low is None or low.price == high.price:
                 break
             self._try(Fraction((float(low.price or high.price / 16) * float(high.price)) ** 0.5), [low.found])
+
+    def _exchange_parts(self, limit: int) -> bool:
+        """Try what holds too much with parts of what holds less; whether that fills the limit, or nearly so."""
+        low, high = self._around(limit)
+        if self.short is None or low is None:
+            return False
+        exchange = PartExchange(self.problem, self.short.step.of_whole, low.found, high.found)
+        for found in exchange.within(limit - limit // _SPARE):
+            # Calls that look the same do the same in a run.
+            followed = replayed(self.problem, found, DEEPEST, tries=0)
+            tried = high if followed is None else self._as_tried(high.price, followed)
+            if tried.nbytes <= limit and tried.found.cost < high.found.cost:
+                self._tried.append(tried)
+                self._done.append(tried)
+                return limit - tried.nbytes <= limit // _NEARLY
+        return False
 
     def _mix(self, limit: int) -> None:
         """Try what holds too much in as many layers as the limit allows, and what holds less in the others.
@@ -156,9 +181,21 @@ class PricedSearch:
         if limit is None or not any(one.nbytes > limit for one in self._tried):
             return self._bound_at(min(self._tried, key=lambda one: one.price), limit or 0, work)
         low, high = self._around(limit)
+        if low is None:
+            return self._bound_at(high, limit, work)
         # On many mesh dims a bound takes minutes, and the two prices are close to each other.
-        several = low is not None and self.problem.graph.mesh.ndim <= _SEVERAL
-        return max(self._bound_at(one, limit, work) for one in ((low, high) if several else (high,)) if one is not None)
+        several = self.problem.graph.mesh.ndim <= _SEVERAL
+        return max(self._bound_at(one, limit, work) for one in ((low, high) if several else (self._even(low, high),)))
+
+    def _even(self, low: _Tried, high: _Tried) -> _Tried:
+        """What holds less, at the price at which it is as good as what holds too much: there bounds are highest."""
+        problem, memory = self.problem, self.problem.memory
+        assert memory is not None
+        problem.memory = memory.after_forward()
+        fewer = problem.nbytes(low.found) - problem.nbytes(high.found)
+        problem.memory = memory
+        price = Fraction(high.found.cost - low.found.cost, fewer) if fewer > 0 else high.price
+        return evolve(high, price=min(max(price, low.price), high.price))
 
     def _bound_at(self, tried: _Tried, limit: int, work: WorkTable) -> int:
         problem, memory = self.problem, self.problem.memory
@@ -242,9 +279,11 @@ class PricedSearch:
         problem = self.problem
         problem.prices = prices
         try:
-            priced = start.copy()
-            priced.cost = problem.cost(priced)
-            found = self._solved([priced])
+            found = None if self.short is None else self.short.solved([start], exchanges=False)
+            if found is None:
+                priced = start.copy()
+                priced.cost = problem.cost(priced)
+                found = solve_step(problem, [priced])
         finally:
             problem.prices = None
         found = found.copy()
@@ -280,21 +319,35 @@ class PricedSearch:
         running = 0 if at is None else self._moments.running_bytes(found, at)
         return _Tried(price, found, nbytes, running)
 
+    def _refuse_impossible(self, limit: int) -> None:
+        """Raise :class:`MemoryPlanError` where no plan can keep a limit, before one is searched for."""
+        if self._least is None:
+            self._least = LeastMemory(self.problem, self.starts[0]).found()
+        of = self._least
+        if of.nbytes > limit:
+            raise self._refusal(limit, "every plan holds at least", of.nbytes, of.place, of.running, of.kept)
+
     def _too_little(self, limit: int) -> MemoryPlanError:
         problem, least = self.problem, min(self._tried, key=lambda tried: tried.nbytes)
         assert problem.memory is not None
-        sizes: dict[str, int] = {}
+        kept: dict[str, int] = {}
         for t in problem.memory.kept:
             what = problem.graph.describe(t)
-            sizes[what] = sizes.get(what, 0) + problem.memory.kept_bytes(t, problem.rests(least.found, t))
-        most = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
+            kept[what] = kept.get(what, 0) + problem.memory.kept_bytes(t, problem.rests(least.found, t))
         _, at = self._moments.peak_and_place(least.found)
-        filled = ", ".join(f"{what} ({size_text(nbytes)})" for what, nbytes in most)
-        while_running = "" if at is None else f", {size_text(least.running)} of it in {problem.graph.calls[at]}"
+        return self._refusal(limit, "the least that was found is", least.nbytes, at, least.running, kept)
+
+    def _refusal(
+        self, limit: int, what: str, nbytes: int, place: int | None, running: int, kept: Mapping[str, int]
+    ) -> MemoryPlanError:
+        """The error for a limit, with the call that runs where most is held, and what is kept for later."""
+        most = sorted(kept.items(), key=lambda item: (-item[1], item[0]))[:_NAMED]
+        filled = ", ".join(f"{name} ({size_text(size)})" for name, size in most)
+        while_running = "" if place is None else f", {size_text(running)} of it in {self.problem.graph.calls[place]}"
         return MemoryPlanError(
             asked=f"plan a step in which a rank holds {size_text(limit)}",
-            found=f"the least that was found is {size_text(least.nbytes)} at a time{while_running}."
-            + (f" It is filled by {filled}" if filled else " Nothing is kept for later"),
+            found=f"{what} {size_text(nbytes)} at a time{while_running}. "
+            + (f"It is filled by {filled}" if filled else "Nothing is kept for later"),
             do="Use a larger mesh or a smaller batch, or wrap layers in torch.utils.checkpoint, which keeps their "
             "inputs alone.",
             limit=limit,

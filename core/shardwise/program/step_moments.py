@@ -13,6 +13,7 @@ what it costs at a price (:mod:`shardwise.program.moment_prices`): the two count
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -146,13 +147,20 @@ class StepMoments:
 
     def held(self, assignment: Assignment) -> Bytes:
         """By moment, the bytes that a rank holds: while each call runs, and at the end."""
-        problem = self.problem
-        parts = [part for t in range(len(problem.graph.tensors)) for part in self._leaf(assignment, t)]
-        parts += [part for place in range(len(problem.graph.calls)) for part in self.of_call(assignment, place)]
-        return self.held_by(parts)
+        parts = [part for t in self._leaves for part in self.of_leaf(t, self.problem.rests(assignment, t))]
+        changes = self.changes(parts) + self._changes_of_calls(assignment)
+        held: Bytes = np.cumsum(changes)[:-1]
+        return held
 
-    def _leaf(self, assignment: Assignment, t: int) -> Iterator[Part]:
-        return self.of_leaf(t, self.problem.rests(assignment, t)) if self.is_leaf(t) else iter(())
+    def _changes_of_calls(self, assignment: Assignment) -> Bytes:
+        if self.problem.fold is not None:
+            return self.problem.fold.changes(assignment)
+        places = range(len(self.problem.graph.calls))
+        return self.changes(part for place in places for part in self.of_call(assignment, place))
+
+    @cached_property
+    def _leaves(self) -> list[int]:
+        return [t for t in range(len(self.problem.graph.tensors)) if self.is_leaf(t)]
 
     def is_leaf(self, t: int) -> bool:
         """Whether no call makes a tensor."""
@@ -160,13 +168,23 @@ class StepMoments:
 
     def held_by(self, parts: Iterable[Part]) -> Bytes:
         """By moment, the bytes of some parts."""
-        change = np.zeros(len(self.problem.graph.calls) + 2, np.int64)
+        held: Bytes = np.cumsum(self.changes(parts))[:-1]
+        return held
+
+    def changes(self, parts: Iterable[Part]) -> Bytes:
+        """By moment, and behind the last one, the bytes of parts that are held from then on, less what no longer is."""
+        changes = np.zeros(len(self.problem.graph.calls) + 2, np.int64)
         for life, number, nbytes in parts:
             start, stop = self._spans[life][number]
-            change[start] += nbytes
-            change[stop] -= nbytes
-        held: Bytes = np.cumsum(change)[:-1]
-        return held
+            changes[start] += nbytes
+            changes[stop] -= nbytes
+        return changes
+
+    @cached_property
+    def span_arrays(self) -> list[tuple[Bytes, Bytes]]:
+        """By kind of life, the first moments of all calls or tensors, and those behind the last ones."""
+        arrays = [np.array(spans, np.int64).reshape(-1, 2) for spans in self._spans]
+        return [(spans[:, 0], spans[:, 1]) for spans in arrays]
 
     def over_lives(self, each: Sequence[int]) -> list[list[int]]:
         """By kind of life and number of a call or tensor, the sum over its moments of what each moment has."""

@@ -12,7 +12,7 @@ All costs are whole nanoseconds, so that sums are exact and equal on every machi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import cached_property
 from typing import Any
@@ -30,6 +30,7 @@ from shardwise.planning.path import path_cost
 from shardwise.planning.path_search import Search
 from shardwise.program.cheap_moves import CheapMoves
 from shardwise.program.cost_graph import FORBIDDEN, NANOSECONDS
+from shardwise.program.layer_fold import LayerFold
 from shardwise.program.moment_prices import MomentPrices
 from shardwise.program.step_graph import CallNode, Places, Sink, StepGraph
 from shardwise.program.step_memory import StepMemory
@@ -82,6 +83,8 @@ class StepProblem:
     #: Where tensors must rest on some mesh dims, and the rows that calls must take one of on each.
     held_rests: dict[int, dict[int, Placement]] = field(factory=dict)
     held_rows: dict[int, tuple[frozenset[int], ...]] = field(factory=dict)
+    #: Where it has many equal layers: what these cost and hold, counted once.
+    fold: LayerFold | None = None
     choices: list[Choices] = field(init=False)
     resting: frozenset[int] = field(init=False)
     #: What the problems of single mesh dims are made of.
@@ -116,19 +119,21 @@ class StepProblem:
 
     def as_recorded(self) -> Assignment:
         """The choices that were made when the step was recorded."""
-        mesh_shape = tuple(self.graph.mesh.shape)
-        rows = []
+        known: dict[int, list[int]] = {}
         for call, choices in zip(self.graph.calls, self.choices, strict=True):
-            ran = rows_that_ran(call, mesh_shape)
-            if choices.problem is None:  # one row per mesh dim, the one that ran
-                rows.append(list(range(len(mesh_shape))))
-                continue
-            if choices.lost:
-                rows.append(list(choices.lost))
-                continue
-            places = [(row.inputs, row.outputs) for row in choices.rows]
-            rows.append([places.index((row.inputs, row.outputs)) for row in ran])
-        return self._left_as_made(rows)
+            # Calls with the same choices ran the same rows: these are part of what tells choices apart.
+            if id(choices) not in known:
+                known[id(choices)] = self._recorded_rows(call, choices)
+        return self._left_as_made([list(known[id(choices)]) for choices in self.choices])
+
+    def _recorded_rows(self, call: CallNode, choices: Choices) -> list[int]:
+        mesh_shape = tuple(self.graph.mesh.shape)
+        if choices.problem is None:  # one row per mesh dim, the one that ran
+            return list(range(len(mesh_shape)))
+        if choices.lost:
+            return list(choices.lost)
+        places = [(row.inputs, row.outputs) for row in choices.rows]
+        return [places.index((row.inputs, row.outputs)) for row in rows_that_ran(call, mesh_shape)]
 
     def _left_as_made(self, rows: list[list[int]]) -> Assignment:
         """Rows for the calls, with every tensor where its row leaves it."""
@@ -154,17 +159,15 @@ class StepProblem:
         """
         recorded = self.as_recorded().rows
         assignment = Assignment([list(ran) for ran in recorded], {})
+        known: dict[Any, list[int]] = {}
         for place, choices in enumerate(self.choices):
             operands = enumerate(self.graph.calls[place].operands)
             stays = {i: self.made(assignment, t) for i, t in operands if t is not None and self.must_stay(place, i)}
-            chosen: list[int] = []
-            for m, legal in enumerate(choices.legal):
-                rows = [r for r in legal if all(placed(choices.rows[r].inputs[i]) == at[m] for i, at in stays.items())]
-                rows.sort(key=lambda r: (not is_whole(choices.rows[r]), r != recorded[place][m]))
-                chosen += rows[:1]
-            if len(chosen) == len(choices.legal) and choices.allows(chosen):
-                assignment.rows[place] = chosen
-            elif choices.lost:
+            key = (id(choices), *stays.items())
+            if key not in known:
+                known[key] = _whole_rows(choices, stays, recorded[place])
+            assignment.rows[place] = list(known[key])
+            if choices.lost == tuple(known[key]):
                 raise NoPlanError(
                     asked=f"decide for the {len(self.choices)} calls of a step together",
                     found=f"{self.graph.calls[place]} ran on strided shards that no plan may ask for, and cannot run "
@@ -292,7 +295,7 @@ class StepProblem:
         """The price of what a rank keeps of a tensor."""
         if self.memory is None or not self.has_price(tensor):
             return 0
-        return min(int(self.memory.kept_bytes(tensor, layout) * self.price), FORBIDDEN)
+        return min(_times(self.memory.kept_bytes(tensor, layout), self.price), FORBIDDEN)
 
     def nbytes(self, assignment: Assignment) -> int:
         """What a rank keeps: the state of all parameters, and what forward leaves for backward."""
@@ -317,7 +320,7 @@ class StepProblem:
         """The price of what a rank keeps of the copy that brings an operand to a call."""
         if self.memory is None or not self.keeps_copy(place, operand):
             return 0
-        return min(int(self.memory.copied_bytes(place, operand, src, dst) * self.price), FORBIDDEN)
+        return min(_times(self.memory.copied_bytes(place, operand, src, dst), self.price), FORBIDDEN)
 
     def cost_of_call(self, assignment: Assignment, place: int) -> int:
         """Nanoseconds of a call under an assignment, with the moves of its operands and results."""
@@ -337,7 +340,10 @@ class StepProblem:
 
     def cost(self, assignment: Assignment) -> int:
         """Nanoseconds of the step under an assignment."""
-        total = sum(self.cost_of_call(assignment, place) for place in range(len(self.graph.calls)))
+        if self.fold is not None and self.prices is None:
+            total = self.fold.cost_of_calls(assignment)
+        else:
+            total = sum(self.cost_of_call(assignment, place) for place in range(len(self.graph.calls)))
         if self.prices is not None:
             total += sum(self.prices.of_leaf(t, self.rests(assignment, t)) for t in sorted(self.free))
         if self.memory is not None and self.price:
@@ -376,6 +382,21 @@ class StepProblem:
         for graph in self._searched.values():
             graph.keep_paths_only()
         self._searched.clear()
+
+
+def _times(nbytes: int, price: Fraction) -> int:
+    """The price of some bytes, rounded down: many times as fast as a product of fractions."""
+    return nbytes * price.numerator // price.denominator
+
+
+def _whole_rows(choices: Choices, stays: Mapping[int, Places], recorded: Sequence[int]) -> list[int]:
+    """Rows of whole tensors that find operands where these stay, or those that ran."""
+    chosen: list[int] = []
+    for m, legal in enumerate(choices.legal):
+        rows = [r for r in legal if all(placed(choices.rows[r].inputs[i]) == at[m] for i, at in stays.items())]
+        rows.sort(key=lambda r: (not is_whole(choices.rows[r]), r != recorded[m]))
+        chosen += rows[:1]
+    return chosen if len(chosen) == len(choices.legal) and choices.allows(chosen) else list(recorded)
 
 
 def _strides_anew(src: Places, dst: Places) -> bool:
