@@ -93,7 +93,7 @@ def test_two_rules_of_one_plugin_for_an_op_are_an_error_where_the_op_is_seen(mod
     [
         ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("", "AttributeError: .* has no attribute 'RULES'"),
-        ("RULES = (3,)", "RuleError: .*3 is a int"),
+        ("RULES = (3,)", "RuleError: .*3 is an int"),
         ("raise SystemExit(2)", "SystemExit: 2"),
         (
             'RULES = (rule(aten.abs.default, "... -> ..."),)',

@@ -125,6 +125,7 @@ _ADVICE = {
 
 
 _AT_IMPORT = "A module of rules should define them and do nothing else: tell its authors."
+_NOTHING = "Its hook should pass rules to registry.add(...): tell its authors."
 
 
 def _plugins() -> Iterator[Finding]:
@@ -135,7 +136,8 @@ def _plugins() -> Iterator[Finding]:
             do = _ADVICE[status.status].format(status.plugin.origin.plugin)
             yield Finding(name, FAILED, f"{shown} {status.status}: {status.reason}", do)
         elif status.status == "loaded" and status.reason:
-            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", _AT_IMPORT)
+            do = _NOTHING if status.reason == "registers nothing" else _AT_IMPORT
+            yield Finding(name, WARNING, f"{shown} loaded, {counted(status.ops, 'op')}; it {status.reason}", do)
         elif status.status == "loaded":
             yield Finding(name, OK, f"{shown} loaded, {counted(status.ops, 'op')}")
         else:

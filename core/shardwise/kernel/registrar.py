@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from shardwise.errors import PluginLoadError, RuleError
+from shardwise.kernel.arguments import kind_of
 from shardwise.kernel.precedence import Entry, Origin
 from shardwise.kernel.rule import AnyRule, FullMeshRule, Rule
 from shardwise.kernel.signature import Op, as_op, op_name
@@ -110,6 +111,13 @@ def _cannot(asked: str, origin: Origin, error: BaseException) -> PluginLoadError
     )
 
 
+def _no_rule(value: object, origin: Origin) -> RuleError:
+    do = "Pass what rule(), rule_from() or full_mesh_rule() returned."
+    if isinstance(value, (list, tuple)):
+        do = "Pass its rules one by one, with a star: add(*RULES)."
+    return RuleError(asked=f"register a rule of {origin}", found=f"{value!r} is {kind_of(value)}", do=do)
+
+
 class Registrar:
     """A plugin's hook receives one and registers rules with it."""
 
@@ -129,6 +137,12 @@ class Registrar:
         self.modules: list[RuleModule] = []
 
     @property
+    def has_anything(self) -> bool:
+        """Whether the plugin registered anything at all."""
+        own = (self._by_op, self.optimizers, self.composites, self.higher_order, self.compared, self.views)
+        return any((*own, self.observers, self.links, self.later, self.modules))
+
+    @property
     def entries(self) -> list[Entry]:
         """The rules that were registered as values, in order."""
         return list(self._by_op.values())
@@ -142,11 +156,7 @@ class Registrar:
         """
         for rule in rules:
             if not isinstance(rule, (Rule, FullMeshRule)):
-                raise RuleError(
-                    asked=f"register a rule of {self.origin}",
-                    found=f"{rule!r} is a {type(rule).__name__}",
-                    do="Pass what rule(), rule_from() or full_mesh_rule() returned.",
-                )
+                raise _no_rule(rule, self.origin)
             replaced = rule.replaces or replaces
             replaced_name = None if replaced is None else normalised(replaced)
             for op in rule.ops:
