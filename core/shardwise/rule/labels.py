@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-
 from shardwise.errors import RuleError
 from shardwise.kernel.plurals import counted
 from shardwise.kernel.signature import Call
