@@ -7,8 +7,13 @@ blanks, so that ``grep`` and ``cut`` work.
 from __future__ import annotations
 
 import json
+import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
@@ -18,6 +23,7 @@ from rich.text import Text
 
 __all__ = [
     "PIPE_WIDTH",
+    "json_alone",
     "json_option",
     "on_terminal",
     "print_facts",
@@ -25,6 +31,7 @@ __all__ = [
     "print_parts",
     "print_rows",
     "progress",
+    "refuse_no_folder",
 ]
 
 PIPE_WIDTH = 200
@@ -43,12 +50,23 @@ _COLOURS = {
     "conflict": "red",
 }
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+json_option = click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print one JSON document to stdout, of an error too, and all else to stderr.",
+)
 
 
 def on_terminal() -> bool:
     """Whether stdout is a terminal."""
     return Console().is_terminal
+
+
+def refuse_no_folder(option: str, path: Path | None) -> None:
+    """Refuse a file to write whose folder is not there, before anything is computed for it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.UsageError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager
@@ -65,9 +83,48 @@ def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def print_json(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print a JSON list, one object per row."""
-    click.echo(json.dumps(rows, indent=1))
+class _JsonStream:
+    """Where JSON goes: None for stdout. ``is_used`` says that a document was printed."""
+
+    stream: TextIO | None = None
+    is_used = False
+
+
+@contextmanager
+def json_alone() -> Iterator[Callable[[], bool]]:
+    """Keep stdout for one JSON document: whatever else is printed meanwhile goes to stderr, also by the program that a
+    command runs and by its processes. The function says whether there is a document.
+    """
+    before = _JsonStream.stream, _JsonStream.is_used
+    _JsonStream.stream, _JsonStream.is_used = sys.stdout, False
+    is_real = sys.stdout is sys.__stdout__ and sys.stderr is sys.__stderr__  # not those of a test
+    kept = os.dup(1) if is_real else -1
+    try:
+        if is_real:
+            sys.stdout.flush()
+            os.dup2(2, 1)
+            _JsonStream.stream = os.fdopen(kept, "w", encoding="utf-8", closefd=False)
+        with redirect_stdout(sys.stderr):
+            yield lambda: _JsonStream.is_used
+    finally:
+        if is_real:
+            os.dup2(kept, 1)
+            os.close(kept)
+        _JsonStream.stream, _JsonStream.is_used = before
+
+
+def print_json(document: object) -> None:
+    """Print a document as JSON; what is no number in JSON, NaN and infinity, is null."""
+    click.echo(json.dumps(_finite(document), indent=1, allow_nan=False), file=_JsonStream.stream)
+    _JsonStream.is_used = True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def print_parts(parts: Sequence[RenderableType]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import frozen
@@ -20,6 +20,8 @@ from shardwise.private_torch.ops import HigherOrderOperator, OpLike
 from shardwise.settings import normalised
 
 __all__ = ["Instead", "Later", "LinkSupplier", "Observer", "Registrar", "RuleModule", "stem_of"]
+
+_MODULES = 'Map names of modules to the names of their ops, as in {"acme.mixing": "acme::mix acme::unmix"}.'
 
 Observer = Callable[[Any], None]
 Instead = Callable[..., Any] | None
@@ -72,7 +74,14 @@ class RuleModule:
     def read(self) -> Mapping[Op, Entry]:
         """The rules by op. Raises what the module raises, and :class:`RuleError` for a rule of another stem's op."""
         registrar = Registrar(self.origin)
-        registrar.add(*import_module(self.name).RULES)
+        rules = getattr(import_module(self.name), "RULES", None)
+        if not isinstance(rules, (tuple, list)):
+            raise RuleError(
+                asked=f"read the rules of {self.name} of {self.origin}",
+                found="it has no RULES" if rules is None else f"its RULES is {kind_of(rules)}",
+                do="Write RULES = (FIRST, SECOND), a tuple of what rule(), rule_from() or full_mesh_rule() returned.",
+            )
+        registrar.add(*rules)
         for entry in registrar.entries:
             name = entry.op.name()  # type: ignore[no-untyped-call]
             if stem_of(name) not in self.stems:
@@ -207,8 +216,12 @@ class Registrar:
         several modules may have overloads of one name. Raises :class:`RuleError` for a value that is not such names. A
         rule for an op that the names do not have is refused when the module is imported.
         """
+        if not isinstance(modules, Mapping):
+            self._refuse("modules of rules", modules, _MODULES)
         for module, names in modules.items():
             asked = f"register the module {module} of {self.origin}"
+            if not all(isinstance(word, str) for word in (module, names)):
+                self._refuse("modules of rules", modules, _MODULES)
             stems = names.split()
             for name in stems:
                 if not re.fullmatch(r"\w+::\w+", name) or stem_of(name) != name:
@@ -240,6 +253,7 @@ class Registrar:
         give the same numbers; where it returns ``NotImplemented``, torch's own kernel runs. Raises :class:`RuleError`
         for anything but an op.
         """
+        self._check_function("a composite op", "instead", instead)
         self.composites |= dict.fromkeys(self._overloads(ops, "a composite op"), instead)
 
     def add_higher_order(self, op: Any, instead: Callable[..., Any]) -> None:
@@ -256,6 +270,7 @@ class Registrar:
                 found=f"{op!r} is a {type(op).__name__}",
                 do="Name an operator of torch.ops.higher_order; rules of other ops go to add().",
             )
+        self._check_function("an operator of higher order", "instead", instead, required=True)
         self.higher_order[op] = instead
 
     def add_compared(self, *ops: OpLike) -> None:
@@ -273,7 +288,19 @@ class Registrar:
         ``undo(base, value, index, *args)`` returns the whole new base: ``value`` is what the result number ``index``
         holds now, and ``args`` are the op's arguments after the base. Raises :class:`RuleError` for anything but an op.
         """
+        self._check_function("a view op", "undo", undo, required=True)
         self.views |= dict.fromkeys(self._overloads(ops, "a view op"), undo)
+
+    def _check_function(self, what: str, name: str, value: Any, *, required: bool = False) -> None:
+        if not callable(value) and (required or value is not None):
+            raise RuleError(
+                asked=f"register {what} of {self.origin}",
+                found=f"{name}={value!r} is {kind_of(value)}",
+                do=f"Pass a function as {name}=.",
+            )
+
+    def _refuse(self, what: str, value: Any, do: str) -> NoReturn:
+        raise RuleError(asked=f"register {what} of {self.origin}", found=f"{value!r} is {kind_of(value)}", do=do)
 
     def _overloads(self, ops: Sequence[OpLike], what: str) -> list[Op]:
         overloads = [as_op(one) for one in ops]
