@@ -17,9 +17,10 @@ from typing import Any, TextIO
 
 import click
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
+from rich.text import Text, TextType
 
 __all__ = [
     "PIPE_WIDTH",
@@ -128,11 +129,14 @@ def _finite(value: Any) -> Any:
 
 
 def print_parts(parts: Sequence[RenderableType]) -> None:
-    """Print tables and texts with an empty line between them; without colours and trailing blanks for a pipe."""
+    """Print tables and texts with an empty line between them; without colours and trailing blanks for a pipe.
+
+    On a terminal that has no room for the words of a table its rows are lists of names and values.
+    """
     console = Console(highlight=False)
     if console.is_terminal:
         for i, part in enumerate(parts):
-            console.print(*([] if i == 0 else [""]), part, sep="\n")
+            console.print(*([] if i == 0 else [""]), _fitting(console, part), sep="\n")
         return
     plain = Console(width=PIPE_WIDTH, highlight=False, no_color=True, force_terminal=False)
     with plain.capture() as capture:
@@ -141,19 +145,53 @@ def print_parts(parts: Sequence[RenderableType]) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().rstrip().splitlines()))
 
 
+def _fitting(console: Console, part: RenderableType) -> RenderableType:
+    """A table with room for whole words in every column; its rows as lists where there is none."""
+    options = console.options.update_width(_UNBOUNDED)
+    if not isinstance(part, Table) or Measurement.get(console, options, part).maximum <= console.width:
+        return part
+    if Measurement.get(console, options, part).minimum > console.width:
+        names = [console.render_str(str(column.header), highlight=False) for column in part.columns]
+        return _records(names, list(zip(*(column.cells for column in part.columns), strict=True)), part.title)
+    for column in part.columns:
+        cells = (column.header, *column.cells)
+        column.min_width = max(Measurement.get(console, options, cell).minimum for cell in cells)
+    return part
+
+
+def _records(
+    names: Sequence[RenderableType], rows: Sequence[Sequence[RenderableType]], title: TextType | None = None
+) -> Table:
+    """Rows as lists of names and values, with an empty line between them."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for i, row in enumerate(rows):
+        if i:
+            table.add_row("", "")
+        for name, value in zip(names, row, strict=True):
+            if value not in ("", Text("")):
+                table.add_row(name, value)
+    return table
+
+
 def print_rows(rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str] = ()) -> None:
     """Print the named columns of the rows as a table; numbers stand on the right.
 
-    On a terminal that is too narrow for whole words the columns of ``drop`` are left out, the first ones first.
+    On a terminal that is too narrow for whole words the columns of ``drop`` are left out, the first ones first. Where
+    that is not enough, rows are lists of names and values.
     """
     console = Console(highlight=False)
     left_out = _too_wide(rows, columns, drop, console.width) if console.is_terminal else ()
+    if left_out is None:
+        _print(console, _records(columns, [[_cell(row[column]) for column in columns] for row in rows]))
+        return
     columns = [column for column in columns if column not in left_out]
     table = Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         numeric = any(isinstance(row[column], int) for row in rows)
-        # Where columns may go for want of room, those of single words keep theirs, and sentences share the rest.
-        whole = bool(drop) and all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
+        # Columns of single words keep their room, and sentences share the rest.
+        whole = all(len(str(row[column])) <= _longest_word(rows, column) for row in rows)
         table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=whole)
     for row in rows:
         table.add_row(*(_cell(row[column]) for column in columns))
@@ -168,8 +206,10 @@ _LONGEST_WORD = 30
 
 def _too_wide(
     rows: Sequence[Mapping[str, object]], columns: Sequence[str], drop: Sequence[str], width: int
-) -> list[str]:
-    """The columns that must go so that the others have room for whole words; each has two blanks and a line."""
+) -> list[str] | None:
+    """The columns that must go so that the others have room for whole words; each has two blanks and a line. None where
+    all that may go is not enough.
+    """
     left_out: list[str] = []
     need = 1 + sum(3 + _longest_word(rows, column) for column in columns)
     for column in drop:
@@ -177,7 +217,7 @@ def _too_wide(
             break
         left_out.append(column)
         need -= 3 + _longest_word(rows, column)
-    return left_out
+    return left_out if need <= width else None
 
 
 def _longest_word(rows: Sequence[Mapping[str, object]], column: str) -> int:
