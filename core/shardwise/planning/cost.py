@@ -177,7 +177,7 @@ def _by_plugins(mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire
 def answer_of(
     origin: Origin, supplier: LinkSupplier, mesh_shape: tuple[int, ...], device_type: str, wires: tuple[Wire, ...]
 ) -> Links | None:
-    """What the hook of one plugin returns. Raises :class:`PluginLoadError` for anything else, and if the hook raises."""
+    """What the hook of one plugin returns. Raises :class:`PluginLoadError` for anything else."""
     cause = None
     try:
         links = supplier(mesh_shape, device_type, wires)
