@@ -232,7 +232,10 @@ class _Hearing:
                 names = {name for option in inside.options for name in option.rows}
                 listed = Listed((*listed.options, *inside.options), (*listed.rows, *names), listed.left + inside.left)
         except Exception as error:  # noqa: BLE001  a rule is a plugin's function and may raise anything
-            self._refuse(trial, None, f"the rule raises {type(error).__name__}: {error}", error)
+            # What names the rule's line already says what its function did.
+            is_about_rule = isinstance(error, RuleError) and "source" in error.fields
+            what = error.found if is_about_rule else f"the rule raises {type(error).__name__}: {error}"  # type: ignore[attr-defined]
+            self._refuse(trial, None, what, error)
             return []
         self.left += listed.left
         for name in listed.rows:
